@@ -1,0 +1,154 @@
+"""The flags that every run has, and one answer to all that is wrong with them."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.launch import UsageError, is_main_rank
+
+OPTIMIZERS = ("adamw", "adam", "sgd")
+SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
+TRACKERS = ("tensorboard", "trackio", "wandb")
+
+# Flags that say how a run is executed and watched. All others are the experiment: a checkpoint
+# continues a run only if they are equal.
+MECHANICS = {
+    "run_dir", "resume", "save_every", "keep", "log_every", "tracker", "num_workers", "timeout",
+    "stop_after_steps", "target_accuracy", "accumulate",
+}  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser that speaks once per run and not once per process, and reads @FILE.
+
+    A file holds flags as they are typed, several to a line if you like; # starts a comment.
+    """
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            fromfile_prefix_chars="@",
+            allow_abbrev=False,
+            **kwargs,
+        )
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return arg_line.split("#")[0].split()
+
+    def error(self, message: str) -> None:
+        raise UsageError(f"{message} (see {Path(sys.argv[0]).name} --help)")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if is_main_rank():
+            super()._print_message(message, file)
+
+
+def add_training_arguments(parser: Parser) -> None:
+    """Add the flags that decide the numbers of a run, whatever its model and data."""
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add("--epochs", type=int, default=10, help="passes over the training data")
+    add("--batch-size", type=int, default=128,
+        help="samples per optimizer step, over all processes and micro-batches")  # fmt: skip
+    add("--learning-rate", type=float, default=1e-3, help="peak learning rate")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused where torch offers it")
+    add("--momentum", type=float, default=0.9, help="of --optimizer sgd")
+    add("--weight-decay", type=float, default=0.0, help="decoupled for adamw, else an L2 penalty")
+    add("--schedule", choices=SCHEDULES, default="constant",
+        help="learning rate over the run, set anew at every step")  # fmt: skip
+    add("--warmup", type=float, default=0.0,
+        help="fraction of all steps in which the learning rate rises to its peak")  # fmt: skip
+    add("--gamma", type=float, default=0.9, help="decay per epoch of the exponential schedules")
+    add("--cosine-epochs", type=float, default=None,
+        help="half a period of the cosine, in epochs; None: the rest of the run")  # fmt: skip
+    add("--scale-lr", type=int, default=None, metavar="REFERENCE_BATCH",
+        help="multiply the learning rate by batch-size / REFERENCE_BATCH")  # fmt: skip
+    add("--accumulate", type=int, default=1,
+        help="micro-batches per optimizer step: less memory, the same numbers")  # fmt: skip
+    add("--clip-norm", type=float, default=math.inf,
+        help="largest norm of the gradient; inf: any")  # fmt: skip
+    add("--drop-last", action=argparse.BooleanOptionalAction, default=False,
+        help="leave out the last short batch of each epoch")  # fmt: skip
+    add("--seed", type=int, default=0, help="of weights, order, augmentation and dropout")
+
+
+def add_run_arguments(parser: Parser, run_dir: str) -> None:
+    """Add the flags that say where a run lives, how it is watched, stopped and continued."""
+    group = parser.add_argument_group("run folder")
+    add = group.add_argument
+    add("--run-dir", type=Path, default=Path(run_dir),
+        help="folder of this run; an earlier run in it is moved aside, never deleted")  # fmt: skip
+    add("--resume", default=None, metavar="auto|latest|PATH",
+        help="continue from the newest whole checkpoint if any (auto), from the newest whole one, "
+        "which must exist (latest), or from this one; None: start a new run")  # fmt: skip
+    add("--save-every", type=int, default=None, help="steps between checkpoints; None: each epoch")
+    add("--keep", type=int, default=2, help="checkpoints to keep, at least 2")
+    add("--stop-after-steps", type=int, default=None,
+        help="end the run after this many optimizer steps as if it were done")  # fmt: skip
+    group = parser.add_argument_group("watching and loading")
+    add = group.add_argument
+    add("--log-every", type=int, default=50, help="steps between rows of metrics.jsonl")
+    add("--tracker", choices=TRACKERS, default=None, help="also log there")
+    add("--num-workers", type=int, default=0, help="loader processes per training process")
+    add("--timeout", type=int, default=300,
+        help="seconds after which a process that does not answer counts as lost")  # fmt: skip
+
+
+def check(
+    problems: list[str], args: argparse.Namespace, name: str, good: Callable[[Any], bool], rule: str
+) -> None:
+    """Add a phrase to problems unless the flag is None or good."""
+    value = getattr(args, name)
+    if value is not None and not good(value):
+        problems.append(f"--{name.replace('_', '-')} {value} must be {rule}")
+
+
+def shared_problems(args: argparse.Namespace, num_processes: int) -> list[str]:
+    """All that is wrong with the shared flags, one phrase each."""
+    problems: list[str] = []
+    for name in ("epochs", "batch_size", "accumulate", "scale_lr", "save_every", "log_every",
+                 "stop_after_steps", "timeout"):  # fmt: skip
+        check(problems, args, name, lambda value: value >= 1, "at least 1")
+    for name in ("learning_rate", "gamma", "cosine_epochs"):
+        check(problems, args, name, lambda value: 0 < value < math.inf, "a number above 0")
+    for name in ("momentum", "weight_decay"):
+        check(problems, args, name, lambda value: 0 <= value < math.inf, "a number of at least 0")
+    check(problems, args, "clip_norm", lambda value: value > 0, "above 0")
+    check(problems, args, "warmup", lambda value: 0 <= value < 1, "at least 0 and below 1")
+    check(problems, args, "keep", lambda value: value >= 2, "at least 2")
+    check(problems, args, "num_workers", lambda value: value >= 0, "at least 0")
+    check(problems, args, "seed", lambda value: 0 <= value < 2**63, "at least 0 and below 2**63")
+    parts = num_processes * args.accumulate
+    if args.batch_size >= 1 and args.accumulate >= 1 and args.batch_size % parts:
+        problems.append(
+            f"--batch-size {args.batch_size} must be a multiple of {num_processes} processes x "
+            f"--accumulate {args.accumulate} = {parts}"
+        )
+    return problems
+
+
+def size_problems(args: argparse.Namespace, num_train: int) -> list[str]:
+    """What only shows once the data are there."""
+    if args.drop_last and args.batch_size > num_train:
+        return [
+            f"--batch-size {args.batch_size} is larger than the {num_train} training samples: with "
+            "--drop-last no step would be left"
+        ]
+    return []
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise one UsageError that names all problems, if there are any."""
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def experiment(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that decide the numbers, for the fingerprint of a checkpoint."""
+    values = {name: value for name, value in vars(args).items() if name not in MECHANICS}
+    if args.schedule in ("constant", "exponential") and not args.warmup:
+        del values["epochs"]  # these schedules do not know where a run ends: it may be made longer
+    return values

@@ -1,0 +1,251 @@
+"""Is this the world that the YAML asked for, and how does a run end when it is not?"""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
+
+EXIT_USAGE = 2
+EXIT_TARGET_MISSED = 3
+EXIT_STOPPED = 75
+
+SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class UsageError(ValueError):
+    """Wrong arguments, data, folder or launch: one sentence for the person who typed it."""
+
+
+class RunFailure(RuntimeError):
+    """Something broke that no argument caused (disk, numbers): one sentence, exit code 1."""
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Call main and turn its errors for people into one line from the main process.
+
+    UsageError ends with exit code 2, RunFailure with 1. A process that loses contact with another
+    one says so in one sentence and exits with 1. Every other exception keeps its traceback.
+    """
+    try:
+        main()
+    except UsageError as error:
+        if is_main_rank():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        _leave(EXIT_USAGE)
+    except RunFailure as error:
+        if is_main_rank():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        _leave(1)
+    except RuntimeError as error:
+        if not _is_lost_peer(error):
+            raise
+        rank = os.environ.get("RANK", "0")
+        reason = str(error).strip().splitlines()[0]
+        print(
+            f"error: process {rank} lost contact with another process of this run ({reason}); "
+            "every checkpoint under its final name is whole: start the same command again with "
+            "--resume auto",
+            file=sys.stderr,
+            flush=True,
+        )
+        _leave(1)
+
+
+def is_main_rank() -> bool:
+    """True on the process that may print, also before there is an Accelerator."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def check_launch() -> None:
+    """Refuse a launch that cannot become what it asks for. Call before Accelerator(...).
+
+    Raises UsageError on every process alike.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    # The launchers say "CPU" in two ways: accelerate's one-process launcher exports
+    # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all cards with gpu_ids.
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    use_cpu = use_cpu or os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
+    by_launcher = "ACCELERATE_MIXED_PRECISION" in os.environ
+
+    if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ:
+        # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
+        raise UsageError(
+            "the YAML asks for more than one process but only this one was started ("
+            "distributed_type NO and MULTI_CPU start no more): use MULTI_GPU, as in "
+            "accelerate_configs/2cpu.yaml, or unset MASTER_ADDR if you exported it yourself"
+        )
+    if by_launcher and not use_cpu and num_devices == 0:
+        raise UsageError(
+            f"this launch asks for {_count(local_world_size, 'GPU')} and torch sees none here: run "
+            "`python` without a launcher for one CPU process, use accelerate_configs/2cpu.yaml or "
+            "1cpu_bf16.yaml, or repair the driver (nvidia-smi)"
+        )
+    if not use_cpu and 0 < num_devices < local_world_size:
+        raise UsageError(
+            f"{local_world_size} processes were started on this machine, which has "
+            f"{_count(num_devices, 'GPU')}: use a YAML with num_processes: {num_devices}, or check "
+            "gpu_ids and CUDA_VISIBLE_DEVICES"
+        )
+    if precision == "fp16" and (use_cpu or num_devices == 0):
+        raise UsageError(
+            "fp16 needs a GPU; on a CPU accelerate would train in float32 without a word: use "
+            "mixed_precision: bf16 or no"
+        )
+
+
+def check_world(accelerator: Accelerator) -> None:
+    """Refuse a world that is not the one the launcher announced. Call after Accelerator(...)."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != accelerator.num_processes:
+        raise UsageError(
+            f"{world_size} processes were started but Accelerate sees {accelerator.num_processes}: "
+            "they would train as strangers and overwrite each other; use a YAML from "
+            "accelerate_configs/"
+        )
+    if accelerator.distributed_type not in SUPPORTED:
+        raise UsageError(
+            f"distributed_type {accelerator.distributed_type.value} is not supported: use NO for "
+            "one process or MULTI_GPU for DistributedDataParallel, as in accelerate_configs/"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise UsageError(
+            f"fp16 was asked for but on {accelerator.device.type} Accelerate trains in float32: "
+            "use mixed_precision: bf16 or no"
+        )
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn whatever the body raises into a UsageError that begins with `what`."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as problem:
+        lines = str(problem).strip().splitlines() or ["no reason given"]
+        raise UsageError(f"{what}: {type(problem).__name__}: {lines[0]}") from problem
+
+
+def raise_together(accelerator: Accelerator, error: str | None) -> None:
+    """Raise one UsageError on all processes if any has an error. Every process must call this."""
+    errors = gather_object([error]) if accelerator.num_processes > 1 else [error]
+    first = next((message for message in errors if message is not None), None)
+    if first is not None:
+        raise UsageError(first)
+
+
+def first_here_then_everywhere(accelerator: Accelerator, load: Callable[[], Any]) -> Any:
+    """Return load(), called first by one process per file system, so that it fills a cache once.
+
+    Every process must call this. A UsageError on any process is raised on all of them.
+    """
+    result, error = None, None
+    # Nested, because rank 0 is first where all machines share a disk, and each machine's local rank
+    # 0 where they do not. Nothing may leave the body early: the others wait behind a barrier.
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        try:
+            result = load()
+        except UsageError as problem:
+            error = str(problem)
+    raise_together(accelerator, error)
+    return result
+
+
+def print_plan(
+    accelerator: Accelerator, args: argparse.Namespace, steps_per_epoch: int, plan: dict[str, str]
+) -> None:
+    """Print what is about to happen, one line per item, on the main process."""
+    per_process = args.batch_size // accelerator.num_processes // args.accumulate
+    scaled = args.batch_size / args.scale_lr if args.scale_lr else 1.0
+    plan = {
+        "device": describe_world(accelerator),
+        **plan,
+        "batch": f"{args.batch_size} per step = {_count(accelerator.num_processes, 'process')} x "
+        f"{_count(args.accumulate, 'micro-batch')} x {per_process}",
+        "updates": f"{args.epochs * steps_per_epoch} = {_count(args.epochs, 'epoch')} x "
+        f"{_count(steps_per_epoch, 'step')}",
+        "optimizer": f"{args.optimizer}, {args.schedule} learning rate, "
+        f"{args.learning_rate * scaled:g} at its peak",
+        "run folder": str(args.run_dir),
+    }
+    width = max(len(name) for name in plan)
+    for name, value in plan.items():
+        accelerator.print(f"{name:<{width}}  {value}", flush=True)
+
+
+def describe_world(accelerator: Accelerator) -> str:
+    """One line: device, number of processes, precision and threads."""
+    device = accelerator.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(accelerator.device)
+    precision = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    threads = f", {_count(torch.get_num_threads(), 'thread')} each" if device == "cpu" else ""
+    return f"{_count(accelerator.num_processes, 'process')} on {device}, {precision}{threads}"
+
+
+def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str, Any]:
+    """What made a result: arguments, versions, revision, world and hardware."""
+    revision = None
+    if shutil.which("git"):
+        git = [
+            "git",
+            "-C",
+            str(Path(sys.argv[0]).resolve().parent),
+            "describe",
+            "--always",
+            "--dirty",
+        ]
+        revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "arguments": vars(args),
+        "git_revision": revision or None,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
+        },
+        "world": describe_world(accelerator),
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "host": platform.node(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") or noun == "micro-batch" else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "connection", "timed out", "timeout", "nccl"))
+
+
+def _leave(code: int) -> None:
+    """End this process without waiting for peers that may never come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # The interpreter's exit would join communication threads that wait for the other processes.
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,90 @@
+"""A signal becomes a flag, and the flag a decision that all processes take at the same step."""
+
+import ctypes
+import os
+import signal
+import sys
+from datetime import timedelta
+from types import FrameType
+
+import torch
+from accelerate import Accelerator
+
+from trainkit.launch import EXIT_STOPPED
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class Preemption:
+    """Tells all processes at the same step that one of them was asked to stop.
+
+    SIGTERM, SIGUSR1 and Ctrl-C set a flag; a second Ctrl-C interrupts at once. Under a launcher,
+    the launcher's death counts as SIGTERM, so that no process trains on as an orphan. Every process
+    must build one.
+
+    With several processes the flags are summed on the CPU, over a gloo group of their own, while
+    the next step runs: no step waits for a device, and a dead or frozen process is noticed here
+    within `timeout` even if the device's own collectives never return.
+    """
+
+    def __init__(self, accelerator: Accelerator, timeout: timedelta):
+        self.accelerator = accelerator
+        self.signal_name: str | None = None
+        self.pending: torch.distributed.Work | None = None
+        self.group = None
+        if accelerator.num_processes > 1:
+            self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        self.flag = torch.zeros(1)
+        self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        if "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
+            _die_with_parent()
+
+    def requested(self) -> bool:
+        """True on all processes or on none. Every process must call this after every step.
+
+        With one process the answer is about now; with several it is about the previous call.
+        """
+        if self.group is None:
+            return self.signal_name is not None
+        stop = False
+        if self.pending is not None:
+            self.pending.wait()
+            stop = self.flag.item() > 0
+        self.flag.fill_(self.signal_name is not None)
+        self.pending = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
+        return stop
+
+    def stop(self, step: int) -> None:
+        """End every process with exit code 75, after a checkpoint of this step."""
+        self.close()
+        if self.accelerator.is_main_process:
+            print(
+                f"stopped by {self.signal_name or 'a signal to another process'} at step {step}, "
+                "saved: start the same command with --resume auto to continue",
+                flush=True,
+            )
+        self.accelerator.end_training()
+        sys.exit(EXIT_STOPPED)
+
+    def close(self) -> None:
+        """Finish the reduction under way, give the signals back. Every process must call this."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+
+
+def _die_with_parent() -> None:
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died between the two lines
+        os.kill(os.getpid(), signal.SIGTERM)
