@@ -1,0 +1,122 @@
+"""What several test files use: small data, a way to start a script, and to read what it left."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "accelerate_configs"
+
+sys.path.insert(0, str(ROOT))
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and some tests start two processes
+for name in list(os.environ):
+    if name.startswith("ACCELERATE_") or name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
+        del os.environ[name]
+
+import trainkit  # noqa: E402, F401  (before torch)
+
+NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them
+
+
+@pytest.fixture(scope="session", autouse=True)
+def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A cache of this test session's own, shared with the processes it starts."""
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture(scope="session")
+def small_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the first 1,009 training and 251 test pictures of the shipped MNIST."""
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("small_mnist")
+    for split, size in (("train", NUM_TRAIN), ("test", NUM_TEST)):
+        file = f"{split}-00000-of-00001.parquet"
+        pq.write_table(pq.read_table(ROOT / "data" / "mnist" / file)[:size], folder / file)
+    return folder
+
+
+def command(script: str, *args: object, config: str | Path | None = None) -> list[str]:
+    """The command line that a person types: with python, or with accelerate and a YAML."""
+    start = [sys.executable]
+    if config is not None:
+        path = config if isinstance(config, Path) else CONFIGS / f"{config}.yaml"
+        start += ["-m", "accelerate.commands.launch", "--config_file", str(path)]
+    return [*start, str(ROOT / script), *map(str, args)]
+
+
+def start(
+    script: str, *args: object, config: str | Path | None = None, **options: Any
+) -> subprocess.Popen:
+    """Start a script in a session of its own, so that kill_all reaches every process of it."""
+    env = {**os.environ, **options.pop("env", {})}
+    return subprocess.Popen(
+        command(script, *args, config=config),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        start_new_session=True,
+        **options,
+    )
+
+
+def run(
+    script: str,
+    *args: object,
+    config: str | Path | None = None,
+    timeout: float = 120,
+    **options: Any,
+) -> subprocess.CompletedProcess:
+    """Run a script to its end, whatever that is; a run that hangs fails the test."""
+    process = start(script, *args, config=config, **options)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill_all(process)
+        output, errors = process.communicate()
+        pytest.fail(f"{' '.join(process.args)} hung\n{output}\n{errors}")
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """SIGKILL to every process of the session that `start` made."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl: all, those of "steps" or those of "epochs"."""
+    everything = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    if kind is None:
+        return everything
+    return [row for row in everything if ("eval_loss" in row) == (kind == "epochs")]
+
+
+@pytest.fixture
+def run_main() -> Iterator[Callable[..., dict[str, float]]]:
+    """Call main(argv) of a script in this process: fast, one process, no launcher."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    def call(script: str, *args: object) -> dict[str, float]:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        return importlib.import_module(script).main([str(arg) for arg in args])
+
+    yield call
+
+
+def assert_num_processes(output: str, number: int) -> None:
+    """The first line of a run says how many processes it has."""
+    assert f"{number} process{'es' * (number > 1)} on cpu" in output.splitlines()[0], output
