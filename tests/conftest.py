@@ -1,15 +1,17 @@
 """What several test files use: small data, a way to start a script, and to read what it left."""
 
+import contextlib
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -57,17 +59,37 @@ def command(script: str, *args: object, config: str | Path | None = None) -> lis
 def start(
     script: str, *args: object, config: str | Path | None = None, **options: Any
 ) -> subprocess.Popen:
-    """Start a script in a session of its own, so that kill_all reaches every process of it."""
-    env = {**os.environ, **options.pop("env", {})}
-    return subprocess.Popen(
+    """Start a script; `processes` and `kill_all` then reach every process that comes of it."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
         command(script, *args, config=config),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=env,
-        start_new_session=True,
+        env={**os.environ, "TEST_RUN": mark, **options.pop("env", {})},
         **options,
     )
+    process.mark = mark
+    return process
+
+
+def processes(started: subprocess.Popen) -> list[psutil.Process]:
+    """The living processes of a start: launcher, training processes, loader workers."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            if alive and process.environ().get("TEST_RUN") == started.mark:
+                found.append(process)
+    return found
+
+
+def kill_all(started: subprocess.Popen) -> None:
+    """SIGKILL to all of them. (The N-process launcher puts each rank in a session of its own.)"""
+    while alive := processes(started):
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def run(
@@ -86,14 +108,6 @@ def run(
         output, errors = process.communicate()
         pytest.fail(f"{' '.join(process.args)} hung\n{output}\n{errors}")
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
-def kill_all(process: subprocess.Popen) -> None:
-    """SIGKILL to every process of the session that `start` made."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
