@@ -63,8 +63,8 @@ def run(main: Callable[[], Any]) -> None:
 
 
 def is_main_rank() -> bool:
-    """True on the process that may print, also before there is an Accelerator."""
-    return int(os.environ.get("RANK", "0")) == 0
+    """True on the process that may print on its machine, also before there is an Accelerator."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0
 
 
 def check_launch() -> None:
