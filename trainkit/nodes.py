@@ -5,7 +5,6 @@ hangs or, worse, trains. A "node" is what one launcher started.
 """
 
 import argparse
-import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -60,7 +59,7 @@ def check_shared(accelerator: Accelerator, directory: Path) -> None:
     """
     if accelerator.num_processes == 1:
         return
-    name, error = None, None
+    name, error, is_new = None, None, not directory.exists()
     if accelerator.is_main_process:
         name = f".tmp-token-{uuid.uuid4().hex}"
         try:
@@ -74,8 +73,8 @@ def check_shared(accelerator: Accelerator, directory: Path) -> None:
     seen = gather_object([{"node": node_name(), "seen": sees(directory / name)}])
     if accelerator.is_main_process:
         (directory / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            directory.rmdir()  # refused unless empty: nothing was there before
+        if is_new:
+            directory.rmdir()  # open_run makes it again if the run is not refused
     if blind := sorted({rank["node"] for rank in seen if not rank["seen"]}):
         raise UsageError(
             f"{directory} is not the same folder on {' and '.join(blind)} as on {seen[0]['node']}: "
