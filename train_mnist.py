@@ -273,6 +273,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     launch.check_launch()
     check_tracker(args.tracker)
+    if not (sys.stderr.isatty() and launch.is_main_rank()):
+        datasets.disable_progress_bars()
     history = History(args.run_dir)
     timeout = timedelta(seconds=max(1, args.timeout))
     accelerator = Accelerator(
