@@ -11,6 +11,7 @@ import trainkit  # noqa: F401  (before torch: it sets what torch reads only once
 # isort: on
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ from trainkit.preemption import Preemption
 from trainkit.rundir import close_run, finish_run, open_run
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
+RESIDENT_BYTES = 2**30  # decoded pictures beyond this are read from a file as they are needed
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
 
 
@@ -161,6 +163,22 @@ def decode(pictures: list) -> list[np.ndarray]:
     return flat
 
 
+def pixel_tensor(decoded: datasets.Dataset) -> torch.Tensor:
+    """One uint8 tensor (n, 1, SIZE, SIZE): in memory, or mapped from a file if it is large."""
+    shape = (len(decoded), 1, SIZE, SIZE)
+    chunks = (chunk.flatten().to_numpy() for chunk in decoded.data.column("pixels").chunks)
+    if math.prod(shape) <= RESIDENT_BYTES:
+        return torch.from_numpy(np.concatenate(list(chunks))).view(shape)
+    path = Path(decoded.cache_files[0]["filename"]).with_suffix(".pixels")
+    if not path.exists():  # beside the cache that datasets keeps, whose parts are not contiguous
+        unfinished = path.with_suffix(f".pixels-{os.getpid()}")
+        with open(unfinished, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        os.replace(unfinished, path)
+    return torch.from_file(str(path), size=math.prod(shape), dtype=torch.uint8).view(shape)
+
+
 def load_images(name: str, split: str) -> tuple[Images, list[str]]:
     """Return the pictures and labels of a split, and the names of its classes.
 
@@ -180,17 +198,16 @@ def load_images(name: str, split: str) -> tuple[Images, list[str]]:
     image, label = columns[datasets.Image], columns[datasets.ClassLabel]
     flat = datasets.Sequence(datasets.Value("uint8"), length=SIZE * SIZE)
     with launch.explained(f"{where}: a picture cannot be decoded"):
-        table = rows.map(
+        decoded = rows.map(
             lambda pictures: {"pixels": decode(pictures)},
             input_columns=image, batched=True, remove_columns=rows.column_names,
             features=datasets.Features(pixels=flat),
-        ).data  # fmt: skip
-    pixels = torch.from_numpy(table.column("pixels").combine_chunks().flatten().to_numpy().copy())
-    labels = torch.tensor(rows[label], dtype=torch.int64)
+        )  # fmt: skip
+    labels = torch.from_numpy(rows.data.column(label).to_numpy().astype(np.int64))
     names = rows.features[label].names
     if labels.min() < 0 or labels.max() >= len(names):
         raise launch.UsageError(f"{where}: a label is not one of the {len(names)} classes")
-    return Images(pixels.view(-1, 1, SIZE, SIZE), labels), names
+    return Images(pixel_tensor(decoded), labels), names
 
 
 def make_dataloaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader, list[str]]:
