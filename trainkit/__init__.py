@@ -19,7 +19,6 @@ os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 # The death of a launcher reaches the process that it started as SIGTERM, which saves and ends it.
 # Only under a launcher: `nohup python train_mnist.py &` must outlive its shell.
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-if sys.platform == "linux" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {
-    *os.environ
-}:
+LAUNCHED = any(n in os.environ for n in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
+if LAUNCHED and sys.platform == "linux":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
