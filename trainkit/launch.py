@@ -60,7 +60,7 @@ def run(main: Callable[[], Any]) -> None:
             raise
         rank = os.environ.get("RANK", "0")
         print(
-            f"error: process {rank} {reason}: {_first_line(error)}; every checkpoint under its "
+            f"error: process {rank} {reason}: {_first_sentence(error)}; every checkpoint under its "
             "final name is whole: start the same command again with --resume auto",
             file=sys.stderr,
             flush=True,
@@ -143,7 +143,7 @@ def explained(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as problem:
-        raise UsageError(f"{what}: {_first_line(problem)}") from problem
+        raise UsageError(f"{what}: {_first_sentence(problem)}") from problem
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def failing_together(
     except UsageError as problem:
         error = str(problem)
     except Exception as problem:
-        error = f"{what}: {_first_line(problem)}"
+        error = f"{what}: {_first_sentence(problem)}"
     raise_together(accelerator, error, kind)
 
 
@@ -258,9 +258,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
-def _first_line(problem: Exception) -> str:
+def _first_sentence(problem: Exception) -> str:
     lines = str(problem).strip().splitlines() or ["no reason given"]
-    return f"{type(problem).__name__}: {lines[0]}"
+    return f"{type(problem).__name__}: {lines[0].split('. ')[0]}"
 
 
 def _explain(error: RuntimeError | OSError) -> str | None:
