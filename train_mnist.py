@@ -42,7 +42,7 @@ from trainkit.order import (
     seed_dropout,
 )
 from trainkit.preemption import Preemption
-from trainkit.rundir import close_run, finish_run, open_run
+from trainkit.rundir import close_run, finish_run, open_run, record_run
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 RESIDENT_BYTES = 2**30  # decoded pictures beyond this are read from a file as they are needed
@@ -349,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     fingerprint = arguments.experiment(args) | {"dataset": data_md5, "size": num_parameters}
     checkpoints = Checkpoints(accelerator, args.run_dir, history, sums, fingerprint, args.keep)
     progress = checkpoints.resume(args.resume)
+    record_run(accelerator, args)
     accelerator.init_trackers("mnist", vars(args))
 
     # Train: epochs of batches, then an evaluation.
