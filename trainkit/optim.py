@@ -69,3 +69,21 @@ def make_scheduler(
     if not factors:
         factors.append(lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0))
     return factors[0] if len(factors) == 1 else lr_scheduler.ChainedScheduler(factors)
+
+
+def settle_sums(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+) -> None:
+    """Make a resumed run add up gradients in the same order as the uninterrupted one.
+
+    DistributedDataParallel lays out its buckets anew after its first backward pass. A number's
+    place in its bucket decides in which order the processes are added to it, and with three or more
+    the order decides the last bit. So one backward pass comes before the first step. Every process
+    must call this.
+    """
+    if accelerator.num_processes > 2:
+        model(inputs).sum().backward()
+        optimizer.zero_grad()
