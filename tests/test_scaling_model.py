@@ -1,5 +1,7 @@
 """The cost model: consistent with what it was given and with itself."""
 
+from itertools import pairwise
+
 import pytest
 
 from benchmarks import scaling_model as model
@@ -32,7 +34,7 @@ def test_no_checkpoint_interval_keeps_more_work_than_the_computed_one() -> None:
 def test_more_gpus_give_more_samples_at_a_smaller_useful_fraction() -> None:
     rows = model.predict(model.CLUSTER)
     assert len(rows) == 12
-    for smaller, larger in zip(rows, rows[1:], strict=False):
+    for smaller, larger in pairwise(rows):
         if smaller["model"] == larger["model"]:
             assert smaller["samples/s"] < larger["samples/s"]
             assert 0 < larger["useful"] < smaller["useful"] < 1
