@@ -139,6 +139,7 @@ class Checkpoints:
         accelerator.step = 0  # saved between two accumulation windows, at whatever world size
         self.sums.load(trainer["sums"])
         self.last_step = trainer["progress"]["step"]
+        self.history.log_timing({"resumed_at": self.last_step})  # plots.py marks the place
         return Progress(**trainer["progress"])
 
     def _choose(self, wanted: str | None, notices: list[str]) -> tuple[Path, dict] | None:
