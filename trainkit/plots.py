@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # imported where it is used: it takes a second that a run's s
 PREDICTIONS = "predictions.safetensors"
 PICTURES = ("curves.png", "confusion.png", "mistakes.png", "fit.png")
 NUM_MISTAKES = 24
+LOSSES = ("train_loss", "eval_loss")
 # Okabe and Ito's colours, told apart by the colour-blind; styles and markers tell them apart in
 # black and white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
@@ -87,26 +88,24 @@ def draw_curves(run_dirs: Sequence[Path]) -> "Figure":
     for number, (run_dir, rows) in enumerate(zip(run_dirs, logs, strict=True)):
         steps = [row for row in rows if "learning_rate" in row]
         epochs = [row for row in rows if "eval_loss" in row]
-        label = f"{run_dir.name}: " if several else ""
-        colour, marker = COLOURS[number % 6], MARKERS[number % 6]
-        other = colour if several else COLOURS[1]
-        style = STYLES[number % 6] if several else "--"
-        train = {"color": colour, "linewidth": 1, "linestyle": ":" if several else "-"}
-        test = {"color": other, "linewidth": 2, "linestyle": style}
-        loss.plot(*_points(steps, "train_loss"), label=f"{label}training", **train)
-        loss.plot(*_points(epochs, "eval_loss"), marker=marker, label=f"{label}test", **test)
-        if any(f"train_{score}" in row for row in epochs):
+        name = f"{run_dir}: " if several else ""
+        colour, style, marker = (kind[number % 6] for kind in (COLOURS, STYLES, MARKERS))
+        train = {"color": colour, "linewidth": 1, "linestyle": style}
+        held_out = {"color": colour, "linewidth": 2, "linestyle": style, "marker": marker}
+        if not several:
+            held_out |= {"color": COLOURS[1], "linestyle": STYLES[1]}
+        loss.plot(*_points(steps, "train_loss"), label=f"{name}training", **train)
+        loss.plot(*_points(epochs, "eval_loss"), label=f"{name}evaluation", **held_out)
+        if not several:
             quality.plot(*_points(epochs, f"train_{score}"), marker=marker, markerfacecolor="white",
-                         label=f"{label}training, mean of the epoch", **train)  # fmt: skip
-        quality.plot(*_points(epochs, f"eval_{score}"), marker=marker, label=f"{label}test", **test)
-        rate.plot(*_points(steps, "learning_rate"), **(test | {"linewidth": 1.2}))
-        if several:
-            continue
-        for count, step in enumerate(_resumed_steps(run_dir)):
+                         label="training, mean of the epoch", **train)  # fmt: skip
+        quality.plot(*_points(epochs, f"eval_{score}"), label="evaluation", **held_out)
+        rate.plot(*_points(steps, "learning_rate"), color=colour, linestyle=style)
+        for count, step in enumerate([] if several else _resumed_steps(run_dir)):
             for axes in (loss, quality, rate):
                 axes.axvline(step, color="0.45", linestyle=":", linewidth=1.5, zorder=0,
-                             label="resumed" if not count and axes is loss else None)  # fmt: skip
-    if all(value > 0 for axes in (loss,) for line in axes.lines for value in line.get_ydata()):
+                             label=None if count else "resumed")  # fmt: skip
+    if all(row.get(kind, 1) > 0 for rows in logs for row in rows for kind in LOSSES):
         loss.set_yscale("log")
         _plain_log_ticks(loss)
     loss.set_ylabel("loss")
@@ -114,8 +113,12 @@ def draw_curves(run_dirs: Sequence[Path]) -> "Figure":
     rate.set_ylabel("learning rate")
     rate.set_xlabel("optimizer steps")
     rate.set_ylim(bottom=0)
-    for axes in (loss, quality):
-        _legend_above(axes)
+    if several:
+        lines = loss.get_lines()  # one column of the legend for training, one for evaluation
+        _legend_above(loss, ncols=2, handles=lines[::2] + lines[1::2])
+    else:
+        _legend_above(loss, ncols=3)
+        _legend_above(quality, ncols=3)
     for axes in (loss, quality, rate):
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
@@ -129,8 +132,8 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     num = len(classes)
     matrix = confusion_matrix(tensors["prediction"], tensors["target"], num).numpy()
     shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
-    cell = 0.62 if num <= 15 else 0.36  # inches
-    font = 8.0 if num <= 15 else 5.2
+    cell = 0.62 if num <= 15 else 0.42  # inches
+    font = 8.0 if num <= 15 else 6.2
     side = num * cell + 1.8
     figure, axes = _subplots(figsize=(side, side))
     axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.35, 0, 1))
@@ -142,7 +145,7 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     long = max(map(len, classes)) > 2
     axes.set_xticks(range(num), classes, rotation=90 if long else 0)
     axes.set_yticks(range(num), classes)
-    axes.tick_params(length=0, top=True, labeltop=True, labelsize=max(font, 7))
+    axes.tick_params(length=0, top=True, labeltop=True, labelsize=font + 2)
     axes.set_xticks(np.arange(num + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(num + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="0.8", linewidth=0.5)
@@ -157,23 +160,26 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
 def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
     """The most confident errors: picture, predicted and true class, probability."""
     worst = worst_mistakes(tensors["prediction"], tensors["target"], tensors["probability"])
-    images = tensors["mistake_images"].numpy()
-    assert len(images) == len(worst)
-    columns, rows = 6, max(1, -(-len(worst) // 6))
-    figure, grid = _subplots(rows, columns, figsize=(9, 0.6 + 1.95 * rows), squeeze=False)
-    for number, axes in enumerate(grid.flat):
-        axes.set_axis_off()
-        if number >= len(worst):
-            continue
-        image = images[number].transpose(1, 2, 0)  # channels last
-        axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
-        index = worst[number]
+    images = tensors["mistake_images"].permute(0, 2, 3, 1).numpy()  # channels last
+    num, columns = len(images), 6
+    longest = max(map(len, classes))
+    rows = max(1, -(-num // columns))
+    size = images.shape[1]
+    step = size * 1.42  # a picture and room for two lines of text
+    figure, axes = _subplots(figsize=(9, 0.3 + 9 * rows * 1.42 / (columns * 1.06)))
+    axes.set_axis_off()
+    for number, index in enumerate(worst.tolist()):
+        left, top = number % columns * size * 1.06, number // columns * step
+        axes.imshow(images[number].squeeze(), cmap="gray", vmin=0, vmax=255,
+                    extent=(left, left + size, top + size, top))  # fmt: skip
         said, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
         probability = tensors["probability"][index].item()
-        axes.set_title(f"said {said}, {probability:.1%}\nis {true}", fontsize=9)
-    num = int((tensors["prediction"] != tensors["target"]).sum())
-    shown = f"the {len(worst)} most confident of " if len(worst) < num else ""
-    figure.suptitle(f"{shown}{num} mistakes" if num else "no mistakes", fontsize=11)
+        axes.text(left + size / 2, top - 0.03 * size, f"said {said}, {probability:.1%}\nis {true}",
+                  ha="center", va="bottom", fontsize=9 if longest < 6 else 7)  # fmt: skip
+    axes.set(xlim=(-0.5, columns * size * 1.06), ylim=(rows * step - 0.42 * size, -0.42 * size))
+    all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
+    shown = f"the {num} most confident of " if num < all_mistakes else ""
+    figure.suptitle(f"{shown}{all_mistakes} mistake{'s' * (all_mistakes != 1)}", fontsize=11)
     return figure
 
 
@@ -187,6 +193,8 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Fig
         len(targets), columns, figsize=(4.3 * columns, 4.2 * len(targets)), squeeze=False
     )
     dots = {"s": 14, "facecolors": "none", "edgecolors": COLOURS[0], "linewidths": 0.8}
+    for axes in grid.flat:
+        _thousands(axes)
     for row, name in enumerate(targets):
         said, true = prediction[:, row], truth[:, row]
         against, residuals = grid[row][:2]
@@ -205,7 +213,7 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Fig
             grid[row][2].scatter(feature, true, label="true", **dots)
             grid[row][2].plot(feature[order], said[order], color=COLOURS[1], label="predicted")
             grid[row][2].set(xlabel=metadata.get("feature", "feature"), ylabel=name)
-            _legend_above(grid[row][2])
+            _legend_above(grid[row][2], ncols=2)
     return figure
 
 
@@ -277,14 +285,24 @@ def _plain_log_ticks(axes: "Axes") -> None:
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
-def _legend_above(axes: "Axes") -> None:
+def _thousands(axes: "Axes") -> None:
+    """Five ticks or so, and 200k for 200000, so that wide numbers do not run into each other."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
+        axis.set_major_formatter(
+            FuncFormatter(lambda x, _: f"{x:g}" if abs(x) < 1e4 else f"{x / 1000:,.10g}k")
+        )
+
+
+def _legend_above(axes: "Axes", **options: Any) -> None:
     """Outside the axes, where no line can run beneath it."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9,
-                borderaxespad=0.2)  # fmt: skip
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9,
+                borderaxespad=0.2, **options)  # fmt: skip
 
 
 def _write(figure: "Figure", path: Path) -> Path:
-    # Without metadata the same files give the same bytes under every version of matplotlib's name.
     figure.savefig(path, metadata={"Software": None})
     return path
 
