@@ -185,8 +185,8 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "
 
 def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Figure":
     """Predicted against true and the residuals, per target; the line itself for one feature."""
-    targets = metadata["targets"]
     prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
+    targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
     feature = tensors["feature"].flatten().numpy() if "feature" in tensors else None
     columns = 2 + (feature is not None)
     figure, grid = _subplots(
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = json.loads(file.metadata()["trainkit"])
+            metadata = json.loads((file.metadata() or {}).get("trainkit", "{}"))
             return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as problem:
         raise launch.UsageError(f"{path} cannot be read: {problem}") from problem
