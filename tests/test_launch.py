@@ -74,6 +74,7 @@ def test_a_yaml_that_accelerate_would_quietly_run_otherwise_is_refused(
     [
         ({"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "4"}, 2, "which has 2 GPUs"),
         ({"WORLD_SIZE": "2"}, 0, "no launcher"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 0, "unset it"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "sees none here"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}, 0, "fp16 needs"),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, 1, "only this one"),

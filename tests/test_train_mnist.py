@@ -39,10 +39,10 @@ def test_the_loop_is_plain_pytorch(
     model: str, accumulate: int, small_mnist: Path, tmp_path: Path, run_main: Callable
 ) -> None:
     run_main("train_mnist", "--dataset", small_mnist, "--run-dir", tmp_path / "run",
-             "--model", model, "--no-augment", "--epochs", 2, "--batch-size", 96, "--accumulate", accumulate,
-             "--optimizer", "sgd", "--learning-rate", 0.05, "--schedule", "constant", "--warmup", 0,
-             "--clip-norm", 0.5, "--log-every", 1, "--no-drop-last",
-             "--label-smoothing", 0.1)  # fmt: skip
+             "--model", model, "--no-augment", "--epochs", 2, "--batch-size", 96,
+             "--accumulate", accumulate, "--optimizer", "sgd", "--learning-rate", 0.05,
+             "--schedule", "constant", "--warmup", 0, "--clip-norm", 0.5, "--log-every", 1,
+             "--no-drop-last", "--label-smoothing", 0.1)  # fmt: skip
     data, names = train_mnist.load_images(str(small_mnist), "train")
     torch.manual_seed(0)
     net = train_mnist.MODELS[model](len(names))
