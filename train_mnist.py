@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainkit import arguments, launch, plots
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
-from trainkit.history import History, RunningSums, check_tracker, epoch_bar
+from trainkit.history import History, RunningSums, epoch_bar
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import (
     EpochBatches,
@@ -41,6 +41,7 @@ from trainkit.order import (
 )
 from trainkit.preemption import Preemption
 from trainkit.rundir import close_run, finish_run, open_run
+from trainkit.trackers import log_pictures, make_trackers
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
@@ -277,7 +278,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     # Setup: is this the world that the YAML asked for?
     args = parse_args(argv)
     launch.check_launch()
-    check_tracker(args.tracker)
     if not (sys.stderr.isatty() and launch.is_main_rank()):
         datasets.disable_progress_bars()
     history = History(args.run_dir)
@@ -288,8 +288,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         # One batch is split over the processes, so --batch-size means the same under every YAML.
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
-        log_with=[history, *([args.tracker] if args.tracker else [])],
-        project_dir=str(args.run_dir),
+        log_with=make_trackers(args, history, "mnist"),
     )
     launch.check_world(accelerator)
     check_arguments(args, accelerator.num_processes)
@@ -412,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     # Finish: pictures; weights that load in plain PyTorch; end_training, collective, comes last.
     metrics = progress.metrics
     if accelerator.is_main_process:
-        plots.draw_run(args.run_dir)
+        log_pictures(accelerator, plots.draw_run(args.run_dir), progress.step)
     finish_run(accelerator, model, args.run_dir, {
         "script": Path(__file__).stem, "model": args.model, "classes": class_names,
         "size": SIZE, "mean": MEAN, "std": STD,
