@@ -8,9 +8,10 @@ epochs/NAME, because both may have the same step.
 """
 
 import argparse
+import os
 import secrets
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
@@ -28,6 +29,10 @@ class Mirror(GeneralTracker):
     def __init__(self, args: argparse.Namespace, history: History, project: str):
         super().__init__()
         self.run_dir, self.history, self.project = args.run_dir, history, project
+        self.arguments = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in vars(args).items()
+        }
 
     @property
     def tracker(self) -> Any:
@@ -37,15 +42,11 @@ class Mirror(GeneralTracker):
     def start(self) -> None:
         """Bring the tracker to the rows of metrics.jsonl, which a resume has already cut."""
         rows = self.history.rows() if self.history.path.exists() else []
-        self.run = self.open(rows)
+        self.run = self.open(rows, self.arguments)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log the arguments; what is not a number, a truth value or a text is logged as a text."""
-        self.write_arguments({
-            name: value if isinstance(value, bool | int | float | str) else str(value)
-            for name, value in values.items()
-        })  # fmt: skip
+        """Nothing: start() logs the arguments, which some trackers want before the first row."""
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -63,18 +64,15 @@ class Mirror(GeneralTracker):
 class TensorBoard(Mirror):
     name = "tensorboard"
 
-    def open(self, rows: list[dict[str, Any]]) -> Any:
+    def open(self, rows: list[dict[str, Any]], arguments: dict[str, Any]) -> Any:
         from torch.utils.tensorboard import SummaryWriter
-
-        first_void = rows[-1]["step"] + 1 if rows else 0
-        return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_void)
-
-    def write_arguments(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # Not add_hparams, which opens a run of its own at each start.
-        for summary in hparams(values, {}):
-            self.run.file_writer.add_summary(summary)
+        first_void = rows[-1]["step"] + 1 if rows else 0
+        writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_void)
+        for summary in hparams(arguments, {}):  # add_hparams opens a run of its own at each start
+            writer.file_writer.add_summary(summary)
+        return writer
 
     def write(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -98,19 +96,16 @@ class TensorBoard(Mirror):
 class Trackio(Mirror):
     name = "trackio"
 
-    def open(self, rows: list[dict[str, Any]]) -> Any:
+    def open(self, rows: list[dict[str, Any]], arguments: dict[str, Any]) -> Any:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
         name = f"{self.run_dir.name}-{self.run_id()}"
         SQLiteStorage.delete_run(self.project, name)
-        run = trackio.init(project=self.project, name=name, embed=False)
+        run = trackio.init(project=self.project, name=name, config=arguments, embed=False)
         for row in rows:
             run.log(_grouped(row), step=row["step"])
         return run
-
-    def write_arguments(self, values: dict[str, Any]) -> None:
-        self.run.config.update(values)
 
     def write(self, values: dict[str, float], step: int) -> None:
         self.run.log(values, step=step)
@@ -133,11 +128,8 @@ class WandB(Mirror):
     """
 
     name = "wandb"
-    settings: ClassVar = {"console": "off", "silent": True}
 
-    def open(self, rows: list[dict[str, Any]]) -> Any:
-        import os
-
+    def open(self, rows: list[dict[str, Any]], arguments: dict[str, Any]) -> Any:
         import wandb
 
         for earlier in (self.run_dir / "wandb").glob("offline-run-*"):
@@ -147,16 +139,14 @@ class WandB(Mirror):
             id=self.run_id(),
             name=self.run_dir.name,
             dir=self.run_dir,
+            config=arguments,
             resume="allow",
             mode=os.environ.get("WANDB_MODE", "offline"),
-            settings=wandb.Settings(**self.settings),
+            settings=wandb.Settings(console="off", silent=True),
         )
         for row in rows:
             run.log(_grouped(row), step=row["step"])
         return run
-
-    def write_arguments(self, values: dict[str, Any]) -> None:
-        self.run.config.update(values, allow_val_change=True)
 
     def write(self, values: dict[str, float], step: int) -> None:
         self.run.log(values, step=step)
