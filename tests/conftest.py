@@ -118,7 +118,7 @@ def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [row for row in everything if ("eval_loss" in row) == (kind == "epochs")]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_main() -> Iterator[Callable[..., dict[str, float]]]:
     """Call main(argv) of a script in this process: fast, one process, no launcher."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
