@@ -442,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     # Finish: pictures; weights that load in plain PyTorch; end_training, collective, comes last.
     metrics = progress.metrics
-    if accelerator.is_main_process:
+    if args.pictures and accelerator.is_main_process:
         log_pictures(accelerator, plots.draw_run(args.run_dir), progress.step)
     finish_run(accelerator, model, args.run_dir, {
         "script": Path(__file__).stem, "model": args.model, "classes": class_names,
