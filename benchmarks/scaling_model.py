@@ -1,8 +1,8 @@
 """How fast would it be on more processes? A cost model whose constants are measured.
 
-python benchmarks/scaling_model.py measure constants.json   constants of this machine, two minutes
-python benchmarks/scaling_model.py check constants.json     1, 2 and 4 processes: model and clock
-python benchmarks/scaling_model.py predict                  8 to 10,000 GPUs, from CLUSTER below
+python -m benchmarks.scaling_model measure constants.json   constants of this machine, two minutes
+python -m benchmarks.scaling_model check constants.json     1, 2 and 4 processes: model and clock
+python -m benchmarks.scaling_model predict                  8 to 10,000 GPUs, from CLUSTER below
 
 docs/scaling.md explains the model and the format of constants.json.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH_SIZE = 128
+MODEL, BATCH_SIZE = "compact", 128
 NUM_STEPS = 300
 
 
@@ -175,7 +175,7 @@ def cpu_step_seconds(constants: dict[str, Any], num_processes: int) -> float:
         return compute
     latency, bandwidth = fit_all_reduce(constants)
     hops = 2 * (num_processes - 1)
-    num_bytes = 4 * WORKLOADS["compact"].num_parameters
+    num_bytes = 4 * WORKLOADS[MODEL].num_parameters
     reduce = hops * latency + hops / num_processes * num_bytes / bandwidth
     return compute + reduce * max(1.0, num_processes / cores)  # gloo runs on the same cores
 
@@ -198,22 +198,16 @@ def fit_all_reduce(constants: dict[str, Any]) -> tuple[float, float]:
 def measure(path: Path) -> None:
     """Write the constants of this machine to `path`. Nothing else may run meanwhile."""
     num_cores = os.cpu_count() or 1
-    steps = [{"batch_size": size, "seconds": min(train([1], size))} for size in (32, 128)]
+    steps = [{"batch_size": size, "seconds": train([1], size)[0]} for size in (32, 128)]
+    constants = {"format": 1, "model": MODEL, "num_cores": num_cores, "threads_per_process": 1,
+                 "steps": steps}  # fmt: skip
+    fixed, per_sample = fit_step(constants)
     together = train([1] * num_cores, 64)
-    alone = sum(entry["seconds"] for entry in steps) / 2
-    alone += (64 - 80) * (steps[1]["seconds"] - steps[0]["seconds"]) / 96  # at batch 64
+    alone = fixed + 64 * per_sample
+    constants["slowdown_on_all_cores"] = sum(together) / len(together) / alone
     doctor = launch(2, "-m", "trainkit.doctor", "--json", "--run-dir", tempfile.mkdtemp())
     report = json.loads(subprocess.run(doctor, check=False, **options(subprocess.PIPE)).stdout)
-    constants = {
-        "format": 1,
-        "model": "compact",
-        "num_cores": num_cores,
-        "threads_per_process": 1,
-        "steps": steps,
-        "slowdown_on_all_cores": sum(together) / len(together) / alone,
-        "all_reduce": report["all_reduce"],
-        "num_processes_of_all_reduce": report["num_processes"],
-    }
+    constants["all_reduce"] = report["all_reduce"]
     path.write_text(json.dumps(constants, indent=1) + "\n")
     print(f"wrote {path}")
 
@@ -224,8 +218,9 @@ def train(num_processes: list[int], batch_size: int) -> list[float]:
         dirs = [Path(folder) / str(number) for number in range(len(num_processes))]
         runs = []
         for directory, number in zip(dirs, num_processes, strict=True):
-            script = [str(ROOT / "train_mnist.py"), "--batch-size", str(batch_size), "--run-dir",
-                      str(directory), "--stop-after-steps", str(NUM_STEPS)]  # fmt: skip
+            script = [str(ROOT / "train_mnist.py"), "--model", MODEL, "--no-augment",
+                      "--batch-size", str(batch_size), "--run-dir", str(directory),
+                      "--stop-after-steps", str(NUM_STEPS), "--no-pictures"]  # fmt: skip
             command = [sys.executable, *script] if number == 1 else launch(number, *script)
             runs.append(subprocess.Popen(command, **options(subprocess.DEVNULL)))
         for run in runs:
@@ -245,15 +240,22 @@ def options(stdout: int) -> dict[str, Any]:
     return {"cwd": ROOT, "stdout": stdout, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
 
 
-def check(constants: dict[str, Any]) -> None:
+def check(constants: dict[str, Any], measured_path: Path | None) -> None:
     """Print predicted and measured images/s of 1, 2 and 4 processes."""
+    measured = {}
+    if measured_path is not None:
+        scaling = json.loads(measured_path.read_text())
+        if (scaling["model"], scaling["batch_size"]) != (MODEL, BATCH_SIZE):
+            raise SystemExit(f"{measured_path} is not of {MODEL} with batches of {BATCH_SIZE}")
+        measured = {row["num_processes"]: row["images_per_second"] for row in scaling["rows"]}
     print("| processes | predicted images/s | measured images/s | error |")
     print("| --- | --- | --- | --- |")
     for number in (1, 2, 4):
         predicted = BATCH_SIZE / cpu_step_seconds(constants, number)
-        measured = BATCH_SIZE / min(train([number], BATCH_SIZE)[0] for _ in range(2))
-        error = predicted / measured - 1
-        print(f"| {number} | {predicted:,.0f} | {measured:,.0f} | {error:+.0%} |", flush=True)
+        if number not in measured:
+            measured[number] = BATCH_SIZE / min(train([number], BATCH_SIZE)[0] for _ in range(2))
+        error = predicted / measured[number] - 1
+        print(f"| {number} | {predicted:,.0f} | {measured[number]:,.0f} | {error:+.0%} |")
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -275,6 +277,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("measure", "check", "predict"))
     parser.add_argument("constants", type=Path, nargs="?", default=Path("constants.json"))
+    parser.add_argument("--measured", type=Path, default=None,
+                        help="check: what `python -m benchmarks.scaling --json` wrote")  # fmt: skip
     parser.add_argument("--matmul-flops", type=float, default=CLUSTER.matmul_flops,
                         help="of one GPU, as the doctor measures it")  # fmt: skip
     parser.add_argument("--bytes-per-gradient", type=float, default=CLUSTER.bytes_per_gradient,
@@ -283,7 +287,7 @@ def main() -> None:
     if args.action == "measure":
         measure(args.constants)
     elif args.action == "check":
-        check(json.loads(args.constants.read_text()))
+        check(json.loads(args.constants.read_text()), args.measured)
     else:
         print_table(predict(replace(CLUSTER, matmul_flops=args.matmul_flops,
                                     bytes_per_gradient=args.bytes_per_gradient)))  # fmt: skip
