@@ -176,7 +176,8 @@ def cpu_step_seconds(constants: dict[str, Any], num_processes: int) -> float:
     latency, bandwidth = fit_all_reduce(constants)
     hops = 2 * (num_processes - 1)
     num_bytes = 4 * WORKLOADS[MODEL].num_parameters
-    reduce = hops * latency + hops / num_processes * num_bytes / bandwidth
+    # Two sums in each step: the gradients, and the flag by which all stop at the same step.
+    reduce = 2 * hops * latency + hops / num_processes * num_bytes / bandwidth
     return compute + reduce * max(1.0, num_processes / cores)  # gloo runs on the same cores
 
 

@@ -18,7 +18,8 @@ CONSTANTS = {
 def test_the_cpu_model_gives_back_the_measured_step_and_adds_what_processes_cost() -> None:
     one, two, four = (model.cpu_step_seconds(CONSTANTS, n) for n in (1, 2, 4))
     assert one == pytest.approx(0.034)
-    reduce = 0.0002 + (4 * 215_194 - 2**12) * (0.005 - 0.0002) / (2**22 - 2**12)
+    per_byte = (0.005 - 0.0002) / (2**22 - 2**12)
+    reduce = 4 * 215_194 * per_byte + 2 * (0.0002 - 2**12 * per_byte)  # bytes, latency twice
     assert two == pytest.approx((0.002 + 64 * 0.00025) * 1.1 + reduce)
     assert four > two  # they share two cores
 
