@@ -47,7 +47,7 @@ launch.run(lambda: sys.exit(doctor.main(sys.argv[2:])))
 def examine(folder: Path, illness: str, *args: str) -> subprocess.CompletedProcess:
     patient = folder / "patient.py"
     patient.write_text(PATIENT.format(root=str(conftest.ROOT)))
-    return conftest.run(patient, illness, *args, config="2cpu", cwd=folder, timeout=60)
+    return conftest.run(str(patient), illness, *args, config="2cpu", cwd=folder, timeout=60)
 
 
 @pytest.fixture(scope="module")
