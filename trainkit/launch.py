@@ -69,8 +69,8 @@ def run(main: Callable[[], Any]) -> None:
 
 
 def is_main_rank() -> bool:
-    """True on the process that may print, also before there is an Accelerator."""
-    return int(os.environ.get("RANK", "0")) == 0
+    """True on the process that may print on its machine, also before there is an Accelerator."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0
 
 
 def check_launch() -> None:
@@ -94,6 +94,16 @@ def check_launch() -> None:
             "the YAML asks for more than one process but only this one was started ("
             "distributed_type NO and MULTI_CPU start no more): use MULTI_GPU, as in "
             "accelerate_configs/2cpu.yaml, or unset MASTER_ADDR if you exported it yourself"
+        )
+    if "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in os.environ:
+        raise UsageError(
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would win over --accumulate without "
+            "a word: unset it"
+        )
+    if world_size > 1 and "RANK" not in os.environ:
+        raise UsageError(
+            f"WORLD_SIZE is {world_size} but no launcher started this process (RANK is not set): "
+            "start it with accelerate launch, or unset WORLD_SIZE"
         )
     if by_launcher and not use_cpu and num_devices == 0:
         raise UsageError(
@@ -226,21 +236,10 @@ def describe_world(accelerator: Accelerator) -> str:
 
 def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str, Any]:
     """What made a result: arguments, versions, revision, world and hardware."""
-    revision = None
-    if shutil.which("git"):
-        git = [
-            "git",
-            "-C",
-            str(Path(sys.argv[0]).resolve().parent),
-            "describe",
-            "--always",
-            "--dirty",
-        ]
-        revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "arguments": vars(args),
-        "git_revision": revision or None,
+        "git_revision": git_revision(),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
@@ -251,6 +250,14 @@ def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str
         "host": platform.node(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
+
+
+def git_revision() -> str | None:
+    """The commit of the script's folder, "-dirty" if files were edited; None without git."""
+    if not shutil.which("git"):
+        return None
+    git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def _count(number: int, noun: str) -> str:

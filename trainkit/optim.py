@@ -52,7 +52,7 @@ def make_scheduler(
             optimizer,
             max_lr=peak_learning_rate(args),
             total_steps=total_steps,
-            pct_start=args.warmup,
+            pct_start=args.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
             cycle_momentum=False,
         )
     cosine_steps = total_steps

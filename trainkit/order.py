@@ -133,9 +133,13 @@ def seed_dropout(accelerator: Accelerator, seed: int, progress: Progress) -> Non
     numbers depend on the number of processes; without it this changes nothing.
     """
     micro_batch = accelerator.step % accelerator.gradient_accumulation_steps
-    torch.manual_seed(
-        _key(seed, progress.epoch, progress.batch, micro_batch, accelerator.process_index)
-    )
+    key = _key(seed, progress.epoch, progress.batch, micro_batch, accelerator.process_index)
+    # The device's generator alone: torch.manual_seed walks through every kind of device, and one
+    # that is not initialised keeps each call, with its stack, for later.
+    if accelerator.device.type == "cpu":
+        torch.default_generator.manual_seed(key)
+    else:
+        torch.get_device_module(accelerator.device).manual_seed(key)
 
 
 def _key(*numbers: int) -> int:
