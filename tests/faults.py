@@ -245,12 +245,13 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if strikes and fault["how"] == "enospc":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            result = original(*args, **kwargs)
-            if strikes:
-                with contextlib.suppress(Exception):
-                    os.truncate(path, Path(path).stat().st_size // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if strikes:
+                    with contextlib.suppress(Exception):
+                        os.truncate(path, Path(path).stat().st_size // 2)
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(holder, name, watched)
 

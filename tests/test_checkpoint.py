@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,9 @@ def test_resume_brings_back_weights_moments_rate_position_sums_and_log(saved: Pa
 def test_only_the_newest_are_kept_and_nothing_else_is_left(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=2)
     run.train(5)
+    for thread in threading.enumerate():  # bytes are freed behind the run's back
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(10)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-0000000004", "step-0000000005"]
 

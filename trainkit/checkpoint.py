@@ -235,8 +235,10 @@ class Checkpoints:
         }
         (temporary / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
         paths = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-        with ThreadPoolExecutor(4) as pool:  # fsync and hashing both leave the interpreter's lock
-            hashes = pool.map(_sync_and_hash, paths)
+        with ThreadPoolExecutor(8) as pool:  # hashing goes on while the disk is waited for
+            synced = pool.map(sync, paths)
+            hashes = list(pool.map(_sha256, paths))
+            list(synced)  # raises what went wrong there
         files = {
             path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256}
             for path, sha256 in zip(paths, hashes, strict=True)
@@ -305,11 +307,6 @@ def _seal(manifest: dict[str, Any]) -> bytes:
     """The manifest as JSON that carries its own hash."""
     sha256 = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return json.dumps({**manifest, "sha256": sha256}, indent=2).encode()
-
-
-def _sync_and_hash(path: Path) -> str:
-    sync(path)
-    return _sha256(path)
 
 
 def _sha256(path: Path) -> str:
