@@ -96,7 +96,7 @@ def _digest(value: Any) -> Any:
 
 def incomplete(run_dir: Path) -> list[str]:
     """Checkpoints that have their final name and are not whole."""
-    from trainkit.checkpoint import verify
+    from trainkit.manifest import verify
 
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     return [f"{path.name}: {problem}" for path in folders if (problem := verify(path))]
