@@ -273,6 +273,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     launch.check_launch()
     check_tracker(args.tracker)
+    if not (sys.stderr.isatty() and launch.is_main_rank()):
+        datasets.disable_progress_bars()
     history = History(args.run_dir)
     timeout = timedelta(seconds=max(1, args.timeout))
     accelerator = Accelerator(
@@ -294,12 +296,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         accelerator, lambda: make_dataloaders(args)
     )
     train_set, eval_set = train_loader.dataset, eval_loader.dataset
-    steps_per_epoch = -(-train_loader.batch_sampler.num_used // args.batch_size)
+    num_used = train_loader.batch_sampler.num_used
+    steps_per_epoch = math.ceil(num_used / args.batch_size)
     model = MODELS[args.model](len(class_names)).to(memory_format=torch.channels_last)
     num_parameters = sum(p.numel() for p in model.parameters())
     optimizer = make_optimizer(accelerator, model, args)
     scheduler = make_scheduler(optimizer, args, steps_per_epoch)
-    num_used = train_loader.batch_sampler.num_used
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler
     )
@@ -374,10 +376,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         train_seconds = time.perf_counter() - started_at
         metrics = validate(accelerator, model, eval_loader, len(class_names))
         eval_seconds = time.perf_counter() - started_at - train_seconds
-        num_trained = progress.batch * args.batch_size - num_before
+        num_trained = min(progress.batch * args.batch_size, num_used) - num_before
         if progress.batch == steps_per_epoch:
             progress.epoch, progress.batch = progress.epoch + 1, 0
         progress.metrics = {"epoch": progress.epoch, **sums.means(), **metrics}
+        guard.check_mean(progress.metrics["train_loss"], progress, scheduler.get_last_lr()[0])
         accelerator.log(progress.metrics, step=progress.step)
         history.log_timing({"step": progress.step, "train_seconds": train_seconds,
                             "eval_seconds": eval_seconds, "train_images": num_trained})  # fmt: skip

@@ -294,7 +294,8 @@ def make_dataloaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader, 
 def predict(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> torch.Tensor:
     """Return the outputs for all rows in their order, (n, t), on the CPU.
 
-    Every process must call this. Each sample counts once at any number of processes, or an AssertionError is raised.
+    Every process must call this. Each sample counts once at any number of processes, or an
+    AssertionError is raised.
     """
     model.eval()
     # Each process fills in its own samples; the sum over the processes is the whole table.
@@ -362,6 +363,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     launch.check_launch()
     check_tracker(args.tracker)
+    if not (sys.stderr.isatty() and launch.is_main_rank()):
+        datasets.disable_progress_bars()
     history = History(args.run_dir)
     timeout = timedelta(seconds=max(1, args.timeout))
     accelerator = Accelerator(
@@ -384,12 +387,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     )
     train_set, eval_set = train_loader.dataset, eval_loader.dataset
     part = "test" if args.test_fraction else "training"
-    steps_per_epoch = -(-train_loader.batch_sampler.num_used // args.batch_size)
+    num_used = train_loader.batch_sampler.num_used
+    steps_per_epoch = math.ceil(num_used / args.batch_size)
     model = MODELS[args.model](len(about["features"]), len(about["targets"]), args.hidden)
     num_parameters = sum(p.numel() for p in model.parameters())
     optimizer = make_optimizer(accelerator, model, args)
     scheduler = make_scheduler(optimizer, args, steps_per_epoch)
-    num_used = train_loader.batch_sampler.num_used
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler
     )
@@ -460,10 +463,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         train_seconds = time.perf_counter() - started_at
         metrics = validate(accelerator, model, eval_loader, args.loss, about)
         eval_seconds = time.perf_counter() - started_at - train_seconds
-        num_trained = progress.batch * args.batch_size - num_before
+        num_trained = min(progress.batch * args.batch_size, num_used) - num_before
         if progress.batch == steps_per_epoch:
             progress.epoch, progress.batch = progress.epoch + 1, 0
         progress.metrics = {"epoch": progress.epoch, **sums.means(), **metrics}
+        guard.check_mean(progress.metrics["train_loss"], progress, scheduler.get_last_lr()[0])
         accelerator.log(progress.metrics, step=progress.step)
         history.log_timing({"step": progress.step, "train_seconds": train_seconds,
                             "eval_seconds": eval_seconds, "train_rows": num_trained})  # fmt: skip

@@ -33,9 +33,9 @@ import torch
 import torch.nn.functional as F
 
 import train_regression
+from trainkit.checkpoint import Progress
 from trainkit.optim import make_scheduler
 from trainkit.order import remaining_batches
-from trainkit.checkpoint import Progress
 
 
 def plain_loop(args: argparse.Namespace, kind: str) -> float:

@@ -66,7 +66,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TEST_RUN": mark, **options.pop("env", {})},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TEST_RUN": mark, **options.pop("env", {})},
         **options,
     )
     process.mark = mark

@@ -132,6 +132,8 @@ def shared_problems(args: argparse.Namespace, num_processes: int) -> list[str]:
 
 def size_problems(args: argparse.Namespace, num_train: int) -> list[str]:
     """What only shows once the data are there."""
+    if num_train < 1:
+        return ["no training samples are left"]
     if args.drop_last and args.batch_size > num_train:
         return [
             f"--batch-size {args.batch_size} is larger than the {num_train} training samples: with "

@@ -89,6 +89,16 @@ def check_launch() -> None:
             "distributed_type NO and MULTI_CPU start no more): use MULTI_GPU, as in "
             "accelerate_configs/2cpu.yaml, or unset MASTER_ADDR if you exported it yourself"
         )
+    if "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in os.environ:
+        raise UsageError(
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would win over --accumulate without "
+            "a word: unset it"
+        )
+    if world_size > 1 and "RANK" not in os.environ:
+        raise UsageError(
+            f"WORLD_SIZE is {world_size} but no launcher started this process (RANK is not set): "
+            "start it with accelerate launch, or unset WORLD_SIZE"
+        )
     if by_launcher and not use_cpu and num_devices == 0:
         raise UsageError(
             f"this launch asks for {_count(local_world_size, 'GPU')} and torch sees none here: run "

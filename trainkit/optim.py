@@ -51,8 +51,7 @@ def make_scheduler(
             optimizer,
             max_lr=peak_learning_rate(args),
             total_steps=total_steps,
-            # A warm-up that ends where it begins makes OneCycleLR divide by 0.
-            pct_start=args.warmup if args.warmup * total_steps > 1 else 0.0,
+            pct_start=args.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
             # Momentum stays: cycling it as well is an ingredient of its own.
             cycle_momentum=False,
         )

@@ -1,0 +1,175 @@
+"""Images per second of train_mnist.py's own loop, beside the machine's limit and beside habit.
+
+    python -m benchmarks.throughput
+    python -m benchmarks.throughput --models lenet --precisions bf16 --rounds 7
+
+For each model and precision three things are timed in turn, round by round, in this one process:
+
+    loop        train_mnist.main, from an epoch's first batch to its last (timing.jsonl)
+    limit       the same model, optimizer and precision on one resident batch: no loader, no
+                Accelerate
+    per-sample  the same model and optimizer behind PIL -> ToTensor -> Normalize, a call per picture
+
+The per-sample pipeline runs in float32 and contiguous memory, as it is commonly written, with 0 and
+with 2 loader workers; the faster one counts. `loop+augment` is the loop with its default
+augmentation.
+"""
+
+# isort: off
+import trainkit  # noqa: F401  (before torch)
+
+# isort: on
+import argparse
+import contextlib
+import io
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from datasets import load_dataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+
+import train_mnist
+
+ROOT = Path(__file__).parent.parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+
+
+def loop(model: str, precision: str, batch_size: int, steps: int, augment: bool) -> float:
+    """Images per second of train_mnist.py, as it measures itself."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+    os.environ["ACCELERATE_USE_CPU"] = str(DEVICE == "cpu")
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        train_mnist.main(
+            ["--model", model, "--batch-size", str(batch_size), "--run-dir", f"{folder}/run",
+             "--stop-after-steps", str(steps), "--augment" if augment else "--no-augment",
+             "--validation-split", "1000"]
+        )  # fmt: skip
+        timing = json.loads(Path(folder, "run", "timing.jsonl").read_text())
+    return timing["train_images"] / timing["train_seconds"]
+
+
+def limit(model: str, precision: str, batch_size: int, steps: int) -> float:
+    """Images per second of forward, backward and update on one batch that is already there."""
+    net = train_mnist.MODELS[model](10).to(DEVICE, memory_format=torch.channels_last)
+    optimizer = make_optimizer(net)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=precision == "fp16")
+    pixels = torch.randn(batch_size, 1, 28, 28, device=DEVICE)
+    pixels = pixels.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(0, 10, (batch_size,), device=DEVICE)
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    synchronize()
+    started_at = time.perf_counter()
+    for _ in range(steps):
+        with torch.autocast(DEVICE, dtype, enabled=precision != "no"):
+            logits = net(pixels)
+        loss = F.cross_entropy(logits.float(), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    synchronize()
+    return batch_size * steps / (time.perf_counter() - started_at)
+
+
+class PerSample(Dataset):
+    """The pipeline of most tutorials."""
+
+    def __init__(self) -> None:
+        rows = load_dataset(str(ROOT / "data" / "mnist"), split="train")
+        self.pictures, self.labels = list(rows["image"]), list(rows["label"])
+        self.transform = transforms.Compose(
+            [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+        )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.transform(self.pictures[index]), self.labels[index]
+
+
+def per_sample(data: PerSample, model: str, batch_size: int, steps: int, num_workers: int) -> float:
+    """Images per second of a plain PyTorch loop over the per-sample pipeline, float32."""
+    net = train_mnist.MODELS[model](10).to(DEVICE)
+    optimizer = make_optimizer(net)
+    loader = DataLoader(data, batch_size, shuffle=True, drop_last=True, num_workers=num_workers)
+    started_at = time.perf_counter()
+    for step, (pixels, labels) in enumerate(loader):
+        if step == steps:
+            break
+        loss = F.cross_entropy(net(pixels.to(DEVICE)), labels.to(DEVICE))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    synchronize()
+    return batch_size * steps / (time.perf_counter() - started_at)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["compact", "lenet", "wide"])
+    parser.add_argument("--precisions", nargs="+", default=["no", "bf16"])
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=100, help="per round; wide: a tenth")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "throughput.json")
+    args = parser.parse_args()
+    data, rows = PerSample(), []
+    print(f"{DEVICE}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+          f"batch {args.batch_size}, median of {args.rounds} rounds")  # fmt: skip
+    print(f"{'model':8} {'precision':9} {'loop':>8} {'limit':>8} {'per-sample':>10} "
+          f"{'loop+augment':>12} {'loop/limit':>10} {'loop/per-sample':>15}")  # fmt: skip
+    for model in args.models:
+        steps = args.steps if model != "wide" else max(1, args.steps // 10)
+        size = (args.batch_size, steps)
+        for precision in args.precisions:
+            kinds: dict[str, Callable[[], float]] = {
+                "loop": partial(loop, model, precision, *size, augment=False),
+                "limit": partial(limit, model, precision, *size),
+                "loop+augment": partial(loop, model, precision, *size, augment=True),
+                "per-sample, 0 workers": partial(per_sample, data, model, *size, num_workers=0),
+                "per-sample, 2 workers": partial(per_sample, data, model, *size, num_workers=2),
+            }
+            rates: dict[str, list[float]] = {name: [] for name in kinds}
+            for round_number in range(args.rounds + 1):
+                for name, measure in kinds.items():
+                    rate = measure()
+                    if round_number:  # the first round warms up
+                        rates[name].append(rate)
+            median = {name: statistics.median(values) for name, values in rates.items()}
+            habit = max(v for name, v in median.items() if name.startswith("per-sample"))
+            pairs = zip(rates["loop"], rates["limit"], strict=True)
+            row = {"model": model, "precision": precision, "median": median, "rates": rates,
+                   "loop_over_limit": statistics.median(a / b for a, b in pairs),
+                   "loop_over_per_sample": median["loop"] / habit}  # fmt: skip
+            rows.append(row)
+            print(f"{model:8} {precision:9} {median['loop']:8,.0f} {median['limit']:8,.0f} "
+                  f"{habit:10,.0f} {median['loop+augment']:12,.0f} {row['loop_over_limit']:10.3f} "
+                  f"{row['loop_over_per_sample']:15.2f}", flush=True)  # fmt: skip
+    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

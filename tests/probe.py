@@ -1,0 +1,32 @@
+"""Prints the world that a YAML makes, after the checks with which the scripts begin."""
+
+# isort: off
+import trainkit  # noqa: F401
+
+# isort: on
+import json
+
+import torch
+from accelerate import Accelerator
+
+from trainkit import launch
+
+
+def main() -> None:
+    launch.check_launch()
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    launch.check_world(accelerator)
+    accelerator.print(
+        json.dumps(
+            {
+                "num_processes": accelerator.num_processes,
+                "mixed_precision": accelerator.mixed_precision,
+                "device": accelerator.device.type,
+            }
+        )
+    )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,164 @@
+"""The world you asked for is the world you get, or one sentence says what is missing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import CONFIGS, assert_num_processes, run
+
+from trainkit import launch
+from trainkit.launch import UsageError
+
+NUM_GPUS = torch.cuda.device_count()
+
+
+def error_lines(errors: str) -> list[str]:
+    return [line for line in errors.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize("config", [p.stem for p in CONFIGS.glob("*.yaml") if "node" not in p.stem])
+def test_every_yaml_makes_the_world_it_promises_or_names_what_is_missing(config: str) -> None:
+    wanted = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
+    result = run("tests/probe.py", config=config)
+    if wanted["use_cpu"] or wanted["num_processes"] <= NUM_GPUS:
+        assert result.returncode == 0, result.stderr
+        world = json.loads(result.stdout.splitlines()[-1])
+        assert world["num_processes"] == wanted["num_processes"]
+        assert world["mixed_precision"] == wanted["mixed_precision"]
+        assert (world["device"] == "cpu") == wanted["use_cpu"]
+    else:
+        assert len(error_lines(result.stderr)) == 1, result.stderr
+        assert f"{wanted['num_processes']} GPU" in error_lines(result.stderr)[0]
+        assert "exit status 2" in result.stderr or "exitcode  : 2" in result.stderr
+        assert "UsageError" not in result.stderr  # no traceback of ours
+
+
+def test_every_yaml_explains_each_key_and_is_named_after_its_world() -> None:
+    for path in CONFIGS.glob("*.yaml"):
+        text, config = path.read_text(), yaml.safe_load(path.read_text())
+        assert f"accelerate_configs/{path.name}" in text, path
+        for line in text.splitlines():
+            if line.startswith(("distributed_type", "num_processes", "mixed_precision", "gpu_ids")):
+                assert "#" in line, f"{path.name}: {line} is not explained"
+        if "node" not in path.stem:
+            assert path.stem.startswith(str(config["num_processes"])), path
+        assert ("bf16" in path.stem) == (config["mixed_precision"] == "bf16"), path
+        assert ("fp16" in path.stem) == (config["mixed_precision"] == "fp16"), path
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"distributed_type": "MULTI_CPU"}, "only this one was started"),
+        ({"distributed_type": "NO", "num_processes": 4}, "only this one was started"),
+        ({"mixed_precision": "fp16"}, "fp16 needs a GPU"),
+    ],
+)
+def test_a_yaml_that_accelerate_would_quietly_run_otherwise_is_refused(
+    change: dict, sentence: str, tmp_path: Path
+) -> None:
+    config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text()) | change
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(config))
+    result = run("tests/probe.py", config=path)
+    assert result.returncode != 0
+    assert len(error_lines(result.stderr)) == 1, result.stderr
+    assert sentence in error_lines(result.stderr)[0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_gpus", "sentence"),
+    [
+        ({"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "4"}, 2, "which has 2 GPUs"),
+        ({"WORLD_SIZE": "2"}, 0, "no launcher"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 0, "unset it"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "sees none here"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}, 0, "fp16 needs"),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, 1, "only this one"),
+    ],
+)
+def test_check_launch_refuses(
+    environment: dict, num_gpus: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_gpus)
+    with pytest.raises(UsageError, match=sentence):
+        launch.check_launch()
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_gpus"),
+    [
+        ({}, 0),
+        ({}, 8),
+        ({"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"WORLD_SIZE": "16", "RANK": "9", "LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"WORLD_SIZE": "2", "RANK": "0", "CUDA_VISIBLE_DEVICES": "-1,-1"}, 0),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, 1),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true"}, 0),
+    ],
+)
+def test_check_launch_lets_a_good_launch_pass(
+    environment: dict, num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_gpus)
+    launch.check_launch()
+
+
+def test_wrong_arguments_are_all_told_once_and_end_with_2(
+    small_mnist: Path, tmp_path: Path
+) -> None:
+    wrong = ["--epochs", 0, "--batch-size", 7, "--learning-rate", -1, "--keep", 1]
+    common = ["--dataset", small_mnist, "--run-dir", tmp_path / "run"]
+    result = run("train_mnist.py", *common, *wrong, config="2cpu")
+    assert result.returncode != 0
+    (line,) = error_lines(result.stderr)
+    for flag in ("--epochs 0", "--batch-size 7", "2 processes", "--learning-rate -1.0", "--keep 1"):
+        assert flag in line
+    assert "exitcode  : 2" in result.stderr
+    assert not (tmp_path / "run").exists()
+    result = run("train_mnist.py", "--epoch", 3)
+    assert result.returncode == 2 and result.stdout == ""
+    assert error_lines(result.stderr) == result.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulate"),
+    [
+        ("compact", 1),
+        ("lenet", 3),
+        pytest.param("compact", 3, marks=pytest.mark.slow),
+        pytest.param("lenet", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_one_and_two_processes_give_the_same_numbers(
+    model: str, accumulate: int, small_mnist: Path, tmp_path: Path, run_main: Callable
+) -> None:
+    # 1009 = 10 x 96 + 49: with --no-drop-last one process ends each epoch with an empty batch.
+    arguments = ["--dataset", small_mnist, "--model", model, "--accumulate", accumulate,
+                 "--batch-size", 96, "--epochs", 2, "--log-every", 1, "--no-drop-last"]  # fmt: skip
+    result = run("train_mnist.py", *arguments, "--run-dir", tmp_path / "two", config="2cpu")
+    assert result.returncode == 0, result.stderr
+    assert_num_processes(result.stdout, 2)
+    run_main("train_mnist", *arguments, "--run-dir", tmp_path / "one")
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
+        for name in ("one", "two")
+    )
+    assert [row["step"] for row in one] == [row["step"] for row in two]
+    assert len(one) == 2 * 11 + 2
+    for a, b in zip(one, two, strict=True):
+        # Two summands are added in another order: float32 rounding, amplified over 22 steps.
+        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
+        assert a.get("learning_rate") == b.get("learning_rate")
+        if "eval_loss" in a:
+            assert a["eval_samples"] == b["eval_samples"] == 251
+            assert a["eval_accuracy"] == pytest.approx(b["eval_accuracy"], abs=0.0005)

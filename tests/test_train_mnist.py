@@ -1,0 +1,360 @@
+"""The loop of train_mnist.py is right, and what it leaves behind can be used."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from conftest import CONFIGS, ROOT, rows, run
+from PIL import Image
+from safetensors import safe_open
+from torch import nn
+
+import train_mnist
+from trainkit.checkpoint import Progress
+from trainkit.launch import UsageError
+from trainkit.optim import make_optimizer
+from trainkit.order import EpochBatches
+
+
+def plain_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    with safe_open(run_dir / "model.safetensors", "pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return weights, json.loads(file.metadata()["trainkit"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("model", ["compact", "lenet"])
+def test_the_loop_is_plain_pytorch(
+    model: str, accumulate: int, small_mnist: Path, tmp_path: Path, run_main: Callable
+) -> None:
+    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", tmp_path / "run",
+             "--model", model, "--no-augment", "--epochs", 2, "--batch-size", 96,
+             "--accumulate", accumulate, "--optimizer", "sgd", "--learning-rate", 0.05,
+             "--schedule", "constant", "--warmup", 0, "--clip-norm", 0.5, "--log-every", 1,
+             "--no-drop-last", "--label-smoothing", 0.1)  # fmt: skip
+    data, names = train_mnist.load_images(str(small_mnist), "train")
+    torch.manual_seed(0)
+    net = train_mnist.MODELS[model](len(names))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    batches, losses = EpochBatches(len(data), 96, seed=0), []
+    for epoch in range(2):
+        for indices in batches.order(epoch).split(96):
+            pixels = (data.images[indices].float() / 255 - 0.1307) / 0.3081
+            loss = F.cross_entropy(net(pixels), data.labels[indices], label_smoothing=0.1)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    logged = [row["train_loss"] for row in rows(tmp_path / "run", "steps")]
+    # The same sums in another order (channels last, micro-batches), over 22 steps of SGD.
+    assert logged == pytest.approx(losses, abs=2e-5)
+    weights, _ = plain_state(tmp_path / "run")
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(weights[name], value, atol=1e-4, rtol=0)
+
+
+def test_a_run_leaves_metrics_weights_and_done(
+    small_mnist: Path, tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    metrics = run_main("train_mnist", "--dataset", small_mnist, "--run-dir", run_dir, "--epochs", 3,
+                       "--batch-size", 64, "--log-every", 5)  # fmt: skip
+    output = capfd.readouterr().out
+    steps, epochs = rows(run_dir, "steps"), rows(run_dir, "epochs")
+    assert [row["step"] for row in steps] == list(range(5, 46, 5))  # 15 steps of 64 in 1009
+    assert set(steps[0]) == {"step", "epoch", "train_loss", "learning_rate"}
+    assert [(row["step"], row["epoch"]) for row in epochs] == [(15, 1), (30, 2), (45, 3)]
+    assert set(epochs[0]) == {"step", "epoch", "train_loss", "train_accuracy", "eval_loss",
+                              "eval_accuracy", "eval_samples"}  # fmt: skip
+    assert metrics == {k: v for k, v in epochs[-1].items() if k != "step"}
+    assert 0.75 < metrics["eval_accuracy"] < 1  # seen: 0.90
+    assert f"{metrics['eval_accuracy']:.2%} of 251" in output
+    assert "the last 49 of each shuffle are left out" in output
+    assert {p.name for p in run_dir.iterdir()} >= {
+        "run.json",
+        "timing.jsonl",
+        "DONE",
+        "checkpoints",
+    }
+    # The weights load in plain PyTorch and give the accuracy that was printed.
+    weights, about = plain_state(run_dir)
+    net = train_mnist.MODELS[about["model"]](len(about["classes"]))
+    net.load_state_dict(weights)
+    data, _ = train_mnist.load_images(str(small_mnist), "test")
+    right = net(train_mnist.normalise(data.images)).argmax(1) == data.labels
+    assert right.double().mean().item() == metrics["eval_accuracy"]
+
+
+def test_compiled_by_the_yaml_the_weights_have_plain_names(
+    small_mnist: Path, tmp_path: Path
+) -> None:
+    config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text())
+    config["dynamo_config"] = {"dynamo_backend": "EAGER"}  # traces like INDUCTOR, needs no compiler
+    (tmp_path / "compiled.yaml").write_text(yaml.safe_dump(config))
+    result = run("train_mnist.py", "--dataset", small_mnist, "--run-dir", tmp_path / "run",
+                 "--stop-after-steps", 2, config=tmp_path / "compiled.yaml")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    weights, about = plain_state(tmp_path / "run")
+    train_mnist.MODELS[about["model"]](10).load_state_dict(weights)
+
+
+def test_stop_after_steps_ends_as_if_done(
+    small_mnist: Path, tmp_path: Path, run_main: Callable
+) -> None:
+    arguments = ["--dataset", small_mnist, "--run-dir", tmp_path / "run", "--batch-size", 64,
+                 "--stop-after-steps", 20, "--save-every", 10]  # fmt: skip
+    metrics = run_main("train_mnist", *arguments)
+    assert metrics["eval_samples"] == 251 and (tmp_path / "run" / "DONE").exists()
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    log = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert run_main("train_mnist", *arguments, "--resume", "auto") == metrics
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == log
+
+
+def test_target_accuracy_missed_ends_with_3(
+    small_mnist: Path, tmp_path: Path, run_main: Callable
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_main("train_mnist", "--dataset", small_mnist, "--run-dir", tmp_path / "run",
+                 "--stop-after-steps", 1, "--target-accuracy", 0.99)  # fmt: skip
+    assert ended.value.code == 3
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+def test_an_earlier_run_is_moved_aside(
+    small_mnist: Path, tmp_path: Path, run_main: Callable
+) -> None:
+    arguments = ["--dataset", small_mnist, "--run-dir", tmp_path / "run", "--stop-after-steps", 1]
+    run_main("train_mnist", *arguments)
+    first = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    run_main("train_mnist", *arguments, "--seed", 1)
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_bytes() == first
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() != first
+
+
+def test_validation_split_keeps_the_test_set_out(small_mnist: Path) -> None:
+    def split(seed: int) -> tuple[set, set]:
+        args = train_mnist.parse_args(
+            ["--dataset", str(small_mnist), "--validation-split", "200", "--seed", str(seed)]
+        )
+        train, held_out, _ = train_mnist.make_dataloaders(args)
+        return tuple({x.numpy().tobytes() for x in s.dataset.images} for s in (train, held_out))
+
+    train, held_out = split(0)
+    assert (len(train), len(held_out)) == (809, 200) and not train & held_out
+    assert split(1)[1] == held_out  # every seed is judged by the same pictures
+    everything, _ = train_mnist.load_images(str(small_mnist), "train")
+    assert train | held_out == {x.numpy().tobytes() for x in everything.images}
+
+
+def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone() -> None:
+    args = SimpleNamespace(seed=3, max_turn=10.0, max_shift=2.0)
+    images = torch.zeros(4, 1, 28, 28, dtype=torch.uint8)
+    images[:, :, 10:18, 10:18] = 200
+    indices = torch.tensor([5, 900, 17, 5])
+    moved = train_mnist.augment(images, indices, 2, args)
+    assert torch.equal(moved[0], moved[3]) and not torch.equal(moved[0], moved[1])
+    alone = train_mnist.augment(images[1:2], indices[1:2], 2, args)
+    torch.testing.assert_close(alone, moved[1:2], atol=1e-3, rtol=0)
+    assert not torch.equal(train_mnist.augment(images, indices, 3, args), moved)
+    still = train_mnist.augment(
+        images, indices, 2, SimpleNamespace(seed=3, max_turn=0, max_shift=0)
+    )
+    torch.testing.assert_close(still, images.float(), atol=1e-2, rtol=0)
+    shifted = train_mnist.augment(
+        images, indices, 2, SimpleNamespace(seed=3, max_turn=0, max_shift=2.0)
+    )
+    assert shifted.sum((1, 2, 3)) == pytest.approx([8 * 8 * 200] * 4, rel=1e-3)  # nothing is lost
+
+
+def make_dataset(folder: Path, mode: str, size: tuple[int, int], num_classes: int) -> Path:
+    """A data set with other column names, modes, sizes and numbers of classes."""
+    generator = np.random.default_rng(0)
+    channels = {"L": (), "RGB": (3,), "RGBA": (4,)}[mode]
+    for split, number in (("train", 130), ("test", 37)):
+        pictures = generator.integers(0, 256, (number, *size, *channels), dtype=np.uint8)
+        features = datasets.Features(
+            photo=datasets.Image(),
+            kind=datasets.ClassLabel(names=[f"c{i}" for i in range(num_classes)]),
+        )
+        rows = {
+            "photo": [Image.fromarray(x, mode=mode) for x in pictures],
+            "kind": [i % num_classes for i in range(number)],
+        }
+        folder.mkdir(exist_ok=True)
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(
+            folder / f"{split}-00000-of-00001.parquet"
+        )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "num_classes"),
+    [("RGB", (28, 28), 10), ("RGBA", (40, 33), 47), ("L", (8, 8), 2)],
+)
+def test_other_pictures_are_brought_to_28_by_28_grey(
+    mode: str, size: tuple[int, int], num_classes: int, tmp_path: Path, run_main: Callable
+) -> None:
+    folder = make_dataset(tmp_path / "data", mode, size, num_classes)
+    metrics = run_main("train_mnist", "--dataset", folder, "--run-dir", tmp_path / "run",
+                       "--epochs", 1, "--batch-size", 32)  # fmt: skip
+    assert metrics["eval_samples"] == 37
+    weights, about = plain_state(tmp_path / "run")
+    assert len(about["classes"]) == num_classes == len(list(weights.values())[-1])
+
+
+def break_missing(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def break_corrupt(folder: Path) -> None:
+    (folder / "train-00000-of-00001.parquet").write_bytes(b"<html>not found</html>")
+
+
+def break_truncated(folder: Path) -> None:
+    path = folder / "train-00000-of-00001.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def break_no_test(folder: Path) -> None:
+    (folder / "test-00000-of-00001.parquet").unlink()
+
+
+def _rewrite(folder: Path, change: Callable[[datasets.Dataset], datasets.Dataset]) -> None:
+    path = folder / "train-00000-of-00001.parquet"
+    rows = datasets.Dataset.from_parquet(str(path), keep_in_memory=True)
+    for split in ("train", "test"):
+        change(rows).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+
+
+def break_no_images(folder: Path) -> None:
+    _rewrite(folder, lambda rows: rows.remove_columns("photo"))
+
+
+def break_no_labels(folder: Path) -> None:
+    _rewrite(folder, lambda rows: rows.remove_columns("kind"))
+
+
+def break_empty(folder: Path) -> None:
+    _rewrite(folder, lambda rows: rows.select([]))
+
+
+def break_picture(folder: Path) -> None:
+    _rewrite(folder, lambda rows: rows.cast_column("photo", datasets.Image(decode=False)).map(
+        lambda row: {"photo": {"bytes": b"no picture", "path": None}}
+    ).cast_column("photo", datasets.Image()))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (break_missing, "cannot be read"),
+        (break_corrupt, "cannot be read"),
+        (break_truncated, "cannot be read"),
+        (break_no_test, "--validation-split"),
+        (break_no_images, "there must be rows with an Image"),
+        (break_no_labels, "there must be rows with an Image"),
+        (break_empty, "cannot be read"),
+        (break_picture, "a picture cannot be decoded"),
+    ],
+)
+def test_bad_data_end_in_one_sentence(
+    damage: Callable, sentence: str, tmp_path: Path, run_main: Callable
+) -> None:
+    folder = make_dataset(tmp_path / "data", "L", (28, 28), 10)
+    damage(folder)
+    with pytest.raises(UsageError, match=sentence) as raised:
+        run_main("train_mnist", "--dataset", folder, "--run-dir", tmp_path / "run")
+    assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_is_not_installed_is_asked_for_by_name(
+    tmp_path: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install wandb"):
+        run_main("train_mnist", "--tracker", "wandb", "--run-dir", tmp_path / "run")
+
+
+def test_steps_that_fp16_skips_are_not_counted() -> None:
+    accelerator = SimpleNamespace(sync_gradients=True, optimizer_step_was_skipped=False)
+    progress = Progress()
+    assert progress.advance(accelerator) and progress.step == 1
+    accelerator.optimizer_step_was_skipped = True
+    assert not progress.advance(accelerator)
+    accelerator.sync_gradients = False
+    assert not progress.advance(accelerator)
+    assert (progress.step, progress.batch, progress.num_skipped) == (1, 2, 1)
+
+
+def test_a_skipped_fp16_step_is_seen_because_the_optimizer_is_not_fused() -> None:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    accelerator = Accelerator(cpu=True)
+    args = train_mnist.parse_args([])
+    for precision, seen in (("fp16", True), ("no", False)):
+        model = nn.Linear(2, 1)
+        fake = SimpleNamespace(mixed_precision=precision)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        optimizer = AcceleratedOptimizer(make_optimizer(fake, model, args), scaler=scaler)
+        scaler.scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
+        before = [p.clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        # Fused, the step is skipped inside the kernel and Accelerate takes it for made.
+        assert optimizer.step_was_skipped == seen
+    assert accelerator.sync_gradients
+
+
+def test_no_run_needs_the_network(small_mnist: Path, tmp_path: Path) -> None:
+    program = (
+        "import runpy, socket, sys\n"
+        "def refuse(self, address):\n"
+        "    raise AssertionError(f'a connection to {address}')\n"
+        "socket.socket.connect = socket.socket.connect_ex = refuse\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+    result = subprocess.run(
+        [sys.executable, "-c", program, ROOT / "train_mnist.py", "--dataset", small_mnist,
+         "--run-dir", tmp_path / "run", "--stop-after-steps", "2"],
+        env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+@pytest.mark.slow
+def test_the_default_run_reaches_what_the_readme_says(tmp_path: Path) -> None:
+    result = run("train_mnist.py", "--run-dir", tmp_path / "run", env={"OMP_NUM_THREADS": "2"})
+    assert result.returncode == 0, result.stderr
+    (*_, last) = rows(tmp_path / "run", "epochs")
+    assert 0.993 <= last["eval_accuracy"] < 0.998 and last["eval_samples"] == 10_000
+
+
+@pytest.mark.slow
+def test_lenet_on_fashion_mnist(tmp_path: Path) -> None:
+    folder = ROOT.parent / "shared" / "data" / "fashion_mnist"
+    if not folder.exists():
+        pytest.skip("Fashion-MNIST is not shipped")
+    result = run("train_mnist.py", "--dataset", folder, "--model", "lenet", "--optimizer", "sgd",
+                 "--batch-size", 256, "--epochs", 5, "--run-dir", tmp_path / "run", timeout=300,
+                 env={"OMP_NUM_THREADS": "2"})  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert 0.88 <= rows(tmp_path / "run", "epochs")[-1]["eval_accuracy"] < 0.95
