@@ -102,12 +102,14 @@ class Regression(evaluate.Metric):
         return {name: float(value.mean()) for name, value in values.items()}
 
 
-def names(text: str) -> list[str]:
+def column_names(text: str) -> list[str]:
+    """The parts of a list as it is typed after a flag."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def sizes(text: str) -> list[int]:
-    return [int(size) for size in names(text)]
+def widths(text: str) -> list[int]:
+    """The same for widths of layers."""
+    return [int(width) for width in column_names(text)]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -116,10 +118,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", default=None,
         help="CSV, JSON (lines) or Parquet file, a folder of one kind of them, or Hub id; "
         "None: synthetic, targets = weights x features + bias + noise")  # fmt: skip
-    add("--target", type=names, default=None, metavar="COLUMN[,COLUMN]", help="of --data")
-    add("--features", type=names, default=None, metavar="COLUMN[,COLUMN]",
+    add("--target", type=column_names, default=None, metavar="COLUMN[,COLUMN]", help="of --data")
+    add("--features", type=column_names, default=None, metavar="COLUMN[,COLUMN]",
         help="of --data; None: all columns but the targets")  # fmt: skip
-    add("--categorical", type=names, default=[], metavar="COLUMN[,COLUMN]",
+    add("--categorical", type=column_names, default=[], metavar="COLUMN[,COLUMN]",
         help="features that are categories although their values read as numbers")  # fmt: skip
     add(
         "--missing",
@@ -135,7 +137,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--test-fraction", type=float, default=0.2,
         help="of the rows, to evaluate on; 0: train and evaluate on all of them")  # fmt: skip
     add("--model", choices=MODELS, default="linear", help="see the classes above")
-    add("--hidden", type=sizes, default=[64, 64], metavar="WIDTH[,WIDTH]", help="of --model mlp")
+    add("--hidden", type=widths, default=[64, 64], metavar="WIDTH[,WIDTH]", help="of --model mlp")
     add("--loss", choices=LOSSES, default="mse", help="huber: squared below 1, absolute above")
     add("--eval-batch-size", type=int, default=1000, help="over all processes")
     add("--target-r2", type=float, default=None,
@@ -180,8 +182,10 @@ def read_table(name: str) -> pd.DataFrame:
             return datasets.load_dataset(name, split="train").to_pandas()
         options: dict[str, Any] = {}
         if kinds == {"csv"}:
-            with open(files[0], newline="", encoding="utf-8") as file:
+            with open(files[0], newline="", encoding="utf-8-sig") as file:
                 header = next(csv.reader(file), [])
+            # A table that pandas wrote begins with a column without a name.
+            header = [name or f"Unnamed: {number}" for number, name in enumerate(header)]
             if len(set(header)) < len(header) or not header:
                 raise launch.UsageError(f"--data {name}: the first line must name each column once")
             # As texts, so that a value that is no number is found with its row and column.
@@ -220,6 +224,7 @@ def load_table(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, np.nda
     return table.index.to_numpy(), features, targets, {
         "columns": [asdict(column) for column in columns],
         "features": [name for column in columns for name in column.feature_names()],
+        "constant": [name for name, column in zip(chosen, learned, strict=True) if column is None],
         "targets": args.target,
         "truth": None,
     }  # fmt: skip
@@ -237,6 +242,7 @@ def make_synthetic(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, np
     return np.arange(args.num_samples), features.numpy(), targets.numpy(), {
         "columns": [asdict(tables.Column(name)) for name in names],
         "features": names,
+        "constant": [],
         "targets": [f"y{number}" for number in range(args.num_targets)],
         "truth": truth.tolist(),
     }  # fmt: skip
@@ -310,9 +316,9 @@ def predict(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> t
     return result[:, :-1]
 
 
-def in_own_unit(values: torch.Tensor, about: dict[str, Any]) -> np.ndarray:
-    """Undo the standardisation of targets or outputs, float64."""
-    return values.double().numpy() * about["target_std"] + about["target_mean"]
+def in_own_unit(values: torch.Tensor, about: dict[str, Any], kind: str = "target") -> np.ndarray:
+    """Undo the standardisation of targets, outputs or features, float64."""
+    return values.double().numpy() * about[f"{kind}_std"] + about[f"{kind}_mean"]
 
 
 def validate(
@@ -397,10 +403,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler
     )
     launch.print_plan(accelerator, args, steps_per_epoch, {
-        "data": f"{args.data or 'synthetic'}: {len(train_set)} training rows of "
-                f"{len(about['features'])} features and {len(about['targets'])} targets (the last "
-                f"{len(train_set) - num_used} of each shuffle are left out), {len(eval_set)} "
-                f"{part} rows",
+        "data": f"{args.data or 'synthetic'}: {len(train_set)} training rows (the last "
+                f"{len(train_set) - num_used} of each shuffle are left out), {len(eval_set)} {part} "
+                "rows",
+        "features": f"{len(about['features'])} (constant, left out: {about['constant'] or 'none'})",
+        "targets": ", ".join(about["targets"]),
         "model": f"{args.model}, {num_parameters:,} parameters, {args.loss}",
     })  # fmt: skip
 
@@ -422,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         for features, targets, _ in remaining_batches(train_loader, progress, args.batch_size):
             # Samples in this step, over all processes and micro-batches: fewer at an epoch's end.
             num_samples = min(args.batch_size, num_used - progress.batch * args.batch_size)
-            num_values = num_samples * len(about["targets"])
+            num_values = num_samples * len(about["targets"])  # the loss is a mean over both
             with accelerator.accumulate(model):
                 loss_sum = LOSSES[args.loss](model(features), targets, reduction="sum")
                 # The gradient of the mean over num_values: DDP divides by the number of processes,
@@ -490,13 +497,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     metrics = progress.metrics
     outputs = predict(accelerator, model, eval_loader)
     if accelerator.is_main_process:
-        write_durably(args.run_dir / "predictions.safetensors", save({
+        table = {
             "index": eval_set.numbers,
             "prediction": torch.from_numpy(in_own_unit(outputs, about)),
             "target": torch.from_numpy(in_own_unit(eval_set.targets, about)),
-        }))  # fmt: skip
+        }
+        if len(about["features"]) == 1:  # a picture of the fit needs it
+            table["feature"] = torch.from_numpy(in_own_unit(eval_set.features, about, "feature"))
+        write_durably(args.run_dir / "predictions.safetensors", save(table))
     finish_run(accelerator, model, args.run_dir, {
-        "script": Path(__file__).stem, "model": args.model, "hidden": args.hidden, **about,
+        "script": Path(__file__).stem, "model": args.model,
+        "hidden": args.hidden if args.model == "mlp" else [], **about,
     })  # fmt: skip
     if args.model == "linear":
         plain = accelerator.unwrap_model(model, keep_torch_compile=False)

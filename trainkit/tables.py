@@ -49,23 +49,28 @@ def is_text(values: pd.Series) -> bool:
 
 def learn_column(
     train: pd.DataFrame, name: str, where: str, *, categorical: bool, impute: bool
-) -> Column:
-    """How a feature column is encoded, learned from the training rows alone. Raises UsageError.
+) -> Column | None:
+    """How a feature column is encoded, learned from the training rows alone; None if it is constant.
 
-    impute: a missing number becomes the mean, a missing category the most frequent one.
+    impute: a missing number becomes the mean, a missing category the most frequent one. Raises
+    UsageError.
     """
     if not categorical:
-        mean = numbers(train[name], where).mean()
-        return Column(name, fill=float(mean) if impute and not np.isnan(mean) else None)
+        values = numbers(train[name], where)
+        if values.nunique() < 2 and (impute or not values.isna().any()):
+            return None
+        return Column(name, fill=float(values.mean()) if impute else None)
     counts = train[name].map(str, na_action="ignore").value_counts()
     if len(counts) > MAX_CATEGORIES:
         raise UsageError(
             f"{where}: column {name!r} holds {len(counts)} different texts, which is no category: "
             "name the columns to learn from with --features"
         )
+    if len(counts) < 2 and (impute or not train[name].isna().any()):
+        return None
     categories = sorted(counts.index)
     # The first in the alphabet among equally frequent ones: the same on every machine.
-    most_frequent = min(categories, key=lambda text: (-counts[text], text), default=None)
+    most_frequent = min(categories, key=lambda text: (-counts[text], text))
     return Column(name, categories, fill=most_frequent if impute else None)
 
 
