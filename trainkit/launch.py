@@ -147,8 +147,9 @@ def explained(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as problem:
-        lines = str(problem).strip().splitlines() or ["no reason given"]
-        raise UsageError(f"{what}: {type(problem).__name__}: {lines[0]}") from problem
+        reason = problem.__cause__ or problem  # datasets wraps what a reader found in its own words
+        lines = str(reason).strip().splitlines() or ["no reason given"]
+        raise UsageError(f"{what}: {type(reason).__name__}: {lines[0]}") from problem
 
 
 def raise_together(accelerator: Accelerator, error: str | None) -> None:
