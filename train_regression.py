@@ -258,8 +258,9 @@ def split(num_rows: int, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarr
         test = train
     if min(len(test), len(train)) < 1:
         raise launch.UsageError(
-            f"--test-fraction {args.test_fraction}: of {num_rows} rows {len(train)} are left to "
-            f"train on and {len(test)} to evaluate on (--missing {args.missing})"
+            f"--data {args.data or 'synthetic'}: of {num_rows} rows {len(train)} are left to train "
+            f"on and {len(test)} to evaluate on (--test-fraction {args.test_fraction}, "
+            f"--missing {args.missing})"
         )
     return train, test
 
@@ -404,9 +405,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     )
     launch.print_plan(accelerator, args, steps_per_epoch, {
         "data": f"{args.data or 'synthetic'}: {len(train_set)} training rows (the last "
-                f"{len(train_set) - num_used} of each shuffle are left out), {len(eval_set)} {part} "
-                "rows",
-        "features": f"{len(about['features'])} (constant, left out: {about['constant'] or 'none'})",
+                f"{len(train_set) - num_used} of each shuffle are left out), "
+                f"{len(eval_set)} {part} rows",
+        "features": f"{len(about['features'])} (constant and left out: "
+                    f"{', '.join(about['constant']) or 'none'})",
         "targets": ", ".join(about["targets"]),
         "model": f"{args.model}, {num_parameters:,} parameters, {args.loss}",
     })  # fmt: skip

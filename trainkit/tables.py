@@ -50,7 +50,7 @@ def is_text(values: pd.Series) -> bool:
 def learn_column(
     train: pd.DataFrame, name: str, where: str, *, categorical: bool, impute: bool
 ) -> Column | None:
-    """How a feature column is encoded, learned from the training rows alone; None if it is constant.
+    """How a feature column is encoded, learned from the training rows; None if it is constant.
 
     impute: a missing number becomes the mean, a missing category the most frequent one. Raises
     UsageError.
