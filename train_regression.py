@@ -33,14 +33,14 @@ from safetensors.torch import save
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit import arguments, launch, tables
+from trainkit import arguments, launch, nodes, tables
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
 from trainkit.history import History, RunningSums, check_tracker, epoch_bar
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import EpochBatches, make_loader, remaining_batches
 from trainkit.preemption import Preemption
-from trainkit.rundir import close_run, finish_run, open_run, write_durably
+from trainkit.rundir import close_run, finish_run, open_run, record_run, write_durably
 
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 LOSSES = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
@@ -79,7 +79,11 @@ class Rows(Dataset):
 
     def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         indices = indices[indices >= 0]  # NO_SAMPLE fills up a short batch
-        return self.features[indices], self.targets[indices], indices
+        return (
+            self.features.index_select(0, indices),
+            self.targets.index_select(0, indices),
+            indices,
+        )
 
 
 class Regression(evaluate.Metric):
@@ -384,6 +388,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         project_dir=str(args.run_dir),
     )
     launch.check_world(accelerator)
+    nodes.check_nodes(accelerator, args)
     check_arguments(args, accelerator.num_processes)
     preemption = Preemption(accelerator, timeout)
     set_seed(args.seed)
@@ -394,6 +399,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     )
     train_set, eval_set = train_loader.dataset, eval_loader.dataset
     part = "test" if args.test_fraction else "training"
+    data_md5 = md5(train_set.features, train_set.targets, eval_set.features, eval_set.targets)
+    nodes.check_same(accelerator, {"the data's md5": data_md5})
     num_used = train_loader.batch_sampler.num_used
     steps_per_epoch = math.ceil(num_used / args.batch_size)
     model = MODELS[args.model](len(about["features"]), len(about["targets"]), args.hidden)
@@ -417,10 +424,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     lock = open_run(accelerator, args)  # the folder is ours while this file is open
     sums = RunningSums(accelerator, "loss")
     guard = FiniteGuard(accelerator, optimizer)
-    data_md5 = md5(train_set.features, train_set.targets, eval_set.features, eval_set.targets)
     fingerprint = arguments.experiment(args) | {"data": data_md5, "size": num_parameters}
     checkpoints = Checkpoints(accelerator, args.run_dir, history, sums, fingerprint, args.keep)
     progress = checkpoints.resume(args.resume)
+    record_run(accelerator, args)
     accelerator.init_trackers("regression", vars(args))
 
     # Train: epochs of batches, then an evaluation.

@@ -1,0 +1,205 @@
+"""What several processes give: images per second, efficiency, and where the time of a step goes.
+
+    python -m benchmarks.scaling
+    python -m benchmarks.scaling --processes 1 2 4 --model wide --batch-size 64
+
+Each row is train_mnist.py itself, started through the launcher with one OpenMP thread per process
+(on a machine with GPUs: one GPU per process). The columns behind it are medians of the same step on
+a resident batch, taken by this program in the same number of processes: forward, backward without
+and with gradient averaging, optimizer. `data` is what train_mnist.py's step takes beyond them. The
+verdict says what limits. Writes scaling.json, which the cost model reads, and scaling.png.
+"""
+
+# isort: off
+import trainkit  # noqa: F401  (before torch)
+
+# isort: on
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import yaml
+from accelerate import Accelerator
+
+import train_mnist
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_config(folder: Path, num_processes: int) -> Path:
+    """accelerate_configs/2cpu.yaml, or 4gpu.yaml where there are GPUs, for another number."""
+    name = "4gpu.yaml" if torch.cuda.is_available() else "2cpu.yaml"
+    config = yaml.safe_load((ROOT / "accelerate_configs" / name).read_text())
+    config["num_processes"] = num_processes
+    if num_processes == 1:
+        config |= {"distributed_type": "NO", "gpu_ids": "all"}
+    elif not torch.cuda.is_available():
+        config["gpu_ids"] = ",".join(["-1"] * num_processes)
+    path = folder / f"{num_processes}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def launch(config: Path, *command: object) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config),
+         *map(str, command)],
+        check=True, stdout=subprocess.DEVNULL, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def time_parts(model: str, batch_size: int, steps: int, path: Path) -> None:
+    """Run in each process: write the seconds of the parts of a step, medians, to `path`."""
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    net = train_mnist.MODELS[model](10).to(memory_format=torch.channels_last)
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+    size = batch_size // accelerator.num_processes
+    pixels = torch.randn(size, 1, 28, 28, device=accelerator.device)
+    pixels = pixels.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(0, 10, (size,), device=accelerator.device)
+
+    def now() -> float:
+        if accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    seconds: dict[str, list[float]] = {
+        "forward": [],
+        "backward": [],
+        "all_reduce": [],
+        "update": [],
+    }
+    for _ in range(steps):
+        with accelerator.no_sync(net):
+            started_at = now()
+            loss = F.cross_entropy(net(pixels), labels)
+            forward_at = now()
+            loss.backward()
+            backward_at = now()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(pixels), labels)
+        again_at = now()
+        loss.backward()
+        synced_at = now()
+        optimizer.step()
+        optimizer.zero_grad()
+        updated_at = now()
+        seconds["forward"].append(forward_at - started_at)
+        seconds["backward"].append(backward_at - forward_at)
+        seconds["all_reduce"].append((synced_at - again_at) - (backward_at - forward_at))
+        seconds["update"].append(updated_at - synced_at)
+    if accelerator.is_main_process:
+        path.write_text(json.dumps({k: statistics.median(v) for k, v in seconds.items()}))
+    accelerator.end_training()
+
+
+def measure(num_processes: int, args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """One row of the table."""
+    config = write_config(folder, num_processes)
+    rates = []
+    for _ in range(args.rounds):
+        run_dir = folder / "run"
+        launch(config, ROOT / "train_mnist.py", "--model", args.model,
+               "--batch-size", args.batch_size, "--no-augment", "--stop-after-steps", args.steps,
+               "--run-dir", run_dir)  # fmt: skip
+        timing = json.loads((run_dir / "timing.jsonl").read_text())
+        rates.append(timing["train_images"] / timing["train_seconds"])
+    parts_path = folder / "parts.json"
+    launch(config, "-m", "benchmarks.scaling", "--parts", parts_path, "--model", args.model,
+           "--batch-size", args.batch_size, "--steps", args.steps)  # fmt: skip
+    parts = json.loads(parts_path.read_text())
+    rate = statistics.median(rates)
+    data = args.batch_size / rate - sum(parts.values())
+    return {
+        "num_processes": num_processes,
+        "images_per_second": rate,
+        **parts,
+        "data": max(0.0, data),
+    }
+
+
+def verdict(rows: list[dict[str, float]]) -> str:
+    """One sentence about the last row."""
+    first, last = rows[0], rows[-1]
+    gain = last["images_per_second"] / first["images_per_second"]
+    wanted = last["num_processes"] / first["num_processes"]
+    step = sum(last[part] for part in ("forward", "backward", "all_reduce", "update", "data"))
+    share = last["all_reduce"] / step
+    if gain >= 0.9 * wanted:
+        return f"scales: {gain:.2f} times on {wanted:.0f} times the processes"
+    if share > 0.1:
+        return (f"too small to scale: {gain:.2f} times on {wanted:.0f} times the processes, as "
+                f"{share:.0%} of a step is gradient averaging: use larger batches")  # fmt: skip
+    return (f"{gain:.2f} times on {wanted:.0f} times the processes; gradient averaging is only "
+            f"{share:.0%} of a step: the processes compete for cores or memory")  # fmt: skip
+
+
+def draw(rows: list[dict[str, float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    names = [str(row["num_processes"]) for row in rows]
+    bottom = [0.0] * len(rows)
+    hatches = ("", "//", "xx", "..", "--")
+    parts = ("forward", "backward", "all_reduce", "update", "data")
+    for part, hatch in zip(parts, hatches, strict=True):
+        values = [1000 * row[part] for row in rows]
+        axes.bar(names, values, bottom=bottom, label=part.replace("_", "-"), hatch=hatch,
+                 edgecolor="white", width=0.6)  # fmt: skip
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    for index, row in enumerate(rows):
+        axes.text(index, bottom[index], f"{row['images_per_second']:,.0f} images/s", ha="center",
+                  va="bottom")  # fmt: skip
+    axes.set(xlabel="processes", ylabel="milliseconds per step", ylim=(0, 1.15 * max(bottom)))
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--model", choices=train_mnist.MODELS, default="lenet")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "scaling.json")
+    parser.add_argument("--parts", type=Path, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.parts is not None:
+        time_parts(args.model, args.batch_size, args.steps, args.parts)
+        return
+    parts = ("forward", "backward", "all_reduce", "update", "data")
+    print(
+        f"{args.model}, batch {args.batch_size} over all processes, median of {args.rounds} rounds"
+    )
+    print(f"{'processes':>9} {'images/s':>9} {'efficiency':>10}"
+          + "".join(f"{part:>11}" for part in parts) + "   ms per step")  # fmt: skip
+    rows: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for num_processes in args.processes:
+            row = measure(num_processes, args, Path(folder))
+            rows.append(row)
+            scale = row["num_processes"] / rows[0]["num_processes"]
+            efficiency = row["images_per_second"] / rows[0]["images_per_second"] / scale
+            print(f"{num_processes:9} {row['images_per_second']:9,.0f} {efficiency:10.2f}"
+                  + "".join(f"{1000 * row[part]:11.2f}" for part in parts), flush=True)  # fmt: skip
+    print(verdict(rows))
+    args.json.write_text(json.dumps({"model": args.model, "batch_size": args.batch_size,
+                                     "rows": rows}, indent=1) + "\n")  # fmt: skip
+    draw(rows, args.json.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
