@@ -156,7 +156,18 @@ def diabetes() -> pd.DataFrame:
         # Blood values that nearly determine each other: least squares is a long way down a valley.
         (
             diabetes,
-            ["--epochs", 120, "--optimizer", "sgd", "--learning-rate", 0.03, "--momentum", 0.98],
+            [
+                "--epochs",
+                100,
+                "--batch-size",
+                100,
+                "--optimizer",
+                "sgd",
+                "--momentum",
+                0.95,
+                "--learning-rate",
+                0.1,
+            ],
         ),
     ],
 )

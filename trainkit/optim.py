@@ -1,6 +1,8 @@
 """Optimizer and learning rate from the flags of trainkit.arguments: torch's own, put together."""
 
 import argparse
+import functools
+import inspect
 import math
 from typing import Any
 
@@ -24,9 +26,15 @@ def make_optimizer(
         "fused": accelerator.mixed_precision != "fp16",
     }
     if args.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), momentum=args.momentum, **options)
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[args.optimizer]
-    return kind(model.parameters(), **options)
+        options["momentum"] = args.momentum
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    optimizer = kind[args.optimizer](model.parameters(), **options)
+    # Accelerate inspects the signature of zero_grad in every step: for a small model a tenth of it
+    # (benchmarks/loop_overhead.py). A signature that is stored is found at once.
+    zero_grad = functools.partial(optimizer.zero_grad)
+    zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)
+    optimizer.zero_grad = zero_grad
+    return optimizer
 
 
 def peak_learning_rate(args: argparse.Namespace) -> float:
