@@ -10,7 +10,9 @@ import trainkit  # noqa: F401  (before torch: it sets what torch reads only once
 
 # isort: on
 import argparse
+import functools
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -40,10 +42,11 @@ from trainkit.order import (
     seed_dropout,
 )
 from trainkit.preemption import Preemption
-from trainkit.rundir import close_run, finish_run, open_run
-from trainkit.trackers import log_pictures, make_trackers
+from trainkit.rundir import close_run, finish_run, open_run, record_run
+from trainkit.trackers import draw_pictures, make_trackers
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
+RESIDENT_BYTES = 2**30  # decoded pictures beyond this are read from a file as they are needed
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
 
 
@@ -52,7 +55,7 @@ class Compact(nn.Sequential):
 
     def __init__(self, num_classes: int):
         super().__init__(
-            nn.Conv2d(1, 24, 5), nn.MaxPool2d(2), nn.ReLU(),  # (n, 24, 12, 12)
+            nn.Conv2d(1, 24, 5, stride=2), nn.ReLU(),  # (n, 24, 12, 12)
             nn.Conv2d(24, 32, 3), nn.MaxPool2d(2), nn.ReLU(),  # (n, 32, 5, 5)
             nn.Flatten(), nn.Linear(800, 256), nn.ReLU(), nn.Linear(256, num_classes),
         )  # fmt: skip
@@ -95,7 +98,8 @@ class Images(Dataset):
 
     def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         indices = indices[indices >= 0]  # NO_SAMPLE fills up a short batch
-        return self.images[indices], self.labels[indices], indices
+        # index_select copies whole pictures: 7 times as fast as images[indices]
+        return self.images.index_select(0, indices), self.labels[indices], indices
 
 
 class Classification(evaluate.Metric):
@@ -133,7 +137,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="exit with 3 if the last evaluation is below this fraction")  # fmt: skip
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/mnist")
-    parser.set_defaults(epochs=4, batch_size=128, learning_rate=4e-3, schedule="onecycle",
+    parser.set_defaults(epochs=6, batch_size=128, learning_rate=4e-3, schedule="onecycle",
                         warmup=0.25, drop_last=True)  # fmt: skip
     return parser.parse_args(argv)
 
@@ -162,6 +166,22 @@ def decode(pictures: list) -> list[np.ndarray]:
     return flat
 
 
+def pixel_tensor(decoded: datasets.Dataset) -> torch.Tensor:
+    """One uint8 tensor (n, 1, SIZE, SIZE): in memory, or mapped from a file if it is large."""
+    shape = (len(decoded), 1, SIZE, SIZE)
+    chunks = (chunk.flatten().to_numpy() for chunk in decoded.data.column("pixels").chunks)
+    if math.prod(shape) <= RESIDENT_BYTES:
+        return torch.from_numpy(np.concatenate(list(chunks))).view(shape)
+    path = Path(decoded.cache_files[0]["filename"]).with_suffix(".pixels")
+    if not path.exists():  # beside the cache that datasets keeps, whose parts are not contiguous
+        unfinished = path.with_suffix(f".pixels-{os.getpid()}")
+        with open(unfinished, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        os.replace(unfinished, path)
+    return torch.from_file(str(path), size=math.prod(shape), dtype=torch.uint8).view(shape)
+
+
 def load_images(name: str, split: str) -> tuple[Images, list[str]]:
     """Return the pictures and labels of a split, and the names of its classes.
 
@@ -181,17 +201,16 @@ def load_images(name: str, split: str) -> tuple[Images, list[str]]:
     image, label = columns[datasets.Image], columns[datasets.ClassLabel]
     flat = datasets.Sequence(datasets.Value("uint8"), length=SIZE * SIZE)
     with launch.explained(f"{where}: a picture cannot be decoded"):
-        table = rows.map(
+        decoded = rows.map(
             lambda pictures: {"pixels": decode(pictures)},
             input_columns=image, batched=True, remove_columns=rows.column_names,
             features=datasets.Features(pixels=flat),
-        ).data  # fmt: skip
-    pixels = torch.from_numpy(table.column("pixels").combine_chunks().flatten().to_numpy().copy())
-    labels = torch.tensor(rows[label], dtype=torch.int64)
+        )  # fmt: skip
+    labels = torch.from_numpy(rows.data.column(label).to_numpy().astype(np.int64))
     names = rows.features[label].names
     if labels.min() < 0 or labels.max() >= len(names):
         raise launch.UsageError(f"{where}: a label is not one of the {len(names)} classes")
-    return Images(pixels.view(-1, 1, SIZE, SIZE), labels), names
+    return Images(pixel_tensor(decoded), labels), names
 
 
 def make_dataloaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader, list[str]]:
@@ -220,8 +239,17 @@ def make_dataloaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader, 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
     """Grey values 0 to 255 to mean 0 and standard deviation 1, channels last."""
-    images = images.float().sub(255 * MEAN).div(255 * STD)
+    images = (images - 255 * MEAN).mul_(1 / (255 * STD))
     return images.contiguous(memory_format=torch.channels_last)
+
+
+@functools.cache
+def pixel_centres(device: torch.device) -> torch.Tensor:
+    """Coordinates x, y, 1 of all pixels, from -1 to 1: (3, SIZE * SIZE)."""
+    axis = (2 * torch.arange(SIZE, device=device) + 1) / SIZE - 1
+    return torch.stack(
+        (axis.repeat(SIZE), axis.repeat_interleave(SIZE), torch.ones_like(axis).repeat(SIZE))
+    )
 
 
 def augment(
@@ -230,10 +258,11 @@ def augment(
     """Shift and turn each picture by amounts that depend on (seed, epoch, sample index) alone."""
     turn, right, down = (keyed_uniform(args.seed, epoch, indices, 3) * 2 - 1).unbind(1)
     turn = turn * math.radians(args.max_turn)
-    shift = 2 * args.max_shift / SIZE  # affine_grid's coordinates run from -1 to 1
+    shift = 2 * args.max_shift / SIZE  # coordinates run from -1 to 1
     cos, sin = turn.cos(), turn.sin()
-    theta = torch.stack((cos, -sin, right * shift, sin, cos, down * shift), 1).view(-1, 2, 3)
-    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    affine = torch.stack((cos, -sin, right * shift, sin, cos, down * shift), 1).view(-1, 3)
+    # What F.affine_grid gives, as one matrix product: an eighth of its time.
+    grid = (affine @ pixel_centres(images.device)).view(-1, 2, SIZE, SIZE).permute(0, 2, 3, 1)
     return F.grid_sample(images.float(), grid, align_corners=False)  # black comes in from outside
 
 
@@ -324,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     fingerprint = arguments.experiment(args) | {"dataset": data_md5, "size": num_parameters}
     checkpoints = Checkpoints(accelerator, args.run_dir, history, sums, fingerprint, args.keep)
     progress = checkpoints.resume(args.resume)
+    record_run(accelerator, args)
     accelerator.init_trackers("mnist", vars(args))
 
     # Train: epochs of batches, then an evaluation.
@@ -400,18 +430,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         done = progress.epoch == args.epochs or progress.step == last_step
         if progress.batch == 0:
             sums.clear()
-        if done and accelerator.is_main_process:  # before the last checkpoint: it may be killed
-            images = eval_set.images[plots.worst_mistakes(**predictions)]
-            plots.save_predictions(
-                args.run_dir, {**predictions, "mistake_images": images}, classes=class_names
-            )
+        if done:  # before the last checkpoint, from which no resume would evaluate again
+            predictions["mistake_images"] = eval_set.images[plots.worst_mistakes(**predictions)]
+            plots.save_predictions(accelerator, args.run_dir, predictions, classes=class_names)
         if done or not args.save_every or progress.step % args.save_every == 0:
             checkpoints.save(progress)
 
     # Finish: pictures; weights that load in plain PyTorch; end_training, collective, comes last.
     metrics = progress.metrics
-    if accelerator.is_main_process:
-        log_pictures(accelerator, plots.draw_run(args.run_dir), progress.step)
+    draw_pictures(accelerator, args.run_dir, progress.step)
     finish_run(accelerator, model, args.run_dir, {
         "script": Path(__file__).stem, "model": args.model, "classes": class_names,
         "size": SIZE, "mean": MEAN, "std": STD,

@@ -134,3 +134,32 @@ def run_main() -> Iterator[Callable[..., dict[str, float]]]:
 def assert_num_processes(output: str, number: int) -> None:
     """The first line of a run says how many processes it has."""
     assert f"{number} process{'es' * (number > 1)} on cpu" in output.splitlines()[0], output
+
+
+@pytest.fixture(scope="session")
+def tiny_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 331 training and 101 test pictures: a run of ten steps in half a second."""
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("tiny_mnist")
+    for split, size in (("train", 331), ("test", 101)):
+        file = f"{split}-00000-of-00001.parquet"
+        pq.write_table(pq.read_table(ROOT / "data" / "mnist" / file)[:size], folder / file)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def nursery(datasets_cache: None) -> Iterator[Any]:
+    """tests/faults.py's process that forks runs."""
+    from faults import Nursery
+
+    with Nursery() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def arguments(tiny_mnist: Path) -> dict[str, list[object]]:
+    """Per script, a run of ten steps in two epochs that saves at every second step."""
+    shared = ["--batch-size", 60, "--epochs", 2, "--log-every", 1, "--save-every", 2]
+    shared += ["--eval-batch-size", 50, "--timeout", 20]
+    return {"train_mnist": ["--dataset", tiny_mnist, "--model", "wide", *shared]}

@@ -66,7 +66,10 @@ def test_keyed_uniform_depends_on_the_sample_and_not_on_its_batch() -> None:
 def test_dropout_is_seeded_by_position_and_process() -> None:
     def mask(seed: int = 0, rank: int = 0, micro_batch: int = 0, **position: int) -> list[float]:
         accelerator = SimpleNamespace(
-            step=micro_batch, gradient_accumulation_steps=4, process_index=rank
+            step=micro_batch,
+            gradient_accumulation_steps=4,
+            process_index=rank,
+            device=torch.device("cpu"),
         )
         seed_dropout(accelerator, seed, Progress(**position))
         return torch.rand(4).tolist()

@@ -160,6 +160,19 @@ def test_validation_split_keeps_the_test_set_out(small_mnist: Path) -> None:
     assert train | held_out == {x.numpy().tobytes() for x in everything.images}
 
 
+def test_pictures_mapped_from_a_file_are_those_in_memory(
+    small_mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident, _ = train_mnist.load_images(str(small_mnist), "train")
+    monkeypatch.setattr(train_mnist, "RESIDENT_BYTES", 1000)
+    for _ in range(2):  # written, then found
+        mapped, _ = train_mnist.load_images(str(small_mnist), "train")
+        assert torch.equal(mapped.images, resident.images)
+    indices = torch.tensor([3, 1008, -1])
+    for a, b in zip(mapped.__getitems__(indices), resident.__getitems__(indices), strict=True):
+        assert torch.equal(a, b) and len(a) == 2
+
+
 def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone() -> None:
     args = SimpleNamespace(seed=3, max_turn=10.0, max_shift=2.0)
     images = torch.zeros(4, 1, 28, 28, dtype=torch.uint8)

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,11 +21,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
 from trainkit.history import History, RunningSums
-from trainkit.launch import RunFailure, UsageError, raise_together
-from trainkit.rundir import remove_tree, sync_dir, write_durably
+from trainkit.launch import RunFailure, UsageError, explained, failing_together
+from trainkit.rundir import remove_tree, sync
 
 FORMAT = 1
 STEP_NAME = re.compile(r"step-\d{10}")
@@ -96,86 +95,89 @@ class Checkpoints:
         of them fails; the older checkpoints are then untouched.
         """
         if progress.step == self.last_step:
-            return  # the same position: an epoch ends where its last step was saved
+            return  # the same weights: whatever came after that step is repeated by a resume
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         final = self.directory / f"step-{progress.step:010d}"
         temporary = self.directory / f".tmp-{final.name}"
         sums = self.sums.state()
-        self._together(lambda: main and (temporary / "state").mkdir(parents=True), final)
-        self._together(lambda: accelerator.save_state(temporary / "state"), final)
-        self._together(lambda: main and self._commit(temporary, final, progress, sums), final)
+        disk = next(path for path in self.directory.parents if path.exists())
+        what = (
+            f"saving {final} failed, the older checkpoints are untouched, "
+            f"{shutil.disk_usage(disk).free // 2**20} MiB were free"
+        )
+        with failing_together(accelerator, what, RunFailure):
+            if main:
+                (temporary / "state").mkdir(parents=True)
+        with failing_together(accelerator, what, RunFailure):
+            accelerator.save_state(temporary / "state")
+        with failing_together(accelerator, what, RunFailure):
+            if main:
+                self._commit(temporary, final, progress, sums)
         self.last_step = progress.step
-        self._together(lambda: main and self._prune(), final)
 
     def resume(self, wanted: str | None) -> Progress:
         """Load the checkpoint that --resume names and return where the run stood.
 
         None: nothing. "auto": the newest whole one if there is any. "latest": the newest whole one.
         Otherwise a folder, which is taken or refused. Every process must call this. Raises
-        UsageError on all of them, before any weight has changed.
+        UsageError on all of them; a damaged or foreign checkpoint is found before a weight changes.
         """
-        accelerator = self.accelerator
-        chosen, error, notices = None, None, []
-        if accelerator.is_main_process:
-            try:
-                chosen = self._choose(wanted, notices)
-                self.history.cut(chosen[1]["log_bytes"] if chosen else 0)
-            except UsageError as problem:
-                error = str(problem)
-            except OSError as problem:
-                error = f"cannot resume from {self.directory}: {problem}"
-        raise_together(accelerator, error)
-        chosen = broadcast_object_list([chosen])[0]
+        accelerator, main = self.accelerator, self.accelerator.is_main_process
+        path, trainer, notices = None, {}, []
+        with failing_together(accelerator, f"cannot resume from {self.directory}"):
+            if main:
+                for leftover in list(self.directory.glob(".tmp-*")):
+                    remove_tree(leftover)
+                path = self._choose(wanted, notices)
+                trainer = self._read(path, notices) if path else {}
+        path, trainer = broadcast_object_list([path, trainer])
+        progress = Progress(**trainer.get("progress", {}))
+        with failing_together(accelerator, f"{path} cannot be loaded"):
+            if path:
+                accelerator.load_state(path / "state")
+                self.sums.load(trainer["sums"])
+                self.last_step = progress.step
+        with failing_together(accelerator, f"cannot resume from {self.directory}"):
+            if main:
+                # From here on the run continues: what it had done after this step is forgotten.
+                self.history.cut(trainer.get("log_bytes", 0))
+                sync(self.directory.parent)
+                for newer in self._steps():
+                    if newer.name >= f"step-{progress.step:010d}" and newer.name != path.name:
+                        aside = self._set_aside(
+                            newer, "damaged" if wanted in ("auto", "latest") else "abandoned"
+                        )
+                        notices.append(f"{newer.name} is now {aside.name}")
+        if path:
+            self.history.log_timing({"resumed_at": progress.step})  # plots.py marks the place
+        accelerator.step = 0  # saved between two accumulation windows, at whatever world size
         for notice in notices:
             accelerator.print(notice, flush=True)
-        if chosen is None:
-            return Progress()
-        path, trainer = chosen
-        try:
-            accelerator.load_state(path / "state")
-        except Exception as problem:  # whatever a forged file makes a reader raise
-            error = f"{path} cannot be loaded: {str(problem).strip().splitlines()[0]}"
-        raise_together(accelerator, error)
-        accelerator.step = 0  # saved between two accumulation windows, at whatever world size
-        self.sums.load(trainer["sums"])
-        self.last_step = trainer["progress"]["step"]
-        self.history.log_timing({"resumed_at": self.last_step})  # plots.py marks the place
-        return Progress(**trainer["progress"])
+        return progress
 
-    def _choose(self, wanted: str | None, notices: list[str]) -> tuple[Path, dict] | None:
-        """The folder to load and its trainer.json, or None for a fresh start."""
-        for leftover in self.directory.glob(".tmp-*"):
-            shutil.rmtree(leftover)
+    def _choose(self, wanted: str | None, notices: list[str]) -> Path | None:
+        """The folder that --resume names, verified, or None for a fresh start."""
         if wanted is None:
             return None
+        candidates = self._steps()
         if wanted not in ("auto", "latest"):
-            path = Path(wanted)
-            if problem := verify(path):
-                raise UsageError(f"--resume {wanted} is not a whole checkpoint: {problem}")
-            trainer = self._read(path, notices)
-            for newer in self._steps():
-                if path.resolve().parent == self.directory.resolve() and newer.name > path.name:
-                    aside = self._set_aside(newer, "abandoned")
-                    notices.append(
-                        f"{newer.name} is newer than --resume {wanted}: now {aside.name}"
-                    )
-            return path, trainer
+            candidates = [Path(wanted)]
+            if candidates[0].resolve().parent != self.directory.resolve():
+                raise UsageError(
+                    f"--resume {wanted} is not in {self.directory}: a run continues in its own "
+                    "folder, behind its own log; name that folder with --run-dir, or a copy of it"
+                )
         damaged = []
-        for path in reversed(self._steps()):
-            problem = verify(path)
-            if problem is None:
-                trainer = self._read(path, notices)
-                for bad, why in damaged:
-                    notices.append(f"passed over {bad}: {why}")
-                    self._set_aside(bad, "damaged")
-                notices.append(f"resuming from {path}")
-                return path, trainer
-            damaged.append((path, problem))
+        for path in reversed(candidates):
+            if problem := verify(path):
+                damaged.append(f"passed over {path}: {problem}")
+                continue
+            notices.extend([*damaged, f"resuming from {path}"])
+            return path
         if damaged:
             raise UsageError(
-                f"every checkpoint in {self.directory} is damaged ("
-                + "; ".join(f"{path.name}: {why}" for path, why in damaged)
-                + "): start without --resume to train from the beginning"
+                f"--resume {wanted}: no checkpoint is whole ({'; '.join(damaged)}); without "
+                "--resume the run starts from the beginning and this folder is moved aside"
             )
         if wanted == "latest":
             raise UsageError(f"--resume latest: there is no checkpoint in {self.directory}")
@@ -184,33 +186,44 @@ class Checkpoints:
 
     def _read(self, path: Path, notices: list[str]) -> dict[str, Any]:
         """trainer.json of a whole checkpoint, if it belongs to this run."""
-        trainer = json.loads((path / "trainer.json").read_text())
-        there = trainer["fingerprint"]
-        for name in self.fingerprint | there:
-            if there.get(name) != self.fingerprint.get(name):
+        with explained(f"{path / 'trainer.json'} cannot be used"):
+            trainer = json.loads((path / "trainer.json").read_text())
+            before, now = trainer["fingerprint"], self.fingerprint
+            for name in now | before:
+                if before.get(name) != now.get(name):
+                    raise UsageError(
+                        f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
+                        f"{now.get(name)!r} here"
+                    )
+            before, now = trainer["world"], self._world()
+            if now["mixed_precision"] == "fp16" != before["mixed_precision"]:
                 raise UsageError(
-                    f"{path} belongs to another run: {name} is {there.get(name)!r} there and "
-                    f"{self.fingerprint.get(name)!r} here"
+                    f"{path} was saved with mixed_precision {before['mixed_precision']!r}, so it "
+                    "has no loss scale, which fp16 needs: resume with the YAML it was saved under"
                 )
-        before, now = trainer["world"], self._world()
-        if now["mixed_precision"] == "fp16" and before["mixed_precision"] != "fp16":
-            raise UsageError(
-                f"{path} was saved with mixed_precision {before['mixed_precision']}, so it has no "
-                "loss scale, which fp16 needs: resume with the YAML it was saved under"
-            )
-        for name in now:
-            if before[name] != now[name]:
-                notices.append(
-                    f"{name} was {before[name]} and is {now[name]}: the run continues at the same "
-                    "sample, but bits may differ from here"
-                )
+            for name in now:
+                if before[name] != now[name]:
+                    notices.append(
+                        f"{name} was {before[name]!r} and is {now[name]!r}: the run continues at "
+                        "the same sample, but bits may differ from here"
+                    )
+            progress, totals = Progress(**trainer["progress"]), trainer["sums"]["totals"]
+            counts = [progress.step, progress.epoch, progress.batch, progress.num_skipped]
+            counts.append(trainer["log_bytes"])
+            if any(type(count) is not int or count < 0 for count in counts):
+                raise ValueError("a count is not a whole number")
+            numbers = [*progress.metrics.values(), *totals.values()]
+            if totals.keys() != self.sums.totals.keys() or {*map(type, numbers)} - {int, float}:
+                raise ValueError("a sum or metric is not a number")
         return trainer
 
     def _world(self) -> dict[str, Any]:
         return {
             "num_processes": self.accelerator.num_processes,
             "mixed_precision": self.accelerator.mixed_precision,
+            "micro_batches": self.accelerator.gradient_accumulation_steps,
             "device": self.accelerator.device.type,
+            "threads": torch.get_num_threads(),
             "torch": torch.__version__,
         }
 
@@ -224,49 +237,30 @@ class Checkpoints:
         }
         (temporary / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
         paths = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-        with ThreadPoolExecutor(4) as pool:  # hashing and fsync both leave the interpreter's lock
-            entries = dict(
-                zip(
-                    (path.relative_to(temporary).as_posix() for path in paths),
-                    pool.map(_sync_and_describe, paths),
-                    strict=True,
-                )
-            )
-        manifest = {"format": FORMAT, "step": progress.step, "files": entries}
-        manifest["sha256"] = _sha256_of_json(manifest)
-        sync_dir(temporary / "state")
-        write_durably(temporary / "MANIFEST.json", json.dumps(manifest, indent=2).encode())
+        with ThreadPoolExecutor(4) as pool:  # fsync and hashing both leave the interpreter's lock
+            hashes = pool.map(_sync_and_hash, paths)
+        files = {
+            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256}
+            for path, sha256 in zip(paths, hashes, strict=True)
+        }
+        manifest = {"format": FORMAT, "step": progress.step, "files": files}
+        (temporary / "MANIFEST.json").write_bytes(_seal(manifest))
+        for path in (temporary / "MANIFEST.json", temporary / "state", temporary):
+            sync(path)
         os.rename(temporary, final)
-        sync_dir(self.directory)
-
-    def _prune(self) -> None:
-        for path in self._steps()[: -self.keep]:
-            remove_tree(path)
+        sync(self.directory)
+        for old in self._steps()[: -self.keep]:
+            remove_tree(old)
 
     def _steps(self) -> list[Path]:
         return sorted(p for p in self.directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
 
     def _set_aside(self, path: Path, why: str) -> Path:
-        number = 0
-        while (aside := path.with_name(f"{why}-{path.name}{f'.{number}' * bool(number)}")).exists():
-            number += 1
+        aside, number = path.with_name(f"{why}-{path.name}"), 1
+        while aside.exists():
+            aside, number = path.with_name(f"{why}-{path.name}.{number}"), number + 1
         os.rename(path, aside)
         return aside
-
-    def _together(self, action: Callable[[], Any], path: Path) -> None:
-        """Run an action that may fail on one process, and fail on all of them if it does."""
-        error, cause = None, None
-        try:
-            action()
-        except Exception as problem:  # safetensors and torch raise their own kinds on a full disk
-            free = shutil.disk_usage(self.directory).free // 2**20
-            first_line = str(problem).strip().splitlines()[0]
-            error = f"saving {path} failed: {first_line} ({free} MiB free on that disk)"
-            cause = problem
-        errors = gather_object([error]) if self.accelerator.num_processes > 1 else [error]
-        first = next((message for message in errors if message), None)
-        if first:
-            raise RunFailure(f"{first}; the older checkpoints are untouched") from cause
 
 
 def md5(*tensors: torch.Tensor) -> str:
@@ -278,47 +272,48 @@ def md5(*tensors: torch.Tensor) -> str:
 
 
 def verify(path: Path) -> str | None:
-    """Why a checkpoint folder is not whole, or None if every byte is the one that was saved."""
+    """Why a folder is not a whole checkpoint, or None if every byte is the one that was saved."""
+    if not (path / "MANIFEST.json").is_file():
+        return "it has no MANIFEST.json" if path.is_dir() else "there is no such folder"
     try:
         content = (path / "MANIFEST.json").read_bytes()
         manifest = json.loads(content)
-        if json.dumps(manifest, indent=2).encode() != content:
+        del manifest["sha256"]
+        if _seal(manifest) != content:
             return "MANIFEST.json was changed"
-        if manifest.pop("sha256") != _sha256_of_json(manifest) or manifest["format"] != FORMAT:
-            return "MANIFEST.json was changed"
-        entries = manifest["files"]
-        names = {p.relative_to(path).as_posix() for p in path.rglob("*") if not p.is_dir()}
-        if unexpected := sorted(names - {"MANIFEST.json"} - entries.keys()):
-            return f"{unexpected[0]} does not belong there"
-        for name, entry in entries.items():
-            if not FILE_NAME.fullmatch(name):
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']!r}, and {FORMAT} is known here"
+        if STEP_NAME.fullmatch(path.name) and path.name != f"step-{manifest['step']:010d}":
+            return f"it holds step {manifest['step']}"
+        files = manifest["files"]
+        paths = [p for p in path.rglob("*") if p.is_symlink() or not p.is_dir()]
+        there = {p.relative_to(path).as_posix() for p in paths} - {"MANIFEST.json"}
+        for name in sorted(files.keys() - there):
+            return f"{name} is missing"
+        for name in sorted(there):
+            file, known = path / name, name in files and FILE_NAME.fullmatch(name)
+            if not known or file.is_symlink() or not file.is_file():
                 return f"{name} does not belong there"
-            if name not in names or (path / name).is_symlink():
-                return f"{name} is missing"
-            if (path / name).stat().st_size != entry["bytes"]:
-                return f"{name} has {(path / name).stat().st_size} bytes, not {entry['bytes']}"
-            if _sha256(path / name) != entry["sha256"]:
+            if file.stat().st_size != files[name]["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes, not {files[name]['bytes']}"
+            if _sha256(file) != files[name]["sha256"]:
                 return f"{name} was changed"
-        if "trainer.json" not in entries:
-            return "trainer.json is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+    except Exception as problem:  # whatever a forged manifest makes a reader raise
         return f"MANIFEST.json cannot be read ({type(problem).__name__})"
     return None
 
 
-def _sync_and_describe(path: Path) -> dict[str, Any]:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+def _seal(manifest: dict[str, Any]) -> bytes:
+    """The manifest as JSON that carries its own hash."""
+    sha256 = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": sha256}, indent=2).encode()
+
+
+def _sync_and_hash(path: Path) -> str:
+    sync(path)
+    return _sha256(path)
 
 
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_of_json(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -9,6 +9,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from trainkit.checkpoint import Progress
 from trainkit.launch import RunFailure
 
+MAX_SKIPPED = 30  # fp16 halves its loss scale, 2**16 at first, at each skip: no overflow survives
+
 
 class FiniteGuard:
     """Stops all processes at the first step whose gradient is not finite, weights untouched.
@@ -17,54 +19,74 @@ class FiniteGuard:
     the norm is there to be read. On a GPU reading it would make the host wait in every step, so the
     fused optimizer is told to skip the update on the device if the norm is not finite (the contract
     it has with torch.amp.GradScaler), and the norm is read while the next step runs. Under fp16
-    GradScaler does all that itself; only a loss that is not finite is an error there.
+    GradScaler does all that itself and an overflow is no error; MAX_SKIPPED in a row are one.
     """
 
     def __init__(self, accelerator: Accelerator, optimizer: AcceleratedOptimizer):
         self.accelerator, self.optimizer = accelerator, optimizer
-        self.pending: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
+        self.deferred = accelerator.device.type != "cpu"
+        self.where = "the start"
+        self.pending: tuple[torch.Tensor, torch.Event, str] | None = None
+        self.num_skipped = 0  # in a row, under fp16
 
     def check(
         self, grad_norm: torch.Tensor, loss: torch.Tensor, progress: Progress, learning_rate: float
     ) -> None:
         """Call between backward and optimizer.step(), in every process, when gradients are synced.
 
-        Raises RunFailure on all processes.
+        `loss` is this process's share: the sum over the processes is reported. Raises RunFailure on
+        all processes.
         """
-        where = f"step {progress.step + 1}, learning rate {learning_rate:.4g}"
+        self._read_pending()
+        self.where = f"step {progress.step + 1}, learning rate {learning_rate:.4g}"
         if self.accelerator.scaler is not None:
-            return
-        if grad_norm.device.type == "cpu":
-            if not math.isfinite(grad_norm.item()):
-                self._fail(where, loss, grad_norm)
-            return
-        self.finish()
-        self.optimizer.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()
-        values = torch.stack((loss.detach().float(), grad_norm.float()))
-        copy = torch.empty(2, pin_memory=values.device.type == "cuda")
-        copy.copy_(values, non_blocking=True)
-        event = torch.Event(device=values.device)
-        event.record()
-        self.pending = (copy, event, where)
+            skipped = self.optimizer.step_was_skipped  # the step before this one
+            self.num_skipped = self.num_skipped + 1 if skipped else 0
+            if self.num_skipped >= MAX_SKIPPED:
+                self._fail(self.where, loss, grad_norm)
+        elif self.deferred:
+            self.optimizer.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()
+            values = torch.stack((loss.detach().float(), grad_norm.float()))
+            copy = torch.empty(2, pin_memory=values.device.type == "cuda")
+            copy.copy_(values, non_blocking=True)
+            event = torch.Event(device=values.device)
+            event.record()
+            self.pending = (copy, event, self.where)
+        elif not math.isfinite(grad_norm.item()):
+            self._fail(self.where, loss, grad_norm)
 
     def finish(self) -> None:
-        """Look at what is still on its way. Call before a checkpoint."""
-        if self.pending is not None:
-            copy, event, where = self.pending
-            self.pending = None
-            event.synchronize()
-            if not math.isfinite(copy[1].item()):
-                self._fail(where, copy[0], copy[1])
+        """Look at what is still on its way, and at the weights. Call before a checkpoint."""
+        self._read_pending()
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        norm = torch.nn.utils.get_total_norm(weights)
+        if not math.isfinite(norm.item()):
+            raise RunFailure(
+                f"the weights went bad at {self.where}: their norm is {norm.item():.4g}; "
+                "the checkpoints are untouched: try a smaller --learning-rate"
+            )
 
     def check_mean(self, mean_loss: float, progress: Progress, learning_rate: float) -> None:
         """Raise RunFailure if a logged mean over all processes is not finite."""
         if not math.isfinite(mean_loss):
             where = f"step {progress.step}, learning rate {learning_rate:.4g}"
-            self._fail(where, torch.tensor(mean_loss), torch.tensor(math.nan))
+            self._raise(where, mean_loss, math.nan)
+
+    def _read_pending(self) -> None:
+        if self.pending is not None:
+            (copy, event, where), self.pending = self.pending, None
+            event.synchronize()
+            if not math.isfinite(copy[1].item()):
+                self._fail(where, copy[0], copy[1])
 
     def _fail(self, where: str, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        # All processes come here in the same step, so they may communicate.
+        loss = self.accelerator.reduce(loss.detach().float().to(self.accelerator.device))
+        self._raise(where, loss.item(), grad_norm.item())
+
+    def _raise(self, where: str, loss: float, grad_norm: float) -> None:
         raise RunFailure(
-            f"the numbers went bad at {where}: loss {loss.item():.4g}, gradient norm "
-            f"{grad_norm.item():.4g}; the weights and checkpoints hold the last good step: try a "
-            "smaller --learning-rate, a longer --warmup or --clip-norm 1"
+            f"the numbers went bad at {where}: loss {loss:.4g}, gradient norm {grad_norm:.4g}; the "
+            "weights and checkpoints hold the last good step: try a smaller --learning-rate, a "
+            "longer --warmup or --clip-norm 1"
         )

@@ -1,6 +1,7 @@
 """Is this the world that the YAML asked for, and how does a run end when it is not?"""
 
 import argparse
+import errno
 import importlib.metadata
 import os
 import platform
@@ -19,6 +20,7 @@ from accelerate.utils import DistributedType, gather_object
 EXIT_USAGE = 2
 EXIT_TARGET_MISSED = 3
 EXIT_STOPPED = 75
+EXIT_INTERRUPTED = 130
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -34,8 +36,9 @@ class RunFailure(RuntimeError):
 def run(main: Callable[[], Any]) -> None:
     """Call main and turn its errors for people into one line from the main process.
 
-    UsageError ends with exit code 2, RunFailure with 1. A process that loses contact with another
-    one says so in one sentence and exits with 1. Every other exception keeps its traceback.
+    UsageError ends with exit code 2, RunFailure with 1, a second Ctrl-C with 130. What befalls one
+    process alone is said by that process in one sentence, exit code 1: a lost peer, a dead loader
+    worker, no memory, a full disk. Every other exception keeps its traceback.
     """
     try:
         main()
@@ -47,15 +50,18 @@ def run(main: Callable[[], Any]) -> None:
         if is_main_rank():
             print(f"error: {error}", file=sys.stderr, flush=True)
         _leave(1)
-    except RuntimeError as error:
-        if not _is_lost_peer(error):
+    except KeyboardInterrupt:
+        if is_main_rank():
+            print("error: interrupted at once, without saving", file=sys.stderr, flush=True)
+        _leave(EXIT_INTERRUPTED)
+    except (RuntimeError, OSError) as error:
+        reason = _explain(error)
+        if reason is None:
             raise
         rank = os.environ.get("RANK", "0")
-        reason = str(error).strip().splitlines()[0]
         print(
-            f"error: process {rank} lost contact with another process of this run ({reason}); "
-            "every checkpoint under its final name is whole: start the same command again with "
-            "--resume auto",
+            f"error: process {rank} {reason}: {_first_sentence(error)}; every checkpoint under its "
+            "final name is whole: start the same command again with --resume auto",
             file=sys.stderr,
             flush=True,
         )
@@ -147,16 +153,36 @@ def explained(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as problem:
-        lines = str(problem).strip().splitlines() or ["no reason given"]
-        raise UsageError(f"{what}: {type(problem).__name__}: {lines[0]}") from problem
+        raise UsageError(f"{what}: {_first_sentence(problem)}") from problem
 
 
-def raise_together(accelerator: Accelerator, error: str | None) -> None:
-    """Raise one UsageError on all processes if any has an error. Every process must call this."""
+@contextmanager
+def failing_together(
+    accelerator: Accelerator, what: str, kind: type[Exception] = UsageError
+) -> Iterator[None]:
+    """Raise `kind` on all processes if the body fails on any: no process waits for one that left.
+
+    The message is that of a UsageError, else `what` and the reason. Every process must enter this,
+    and the body must not communicate.
+    """
+    error = None
+    try:
+        yield
+    except UsageError as problem:
+        error = str(problem)
+    except Exception as problem:
+        error = f"{what}: {_first_sentence(problem)}"
+    raise_together(accelerator, error, kind)
+
+
+def raise_together(
+    accelerator: Accelerator, error: str | None, kind: type[Exception] = UsageError
+) -> None:
+    """Raise one error on all processes if any has one. Every process must call this."""
     errors = gather_object([error]) if accelerator.num_processes > 1 else [error]
     first = next((message for message in errors if message is not None), None)
     if first is not None:
-        raise UsageError(first)
+        raise kind(first)
 
 
 def first_here_then_everywhere(accelerator: Accelerator, load: Callable[[], Any]) -> Any:
@@ -242,13 +268,26 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
-def _is_lost_peer(error: RuntimeError) -> bool:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    if isinstance(error, torch.distributed.DistError):
-        return True
+def _first_sentence(problem: Exception) -> str:
+    lines = str(problem).strip().splitlines() or ["no reason given"]
+    return f"{type(problem).__name__}: {lines[0].split('. ')[0]}"
+
+
+def _explain(error: RuntimeError | OSError) -> str | None:
+    """What befell this process, or None if that is not known."""
     text = str(error).lower()
-    return any(word in text for word in ("gloo", "connection", "timed out", "timeout", "nccl"))
+    if isinstance(error, OSError):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return "found the disk full" if full else None
+    if isinstance(error, torch.OutOfMemoryError):
+        return "ran out of memory, try a larger --accumulate or a smaller --batch-size"
+    if text.startswith("dataloader worker"):
+        return "lost a loader worker (the kernel kills one when memory runs out)"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        words = ("gloo", "connection", "timed out", "timeout", "nccl")
+        if isinstance(error, torch.distributed.DistError) or any(word in text for word in words):
+            return "lost contact with another process of this run"
+    return None
 
 
 def _leave(code: int) -> None:

@@ -4,6 +4,7 @@ A resumed run, a run with other workers and a run with another number of process
 same samples in the same order with the same augmentation.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -83,8 +84,14 @@ def make_loader(dataset: Dataset, batches: EpochBatches, num_workers: int) -> Da
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         pin_memory=torch.cuda.is_available(),
+        # A signal to the process group (Slurm, Ctrl-C) must not kill the workers of the last steps.
+        worker_init_fn=_leave_process_group,
         generator=torch.Generator(),  # else each iterator draws a seed from the global generator
     )
+
+
+def _leave_process_group(worker: int) -> None:
+    os.setpgid(0, 0)
 
 
 def remaining_batches(loader: DataLoader, progress: Progress, batch_size: int) -> Iterable:
@@ -126,9 +133,13 @@ def seed_dropout(accelerator: Accelerator, seed: int, progress: Progress) -> Non
     numbers depend on the number of processes; without it this changes nothing.
     """
     micro_batch = accelerator.step % accelerator.gradient_accumulation_steps
-    torch.manual_seed(
-        _key(seed, progress.epoch, progress.batch, micro_batch, accelerator.process_index)
-    )
+    key = _key(seed, progress.epoch, progress.batch, micro_batch, accelerator.process_index)
+    # The device's generator alone: torch.manual_seed walks through every kind of device, and one
+    # that is not initialised keeps each call, with its stack, for later.
+    if accelerator.device.type == "cpu":
+        torch.default_generator.manual_seed(key)
+    else:
+        torch.get_device_module(accelerator.device).manual_seed(key)
 
 
 def _key(*numbers: int) -> int:

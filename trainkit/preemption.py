@@ -1,7 +1,5 @@
 """A signal becomes a flag, and the flag a decision that all processes take at the same step."""
 
-import ctypes
-import os
 import signal
 import sys
 from datetime import timedelta
@@ -13,15 +11,13 @@ from accelerate import Accelerator
 from trainkit.launch import EXIT_STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class Preemption:
     """Tells all processes at the same step that one of them was asked to stop.
 
-    SIGTERM, SIGUSR1 and Ctrl-C set a flag; a second Ctrl-C interrupts at once. Under a launcher,
-    the launcher's death counts as SIGTERM, so that no process trains on as an orphan. Every process
-    must build one.
+    SIGTERM, SIGUSR1 and Ctrl-C set a flag; a second Ctrl-C interrupts at once. The death of a
+    launcher arrives as SIGTERM (trainkit/__init__.py). Every process must build one.
 
     With several processes the flags are summed on the CPU, over a gloo group of their own, while
     the next step runs: no step waits for a device, and a dead or frozen process is noticed here
@@ -37,8 +33,6 @@ class Preemption:
             self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self.flag = torch.zeros(1)
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        if "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
-            _die_with_parent()
 
     def requested(self) -> bool:
         """True on all processes or on none. Every process must call this after every step.
@@ -79,12 +73,3 @@ class Preemption:
         if self.signal_name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
-
-
-def _die_with_parent() -> None:
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died between the two lines
-        os.kill(os.getpid(), signal.SIGTERM)

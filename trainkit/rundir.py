@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save
 
-from trainkit.launch import UsageError, describe_run, raise_together
+from trainkit.launch import RunFailure, UsageError, describe_run, failing_together
 
 LOCK_WAIT_SECONDS = 10.0
 
@@ -22,28 +22,38 @@ LOCK_WAIT_SECONDS = 10.0
 def open_run(accelerator: Accelerator, args: argparse.Namespace) -> TextIO | None:
     """Make --run-dir this run's own until the returned lock is closed or the process ends.
 
-    Writes run.json. Without --resume, an earlier run in the folder is moved aside to `RUN_DIR.1`,
-    `.2`, ...; nothing is deleted. Every process must call this. Raises UsageError on all of them if
-    the folder cannot be written or another process is using it.
+    An earlier run in the folder is moved aside to `RUN_DIR.1`, `.2`, ... without --resume, or if it
+    is done and its checkpoints are gone; nothing is deleted. Every process must call this. Raises
+    UsageError on all of them if the folder cannot be written or another process is using it.
     """
-    run_dir, lock, error = args.run_dir, None, None
-    if accelerator.is_main_process:
-        try:
+    run_dir, lock = args.run_dir, None
+    with failing_together(accelerator, f"--run-dir {run_dir} cannot be used"):
+        if accelerator.is_main_process:
+            if Path.cwd().is_relative_to(run_dir.resolve()):
+                raise UsageError(f"--run-dir {run_dir}: choose a folder that you are not in")
             lock = _lock(run_dir, wait=args.resume is not None)
-            if args.resume is None and (run_dir / "run.json").exists():
+            no_steps = next(run_dir.glob("checkpoints/step-*"), None) is None
+            over = args.resume == "auto" and no_steps and (run_dir / "DONE").exists()
+            if over or (args.resume is None and _holds_a_run(run_dir)):
                 aside = _move_aside(run_dir)
                 accelerator.print(f"{run_dir} held an earlier run: moved to {aside}", flush=True)
                 lock.close()
                 lock = _lock(run_dir, wait=False)
-            (run_dir / "DONE").unlink(missing_ok=True)
-            write_json(run_dir / "run.json", describe_run(accelerator, args))
             (run_dir / "checkpoints").mkdir(exist_ok=True)
-        except UsageError as problem:
-            error = str(problem)
-        except OSError as problem:
-            error = f"--run-dir {run_dir} cannot be used: {problem.strerror or problem}"
-    raise_together(accelerator, error)
+            sync(run_dir)
+            sync(run_dir.parent)
     return lock
+
+
+def record_run(accelerator: Accelerator, args: argparse.Namespace) -> None:
+    """Write run.json and take DONE away. Call after the resume, in every process.
+
+    Not before: a resume that is refused leaves the earlier run as it was.
+    """
+    with failing_together(accelerator, f"--run-dir {args.run_dir} cannot be used"):
+        if accelerator.is_main_process:
+            (args.run_dir / "DONE").unlink(missing_ok=True)
+            write_json(args.run_dir / "run.json", describe_run(accelerator, args))
 
 
 def close_run(lock: TextIO | None) -> None:
@@ -58,15 +68,16 @@ def finish_run(
     """Write model.safetensors, which loads in plain PyTorch, and last of all DONE.
 
     Keys carry no `module.` and no `_orig_mod.`. The metadata of the file has one entry, "trainkit",
-    `metadata` as JSON: one, because safetensors writes several in random order.
+    `metadata` as JSON: one, because safetensors writes several in random order. Every process must
+    call this. Raises RunFailure on all of them if the disk is full.
     """
-    if not accelerator.is_main_process:
-        return
-    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-    weights = {name: tensor.cpu().contiguous() for name, tensor in plain.state_dict().items()}
-    content = save(weights, metadata={"trainkit": json.dumps(metadata)})
-    write_durably(run_dir / "model.safetensors", content)
-    write_durably(run_dir / "DONE", b"")
+    with failing_together(accelerator, f"{run_dir} cannot be written", RunFailure):
+        if accelerator.is_main_process:
+            plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+            weights = {name: value.cpu().contiguous() for name, value in plain.state_dict().items()}
+            content = save(weights, metadata={"trainkit": json.dumps(metadata)})
+            write_durably(run_dir / "model.safetensors", content)
+            write_durably(run_dir / "DONE", b"")
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -77,7 +88,7 @@ def write_durably(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_dir(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -85,9 +96,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_durably(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
 
 
-def sync_dir(directory: Path) -> None:
-    """Make the names inside `directory` durable."""
-    handle = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make the bytes of a file, or the names inside a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -95,24 +106,25 @@ def sync_dir(directory: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder so that a crash leaves either all of it or nothing under its name."""
-    trash = path.with_name(f".tmp-del-{path.name}-{os.getpid()}")
+    """Remove a folder so that a crash leaves either all of it or nothing under its name.
+
+    What cannot be removed stays under a name that begins with .tmp-.
+    """
+    trash = path.with_name(f".tmp-del-{os.getpid()}-{path.name.removeprefix('.tmp-')}")
     os.rename(path, trash)
-    shutil.rmtree(trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def _lock(run_dir: Path, wait: bool) -> TextIO:
-    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "run.lock"
     deadline = time.monotonic() + (LOCK_WAIT_SECONDS if wait else 0.0)
     while True:
-        file = open(run_dir / "run.lock", "a+")  # noqa: SIM115 (held open: it is the lock)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115 (held open: it is the lock)
         try:
             # A record lock, not flock: loader workers are forked and must not inherit it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            if not isinstance(problem, BlockingIOError | PermissionError):
-                file.close()
-                raise
+        except (BlockingIOError, PermissionError) as problem:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
@@ -123,10 +135,17 @@ def _lock(run_dir: Path, wait: bool) -> TextIO:
                 ) from problem
             time.sleep(0.2)
             continue
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        return file
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            return file
+        file.close()  # another run moved the folder aside between the two lines: try again
+
+
+def _holds_a_run(run_dir: Path) -> bool:
+    names = ("run.json", "metrics.jsonl", "checkpoints/step-*")
+    return any(next(run_dir.glob(name), None) is not None for name in names)
 
 
 def _move_aside(run_dir: Path) -> Path:

@@ -1,0 +1,304 @@
+"""Start a script many times for little, break it anywhere, and look at what is left.
+
+Importing torch takes seconds, so one process (`python tests/faults.py`) imports it once and forks
+a child per run: one, or several that meet over gloo as under a launcher. A fault counts the I/O
+events of one save inside a child and strikes at one of them.
+"""
+
+import builtins
+import contextlib
+import ctypes
+import errno
+import functools
+import hashlib
+import importlib
+import io
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+SCRIPTS = [path.stem for path in sorted(ROOT.glob("train_*.py"))]
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Outcome:
+    """What became of a run: an exit code per process (negative: a signal; None: it hung)."""
+
+    codes: list[int | None]
+    output: str
+    seconds: float
+
+
+class Nursery:
+    """The process that forks a child per run; a context manager."""
+
+    def __enter__(self) -> "Nursery":
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        self.process.wait(10)
+
+    def run(self, script: str, *args: object, world: int = 1, **plan: Any) -> Outcome:
+        """Run a script to its end in `world` processes.
+
+        Args:
+            plan: timeout (seconds, 60); fault (see _install); kill (a list of [seconds, rank,
+                signal number]; rank None: all); limit (largest file that may be written, bytes).
+        """
+        request = {"script": script, "args": [str(arg) for arg in args], "world": world, **plan}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return Outcome(**json.loads(self.process.stdout.readline()))
+
+
+def digests(run_dir: Path) -> dict[str, str]:
+    """What must be equal between an undisturbed run and one that was broken and resumed."""
+    import torch
+    from safetensors.torch import load_file
+
+    last = max((run_dir / "checkpoints").glob("step-*"))
+    found = {}
+    for name in ("metrics.jsonl", "model.safetensors"):
+        found[name] = hashlib.sha256((run_dir / name).read_bytes()).hexdigest()
+    found["weights"] = _digest(load_file(last / "state" / "model.safetensors"))
+    for name in ("optimizer.bin", "scheduler.bin"):
+        found[name] = _digest(torch.load(last / "state" / name, weights_only=True))
+    return found
+
+
+def _digest(value: Any) -> Any:
+    """Tensors as hashes of their bytes, containers as lists."""
+    if hasattr(value, "numpy"):
+        return hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+    if isinstance(value, dict):
+        return [[str(key), _digest(item)] for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [_digest(item) for item in value]
+    return repr(value)
+
+
+def incomplete(run_dir: Path) -> list[str]:
+    """Checkpoints that have their final name and are not whole."""
+    from trainkit.checkpoint import verify
+
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    return [f"{path.name}: {problem}" for path in folders if (problem := verify(path))]
+
+
+def newest(run_dir: Path) -> int:
+    """Step of the newest checkpoint, or -1."""
+    names = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+    return int(names[-1].removeprefix("step-")) if names else -1
+
+
+def acknowledged(run_dir: Path) -> int:
+    """Step of the last save that returned, or -1: the children of the nursery write it down."""
+    path = Path(f"{run_dir}.saved")
+    return int(path.read_text().split()[-1]) if path.exists() else -1
+
+
+# What follows runs in the nursery and in its children.
+
+
+def _serve() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    # torch imports these at the first optimizer and the first DDP: once here, not in each child.
+    for name in (*SCRIPTS, "torch._dynamo", "torch.distributed.fsdp", "tqdm.auto"):
+        importlib.import_module(name)
+    replies, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        print(json.dumps(_start(json.loads(line))), file=replies, flush=True)
+
+
+def _start(request: dict[str, Any]) -> dict[str, Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    output = os.memfd_create("output")
+    started_at = time.monotonic()
+    children = []
+    for rank in range(request["world"]):
+        child = os.fork()
+        if child == 0:
+            _become(request, rank, port, output)
+        children.append(child)
+    codes: dict[int, int | None] = {}
+    kills = sorted(request.get("kill", []), key=lambda kill: kill[0])
+    deadline = started_at + request.get("timeout", 60)
+    while len(codes) < len(children):
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            codes[child] = os.waitstatus_to_exitcode(status)
+            continue
+        now = time.monotonic()
+        while kills and now >= started_at + kills[0][0]:
+            _, rank, number = kills.pop(0)
+            for child in children if rank is None else [children[rank]]:
+                if child not in codes:
+                    os.kill(child, number)
+        if now >= deadline:
+            for child in set(children) - codes.keys():
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                codes[child] = None
+        time.sleep(0.001)
+    os.lseek(output, 0, os.SEEK_SET)
+    with open(output, "rb") as file:
+        text = file.read().decode()
+    return {
+        "codes": [codes[child] for child in children],
+        "output": text,
+        "seconds": time.monotonic() - started_at,
+    }
+
+
+def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
+    """Be one process of a run, then exit."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    code = 1
+    try:
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        if request["world"] > 1:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["world"]),
+                LOCAL_WORLD_SIZE=str(request["world"]), MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )  # fmt: skip
+        if "limit" in request:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
+        script, fault = importlib.import_module(request["script"]), request.get("fault", {})
+        if hasattr(script, "Wide"):
+            script.MODELS["wide"] = _narrow
+        _install(script, fault if rank == fault.get("rank", 0) else {}, rank)
+        run = importlib.import_module("trainkit.launch").run
+        run(functools.partial(script.main, request["args"]))
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _narrow(num_classes: int) -> Any:
+    """In the place of --model wide: dropout, and small enough for a sweep."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 5, stride=3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5),
+        nn.Linear(512, num_classes),
+    )  # fmt: skip
+
+
+def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
+    """Write down each save that returned; let one fault happen in this process.
+
+    fault: save (which save of the process, from 1), event (which I/O event of it, from 1; 0 only
+    counts) and how: "kill" before the event, "tear" kills after it and leaves a written file half
+    as long, "enospc" makes it fail as on a full disk; the number of events goes to RUN_DIR.events.
+    Or signal: [step, signal number], which the process then sends to itself. Or nan: the forward
+    pass (from 1) whose pictures become NaN.
+    """
+    import accelerate.utils.other
+    import torch
+
+    from trainkit.checkpoint import Checkpoints, Progress
+
+    saves, events, armed = 0, 0, False
+
+    def watch(holder: Any, name: str, written: Callable[..., Any] | None = None) -> None:
+        original = getattr(holder, name)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            nonlocal events
+            path = written(*args, **kwargs) if written else None
+            if not armed or (written and path is None):
+                return original(*args, **kwargs)
+            events += 1
+            strikes = events == fault.get("event")
+            if strikes and fault["how"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if strikes and fault["how"] == "enospc":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            result = original(*args, **kwargs)
+            if strikes:
+                with contextlib.suppress(Exception):
+                    os.truncate(path, Path(path).stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(holder, name, watched)
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return file if set(mode) & set("wax+") else None
+
+    if fault:
+        for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir"):
+            watch(os, name)
+        watch(io, "open", opened)
+        builtins.open = io.open
+        watch(torch, "save", lambda value, file, **kwargs: file)
+        watch(accelerate.utils.other, "safe_save_file", lambda value, file, **kwargs: file)
+
+    save = Checkpoints.save
+
+    def saving(self: Checkpoints, progress: Progress) -> None:
+        nonlocal saves, armed
+        saves += 1
+        armed = saves == fault.get("save")
+        save(self, progress)
+        if rank == 0:
+            with open(f"{self.directory.parent}.saved", "a") as file:
+                file.write(f"{progress.step}\n")
+        if armed:
+            armed = False
+            Path(f"{self.directory.parent}.events").write_text(str(events))
+
+    Checkpoints.save = saving
+    if "signal" in fault:
+        step, number = fault["signal"]
+        advance = Progress.advance
+
+        def advancing(self: Progress, accelerator: Any) -> bool:
+            done = advance(self, accelerator)
+            if done and self.step == step:
+                os.kill(os.getpid(), number)
+            return done
+
+        Progress.advance = advancing
+    if "nan" in fault:
+        normalise, calls = script.normalise, iter(range(1, 1_000_000))
+
+        def spoiling(images: torch.Tensor) -> torch.Tensor:
+            return normalise(images) * (float("nan") if next(calls) == fault["nan"] else 1.0)
+
+        script.normalise = spoiling
+
+
+if __name__ == "__main__":
+    _serve()

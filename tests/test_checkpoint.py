@@ -1,0 +1,364 @@
+"""Checkpoints: damage is found, nothing in a folder executes, and a refusal names its reason."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from trainkit.checkpoint import Checkpoints, Progress, _seal, verify
+from trainkit.history import History, RunningSums
+from trainkit.launch import RunFailure, UsageError
+
+FINGERPRINT = {"model": "small", "seed": 0, "learning_rate": 0.1}
+
+
+class Run:
+    """A small run: a linear model, its optimizer and scheduler, and its checkpoints."""
+
+    def __init__(self, run_dir: Path, keep: int = 9, **fingerprint: Any):
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        self.accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(50, 7)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            model, optimizer, scheduler
+        )
+        self.run_dir, self.history = run_dir, History(run_dir)
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self.sums = RunningSums(self.accelerator, "loss")
+        self.checkpoints = Checkpoints(
+            self.accelerator, run_dir, self.history, self.sums, FINGERPRINT | fingerprint, keep
+        )
+        self.progress = Progress()
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            loss = self.model(torch.randn(4, 50)).square().mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.sums.add(4, loss)
+            self.progress.step += 1
+            self.progress.batch += 1
+            self.history.log({"train_loss": loss.item()}, step=self.progress.step)
+            self.checkpoints.save(self.progress)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def refuses(self, wanted: str | Path) -> str:
+        """The message with which it does not resume; no weight and no file has changed."""
+        before, files = self.weights(), contents(self.run_dir)
+        with pytest.raises(UsageError) as refused:
+            self.checkpoints.resume(str(wanted))
+        assert all(map(torch.equal, before, self.weights())), "a weight changed"
+        assert contents(self.run_dir) == files
+        assert len(str(refused.value).splitlines()) == 1
+        return str(refused.value)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The run folder of a run that saved steps 1, 2 and 3."""
+    Run(tmp_path / "run").train(3)
+    return tmp_path / "run"
+
+
+def step(run_dir: Path, number: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{number:010d}"
+
+
+def reforge(path: Path) -> None:
+    """Make the manifest say that the folder as it is now is what was saved."""
+    from trainkit.checkpoint import _sha256
+
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != "MANIFEST.json")
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    del manifest["sha256"]
+    manifest["files"] = {
+        p.relative_to(path).as_posix(): {"bytes": p.stat().st_size, "sha256": _sha256(p)}
+        for p in files
+    }
+    (path / "MANIFEST.json").write_bytes(_seal(manifest))
+    assert verify(path) is None or "does not belong" in verify(path)
+
+
+def test_resume_brings_back_weights_moments_rate_position_sums_and_log(saved: Path) -> None:
+    whole = Run(saved.with_name("whole"))
+    whole.train(5)
+    run = Run(saved)
+    torch.manual_seed(0)
+    torch.nn.Linear(50, 7)  # the draws before the first batch
+    for _ in range(3):
+        torch.randn(4, 50)
+    run.progress = run.checkpoints.resume("latest")
+    assert run.progress == Progress(step=3, batch=3)
+    run.train(2)
+    assert all(map(torch.equal, whole.weights(), run.weights()))
+    assert run.history.path.read_bytes() == whole.history.path.read_bytes()
+    assert run.sums.state() == whole.sums.state()
+    assert run.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+
+
+def test_only_the_newest_are_kept_and_nothing_else_is_left(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=2)
+    run.train(5)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-0000000004", "step-0000000005"]
+
+
+def test_every_flipped_bit_is_found(saved: Path, tmp_path: Path) -> None:
+    generator = random.Random(0)
+    files = sorted(p for p in step(saved, 3).rglob("*") if p.is_file())
+    for count in range(1000):
+        # Each file alike, or the small ones would never be hit.
+        file = files[count % len(files)]
+        content = bytearray(file.read_bytes())
+        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        good = file.read_bytes()
+        file.write_bytes(content)
+        assert verify(step(saved, 3)) is not None, file
+        file.write_bytes(good)
+    assert verify(step(saved, 3)) is None
+
+
+DAMAGES: dict[str, Callable[[Path, Path], Any]] = {
+    "truncated": lambda file, older: os.truncate(file, file.stat().st_size // 2),
+    "emptied": lambda file, older: file.write_bytes(b""),
+    "removed": lambda file, older: file.unlink(),
+    "longer": lambda file, older: file.write_bytes(file.read_bytes() + b"\n"),
+    "swapped": lambda file, older: shutil.copy(older, file),
+    "linked": lambda file, older: (file.unlink(), file.symlink_to(older)),
+    "a pipe": lambda file, older: (file.unlink(), os.mkfifo(file)),
+    "beside another": lambda file, older: shutil.copy(file, f"{file}.bak"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_damaged_file_is_refused_by_path_and_passed_over_by_auto(
+    saved: Path, damage: str
+) -> None:
+    names = sorted(p.relative_to(step(saved, 3)) for p in step(saved, 3).rglob("*") if p.is_file())
+    assert len(names) == 6, names
+    keep = saved.with_name("keep")
+    shutil.copytree(saved, keep)
+    for name in names:
+        shutil.rmtree(saved)
+        shutil.copytree(keep, saved)
+        DAMAGES[damage](step(saved, 3) / name, step(saved, 2) / name)
+        if (step(saved, 2) / name).read_bytes() == (step(keep, 3) / name).read_bytes():
+            continue  # random states: the same file in both, so a swap is no damage
+        run = Run(saved)
+        message = run.refuses(step(saved, 3))
+        assert "no checkpoint is whole" in message and "step-0000000003" in message
+        assert run.checkpoints.resume("auto") == Progress(step=2, batch=2)
+        assert (saved / "checkpoints" / "damaged-step-0000000003").is_dir()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(saved: Path) -> None:
+    shutil.rmtree(step(saved, 3))
+    step(saved, 2).rename(step(saved, 3))
+    assert verify(step(saved, 3)) == "it holds step 2"
+
+
+def test_where_all_are_damaged_no_resume_starts_anew(saved: Path) -> None:
+    for number in (1, 2, 3):
+        (step(saved, number) / "trainer.json").unlink()
+    for wanted in ("auto", "latest"):
+        message = Run(saved).refuses(wanted)
+        assert message.count("trainer.json is missing") == 3
+
+
+class Payload:
+    """Unpickling it writes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def write_hostile(file: Path, kind: str, mark: Path) -> None:
+    if kind == "raw":
+        file.write_bytes(pickle.dumps(Payload(mark)))
+    else:
+        torch.save(Payload(mark), file, _use_new_zipfile_serialization=kind == "zip")
+
+
+OTHER_NAMES = (
+    "custom_checkpoint_0.pkl", "pytorch_model.bin", "sampler.bin", "dl_state_dict.bin", "scaler.pt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "raw"])
+def test_no_file_of_a_checkpoint_is_executed(
+    saved: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, keep, state = tmp_path / "executed", saved.with_name("keep"), step(saved, 3) / "state"
+    proof = tmp_path / "proof.pkl"
+    write_hostile(proof, kind, mark)
+    with monkeypatch.context() as unguarded:
+        unguarded.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+        pickle.loads(proof.read_bytes()) if kind == "raw" else torch.load(proof, weights_only=False)
+    assert mark.exists()  # the payload works where nothing refuses it
+    mark.unlink()
+    shutil.copytree(saved, keep)
+    names = [path.name for path in sorted(state.iterdir())]
+    for name in [*names, *OTHER_NAMES, "../trainer.json", "../MANIFEST.json"]:
+        shutil.rmtree(saved)
+        shutil.copytree(keep, saved)
+        write_hostile(state / name, kind, mark)
+        if name == "pytorch_model.bin":
+            (state / "model.safetensors").unlink()
+        if name != "../MANIFEST.json":
+            reforge(step(saved, 3))
+        try:
+            Run(saved).checkpoints.resume(str(step(saved, 3)))
+        except UsageError as refused:
+            assert len(str(refused).splitlines()) == 1
+        else:
+            # Accelerate swallows damaged random states; no run here looks at them, or at a scaler.
+            assert name in ("random_states_0.pkl", "scaler.pt")
+        assert not mark.exists(), name
+
+
+FORGED = {
+    "progress": [None, [], {"step": "3"}, {"step": 3.5}, {"step": -1}, {"steps": 3},
+                 {"step": True}, {"step": 3, "metrics": {"a": "b"}}, {"metrics": None}],
+    "sums": [None, {}, {"rows": [[1, 2]], "totals": {}}, {"rows": "x", "totals": None},
+             {"rows": [[1]], "totals": {"samples": 0.0, "loss": 0.0}},
+             {"rows": [], "totals": {"samples": 0.0, "loss": 0.0}},
+             {"rows": [[0.0, 0.0]], "totals": {"samples": "0", "loss": 0.0}}],
+    "log_bytes": [None, "12", -1, 10**9, 1.5],
+    "fingerprint": [None, [], {}],
+    "world": [None, {}, {"num_processes": 1}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FORGED)
+def test_a_forged_position_ends_in_one_sentence(saved: Path, key: str) -> None:
+    path = step(saved, 3) / "trainer.json"
+    good = json.loads(path.read_text())
+    for value in FORGED[key]:
+        path.write_text(json.dumps(good | {key: value}))
+        reforge(step(saved, 3))
+        with pytest.raises(UsageError) as refused:
+            Run(saved).checkpoints.resume("latest")
+        assert len(str(refused.value).splitlines()) == 1, value
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, '{"sha256": 1}', "\x00"])
+def test_a_forged_manifest_or_position_that_is_no_object_ends_in_one_sentence(
+    saved: Path, text: str
+) -> None:
+    (step(saved, 3) / "trainer.json").write_text(text)
+    reforge(step(saved, 3))
+    assert "trainer.json cannot be used" in Run(saved).refuses("auto")
+    (step(saved, 3) / "MANIFEST.json").write_text(text)
+    assert "MANIFEST.json" in Run(saved).refuses(step(saved, 3))
+
+
+def test_another_run_is_refused_by_field_and_both_values(saved: Path) -> None:
+    message = Run(saved, learning_rate=0.2).refuses("auto")
+    assert "belongs to another run: learning_rate is 0.1 there and 0.2 here" in message
+    assert "new is None there and 1 here" in Run(saved, new=1).refuses("latest")
+
+
+def test_a_path_is_taken_or_refused(saved: Path, tmp_path: Path) -> None:
+    run = Run(saved)
+    assert "there is no such folder" in run.refuses(step(saved, 7))
+    shutil.copytree(saved, tmp_path / "other")
+    assert "is not in" in run.refuses(step(tmp_path / "other", 2))
+    assert run.checkpoints.resume(str(step(saved, 1))) == Progress(step=1, batch=1)
+    names = sorted(path.name for path in (saved / "checkpoints").iterdir())
+    assert names == [
+        "abandoned-step-0000000002", "abandoned-step-0000000003", "step-0000000001",
+    ]  # fmt: skip
+    assert len(run.history.rows()) == 1
+    run.progress.step = 1
+    run.train(1)
+    assert verify(step(saved, 2)) is None
+    # What was abandoned can be taken up again.
+    again = Run(saved)
+    abandoned = saved / "checkpoints" / "abandoned-step-0000000003"
+    run.history.path.write_text("x" * 10_000)
+    assert again.checkpoints.resume(str(abandoned)).step == 3
+
+
+def test_latest_must_exist_and_auto_need_not(tmp_path: Path) -> None:
+    assert "there is no checkpoint" in Run(tmp_path).refuses("latest")
+    assert Run(tmp_path).checkpoints.resume("auto") == Progress()
+
+
+def test_a_shortened_log_is_refused(saved: Path) -> None:
+    (saved / "metrics.jsonl").write_text("")
+    with pytest.raises(UsageError, match="has 0 bytes but the checkpoint knows"):
+        Run(saved).checkpoints.resume("auto")
+
+
+def test_a_failed_save_names_the_folder_and_leaves_the_older_ones(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(saved)
+    run.progress = run.checkpoints.resume("latest")
+    older = contents(saved / "checkpoints")
+
+    def full(*args: object) -> None:
+        raise RuntimeError("unexpected pos 8512 vs 8406\nmore lines")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(RunFailure, match=r"step-0000000004 failed.*MiB were free.*pos 8512 vs"):
+        run.train(1)
+    now = contents(saved / "checkpoints")
+    assert {name: now[name] for name in older} == older
+    assert all("/.tmp-step-" in name for name in now.keys() - older.keys())
+    assert Run(saved).checkpoints.resume("latest").step == 3
+    assert contents(saved / "checkpoints") == older
+
+
+HOLD = """
+import sys; sys.path.insert(0, {root!r})
+from pathlib import Path
+from trainkit.rundir import _lock
+lock = _lock(Path({run_dir!r}), wait=False)
+print("locked", flush=True); sys.stdin.read()
+"""
+
+
+def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path: Path) -> None:
+    from trainkit import rundir
+
+    root, run_dir = str(Path(rundir.__file__).parent.parent), tmp_path / "run"
+    code = HOLD.format(root=root, run_dir=str(run_dir))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout.readline() == b"locked\n"
+    with pytest.raises(UsageError, match=f"in use by process {holder.pid} on .*wait for it"):
+        rundir._lock(run_dir, wait=False)
+    holder.kill()
+    holder.wait()
+    # The name of the dead holder is still in the file; the kernel gave the lock back.
+    assert str(holder.pid) in (run_dir / "run.lock").read_text()
+    rundir._lock(run_dir, wait=False).close()

@@ -1,0 +1,161 @@
+"""Signals, dead launchers and dead peers, through the real launchers."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import kill_all, processes, run, start
+from faults import digests
+
+ENDLESS = ["--epochs", 1000, "--batch-size", 60, "--log-every", 1, "--save-every", 5,
+           "--schedule", "constant", "--warmup", 0, "--eval-batch-size", 50]  # fmt: skip
+
+
+@pytest.fixture
+def started(tiny_mnist: Path, tmp_path: Path) -> Iterator:
+    """Start an endless run and wait until it trains."""
+    running: list[subprocess.Popen] = []
+
+    def call(*args: object, config: str | None = None, **options: object) -> subprocess.Popen:
+        folder = tmp_path / "run"
+        process = start("train_mnist.py", "--dataset", tiny_mnist, "--run-dir", folder, *ENDLESS,
+                        *args, config=config, **options)  # fmt: skip
+        running.append(process)
+        wait_until(lambda: list(folder.glob("checkpoints/step-*")), 90, process)
+        return process
+
+    yield call
+    for process in running:
+        kill_all(process)
+        process.communicate()
+
+
+def wait_until(condition: object, seconds: float, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            kill_all(process)
+            pytest.fail(f"{process.returncode}: {process.communicate()}")
+        time.sleep(0.02)
+
+
+def ranks(process: subprocess.Popen) -> list[psutil.Process]:
+    """The training processes of a start, by rank."""
+    found = {}
+    for one in processes(process):
+        if "train_mnist.py" in " ".join(one.cmdline()) and "commands.launch" not in " ".join(
+            one.cmdline()
+        ):
+            found.setdefault(int(one.environ().get("RANK", "0")), one)
+    return [found[rank] for rank in sorted(found)]
+
+
+def gone(process: subprocess.Popen, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while processes(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not processes(process)
+
+
+def test_sigterm_to_a_group_with_loader_workers_saves_and_a_second_run_is_refused(
+    started: object, tiny_mnist: Path, tmp_path: Path
+) -> None:
+    process = started("--num-workers", 2, start_new_session=True)
+    second = run("train_mnist.py", "--dataset", tiny_mnist, "--run-dir", tmp_path / "run")
+    assert second.returncode == 2
+    assert f"in use by process {process.pid}" in second.stderr
+    assert len(second.stderr.strip().splitlines()[-1:]) == 1 and "Traceback" not in second.stderr
+    wait_until(lambda: len(processes(process)) >= 3, 10, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 75, errors
+    assert "stopped by SIGTERM at step" in output and "--resume auto" in output
+    assert "Traceback" not in errors
+    assert gone(process, 6)
+
+
+def test_sigkill_of_a_run_ends_its_loader_workers(started: object) -> None:
+    process = started("--num-workers", 2)
+    wait_until(lambda: len(processes(process)) >= 3, 10, process)
+    process.kill()
+    process.wait()
+    assert gone(process, 8)
+
+
+def test_a_second_interrupt_ends_at_once(started: object) -> None:
+    process = started("--save-every", 1)
+    for _ in range(40):  # the first is a polite question; the loop may answer before the second
+        process.send_signal(signal.SIGINT)
+    _output, errors = process.communicate(timeout=20)
+    assert process.returncode in (75, 130), errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("config", ["1cpu_bf16", "2cpu"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_dead_launcher_leaves_a_saved_run_and_no_process(
+    started: object, tmp_path: Path, config: str, number: int
+) -> None:
+    process = started(config=config)
+    assert len(ranks(process)) == int(config[0])
+    process.send_signal(number)
+    assert gone(process, 6)
+    output, errors = process.communicate()
+    assert "at step" in output and "saved: start the same command" in output, errors
+    assert output.count("stopped by") == 1
+
+
+def test_a_killed_worker_comes_back_into_the_same_run(
+    tiny_mnist: Path, tmp_path: Path, arguments: dict
+) -> None:
+    args = [*arguments["train_mnist"], "--model", "compact", "--epochs", 30, "--run-dir"]
+    whole = run("train_mnist.py", *args, tmp_path / "whole", config="2cpu")
+    assert whole.returncode == 0, whole.stderr
+    from conftest import ROOT, command
+
+    line = command("train_mnist.py", *args, tmp_path / "run", "--resume", "auto", config="2cpu")
+    at = line.index(str(ROOT / "train_mnist.py"))
+    mark = {"TEST_RUN": tmp_path.name}
+    process = subprocess.Popen(
+        [*line[:at], "--max_restarts", "2", *line[at:]], env={**os.environ, **mark}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.mark = tmp_path.name
+    try:
+        wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*")), 60, process)
+        killed = ranks(process)[1]
+        killed.kill()
+        output, errors = process.communicate(timeout=100)
+    finally:
+        kill_all(process)
+    assert process.returncode == 0, errors
+    assert "resuming from" in output
+    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+
+
+def test_a_killed_peer_ends_the_job_within_seconds(started: object) -> None:
+    process = started(config="2cpu")
+    ranks(process)[1].kill()
+    at = time.monotonic()
+    _output, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and time.monotonic() - at < 10
+    assert "error: process 0 lost contact with another process of this run" in errors
+    assert not processes(process)
+
+
+@pytest.mark.slow
+def test_a_frozen_peer_ends_the_job_within_the_timeout(started: object) -> None:
+    process = started("--timeout", 4, config="2cpu")
+    ranks(process)[1].send_signal(signal.SIGSTOP)
+    at = time.monotonic()
+    _output, errors = process.communicate(timeout=60)
+    seconds = time.monotonic() - at
+    assert process.returncode == 1
+    assert "error: process 0 lost contact with another process of this run" in errors
+    assert seconds < 4 + 35, seconds  # torchrun waits 30 s before it kills a frozen process
+    assert not processes(process)

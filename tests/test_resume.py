@@ -1,0 +1,120 @@
+"""A run that is stopped and resumed ends with the bytes of one that was not."""
+
+import itertools
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import Nursery, digests
+
+LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
+PLACES = {"mid-epoch": 3, "end of an epoch": 5, "mid-epoch 2": 8, "last step": LAST}
+SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
+
+
+def finish(nursery: Nursery, script: str, *args: object, world: int = 1, **plan: Any) -> str:
+    outcome = nursery.run(script, *args, world=world, **plan)
+    assert outcome.codes == [0] * world, outcome.output
+    assert f"{world} process{'es' * (world > 1)} on cpu" in outcome.output
+    return outcome.output
+
+
+def compare(
+    nursery: Nursery, script: str, args: list[object], where: Path, world: int, places: list[int]
+) -> None:
+    """One undisturbed run that keeps every step; then a resume from each place in it."""
+    args = [*args, "--save-every", 1, "--keep", 99, "--run-dir"]
+    whole, copy = where / "whole", where / "copy"
+    finish(nursery, script, *args, whole, world=world)
+    for step in places:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(whole, copy)
+        path = copy / "checkpoints" / f"step-{step:010d}"
+        output = finish(nursery, script, *args, copy, "--resume", path, world=world)
+        assert f"resuming from {path}" in output
+        if step < LAST:
+            assert (copy / "checkpoints" / f"abandoned-step-{LAST:010d}").is_dir()
+        assert digests(copy) == digests(whole), (step, args)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_resume_is_exact_on_one_process(
+    nursery: Nursery, arguments: dict, tmp_path: Path, accumulate: int
+) -> None:
+    args = [*arguments["train_mnist"], "--accumulate", accumulate, "--num-workers", accumulate // 2]
+    compare(nursery, "train_mnist", args, tmp_path, 1, [3, 5, LAST])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "workers", "accumulate"), [*itertools.product((1, 2), (0, 2), (1, 3))]
+)
+def test_resume_grid(
+    nursery: Nursery, arguments: dict, tmp_path: Path, world: int, workers: int, accumulate: int
+) -> None:
+    for script, args in arguments.items():
+        more = ["--num-workers", workers, "--accumulate", accumulate]
+        compare(nursery, script, [*args, *more], tmp_path / script, world, [*PLACES.values()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_resume_is_exact_under_every_schedule(
+    nursery: Nursery, arguments: dict, tmp_path: Path, schedule: str
+) -> None:
+    for script, args in arguments.items():
+        more = ["--schedule", schedule, "--warmup", 0.25, "--optimizer", "sgd"]
+        compare(nursery, script, [*args, *more], tmp_path / script, 1, [3, 5])
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1)])
+def test_another_number_of_processes_goes_on_with_the_same_samples(
+    nursery: Nursery, arguments: dict, tmp_path: Path, worlds: tuple[int, int]
+) -> None:
+    from conftest import rows
+
+    args = [*arguments["train_mnist"], "--model", "compact", "--run-dir"]
+    whole, copy = tmp_path / "whole", tmp_path / "copy"
+    finish(nursery, "train_mnist", *args, whole, "--keep", 9, world=worlds[0])
+    shutil.copytree(whole, copy)
+    path = copy / "checkpoints" / "step-0000000004"
+    output = finish(nursery, "train_mnist", *args, copy, "--resume", path, world=worlds[1])
+    assert f"num_processes was {worlds[0]} and is {worlds[1]}" in output
+    assert "bits may differ from here" in output
+    expected, found = rows(whole), rows(copy)
+    assert [row["step"] for row in expected] == [row["step"] for row in found]
+    for there, here in zip(expected, found, strict=True):
+        assert there.get("learning_rate") == here.get("learning_rate")
+        assert here["train_loss"] == pytest.approx(there["train_loss"], rel=1e-5)
+    # An accuracy counts samples: equal only if each was seen, once, with the same weights.
+    assert expected[-1]["train_accuracy"] == found[-1]["train_accuracy"]
+
+
+def test_a_signal_at_any_step_saves_that_step_and_loses_nothing(
+    nursery: Nursery, arguments: dict, tmp_path: Path
+) -> None:
+    args = [*arguments["train_mnist"], "--run-dir"]
+    finish(nursery, "train_mnist", *args, tmp_path / "whole")
+    for step in (3, 5):  # 5: an epoch ends there, and its evaluation is still to come
+        run_dir = tmp_path / f"stopped-{step}"
+        stop = {"signal": [step, signal.SIGUSR1]}
+        outcome = nursery.run("train_mnist", *args, run_dir, fault=stop)
+        assert outcome.codes == [75], outcome.output
+        assert f"stopped by SIGUSR1 at step {step}, saved" in outcome.output
+        finish(nursery, "train_mnist", *args, run_dir, "--resume", "auto")
+        assert digests(run_dir) == digests(tmp_path / "whole")
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_at_the_same_step(
+    nursery: Nursery, arguments: dict, tmp_path: Path
+) -> None:
+    args = [*arguments["train_mnist"], "--run-dir"]
+    finish(nursery, "train_mnist", *args, tmp_path / "whole", world=2)
+    stop = {"rank": 1, "signal": [2, signal.SIGTERM]}
+    outcome = nursery.run("train_mnist", *args, tmp_path / "stopped", world=2, fault=stop)
+    assert outcome.codes == [75, 75], outcome.output
+    assert "stopped by a signal to another process at step 3, saved" in outcome.output
+    finish(nursery, "train_mnist", *args, tmp_path / "stopped", "--resume", "auto", world=2)
+    assert digests(tmp_path / "stopped") == digests(tmp_path / "whole")
