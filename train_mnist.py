@@ -29,7 +29,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit import arguments, launch, plots
+from trainkit import arguments, launch, nodes, plots
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
 from trainkit.history import History, RunningSums, epoch_bar
@@ -320,6 +320,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         log_with=make_trackers(args, history, "mnist"),
     )
     launch.check_world(accelerator)
+    nodes.check_nodes(accelerator, args)
     check_arguments(args, accelerator.num_processes)
     preemption = Preemption(accelerator, timeout)
     set_seed(args.seed)
@@ -329,6 +330,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         accelerator, lambda: make_dataloaders(args)
     )
     train_set, eval_set = train_loader.dataset, eval_loader.dataset
+    data_md5 = md5(train_set.images, train_set.labels, eval_set.images, eval_set.labels)
+    nodes.check_same(accelerator, {"the data's md5": data_md5})
     num_used = train_loader.batch_sampler.num_used
     steps_per_epoch = math.ceil(num_used / args.batch_size)
     model = MODELS[args.model](len(class_names)).to(memory_format=torch.channels_last)
@@ -349,7 +352,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     lock = open_run(accelerator, args)  # the folder is ours while this file is open
     sums = RunningSums(accelerator, "loss", "accuracy")
     guard = FiniteGuard(accelerator, optimizer)
-    data_md5 = md5(train_set.images, train_set.labels, eval_set.images, eval_set.labels)
     fingerprint = arguments.experiment(args) | {"dataset": data_md5, "size": num_parameters}
     checkpoints = Checkpoints(accelerator, args.run_dir, history, sums, fingerprint, args.keep)
     progress = checkpoints.resume(args.resume)
@@ -438,7 +440,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     # Finish: pictures; weights that load in plain PyTorch; end_training, collective, comes last.
     metrics = progress.metrics
-    draw_pictures(accelerator, args.run_dir, progress.step)
+    if args.pictures:
+        draw_pictures(accelerator, args.run_dir, progress.step)
     finish_run(accelerator, model, args.run_dir, {
         "script": Path(__file__).stem, "model": args.model, "classes": class_names,
         "size": SIZE, "mean": MEAN, "std": STD,

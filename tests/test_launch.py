@@ -45,8 +45,8 @@ def test_every_yaml_explains_each_key_and_is_named_after_its_world() -> None:
                 assert "#" in line, f"{path.name}: {line} is not explained"
         if "node" not in path.stem:
             assert path.stem.startswith(str(config["num_processes"])), path
-        assert ("bf16" in path.stem) == (config["mixed_precision"] == "bf16"), path
-        assert ("fp16" in path.stem) == (config["mixed_precision"] == "fp16"), path
+            assert ("bf16" in path.stem) == (config["mixed_precision"] == "bf16"), path
+            assert ("fp16" in path.stem) == (config["mixed_precision"] == "fp16"), path
 
 
 @pytest.mark.parametrize(

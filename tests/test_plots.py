@@ -13,7 +13,7 @@ from PIL import Image
 from trainkit import plots
 from trainkit.launch import UsageError
 
-FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5)
+FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5, "--pictures")
 
 
 @pytest.fixture(scope="module")

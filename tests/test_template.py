@@ -47,7 +47,7 @@ LOSS_BEFORE = """                loss_sum = F.cross_entropy(
 LOSS = """                loss_sum = F.multi_margin_loss(logits, labels, reduction="sum")
 """
 FLAGS = ("--epochs", 2, "--batch-size", 20, "--eval-batch-size", 50, "--max-shift", 1,
-         "--max-turn", 5, "--log-every", 3, "--save-every", 10)  # fmt: skip
+         "--max-turn", 5, "--log-every", 3, "--save-every", 10, "--pictures")  # fmt: skip
 
 
 def replaced(text: str, begin: str, new: str) -> str:

@@ -12,7 +12,7 @@ from conftest import kill_all, rows, start
 
 from trainkit.launch import UsageError
 
-FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 2,
+FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 2, "--pictures",
          "--save-every", 15)  # fmt: skip
 PICTURES = {"curves", "confusion", "mistakes"}
 

@@ -148,11 +148,11 @@ class Checkpoints:
                             newer, "damaged" if wanted in ("auto", "latest") else "abandoned"
                         )
                         notices.append(f"{newer.name} is now {aside.name}")
-        if path:
-            self.history.log_timing({"resumed_at": progress.step})  # plots.py marks the place
         accelerator.step = 0  # saved between two accumulation windows, at whatever world size
         for notice in notices:
             accelerator.print(notice, flush=True)
+        if path:
+            self.history.log_timing({"resumed_at": progress.step})  # plots.py marks the place
         return progress
 
     def _choose(self, wanted: str | None, notices: list[str]) -> Path | None:

@@ -69,8 +69,8 @@ def run(main: Callable[[], Any]) -> None:
 
 
 def is_main_rank() -> bool:
-    """True on the process that may print, also before there is an Accelerator."""
-    return int(os.environ.get("RANK", "0")) == 0
+    """True on the process that may print on its machine, also before there is an Accelerator."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0
 
 
 def check_launch() -> None:
@@ -236,21 +236,10 @@ def describe_world(accelerator: Accelerator) -> str:
 
 def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str, Any]:
     """What made a result: arguments, versions, revision, world and hardware."""
-    revision = None
-    if shutil.which("git"):
-        git = [
-            "git",
-            "-C",
-            str(Path(sys.argv[0]).resolve().parent),
-            "describe",
-            "--always",
-            "--dirty",
-        ]
-        revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "arguments": vars(args),
-        "git_revision": revision or None,
+        "git_revision": git_revision(),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
@@ -261,6 +250,14 @@ def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str
         "host": platform.node(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
+
+
+def git_revision() -> str | None:
+    """The commit of the script's folder, "-dirty" if files were edited; None without git."""
+    if not shutil.which("git"):
+        return None
+    git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def _count(number: int, noun: str) -> str:

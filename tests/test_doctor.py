@@ -1,0 +1,99 @@
+"""The doctor finds what keeps ranks from training together."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import conftest
+import pytest
+
+# Rank 1 of a doctor's run, made ill in the ways that sys.argv[1] names.
+PATIENT = """
+import importlib.metadata, os, subprocess, sys, time
+
+sys.path.insert(0, {root!r})
+from trainkit import doctor, launch
+
+doctor.nodes.TOKEN_WAIT_SECONDS = 0.5
+version, measure_matmul = importlib.metadata.version, doctor.measure_matmul
+
+
+def behind_a_busy_loop(accelerator):
+    core = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [core])
+    loops = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(3)]
+    try:
+        return measure_matmul(accelerator)
+    finally:
+        for loop in loops:
+            loop.kill()
+
+
+if os.environ["RANK"] == "1":
+    if "absent" in sys.argv[1]:
+        time.sleep(600)
+    if "version" in sys.argv[1]:
+        importlib.metadata.version = lambda name: "0.1" if name == "torch" else version(name)
+    if "slow" in sys.argv[1]:
+        doctor.measure_matmul = behind_a_busy_loop
+    if "unshared" in sys.argv[1]:
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
+launch.run(lambda: sys.exit(doctor.main(sys.argv[2:])))
+"""
+
+
+def examine(folder: Path, illness: str, *args: str) -> subprocess.CompletedProcess:
+    patient = folder / "patient.py"
+    patient.write_text(PATIENT.format(root=str(conftest.ROOT)))
+    return conftest.run(patient, illness, *args, config="2cpu", cwd=folder, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def ill(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The problems of a run with three faults."""
+    result = examine(tmp_path_factory.mktemp("ill"), "version slow unshared", "--json")
+    report = json.loads(result.stdout)
+    assert report["num_processes"] == 2
+    assert result.returncode == 1 and "exitcode  : 1" in result.stderr
+    assert len(report["problems"]) == 3, report["problems"]
+    return report["problems"]
+
+
+def test_a_wrong_version_is_named(ill: list[str]) -> None:
+    assert any("torch is 0.1 on rank 1 " in problem for problem in ill), ill
+
+
+def test_a_slow_rank_is_named(ill: list[str]) -> None:
+    assert any(problem.startswith("rank 1 ") and "slow" in problem for problem in ill), ill
+
+
+def test_an_unshared_run_folder_is_named(ill: list[str]) -> None:
+    assert any(problem.startswith("runs is not the same folder") for problem in ill), ill
+
+
+def test_a_rank_that_never_comes_is_named_with_what_to_type(tmp_path: Path) -> None:
+    result = examine(tmp_path, "absent", "--wait", "2")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("problem: rank 1 never came (node 0, local rank 1): type `nc -vz ")
+    assert lines[1].startswith("verdict: do not train") and len(lines) == 2
+    assert result.returncode == 1
+
+
+def test_healthy_ranks_are_measured_and_called_healthy(tmp_path: Path) -> None:
+    command = [*conftest.command("", config="2cpu")[:-1], "-m", "trainkit.doctor", "--json"]
+    result = subprocess.run(
+        [*command, "--run-dir", tmp_path], cwd=conftest.ROOT, capture_output=True, text=True,
+        timeout=60, env=os.environ,
+    )  # fmt: skip
+    report = json.loads(result.stdout)
+    assert report["format"] == 1 and report["num_processes"] == 2
+    # Other work on this machine may slow a rank down; nothing else may be wrong.
+    assert all("slow" in problem for problem in report["problems"]), report["problems"]
+    assert [entry["bytes"] for entry in report["all_reduce"]] == [2**12, 2**22, 100 * 2**20]
+    assert all(entry["correct"] and entry["seconds"] > 0 for entry in report["all_reduce"])
+    for rank in report["ranks"]:
+        assert rank["backend"] == "gloo" and abs(rank["clock_skew_seconds"]) < 1
+        assert rank["matmul_flops"]["float32"] > 1e8
+    assert list(tmp_path.iterdir()) == []
