@@ -153,7 +153,8 @@ def explained(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as problem:
-        raise UsageError(f"{what}: {_first_sentence(problem)}") from problem
+        # datasets wraps what a reader of files found in words of its own.
+        raise UsageError(f"{what}: {_first_sentence(problem.__cause__ or problem)}") from problem
 
 
 @contextmanager
@@ -267,7 +268,8 @@ def _count(number: int, noun: str) -> str:
 
 def _first_sentence(problem: Exception) -> str:
     lines = str(problem).strip().splitlines() or ["no reason given"]
-    return f"{type(problem).__name__}: {lines[0].split('. ')[0]}"
+    reason = lines[0].removeprefix("Error tokenizing data. ")  # pandas: row and column come next
+    return f"{type(problem).__name__}: {reason.split('. ')[0]}"
 
 
 def _explain(error: RuntimeError | OSError) -> str | None:
