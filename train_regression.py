@@ -37,7 +37,7 @@ from trainkit import arguments, launch, nodes, tables
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
 from trainkit.history import History, RunningSums, check_tracker, epoch_bar
-from trainkit.optim import clip_gradients, make_optimizer, make_scheduler
+from trainkit.optim import clip_gradients, make_optimizer, make_scheduler, settle_sums
 from trainkit.order import EpochBatches, make_loader, remaining_batches
 from trainkit.preemption import Preemption
 from trainkit.rundir import close_run, finish_run, open_run, record_run, write_durably
@@ -428,6 +428,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     checkpoints = Checkpoints(accelerator, args.run_dir, history, sums, fingerprint, args.keep)
     progress = checkpoints.resume(args.resume)
     record_run(accelerator, args)
+    per_process = args.batch_size // accelerator.num_processes // args.accumulate
+    features = train_set.features[:per_process].to(accelerator.device)  # as many as in each step
+    settle_sums(accelerator, model, optimizer, features)
     accelerator.init_trackers("regression", vars(args))
 
     # Train: epochs of batches, then an evaluation.

@@ -110,5 +110,7 @@ def settle_sums(
     must call this.
     """
     if accelerator.num_processes > 2:
+        model.eval()  # no random numbers, no running statistics: nothing else may change
         model(inputs).sum().backward()
+        model.train()
         optimizer.zero_grad()
