@@ -29,10 +29,10 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit import arguments, launch, nodes
+from trainkit import arguments, launch, nodes, plots
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
-from trainkit.history import History, RunningSums, check_tracker, epoch_bar
+from trainkit.history import History, RunningSums, epoch_bar
 from trainkit.optim import clip_gradients, make_optimizer, make_scheduler
 from trainkit.order import (
     EpochBatches,
@@ -43,6 +43,7 @@ from trainkit.order import (
 )
 from trainkit.preemption import Preemption
 from trainkit.rundir import close_run, finish_run, open_run, record_run
+from trainkit.trackers import log_pictures, make_trackers
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 RESIDENT_BYTES = 2**30  # decoded pictures beyond this are read from a file as they are needed
@@ -268,32 +269,37 @@ def augment(
 @torch.inference_mode()
 def validate(
     accelerator: Accelerator, model: nn.Module, loader: DataLoader, num_classes: int
-) -> dict[str, float]:
-    """Return eval_loss, eval_accuracy and eval_samples. Every process must call this.
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Return eval_loss, eval_accuracy, eval_samples, and what plots.save_predictions wants.
 
-    Each sample counts once at any number of processes, or an AssertionError is raised.
+    Every process must call this. Each sample counts once at any number of processes, or an
+    AssertionError is raised.
     """
     model.eval()
     num_samples = len(loader.dataset)
     loss_sum = torch.zeros((), device=accelerator.device)
     # Each process fills in its own samples; the sum over the processes is the whole picture.
     result = torch.zeros(2, num_samples, dtype=torch.int64, device=accelerator.device)
+    probability = torch.zeros(num_samples, device=accelerator.device)
     for images, labels, indices in loader:
         logits = model(normalise(images))
         loss_sum += F.cross_entropy(logits, labels, reduction="sum")
         result[0, indices] = logits.argmax(1)
         result[1, indices] += 1
+        probability[indices] = logits.float().softmax(1).amax(1)
     model.train()
     predictions, seen = accelerator.reduce(result, reduction="sum").cpu()
     assert (seen == 1).all(), "a sample was evaluated twice or not at all"
+    targets = loader.dataset.labels
     metric = Classification(keep_in_memory=True).compute(
-        predictions=predictions, references=loader.dataset.labels, num_classes=num_classes
+        predictions=predictions, references=targets, num_classes=num_classes
     )
+    probability = accelerator.reduce(probability, reduction="sum").cpu()
     return {
         "eval_loss": accelerator.reduce(loss_sum, reduction="sum").item() / num_samples,
         "eval_accuracy": metric["accuracy"],
         "eval_samples": num_samples,
-    }
+    }, {"prediction": predictions, "target": targets, "probability": probability}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -301,7 +307,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     # Setup: is this the world that the YAML asked for?
     args = parse_args(argv)
     launch.check_launch()
-    check_tracker(args.tracker)
     if not (sys.stderr.isatty() and launch.is_main_rank()):
         datasets.disable_progress_bars()
     history = History(args.run_dir)
@@ -312,8 +317,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         # One batch is split over the processes, so --batch-size means the same under every YAML.
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
-        log_with=[history, *([args.tracker] if args.tracker else [])],
-        project_dir=str(args.run_dir),
+        log_with=make_trackers(args, history, "mnist"),
     )
     launch.check_world(accelerator)
     nodes.check_nodes(accelerator, args)
@@ -406,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         guard.finish()
         sums.flush()
         train_seconds = time.perf_counter() - started_at
-        metrics = validate(accelerator, model, eval_loader, len(class_names))
+        metrics, predictions = validate(accelerator, model, eval_loader, len(class_names))
         eval_seconds = time.perf_counter() - started_at - train_seconds
         num_trained = min(progress.batch * args.batch_size, num_used) - num_before
         if progress.batch == steps_per_epoch:
@@ -428,11 +432,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         done = progress.epoch == args.epochs or progress.step == last_step
         if progress.batch == 0:
             sums.clear()
+        if done and accelerator.is_main_process:  # before the last checkpoint: it may be killed
+            images = eval_set.images[plots.worst_mistakes(**predictions)]
+            plots.save_predictions(
+                args.run_dir, {**predictions, "mistake_images": images}, classes=class_names
+            )
         if done or not args.save_every or progress.step % args.save_every == 0:
             checkpoints.save(progress)
 
-    # Finish: weights that load in plain PyTorch; end_training is collective and comes last.
+    # Finish: pictures; weights that load in plain PyTorch; end_training, collective, comes last.
     metrics = progress.metrics
+    if args.pictures and accelerator.is_main_process:
+        log_pictures(accelerator, plots.draw_run(args.run_dir), progress.step)
     finish_run(accelerator, model, args.run_dir, {
         "script": Path(__file__).stem, "model": args.model, "classes": class_names,
         "size": SIZE, "mean": MEAN, "std": STD,

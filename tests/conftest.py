@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,13 @@ def command(script: str, *args: object, config: str | Path | None = None) -> lis
     if config is not None:
         path = config if isinstance(config, Path) else CONFIGS / f"{config}.yaml"
         start += ["-m", "accelerate.commands.launch", "--config_file", str(path)]
-    return [*start, str(ROOT / script), *map(str, args)]
+    return [*start, str(ROOT / script), *without_pictures(script, args)]
+
+
+def without_pictures(script: str, args: Sequence[object]) -> list[str]:
+    """The arguments as strings; drawing takes a second, so a test that wants it says --pictures."""
+    training = script.startswith("train_") and "--pictures" not in args
+    return [str(arg) for arg in args] + ["--no-pictures"] * training
 
 
 def start(
@@ -118,7 +124,7 @@ def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [row for row in everything if ("eval_loss" in row) == (kind == "epochs")]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_main() -> Iterator[Callable[..., dict[str, float]]]:
     """Call main(argv) of a script in this process: fast, one process, no launcher."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -126,7 +132,7 @@ def run_main() -> Iterator[Callable[..., dict[str, float]]]:
     def call(script: str, *args: object) -> dict[str, float]:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
-        return importlib.import_module(script).main([str(arg) for arg in args])
+        return importlib.import_module(script).main(without_pictures(script, args))
 
     yield call
 

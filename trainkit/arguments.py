@@ -17,7 +17,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 # continues a run only if they are equal.
 MECHANICS = {
     "run_dir", "resume", "save_every", "keep", "log_every", "tracker", "num_workers", "timeout",
-    "stop_after_steps", "target_accuracy", "target_r2", "accumulate",
+    "stop_after_steps", "target_accuracy", "target_r2", "accumulate", "pictures",
 }  # fmt: skip
 
 
@@ -88,6 +88,8 @@ def add_run_arguments(parser: Parser, run_dir: str) -> None:
     add("--keep", type=int, default=2, help="checkpoints to keep, at least 2")
     add("--stop-after-steps", type=int, default=None,
         help="end the run after this many optimizer steps as if it were done")  # fmt: skip
+    add("--pictures", action=argparse.BooleanOptionalAction, default=True,
+        help="draw curves and results into the run folder at the end")  # fmt: skip
     group = parser.add_argument_group("watching and loading")
     add = group.add_argument
     add("--log-every", type=int, default=50, help="steps between rows of metrics.jsonl")

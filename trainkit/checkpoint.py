@@ -151,6 +151,8 @@ class Checkpoints:
         accelerator.step = 0  # saved between two accumulation windows, at whatever world size
         for notice in notices:
             accelerator.print(notice, flush=True)
+        if path:
+            self.history.log_timing({"resumed_at": progress.step})  # plots.py marks the place
         return progress
 
     def _choose(self, wanted: str | None, notices: list[str]) -> Path | None:

@@ -1,0 +1,138 @@
+"""The numbers behind each picture, and pictures that the files of a run folder alone give again."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import NUM_TEST, rows
+from PIL import Image
+
+from trainkit import plots
+from trainkit.launch import UsageError
+
+FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5, "--pictures")
+
+
+@pytest.fixture(scope="module")
+def folders(
+    small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
+) -> tuple[Path, Path]:
+    """A run of two epochs, and the same run stopped after 30 of its 42 steps and continued."""
+    whole, parts = (tmp_path_factory.mktemp("runs") / name for name in ("whole", "parts"))
+    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", whole, *FLAGS)
+    flags = ("train_mnist", "--dataset", small_mnist, "--run-dir", parts, *FLAGS)
+    run_main(*flags, "--stop-after-steps", 30)
+    run_main(*flags, "--resume", "latest")
+    return whole, parts
+
+
+def test_a_run_leaves_its_pictures_and_a_resume_leaves_the_same_numbers(
+    folders: tuple[Path, Path],
+) -> None:
+    whole, parts = folders
+    for name in ("curves.png", "confusion.png", "mistakes.png"):
+        with Image.open(whole / name) as picture:
+            assert min(picture.size) > 500, name
+    assert not (whole / "fit.png").exists()
+    assert (whole / plots.PREDICTIONS).read_bytes() == (parts / plots.PREDICTIONS).read_bytes()
+    assert (whole / "confusion.png").read_bytes() == (parts / "confusion.png").read_bytes()
+
+
+def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(
+    folders: tuple[Path, Path],
+) -> None:
+    tensors, metadata = plots._load(folders[0] / plots.PREDICTIONS)
+    matrix = plots.confusion_matrix(tensors["prediction"], tensors["target"], 10)
+    assert matrix.sum() == NUM_TEST
+    accuracy = rows(folders[0], "epochs")[-1]["eval_accuracy"]
+    assert 0.5 < accuracy < 1
+    assert matrix.trace().item() == round(accuracy * NUM_TEST)
+    for true, said in ((3, 5), (5, 3)):
+        pairs = (tensors["target"] == true) & (tensors["prediction"] == said)
+        assert matrix[true, said] == pairs.sum()
+    axes = plots.draw_confusion(tensors, metadata["classes"]).axes[0]
+    assert sum(int(text.get_text().split("\n")[0]) for text in axes.texts) == NUM_TEST
+    assert f"of {NUM_TEST} right ({accuracy:.2%})" in axes.get_title()
+
+
+def test_mistakes_are_the_most_confident_of_the_mistakes(
+    folders: tuple[Path, Path], small_mnist: Path
+) -> None:
+    import train_mnist
+
+    tensors, metadata = plots._load(folders[0] / plots.PREDICTIONS)
+    worst = plots.worst_mistakes(*(tensors[k] for k in ("prediction", "target", "probability")))
+    wrong = tensors["prediction"] != tensors["target"]
+    assert len(worst) == min(plots.NUM_MISTAKES, wrong.sum()) and wrong[worst].all()
+    shown = tensors["probability"][worst]
+    assert (shown.diff() <= 0).all() and ((shown > 0.1) & (shown <= 1)).all()
+    others = wrong.clone()
+    others[worst] = False
+    assert not others.any() or tensors["probability"][others].max() <= shown[-1]
+    data, _ = train_mnist.load_images(str(small_mnist), "test")
+    assert torch.equal(tensors["mistake_images"], data.images[worst])
+    assert torch.equal(tensors["target"], data.labels)
+    texts = plots.draw_mistakes(tensors, metadata["classes"]).axes[0].texts
+    assert [text.get_text() for text in texts] == [
+        f"said {tensors['prediction'][i]}, {tensors['probability'][i]:.1%}\nis "
+        f"{tensors['target'][i]}"
+        for i in worst
+    ]
+
+
+def test_curves_show_every_row_and_where_the_run_was_resumed(folders: tuple[Path, Path]) -> None:
+    parts = folders[1]
+    loss, accuracy, rate = plots.draw_curves([parts]).axes
+    steps, epochs = rows(parts, "steps"), rows(parts, "epochs")
+    lines = {line.get_label(): line for line in loss.lines}
+    assert list(lines["training"].get_ydata()) == [row["train_loss"] for row in steps]
+    assert list(lines["training"].get_xdata()) == [row["step"] for row in steps]
+    assert list(lines["evaluation"].get_ydata()) == [row["eval_loss"] for row in epochs]
+    assert set(lines["resumed"].get_xdata()) == {30}
+    assert {line.get_label() for line in accuracy.lines} >= {"evaluation", "resumed"}
+    assert list(rate.lines[0].get_ydata()) == [row["learning_rate"] for row in steps]
+
+
+def test_redrawing_needs_the_files_alone_and_several_runs_share_one_picture(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture
+) -> None:
+    whole, parts = folders
+    names = ("curves.png", "confusion.png", "mistakes.png")
+    before = {name: (whole / name).read_bytes() for name in names}
+    for name in names:
+        (whole / name).unlink()
+    plots.main([str(whole)])
+    assert {name: (whole / name).read_bytes() for name in names} == before
+    plots.main([str(whole), str(parts)])
+    assert str(whole.parent / "comparison.png") in capsys.readouterr().out
+    assert (whole.parent / "comparison.png").stat().st_size > 10_000
+    labels = [text.get_text() for text in plots.draw_curves(folders).axes[0].get_legend().texts]
+    assert labels == [f"{folder}: {kind}" for kind in ("training", "evaluation")
+                      for folder in folders]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [None, "not json\n"])
+def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(
+    content: str | None, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=str(tmp_path)):
+        plots.main([str(tmp_path)])
+
+
+def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: Path) -> None:
+    feature = torch.tensor([[2.0], [0.0], [1.0]])
+    tensors = {"prediction": 3 * feature + 1, "target": 3 * feature, "feature": feature}
+    plots.save_predictions(tmp_path, tensors, targets=["price"], feature="area")
+    log = {"step": 1, "epoch": 1, "train_loss": 1.0, "eval_loss": 1.0, "eval_rmse": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(log) + "\n")
+    assert [path.name for path in plots.draw_run(tmp_path)] == ["curves.png", "fit.png"]
+    against, residuals, line = plots.draw_fit(*plots._load(tmp_path / plots.PREDICTIONS)).axes
+    assert against.collections[0].get_offsets().tolist() == [[6, 7], [0, 1], [3, 4]]
+    assert residuals.collections[0].get_offsets()[:, 1].tolist() == [1, 1, 1]
+    assert "1" in residuals.get_title() and residuals.get_ylabel() == "predicted - true price"
+    assert line.lines[0].get_xydata().tolist() == [[0, 1], [1, 4], [2, 7]]
+    assert line.get_xlabel() == "area"

@@ -1,0 +1,207 @@
+"""After a SIGKILL and a resume every tracker holds the rows of metrics.jsonl, each once."""
+
+import importlib
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import kill_all, rows, start
+
+from trainkit.launch import UsageError
+
+FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 2, "--pictures",
+         "--save-every", 15)  # fmt: skip
+PICTURES = {"curves", "confusion", "mistakes"}
+
+
+def expected_points(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """What the rows of metrics.jsonl are as curves: name to (step, value)."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in rows(run_dir):
+        group = "epochs" if "eval_loss" in row else "steps"
+        for name, value in row.items():
+            if name != "step":
+                points.setdefault(f"{group}/{name}", []).append((row["step"], value))
+    return points
+
+
+class Killed(Exception):
+    """Stands in for a SIGKILL inside this process: nothing is closed, nothing is flushed."""
+
+
+def killed_and_resumed(
+    tracker: str, run_dir: Path, small_mnist: Path, run_main: Callable, monkeypatch: Any
+) -> None:
+    """A run whose tracker has seen more steps than its checkpoint when it ends abruptly."""
+    from trainkit.checkpoint import Progress
+
+    flags = ("train_mnist", "--dataset", small_mnist, "--run-dir", run_dir, "--tracker", tracker,
+             *FLAGS)  # fmt: skip
+    advance = Progress.advance
+
+    def advance_and_die(self: Progress, accelerator: Any) -> bool:
+        if self.step == 25:
+            raise Killed
+        return advance(self, accelerator)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "advance", advance_and_die)
+        with pytest.raises(Killed):
+            run_main(*flags)
+    # What these two keep beside the training loop ends with the process that was killed.
+    if tracker == "wandb":
+        importlib.import_module("wandb").teardown()
+    if tracker == "trackio":
+        importlib.import_module("trackio").finish()
+    assert rows(run_dir)[-1]["step"] == 24  # logged, and then lost by the resume from step 15
+    run_main(*flags, "--resume", "latest")
+    steps = [row["step"] for row in rows(run_dir, "steps")]
+    assert steps == list(range(2, 43, 2))
+
+
+def read_tensorboard(run_dir: Path) -> Any:
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    reader = event_accumulator.EventAccumulator(
+        str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "images": 0}
+    )
+    return reader.Reload()
+
+
+def assert_tensorboard_is_the_history(run_dir: Path) -> None:
+    reader = read_tensorboard(run_dir)
+    expected = expected_points(run_dir)
+    assert set(reader.Tags()["scalars"]) == set(expected)
+    for name, points in expected.items():
+        found = [(event.step, event.value) for event in reader.Scalars(name)]
+        assert [step for step, _ in found] == [step for step, _ in points], name
+        assert [v for _, v in found] == pytest.approx([v for _, v in points], rel=1e-6), name
+    assert set(reader.Tags()["images"]) == PICTURES
+    assert all(len(reader.Images(name)) == 1 for name in PICTURES)
+
+
+def test_tensorboard_continues_its_curve_after_sigkill(tmp_path: Path, small_mnist: Path) -> None:
+    pytest.importorskip("tensorboard")
+    flags = ("--dataset", small_mnist, "--run-dir", tmp_path / "run", "--tracker", "tensorboard",
+             *FLAGS)  # fmt: skip
+    first = start("train_mnist.py", *flags)
+    log = tmp_path / "run" / "metrics.jsonl"
+    saved = tmp_path / "run" / "checkpoints" / "step-0000000015"
+    while not (saved.exists() and len(rows(tmp_path / "run")) >= 9):
+        assert first.poll() is None, first.communicate()
+    kill_all(first)
+    first.communicate()
+    assert log.exists()
+    second = start("train_mnist.py", *flags, "--resume", "latest")
+    output, errors = second.communicate(timeout=120)
+    assert second.returncode == 0, errors
+    assert "resuming from" in output
+    assert len(list((tmp_path / "run" / "tensorboard").glob("events.*"))) == 2
+    assert_tensorboard_is_the_history(tmp_path / "run")
+    hparams = read_tensorboard(tmp_path / "run").SummaryMetadata("_hparams_/session_start_info")
+    assert b"learning_rate" in hparams.plugin_data.content
+
+
+def test_tensorboard_forgets_the_rows_that_a_resume_makes_again(
+    tmp_path: Path, small_mnist: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    killed_and_resumed("tensorboard", tmp_path / "run", small_mnist, run_main, monkeypatch)
+    assert_tensorboard_is_the_history(tmp_path / "run")
+
+
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log format after a header of 7 bytes."""
+    content, position, record = path.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = struct.unpack("<HB", content[position + 4 : position + 7])
+        record += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield record
+            record = b""
+
+
+def test_wandb_offline_holds_the_whole_curve_in_its_newest_folder(
+    tmp_path: Path, small_mnist: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    killed_and_resumed("wandb", tmp_path / "run", small_mnist, run_main, monkeypatch)
+    folders = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len(folders) == 1  # this one is sent by `wandb sync`; the earlier one has another name
+    assert len(list((tmp_path / "run" / "wandb").glob("superseded-offline-run-*"))) == 1
+    found: dict[str, list[tuple[int, float]]] = {}
+    arguments, run_ids = set(), set()
+    for data in wandb_records(next(folders[0].glob("*.wandb"))):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.nested_key[0] if item.nested_key else item.key: item.value_json
+                     for item in record.history.item}  # fmt: skip
+            for name, value in items.items():
+                if "/" in name:
+                    point = (int(items["_step"]), float(value))
+                    found.setdefault(name, []).append(point)
+            arguments |= PICTURES & set(items)
+        elif record.WhichOneof("record_type") == "run":
+            run_ids.add(record.run.run_id)
+            arguments |= {item.key for item in record.run.config.update}
+        elif record.WhichOneof("record_type") == "config":
+            arguments |= {item.key for item in record.config.update}
+    assert found == expected_points(tmp_path / "run")
+    assert run_ids == {(tmp_path / "run" / "tracker_id").read_text()}
+    assert arguments >= PICTURES | {"learning_rate", "batch_size"}
+
+
+def test_trackio_holds_each_row_once(
+    tmp_path: Path, small_mnist: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    killed_and_resumed("trackio", tmp_path / "run", small_mnist, run_main, monkeypatch)
+    names = SQLiteStorage.get_runs("mnist")
+    identity = (tmp_path / "run" / "tracker_id").read_text()
+    assert names == [f"run-{identity}"]
+    found: dict[str, list[tuple[int, float]]] = {}
+    pictures = set()
+    for entry in SQLiteStorage.get_logs("mnist", names[0]):
+        pictures |= PICTURES & set(entry)
+        for name, value in entry.items():
+            if "/" in name:
+                found.setdefault(name, []).append((entry["step"], value))
+    assert found == expected_points(tmp_path / "run")
+    assert pictures == PICTURES
+    assert "learning_rate" in SQLiteStorage.get_run_config("mnist", names[0])
+
+
+def test_a_missing_tracker_is_asked_for_by_name(
+    run_main: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for tracker in ("tensorboard", "trackio", "wandb"):
+        with pytest.raises(UsageError, match=f"pip install {tracker}"):
+            run_main("train_mnist", "--run-dir", tmp_path / "run", "--tracker", tracker)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(autouse=True)
+def no_network() -> Iterator[None]:
+    """W&B and trackio stay on this machine."""
+    before = dict(os.environ)
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "DO_NOT_TRACK": "1"}
+    yield
+    os.environ.clear()
+    os.environ.update(before)
