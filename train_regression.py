@@ -36,11 +36,11 @@ from trainkit import arguments, launch, nodes, plots, tables
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
 from trainkit.history import History, RunningSums, epoch_bar
-from trainkit.optim import clip_gradients, make_optimizer, make_scheduler
+from trainkit.optim import clip_gradients, make_optimizer, make_scheduler, settle_sums
 from trainkit.order import EpochBatches, make_loader, remaining_batches
 from trainkit.preemption import Preemption
 from trainkit.rundir import close_run, finish_run, open_run, record_run
-from trainkit.trackers import log_pictures, make_trackers
+from trainkit.trackers import draw_pictures, make_trackers
 
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 LOSSES = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
@@ -435,6 +435,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     checkpoints = Checkpoints(accelerator, args.run_dir, history, sums, fingerprint, args.keep)
     progress = checkpoints.resume(args.resume)
     record_run(accelerator, args)
+    per_process = args.batch_size // accelerator.num_processes // args.accumulate
+    features = train_set.features[:per_process].to(accelerator.device)  # as many as in each step
+    settle_sums(accelerator, model, optimizer, features)
     accelerator.init_trackers("regression", vars(args))
 
     # Train: epochs of batches, then an evaluation.
@@ -506,17 +509,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         done = progress.epoch == args.epochs or progress.step == last_step
         if progress.batch == 0:
             sums.clear()
-        if done and accelerator.is_main_process:  # before the last checkpoint: it may be killed
+        if done:  # before the last checkpoint, from which no resume would evaluate again
             plots.save_predictions(
-                args.run_dir, predictions, targets=about["targets"], feature=about["features"][0]
+                accelerator,
+                args.run_dir,
+                predictions,
+                targets=about["targets"],
+                feature=about["features"][0],
             )
         if done or not args.save_every or progress.step % args.save_every == 0:
             checkpoints.save(progress)
 
     # Finish: pictures; weights that load in plain PyTorch; end_training, collective, comes last.
     metrics = progress.metrics
-    if args.pictures and accelerator.is_main_process:
-        log_pictures(accelerator, plots.draw_run(args.run_dir), progress.step)
+    if args.pictures:
+        draw_pictures(accelerator, args.run_dir, progress.step)
     finish_run(accelerator, model, args.run_dir, {
         "script": Path(__file__).stem, "model": args.model,
         "hidden": args.hidden if args.model == "mlp" else [], **about,

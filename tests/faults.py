@@ -96,7 +96,7 @@ def _digest(value: Any) -> Any:
 
 def incomplete(run_dir: Path) -> list[str]:
     """Checkpoints that have their final name and are not whole."""
-    from trainkit.checkpoint import verify
+    from trainkit.manifest import verify
 
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     return [f"{path.name}: {problem}" for path in folders if (problem := verify(path))]
@@ -245,12 +245,13 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if strikes and fault["how"] == "enospc":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            result = original(*args, **kwargs)
-            if strikes:
-                with contextlib.suppress(Exception):
-                    os.truncate(path, Path(path).stat().st_size // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if strikes:
+                    with contextlib.suppress(Exception):
+                        os.truncate(path, Path(path).stat().st_size // 2)
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(holder, name, watched)
 

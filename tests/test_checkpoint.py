@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from trainkit.checkpoint import Checkpoints, Progress, _seal, verify
+from trainkit.checkpoint import Checkpoints, Progress
 from trainkit.history import History, RunningSums
 from trainkit.launch import RunFailure, UsageError
+from trainkit.manifest import _seal, _sha256, verify
 
 FINGERPRINT = {"model": "small", "seed": 0, "learning_rate": 0.1}
 
@@ -90,8 +92,6 @@ def step(run_dir: Path, number: int) -> Path:
 
 def reforge(path: Path) -> None:
     """Make the manifest say that the folder as it is now is what was saved."""
-    from trainkit.checkpoint import _sha256
-
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != "MANIFEST.json")
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
@@ -123,8 +123,36 @@ def test_resume_brings_back_weights_moments_rate_position_sums_and_log(saved: Pa
 def test_only_the_newest_are_kept_and_nothing_else_is_left(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=2)
     run.train(5)
+    for thread in threading.enumerate():  # bytes are freed behind the run's back
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(10)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-0000000004", "step-0000000005"]
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine keeps what was synced: a kill cannot show that."""
+    run, events = Run(tmp_path), []
+    fsync, rename = os.fsync, os.rename
+
+    def syncing(handle: int) -> None:
+        events.append(Path(f"/proc/self/fd/{handle}").readlink())
+        fsync(handle)
+
+    def renaming(source: Path, target: Path) -> None:
+        events.append("rename")
+        monkeypatch.undo()
+        folders = [source, *(p for p in source.rglob("*") if p.is_dir())]
+        assert {*events} >= {*source.rglob("*"), *folders, run.history.path}
+        monkeypatch.setattr(os, "fsync", syncing)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "rename", renaming)
+    run.train(1)
+    assert events[-2:] == ["rename", tmp_path / "checkpoints"]
 
 
 def test_every_flipped_bit_is_found(saved: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,10 @@ from accelerate.utils import broadcast_object_list
 
 from trainkit.history import History, RunningSums
 from trainkit.launch import RunFailure, UsageError, explained, failing_together
+from trainkit.manifest import verify, write_manifest
 from trainkit.rundir import remove_tree, sync
 
-FORMAT = 1
 STEP_NAME = re.compile(r"step-\d{10}")
-FILE_NAME = re.compile(
-    r"trainer\.json|state/(model\.safetensors|optimizer\.bin|scheduler\.bin|scaler\.pt"
-    r"|random_states_\d+\.pkl)"
-)
 
 
 @dataclass
@@ -236,17 +231,7 @@ class Checkpoints:
             "world": self._world(),
         }
         (temporary / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
-        paths = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-        with ThreadPoolExecutor(4) as pool:  # fsync and hashing both leave the interpreter's lock
-            hashes = pool.map(_sync_and_hash, paths)
-        files = {
-            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256}
-            for path, sha256 in zip(paths, hashes, strict=True)
-        }
-        manifest = {"format": FORMAT, "step": progress.step, "files": files}
-        (temporary / "MANIFEST.json").write_bytes(_seal(manifest))
-        for path in (temporary / "MANIFEST.json", temporary / "state", temporary):
-            sync(path)
+        write_manifest(temporary, progress.step)
         os.rename(temporary, final)
         sync(self.directory)
         for old in self._steps()[: -self.keep]:
@@ -269,51 +254,3 @@ def md5(*tensors: torch.Tensor) -> str:
     for tensor in tensors:
         digest.update(tensor.contiguous().numpy())
     return digest.hexdigest()
-
-
-def verify(path: Path) -> str | None:
-    """Why a folder is not a whole checkpoint, or None if every byte is the one that was saved."""
-    if not (path / "MANIFEST.json").is_file():
-        return "it has no MANIFEST.json" if path.is_dir() else "there is no such folder"
-    try:
-        content = (path / "MANIFEST.json").read_bytes()
-        manifest = json.loads(content)
-        del manifest["sha256"]
-        if _seal(manifest) != content:
-            return "MANIFEST.json was changed"
-        if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']!r}, and {FORMAT} is known here"
-        if STEP_NAME.fullmatch(path.name) and path.name != f"step-{manifest['step']:010d}":
-            return f"it holds step {manifest['step']}"
-        files = manifest["files"]
-        paths = [p for p in path.rglob("*") if p.is_symlink() or not p.is_dir()]
-        there = {p.relative_to(path).as_posix() for p in paths} - {"MANIFEST.json"}
-        for name in sorted(files.keys() - there):
-            return f"{name} is missing"
-        for name in sorted(there):
-            file, known = path / name, name in files and FILE_NAME.fullmatch(name)
-            if not known or file.is_symlink() or not file.is_file():
-                return f"{name} does not belong there"
-            if file.stat().st_size != files[name]["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes, not {files[name]['bytes']}"
-            if _sha256(file) != files[name]["sha256"]:
-                return f"{name} was changed"
-    except Exception as problem:  # whatever a forged manifest makes a reader raise
-        return f"MANIFEST.json cannot be read ({type(problem).__name__})"
-    return None
-
-
-def _seal(manifest: dict[str, Any]) -> bytes:
-    """The manifest as JSON that carries its own hash."""
-    sha256 = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**manifest, "sha256": sha256}, indent=2).encode()
-
-
-def _sync_and_hash(path: Path) -> str:
-    sync(path)
-    return _sha256(path)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

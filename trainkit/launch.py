@@ -282,10 +282,14 @@ def _explain(error: RuntimeError | OSError) -> str | None:
         return "ran out of memory, try a larger --accumulate or a smaller --batch-size"
     if text.startswith("dataloader worker"):
         return "lost a loader worker (the kernel kills one when memory runs out)"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_available():
         words = ("gloo", "connection", "timed out", "timeout", "nccl")
-        if isinstance(error, torch.distributed.DistError) or any(word in text for word in words):
-            return "lost contact with another process of this run"
+        lost = isinstance(error, torch.distributed.DistError)
+        if torch.distributed.is_initialized():
+            if lost or any(word in text for word in words):
+                return "lost contact with another process of this run"
+        elif lost or "connectfullmesh" in text:
+            return "did not meet the other processes (see their output, or ask trainkit.doctor)"
     return None
 
 

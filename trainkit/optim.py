@@ -94,3 +94,21 @@ def make_scheduler(
         return value
 
     return lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def settle_sums(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+) -> None:
+    """Make a resumed run add up gradients in the same order as the uninterrupted one.
+
+    DistributedDataParallel lays out its buckets anew after its first backward pass. A number's
+    place in its bucket decides in which order the processes are added to it, and with three or more
+    the order decides the last bit. So one backward pass comes before the first step. Every process
+    must call this.
+    """
+    if accelerator.num_processes > 2:
+        model(inputs).sum().backward()
+        optimizer.zero_grad()

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -108,11 +109,12 @@ def sync(path: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a folder so that a crash leaves either all of it or nothing under its name.
 
-    What cannot be removed stays under a name that begins with .tmp-.
+    Its name is gone at once; its bytes go while the caller works on, because freeing them takes as
+    long as writing them. What a crash leaves has a name that begins with .tmp-.
     """
     trash = path.with_name(f".tmp-del-{os.getpid()}-{path.name.removeprefix('.tmp-')}")
     os.rename(path, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    threading.Thread(target=shutil.rmtree, args=(trash,), kwargs={"ignore_errors": True}).start()
 
 
 def _lock(run_dir: Path, wait: bool) -> TextIO:

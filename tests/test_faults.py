@@ -1,0 +1,245 @@
+"""A fault anywhere loses nothing that a save reported, and the resumed run ends with equal bytes.
+
+The short part runs with the other tests. The long one prints a table of what was tried and lost:
+
+    python -m pytest -m slow tests/test_faults.py -s
+"""
+
+import random
+import shutil
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import Nursery, Outcome, acknowledged, digests, incomplete, newest
+
+SAVE = 4  # the save that is broken: the first whose pruning removes a checkpoint
+STEPS = range(2, 11, 2)  # at which a run of the `arguments` fixture saves
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    fault: str
+    script: str
+    world: int
+    tried: int = 0
+    lost: int = 0  # saves that had returned and were not there afterwards
+    incomplete: int = 0  # folders under a final name that are not whole
+    different: int = 0  # resumed runs whose final bytes are not those of an undisturbed run
+    hung: int = 0
+
+    def good(self) -> bool:
+        return self.tried > 0 and not (self.lost or self.incomplete or self.different or self.hung)
+
+    def show(self) -> None:
+        """Print this line; the first one prints the head of the table."""
+        names = ("fault", "script", "processes", "tried", "lost", "incomplete", "differ", "hung")
+        if not SHOWN:
+            print("", "| " + " | ".join(names) + " |", "| --- " * len(names) + "|", sep="\n")
+        SHOWN.append(self)
+        print("| " + " | ".join(map(str, vars(self).values())) + " |", flush=True)
+
+
+SHOWN: list[Row] = []
+
+
+class Sweep:
+    """Runs of one script in one number of processes, held against an undisturbed one."""
+
+    def __init__(self, nursery: Nursery, script: str, args: list[object], world: int, where: Path):
+        self.nursery, self.script, self.args, self.world = nursery, script, args, world
+        self.run_dir = where / "broken"
+        whole = nursery.run(script, *args, "--run-dir", where / "whole", world=world)
+        assert whole.codes == [0] * world, whole.output
+        self.expected, self.seconds = digests(where / "whole"), whole.seconds
+
+    def clear(self) -> None:
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        Path(f"{self.run_dir}.saved").unlink(missing_ok=True)
+
+    def run(self, row: Row, **plan: Any) -> Outcome:
+        """Start or continue the run, and look at what is left of it."""
+        outcome = self.nursery.run(
+            self.script, *self.args, "--run-dir", self.run_dir, "--resume", "auto",
+            world=self.world, **plan,
+        )  # fmt: skip
+        row.hung += None in outcome.codes
+        row.incomplete += len(incomplete(self.run_dir))
+        row.lost += newest(self.run_dir) < acknowledged(self.run_dir)
+        return outcome
+
+    def finish(self, row: Row) -> None:
+        outcome = self.run(row)
+        assert outcome.codes == [0] * self.world, outcome.output
+        row.different += digests(self.run_dir) != self.expected
+
+    def break_one_save(self, row: Row, event: int, how: str, rank: int = 0) -> None:
+        """One fresh run whose fourth save meets a fault, and its resume."""
+        self.clear()
+        fault = {"rank": rank, "save": SAVE, "event": event, "how": how}
+        outcome = self.run(row, fault=fault)
+        row.tried += 1
+        if how != "enospc":
+            assert outcome.codes[rank] == -signal.SIGKILL, outcome.output
+        elif outcome.codes != [0] * self.world:  # some events may fail without harm
+            assert outcome.codes == [1] * self.world, outcome.output
+            errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
+            assert len(errors) == 1 and "No space left on device" in errors[0], outcome.output
+            assert "Traceback" not in outcome.output
+            assert (
+                newest(self.run_dir) == STEPS[SAVE - 2 + (newest(self.run_dir) == STEPS[SAVE - 1])]
+            )
+        self.finish(row)
+
+    def count_events(self, rank: int = 0) -> int:
+        self.clear()
+        fault = {"rank": rank, "save": SAVE, "event": 0, "how": "kill"}
+        self.run(Row("count", self.script, self.world), fault=fault)
+        return int(Path(f"{self.run_dir}.events").read_text())
+
+
+@pytest.mark.parametrize(("world", "stride"), [(1, 5), (2, 11)])
+@pytest.mark.parametrize("how", ["kill", "enospc"])
+def test_a_fault_inside_a_save_loses_nothing(
+    nursery: Nursery, arguments: dict, tmp_path: Path, world: int, stride: int, how: str
+) -> None:
+    sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], world, tmp_path)
+    row = Row(how, "train_mnist", world)
+    for event in range(3, sweep.count_events() + 1, stride):
+        sweep.break_one_save(row, event, how)
+    assert row.good(), row
+
+
+def test_a_full_disk_on_the_last_process_alone_reaches_all(
+    nursery: Nursery, arguments: dict, tmp_path: Path
+) -> None:
+    sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], 2, tmp_path)
+    row = Row("enospc", "train_mnist", 2)
+    for event in range(1, sweep.count_events(rank=1) + 1):
+        sweep.break_one_save(row, event, "enospc", rank=1)
+    assert row.good(), row
+
+
+def test_a_file_that_may_not_grow_ends_in_one_sentence(
+    nursery: Nursery, arguments: dict, tmp_path: Path
+) -> None:
+    """The limit strikes inside the writers of torch and safetensors, as a full disk does."""
+    args = [*arguments["train_mnist"], "--run-dir", tmp_path / "run"]
+    for limit in (6_000, 30_000):  # inside the scheduler's file; inside the weights
+        outcome = nursery.run("train_mnist", *args, limit=limit)
+        assert outcome.codes == [1], outcome.output
+        errors = [line for line in outcome.output.splitlines() if line.startswith("error: saving")]
+        assert len(errors) == 1 and "MiB were free" in errors[0], outcome.output
+
+
+def test_a_folder_that_cannot_be_written_is_refused(
+    nursery: Nursery, arguments: dict, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    for run_dir in (tmp_path / "file", "/proc/run", Path.cwd(), Path.cwd().parent):
+        for world in (1, 2):
+            args = [*arguments["train_mnist"], "--run-dir", run_dir]
+            outcome = nursery.run("train_mnist", *args, world=world)
+            assert outcome.codes == [2] * world, outcome.output
+            errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
+            assert len(errors) == 1 and str(run_dir) in errors[0]
+            assert "Traceback" not in outcome.output
+
+
+def test_a_refused_resume_leaves_the_finished_run_as_it_was(
+    nursery: Nursery, arguments: dict, tmp_path: Path
+) -> None:
+    args = [*arguments["train_mnist"], "--run-dir", tmp_path / "run"]
+    assert nursery.run("train_mnist", *args).codes == [0]
+    files = {p: p.read_bytes() for p in sorted((tmp_path / "run").rglob("*")) if p.is_file()}
+    for world in (1, 2):
+        more = ["--resume", "auto", "--seed", 7]
+        outcome = nursery.run("train_mnist", *args, *more, world=world)
+        assert outcome.codes == [2] * world
+        assert outcome.output.count("error:") == 1 and "seed is 0 there and 7" in outcome.output
+        for path, content in files.items():
+            assert path.name == "run.lock" or path.read_bytes() == content, path
+
+
+def kill_at_random_times(sweep: Sweep, row: Row, num_kills: int, rank: int | None) -> None:
+    """Kill a run again and again, let it finish every sixth time, compare."""
+    generator = random.Random(0)
+    sweep.clear()
+    wanted, count = row.tried + num_kills, 0
+    while row.tried < wanted:
+        count += 1
+        at = generator.uniform(0.1, 1.1) * sweep.seconds
+        outcome = sweep.run(row, kill=[[at, rank, signal.SIGKILL]])
+        killed = outcome.codes.count(-signal.SIGKILL)
+        row.tried += killed > 0
+        assert killed or outcome.codes == [0] * sweep.world, outcome.output
+        if count % 6 == 0:
+            sweep.finish(row)
+            sweep.clear()
+    sweep.finish(row)
+
+
+def all_scripts() -> list[str]:
+    from faults import SCRIPTS
+
+    return SCRIPTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("script", all_scripts())
+def test_sweep(nursery: Nursery, arguments: dict, tmp_path: Path, script: str, world: int) -> None:
+    sweep = Sweep(nursery, script, arguments[script], world, tmp_path)
+    num_events = sweep.count_events()
+    rows = []
+    for fault, how in (
+        ("SIGKILL before each I/O event of a save", "kill"),
+        ("SIGKILL after each, a written file torn", "tear"),
+        ("disk full at each I/O event of a save", "enospc"),
+    ):
+        rows.append(row := Row(fault, script, world))
+        for event in range(1, num_events + 1):
+            sweep.break_one_save(row, event, how)
+        row.show()
+    rows.append(row := Row("SIGKILL of all at a random time", script, world))
+    kill_at_random_times(sweep, row, 200, None)
+    row.show()
+    if world == 2:
+        rows.append(row := Row("SIGKILL of one process at a random time", script, world))
+        kill_at_random_times(sweep, row, 20, 1)
+        kill_at_random_times(sweep, row, 20, 0)
+        row.show()
+    assert all(row.good() for row in rows), rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_disk_that_is_full(nursery: Nursery, arguments: dict, tmp_path: Path, world: int) -> None:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "none", mount], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        row = Row("a disk of 300 KiB", "train_mnist", world)
+        args = [*arguments["train_mnist"], "--keep", 99, "--run-dir", mount / "run"]
+        outcome = nursery.run("train_mnist", *args, "--save-every", 1, world=world)
+        assert outcome.codes == [1] * world, outcome.output
+        assert outcome.output.count("error: saving") == 1, outcome.output
+        row.tried, row.incomplete = 1, len(incomplete(mount / "run"))
+        row.lost = int(newest(mount / "run") < acknowledged(mount / "run"))
+        row.show()
+        assert newest(mount / "run") > 0 and row.good()
+        subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
+        outcome = nursery.run("train_mnist", *args, "--resume", "auto", world=world)
+        assert outcome.codes == [2] * world, outcome.output
+        assert "Read-only file system" in outcome.output
+    finally:
+        subprocess.run(["umount", mount], check=False)
