@@ -33,7 +33,7 @@ from trainkit import arguments, launch, nodes, plots
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
 from trainkit.history import History, RunningSums, epoch_bar
-from trainkit.optim import make_optimizer, make_scheduler
+from trainkit.optim import clip_gradients, make_optimizer, make_scheduler, settle_sums
 from trainkit.order import (
     EpochBatches,
     keyed_uniform,
@@ -43,7 +43,7 @@ from trainkit.order import (
 )
 from trainkit.preemption import Preemption
 from trainkit.rundir import close_run, finish_run, open_run, record_run
-from trainkit.trackers import log_pictures, make_trackers
+from trainkit.trackers import draw_pictures, make_trackers
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 RESIDENT_BYTES = 2**30  # decoded pictures beyond this are read from a file as they are needed
@@ -356,6 +356,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     checkpoints = Checkpoints(accelerator, args.run_dir, history, sums, fingerprint, args.keep)
     progress = checkpoints.resume(args.resume)
     record_run(accelerator, args)
+    per_process = args.batch_size // accelerator.num_processes // args.accumulate
+    images = train_set.images[:per_process].to(accelerator.device)  # as many as in each step
+    settle_sums(accelerator, model, optimizer, normalise(images))
     accelerator.init_trackers("mnist", vars(args))
 
     # Train: epochs of batches, then an evaluation.
@@ -381,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 accelerator.backward(loss_sum * (scale + 0 * loss_sum.detach()))
                 learning_rate = scheduler.get_last_lr()[0]
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.clip_norm)
+                    grad_norm = clip_gradients(accelerator, model, args.clip_norm)
                     guard.check(grad_norm, loss_sum / num_samples, progress, learning_rate)
                 optimizer.step()
                 scheduler.step()
@@ -432,18 +435,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         done = progress.epoch == args.epochs or progress.step == last_step
         if progress.batch == 0:
             sums.clear()
-        if done and accelerator.is_main_process:  # before the last checkpoint: it may be killed
-            images = eval_set.images[plots.worst_mistakes(**predictions)]
-            plots.save_predictions(
-                args.run_dir, {**predictions, "mistake_images": images}, classes=class_names
-            )
+        if done:  # before the last checkpoint, from which no resume would evaluate again
+            predictions["mistake_images"] = eval_set.images[plots.worst_mistakes(**predictions)]
+            plots.save_predictions(accelerator, args.run_dir, predictions, classes=class_names)
         if done or not args.save_every or progress.step % args.save_every == 0:
             checkpoints.save(progress)
 
     # Finish: pictures; weights that load in plain PyTorch; end_training, collective, comes last.
     metrics = progress.metrics
-    if args.pictures and accelerator.is_main_process:
-        log_pictures(accelerator, plots.draw_run(args.run_dir), progress.step)
+    if args.pictures:
+        draw_pictures(accelerator, args.run_dir, progress.step)
     finish_run(accelerator, model, args.run_dir, {
         "script": Path(__file__).stem, "model": args.model, "classes": class_names,
         "size": SIZE, "mean": MEAN, "std": STD,

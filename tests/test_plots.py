@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import NUM_TEST, rows
 from PIL import Image
 
@@ -126,7 +127,9 @@ def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(
 def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: Path) -> None:
     feature = torch.tensor([[2.0], [0.0], [1.0]])
     tensors = {"prediction": 3 * feature + 1, "target": 3 * feature, "feature": feature}
-    plots.save_predictions(tmp_path, tensors, targets=["price"], feature="area")
+    plots.save_predictions(
+        Accelerator(cpu=True), tmp_path, tensors, targets=["price"], feature="area"
+    )
     log = {"step": 1, "epoch": 1, "train_loss": 1.0, "eval_loss": 1.0, "eval_rmse": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(log) + "\n")
     assert [path.name for path in plots.draw_run(tmp_path)] == ["curves.png", "fit.png"]

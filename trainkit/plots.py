@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -33,16 +34,22 @@ STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 MARKERS = "os^Dv*"
 
 
-def save_predictions(run_dir: Path, tensors: dict[str, torch.Tensor], **metadata: Any) -> None:
-    """Write predictions.safetensors, from which the pictures are drawn. Main process only.
+def save_predictions(
+    accelerator: Accelerator, run_dir: Path, tensors: dict[str, torch.Tensor], **metadata: Any
+) -> None:
+    """Write predictions.safetensors, from which the pictures are drawn.
+
+    Every process must call this; the main process writes. Raises RunFailure on all if it cannot.
 
     A classifier gives "prediction" and "target" (int64, one per sample), "probability" (float32, of
     the prediction) and metadata `classes`; a regression gives "prediction" and "target" (float32,
     samples x targets), if it has one feature "feature" as well, and metadata `targets`.
     """
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    content = save(tensors, metadata={"trainkit": json.dumps(metadata)})
-    write_durably(run_dir / PREDICTIONS, content)
+    path = run_dir / PREDICTIONS
+    with launch.failing_together(accelerator, f"{path} cannot be written", launch.RunFailure):
+        if accelerator.is_main_process:
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            write_durably(path, save(tensors, metadata={"trainkit": json.dumps(metadata)}))
 
 
 def worst_mistakes(

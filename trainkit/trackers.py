@@ -16,7 +16,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 
+from trainkit import plots
 from trainkit.history import History, check_tracker
+from trainkit.launch import RunFailure, failing_together
 from trainkit.rundir import write_durably
 
 
@@ -173,11 +175,17 @@ def make_trackers(args: argparse.Namespace, history: History, project: str) -> l
     return [history, *([KINDS[args.tracker](args, history, project)] if args.tracker else [])]
 
 
-def log_pictures(accelerator: Accelerator, paths: list[Path], step: int) -> None:
-    """Log picture files to the trackers that show pictures. Main process only."""
-    for tracker in accelerator.trackers:
-        if isinstance(tracker, Mirror):
-            tracker.add_pictures(paths, step)
+def draw_pictures(accelerator: Accelerator, run_dir: Path, step: int) -> None:
+    """Draw the pictures of a run and log them where pictures are shown.
+
+    Every process must call this. Raises RunFailure on all of them if the disk is full.
+    """
+    with failing_together(accelerator, f"{run_dir}: the pictures cannot be drawn", RunFailure):
+        if accelerator.is_main_process:
+            paths = plots.draw_run(run_dir)
+            for tracker in accelerator.trackers:
+                if isinstance(tracker, Mirror):
+                    tracker.add_pictures(paths, step)
 
 
 def _grouped(row: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,69 @@
+"""How far does the linear scaling rule carry? Accuracy after one epoch at growing batch sizes.
+
+python benchmarks/scaling_rule.py
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from trainkit.plots import COLOURS, _rows, _subplots, _write  # noqa: E402
+
+BATCH_SIZES = (32, 128, 512, 2048)
+FLAGS = ("--model", "lenet", "--no-augment", "--epochs", "1", "--optimizer", "sgd",
+         "--learning-rate", "0.02", "--schedule", "constant", "--log-every", "1")  # fmt: skip
+RULES = {"0.02 at every size": (), "0.02 x batch size / 32": ("--scale-lr", "32"),
+         "the same, warm-up": ("--scale-lr", "32", "--warmup", "0.25")}  # fmt: skip
+
+
+def accuracy(batch_size: int, name: str, rule: tuple[str, ...]) -> float:
+    """Test accuracy after one epoch; a run whose numbers went bad counts as a guess, 0.1."""
+    run_dir = ROOT / "runs" / "scaling_rule" / f"{name.replace(' ', '_').replace('/', 'by')}"
+    run_dir = run_dir / str(batch_size)
+    if not (run_dir / "DONE").exists():
+        warmup = () if "--warmup" in rule else ("--warmup", "0")
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train_mnist.py"), "--batch-size", str(batch_size),
+             "--run-dir", str(run_dir), *FLAGS, *warmup, *rule],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode == 1 and "went bad" in done.stderr:
+            return 0.1
+        assert done.returncode == 0, done.stderr
+    return _rows(run_dir)[-1]["eval_accuracy"]
+
+
+def main() -> None:
+    """Print the table and write docs/scaling_rule.png."""
+    figure, axes = _subplots(figsize=(7, 4.2))
+    print(f"| batch size | {' | '.join(RULES)} |\n| --- |{' --- |' * len(RULES)}")
+    results = {
+        name: [accuracy(batch_size, name, rule) for batch_size in BATCH_SIZES]
+        for name, rule in RULES.items()
+    }
+    for number, batch_size in enumerate(BATCH_SIZES):
+        cells = [f"{values[number]:.2%}" for values in results.values()]
+        print(f"| {batch_size} | {' | '.join(cells)} |")
+    for (name, values), colour, marker, style in zip(
+        results.items(), COLOURS, "os^", ("-", "--", "-."), strict=False
+    ):
+        errors = [1 - value for value in values]
+        axes.plot(BATCH_SIZES, errors, color=colour, marker=marker, linestyle=style, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(BATCH_SIZES, BATCH_SIZES)
+    ticks = (0.02, 0.05, 0.1, 0.2, 0.5, 1)
+    axes.set_yticks(ticks, [f"{tick:.0%}" for tick in ticks])
+    axes.tick_params(which="minor", length=0, labelleft=False)
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("test errors after one epoch")
+    axes.grid(color="0.9")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
+    print(_write(figure, ROOT / "docs" / "scaling_rule.png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""torchrun, autocast, GradScaler and two schedulers.
+
+torchrun --standalone --nproc_per_node 2 torchrun_amp.py DATA.safetensors LOSSES.json
+
+Without a GPU there is no float16 training: autocast and GradScaler are switched off.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+
+amp = torch.cuda.is_available()
+dist.init_process_group("nccl" if amp else "gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+device = torch.device("cuda" if amp else "cpu", int(os.environ["LOCAL_RANK"]) if amp else 0)
+data = load_file(sys.argv[1])
+num_steps = len(data["batches"])
+
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2),
+    nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2),
+    nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10),
+).to(device)  # fmt: skip
+model = DistributedDataParallel(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
+# Both stepped after each batch: down by a tenth over the epoch, and half a cosine on top.
+schedulers = [ExponentialLR(optimizer, 0.9 ** (1 / num_steps)),
+              CosineAnnealingLR(optimizer, num_steps)]  # fmt: skip
+scaler = torch.amp.GradScaler(device.type, enabled=amp)
+
+losses = []
+for batch in data["batches"]:
+    batch = batch.chunk(world_size)[rank]
+    images = ((data["images"][batch].float() / 255 - 0.1307) / 0.3081).to(device)
+    labels = data["labels"][batch].to(device)
+    optimizer.zero_grad()
+    with torch.autocast(device.type, dtype=torch.float16, enabled=amp):
+        loss = F.cross_entropy(model(images), labels)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for scheduler in schedulers:
+        scheduler.step()  # also after a step that the scaler skipped
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    losses.append(mean.item() / world_size)
+
+if rank == 0:
+    torch.save(model.module.state_dict(), sys.argv[2] + ".pt")
+    with open(sys.argv[2], "w") as file:
+        json.dump(losses, file)
+dist.destroy_process_group()
