@@ -180,8 +180,9 @@ def strike_at_random_times(
         # Ended by the signal; saved and stopped; done before it came; or left by a peer that ended.
         assert {*outcome.codes} <= {-number, 75, 0, 1}, outcome.output
         assert sweep.world > 1 or 1 not in outcome.codes, outcome.output
-        row.tried += outcome.codes != [0] * sweep.world
-        if count % 6 == 0:
+        done = outcome.codes == [0] * sweep.world
+        row.tried += not done
+        if done or count % 6 == 0:
             sweep.finish(row)
             sweep.clear()
     sweep.finish(row)
