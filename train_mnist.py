@@ -33,7 +33,7 @@ from trainkit import arguments, launch, nodes, plots
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
 from trainkit.history import History, RunningSums, epoch_bar
-from trainkit.optim import make_optimizer, make_scheduler
+from trainkit.optim import clip_gradients, make_optimizer, make_scheduler, settle_sums
 from trainkit.order import (
     EpochBatches,
     keyed_uniform,
@@ -356,6 +356,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     checkpoints = Checkpoints(accelerator, args.run_dir, history, sums, fingerprint, args.keep)
     progress = checkpoints.resume(args.resume)
     record_run(accelerator, args)
+    per_process = args.batch_size // accelerator.num_processes // args.accumulate
+    images = train_set.images[:per_process].to(accelerator.device)  # as many as in each step
+    settle_sums(accelerator, model, optimizer, normalise(images))
     accelerator.init_trackers("mnist", vars(args))
 
     # Train: epochs of batches, then an evaluation.
@@ -381,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 accelerator.backward(loss_sum * (scale + 0 * loss_sum.detach()))
                 learning_rate = scheduler.get_last_lr()[0]
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.clip_norm)
+                    grad_norm = clip_gradients(accelerator, model, args.clip_norm)
                     guard.check(grad_norm, loss_sum / num_samples, progress, learning_rate)
                 optimizer.step()
                 scheduler.step()

@@ -101,11 +101,11 @@ def assert_refused(results: list[tuple[int, str, str]], *phrases: str) -> None:
         assert sentence.count(" is ") == len(phrases), sentence
 
 
-def assert_equal_rows(run_dir: Path, other_dir: Path) -> None:
+def assert_equal_rows(run_dir: Path, other_dir: Path, tolerance: float = 1e-5) -> None:
     rows, others = conftest.rows(run_dir), conftest.rows(other_dir)
     assert len(rows) == len(others) > 2
     for row, other in zip(rows, others, strict=True):
-        assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
+        assert row == pytest.approx(other, rel=tolerance, abs=tolerance)
 
 
 def elastic_config(folder: Path) -> Path:
@@ -235,7 +235,8 @@ def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
     results = finish([first, start_elastic(1)], timeout=120)
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming from" in results[0][1] + results[1][1]
-    assert_equal_rows(tmp_path / "run", tmp_path / "one")
+    # Rounding differs between 1 and 4 processes, and 56 steps let it grow.
+    assert_equal_rows(tmp_path / "run", tmp_path / "one", tolerance=2e-4)
 
 
 def port_answers(port: int) -> bool:

@@ -16,6 +16,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Every torch.load in this process, accelerate's included, refuses to unpickle code.
 os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 
+# Accelerate's optimizer.step() looks for this package on the disk twice in every step, which takes
+# longer than a small model's whole update (benchmarks/loop_overhead.py). None says: not there.
+sys.modules.setdefault("lomo_optim", None)
+
 # The death of a launcher reaches the process that it started as SIGTERM, which saves and ends it.
 # Only under a launcher: `nohup python train_mnist.py &` must outlive its shell.
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

@@ -17,7 +17,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 # continues a run only if they are equal.
 MECHANICS = {
     "run_dir", "resume", "save_every", "keep", "log_every", "tracker", "num_workers", "timeout",
-    "stop_after_steps", "target_accuracy", "accumulate", "pictures",
+    "stop_after_steps", "target_accuracy", "target_r2", "accumulate", "pictures",
 }  # fmt: skip
 
 

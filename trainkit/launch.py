@@ -153,7 +153,8 @@ def explained(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as problem:
-        raise UsageError(f"{what}: {_first_sentence(problem)}") from problem
+        # datasets wraps what a reader of files found in words of its own.
+        raise UsageError(f"{what}: {_first_sentence(problem.__cause__ or problem)}") from problem
 
 
 @contextmanager
@@ -267,7 +268,8 @@ def _count(number: int, noun: str) -> str:
 
 def _first_sentence(problem: Exception) -> str:
     lines = str(problem).strip().splitlines() or ["no reason given"]
-    return f"{type(problem).__name__}: {lines[0].split('. ')[0]}"
+    reason = lines[0].removeprefix("Error tokenizing data. ")  # pandas: row and column come next
+    return f"{type(problem).__name__}: {reason.split('. ')[0]}"
 
 
 def _explain(error: RuntimeError | OSError) -> str | None:
@@ -280,10 +282,14 @@ def _explain(error: RuntimeError | OSError) -> str | None:
         return "ran out of memory, try a larger --accumulate or a smaller --batch-size"
     if text.startswith("dataloader worker"):
         return "lost a loader worker (the kernel kills one when memory runs out)"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_available():
         words = ("gloo", "connection", "timed out", "timeout", "nccl")
-        if isinstance(error, torch.distributed.DistError) or any(word in text for word in words):
-            return "lost contact with another process of this run"
+        lost = isinstance(error, torch.distributed.DistError)
+        if torch.distributed.is_initialized():
+            if lost or any(word in text for word in words):
+                return "lost contact with another process of this run"
+        elif lost or "connectfullmesh" in text:
+            return "did not meet the other processes (see their output, or ask trainkit.doctor)"
     return None
 
 

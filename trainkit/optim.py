@@ -1,6 +1,8 @@
 """Optimizer and learning rate from the flags of trainkit.arguments: torch's own, put together."""
 
 import argparse
+import functools
+import inspect
 import math
 from typing import Any
 
@@ -24,9 +26,15 @@ def make_optimizer(
         "fused": accelerator.mixed_precision != "fp16",
     }
     if args.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), momentum=args.momentum, **options)
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[args.optimizer]
-    return kind(model.parameters(), **options)
+        options["momentum"] = args.momentum
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    optimizer = kind[args.optimizer](model.parameters(), **options)
+    # Accelerate inspects the signature of zero_grad in every step: for a small model a tenth of it
+    # (benchmarks/loop_overhead.py). A signature that is stored is found at once.
+    zero_grad = functools.partial(optimizer.zero_grad)
+    zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)
+    optimizer.zero_grad = zero_grad
+    return optimizer
 
 
 def peak_learning_rate(args: argparse.Namespace) -> float:
@@ -34,38 +42,73 @@ def peak_learning_rate(args: argparse.Namespace) -> float:
     return args.learning_rate * (args.batch_size / args.scale_lr if args.scale_lr else 1.0)
 
 
+def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip the gradients as accelerator.clip_grad_norm_ does and return their norm.
+
+    Where nothing is to be clipped, the gradients are not multiplied by 1: the same bits, and a
+    quarter of the time that a step of a small model takes (benchmarks/loop_overhead.py).
+    """
+    if max_norm < math.inf or accelerator.scaler is not None:  # a scaler unscales them there
+        return accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(gradients)
+
+
 def make_scheduler(
     optimizer: torch.optim.Optimizer, args: argparse.Namespace, steps_per_epoch: int
 ) -> lr_scheduler.LRScheduler:
     """A schedule that is stepped once per optimizer step, its lengths counted in those steps.
 
-    exponential: x gamma per epoch (ExponentialLR). cosine: half a period down to 0
-    (CosineAnnealingLR, Loshchilov and Hutter 2016). exponential+cosine: both stepped in a chain. A
-    warm-up multiplies any of them by a line up to 1.
     onecycle: up to the peak in the warm-up and down to 0 (OneCycleLR, Smith and Topin 2017).
+    The others are products of: a line up to 1 in the warm-up; gamma per epoch (ExponentialLR);
+    half a period of a cosine down to 0, and up again (CosineAnnealingLR, Loshchilov and Hutter
+    2016). At the end of each epoch they have the value of those schedulers stepped together, once
+    per epoch.
     """
     total_steps = args.epochs * steps_per_epoch
-    warmup_steps = math.ceil(args.warmup * total_steps)
     if args.schedule == "onecycle":
-        # Momentum stays: cycling it as well is an ingredient of its own.
         return lr_scheduler.OneCycleLR(
             optimizer,
             max_lr=peak_learning_rate(args),
             total_steps=total_steps,
             pct_start=args.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
+            # Momentum stays: cycling it as well is an ingredient of its own.
             cycle_momentum=False,
         )
-    cosine_steps = total_steps
-    if args.cosine_epochs is not None:
-        cosine_steps = round(args.cosine_epochs * steps_per_epoch)
-    # All of these multiply the learning rate step by step, so they can be chained in any order.
-    factors: list[lr_scheduler.LRScheduler] = []
-    if warmup_steps > 1:
-        factors.append(lr_scheduler.LinearLR(optimizer, 1 / warmup_steps, 1.0, warmup_steps - 1))
-    if "exponential" in args.schedule:
-        factors.append(lr_scheduler.ExponentialLR(optimizer, args.gamma ** (1 / steps_per_epoch)))
-    if "cosine" in args.schedule:
-        factors.append(lr_scheduler.CosineAnnealingLR(optimizer, max(1, cosine_steps)))
-    if not factors:
-        factors.append(lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0))
-    return factors[0] if len(factors) == 1 else lr_scheduler.ChainedScheduler(factors)
+    warmup_steps = math.ceil(args.warmup * total_steps)
+    cosine_epochs = args.cosine_epochs or args.epochs
+
+    def factor(step: int) -> float:
+        epoch, value = step / steps_per_epoch, 1.0
+        if step < warmup_steps:
+            value *= (step + 1) / warmup_steps
+        if "cosine" in args.schedule:
+            value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
+            # CosineAnnealingLR leaves each 0 of the cosine with the first learning rate: whatever
+            # was multiplied in before, the decay too, starts again one epoch later.
+            num_zeros = math.floor((epoch / cosine_epochs + 1) / 2)
+            if num_zeros > 0:
+                epoch -= (2 * num_zeros - 1) * cosine_epochs + 1
+        if "exponential" in args.schedule:
+            value *= args.gamma**epoch
+        return value
+
+    return lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def settle_sums(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+) -> None:
+    """Make a resumed run add up gradients in the same order as the uninterrupted one.
+
+    DistributedDataParallel lays out its buckets anew after its first backward pass. A number's
+    place in its bucket decides in which order the processes are added to it, and with three or more
+    the order decides the last bit. So one backward pass comes before the first step. Every process
+    must call this.
+    """
+    if accelerator.num_processes > 2:
+        model(inputs).sum().backward()
+        optimizer.zero_grad()

@@ -1,0 +1,104 @@
+"""What one step of train_regression.py costs beside the same step in a bare PyTorch loop.
+
+OMP_NUM_THREADS=1 python benchmarks/loop_overhead.py --json benchmarks/loop_overhead.json
+
+Four loops over the same batches, with the same model, optimizer and precision, take turns:
+
+bare      forward, loss, backward, optimizer.step, zero_grad over batches that lie in memory
+schedule  bare, and the learning rate of the script's default schedule set in each step
+loader    schedule, through a torch DataLoader
+script    train_regression.py: the learning rate, the loader, accelerator.prepare, the gradient's
+          norm, the check that it is finite, exact sums, counters, signals, a row every 50 steps
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+# isort: off
+import trainkit  # noqa: F401  (before torch)
+
+# isort: on
+import argparse
+import contextlib
+import io
+import json
+import platform
+import statistics
+import tempfile
+import time
+
+import torch
+import torch.nn.functional as F
+
+import train_regression
+from trainkit.checkpoint import Progress
+from trainkit.optim import make_scheduler
+from trainkit.order import remaining_batches
+
+
+def plain_loop(args: argparse.Namespace, kind: str) -> float:
+    """Seconds per step of one epoch in a loop without Accelerate."""
+    loader, _, about = train_regression.make_dataloaders(args)
+    torch.manual_seed(args.seed)
+    model = train_regression.MODELS[args.model](len(about["features"]), 1, args.hidden)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
+    scheduler = make_scheduler(optimizer, args, len(loader)) if kind != "bare" else None
+    batches = remaining_batches(loader, Progress(epoch=1), args.batch_size)
+    if kind != "loader":
+        batches = list(batches)
+    started_at = time.perf_counter()
+    for features, targets, _ in batches:
+        loss = F.mse_loss(model(features), targets)
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+    return (time.perf_counter() - started_at) / len(loader)
+
+
+def script_loop(args: argparse.Namespace, argv: list[str]) -> float:
+    """Seconds per step of the second epoch in train_regression.py; the first one warms up."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        train_regression.main(argv)
+    row = (args.run_dir / "timing.jsonl").read_text().splitlines()[-1]
+    timing = json.loads(row)
+    return timing["train_seconds"] / (timing["train_rows"] / args.batch_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000, help="per loop and round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, default=None, help="also write the figures there")
+    options = parser.parse_args()
+    kinds = ["bare", "schedule", "loader", "script"]
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(options.rounds):
+        for kind in kinds:
+            with tempfile.TemporaryDirectory() as folder:
+                argv = ["--run-dir", folder, "--epochs", "2", "--test-fraction", "0",
+                        "--num-samples", str(32 * options.steps)]  # fmt: skip
+                args = train_regression.parse_args(argv)
+                if kind == "script":
+                    seconds[kind].append(script_loop(args, argv))
+                else:
+                    seconds[kind].append(plain_loop(args, kind))
+    medians = {kind: statistics.median(seconds[kind]) * 1e6 for kind in kinds}
+    print(f"microseconds per step, median (fastest) of {options.rounds} rounds of {options.steps} "
+          f"steps; linear model, batch 32, {torch.get_num_threads()} thread, "
+          f"torch {torch.__version__}, {platform.processor() or platform.machine()}")  # fmt: skip
+    for kind in kinds:
+        print(f"{kind:<9} {medians[kind]:7.1f} ({min(seconds[kind]) * 1e6:.1f})  "
+              f"{medians[kind] / medians['bare']:.2f} x bare")  # fmt: skip
+    if options.json:
+        figures = {"microseconds_per_step": medians, "steps": options.steps,
+                   "rounds": options.rounds, "threads": torch.get_num_threads(),
+                   "torch": torch.__version__, "all_rounds": seconds}  # fmt: skip
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
