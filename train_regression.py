@@ -29,18 +29,18 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
 from accelerate.utils import set_seed
-from safetensors.torch import save
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit import arguments, launch, nodes, tables
+from trainkit import arguments, launch, nodes, plots, tables
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
-from trainkit.history import History, RunningSums, check_tracker, epoch_bar
+from trainkit.history import History, RunningSums, epoch_bar
 from trainkit.optim import clip_gradients, make_optimizer, make_scheduler, settle_sums
 from trainkit.order import EpochBatches, make_loader, remaining_batches
 from trainkit.preemption import Preemption
-from trainkit.rundir import close_run, finish_run, open_run, record_run, write_durably
+from trainkit.rundir import close_run, finish_run, open_run, record_run
+from trainkit.trackers import draw_pictures, make_trackers
 
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 LOSSES = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
@@ -328,21 +328,30 @@ def in_own_unit(values: torch.Tensor, about: dict[str, Any], kind: str = "target
 
 def validate(
     accelerator: Accelerator, model: nn.Module, loader: DataLoader, loss: str, about: dict
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return eval_loss, eval_samples and, in the targets' own unit, eval_mse, _rmse, _mae, _r2.
 
-    Every process must call this.
+    The second dict is what plots.save_predictions takes. Every process must call this.
     """
     outputs, targets = predict(accelerator, model, loader), loader.dataset.targets
+    prediction, target = in_own_unit(outputs, about), in_own_unit(targets, about)
     metric = Regression(keep_in_memory=True).compute(
-        predictions=in_own_unit(outputs, about), references=in_own_unit(targets, about),
-        baseline=about["baseline"],
-    )  # fmt: skip
-    return {
+        predictions=prediction, references=target, baseline=about["baseline"]
+    )
+    metrics = {
         "eval_loss": LOSSES[loss](outputs.double(), targets.double()).item(),
         **{f"eval_{name}": value for name, value in metric.items()},
         "eval_samples": len(targets),
     }
+    predictions = {
+        "index": loader.dataset.numbers,
+        "prediction": torch.from_numpy(prediction),
+        "target": torch.from_numpy(target),
+    }
+    if len(about["features"]) == 1:  # the picture of the fit needs it
+        feature = in_own_unit(loader.dataset.features, about, "feature")
+        predictions["feature"] = torch.from_numpy(feature)
+    return metrics, predictions
 
 
 def compare(model: nn.Module, train_set: Rows, about: dict, noise: float) -> dict[str, float]:
@@ -373,7 +382,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     # Setup: is this the world that the YAML asked for?
     args = parse_args(argv)
     launch.check_launch()
-    check_tracker(args.tracker)
     if not (sys.stderr.isatty() and launch.is_main_rank()):
         datasets.disable_progress_bars()
     history = History(args.run_dir)
@@ -384,8 +392,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         # One batch is split over the processes, so --batch-size means the same under every YAML.
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
-        log_with=[history, *([args.tracker] if args.tracker else [])],
-        project_dir=str(args.run_dir),
+        log_with=make_trackers(args, history, "regression"),
     )
     launch.check_world(accelerator)
     nodes.check_nodes(accelerator, args)
@@ -480,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         guard.finish()
         sums.flush()
         train_seconds = time.perf_counter() - started_at
-        metrics = validate(accelerator, model, eval_loader, args.loss, about)
+        metrics, predictions = validate(accelerator, model, eval_loader, args.loss, about)
         eval_seconds = time.perf_counter() - started_at - train_seconds
         num_trained = min(progress.batch * args.batch_size, num_used) - num_before
         if progress.batch == steps_per_epoch:
@@ -502,21 +509,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         done = progress.epoch == args.epochs or progress.step == last_step
         if progress.batch == 0:
             sums.clear()
+        if done:  # before the last checkpoint, from which no resume would evaluate again
+            plots.save_predictions(
+                accelerator,
+                args.run_dir,
+                predictions,
+                targets=about["targets"],
+                feature=about["features"][0],
+            )
         if done or not args.save_every or progress.step % args.save_every == 0:
             checkpoints.save(progress)
 
-    # Finish: weights that load in plain PyTorch; end_training is collective and comes last.
+    # Finish: pictures; weights that load in plain PyTorch; end_training, collective, comes last.
     metrics = progress.metrics
-    outputs = predict(accelerator, model, eval_loader)
-    if accelerator.is_main_process:
-        table = {
-            "index": eval_set.numbers,
-            "prediction": torch.from_numpy(in_own_unit(outputs, about)),
-            "target": torch.from_numpy(in_own_unit(eval_set.targets, about)),
-        }
-        if len(about["features"]) == 1:  # a picture of the fit needs it
-            table["feature"] = torch.from_numpy(in_own_unit(eval_set.features, about, "feature"))
-        write_durably(args.run_dir / "predictions.safetensors", save(table))
+    if args.pictures:
+        draw_pictures(accelerator, args.run_dir, progress.step)
     finish_run(accelerator, model, args.run_dir, {
         "script": Path(__file__).stem, "model": args.model,
         "hidden": args.hidden if args.model == "mlp" else [], **about,

@@ -80,7 +80,7 @@ def main() -> None:
         for kind in kinds:
             with tempfile.TemporaryDirectory() as folder:
                 argv = ["--run-dir", folder, "--epochs", "2", "--test-fraction", "0",
-                        "--num-samples", str(32 * options.steps)]  # fmt: skip
+                        "--no-pictures", "--num-samples", str(32 * options.steps)]  # fmt: skip
                 args = train_regression.parse_args(argv)
                 if kind == "script":
                     seconds[kind].append(script_loop(args, argv))

@@ -96,8 +96,15 @@ def test_a_second_interrupt_ends_at_once(started: object) -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("config", ["1cpu_bf16", "2cpu"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("config", "number"),
+    [
+        ("1cpu_bf16", signal.SIGKILL),
+        ("2cpu", signal.SIGKILL),
+        ("2cpu", signal.SIGTERM),
+        pytest.param("1cpu_bf16", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_a_dead_launcher_leaves_a_saved_run_and_no_process(
     started: object, tmp_path: Path, config: str, number: int
 ) -> None:

@@ -41,9 +41,9 @@ def load(*args: object) -> tuple[Any, Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("data_seed", [0, 1, 2])
 def test_the_defaults_recover_the_truth(data_seed: int, tmp_path: Path, run_main: Callable) -> None:
-    started_at = time.perf_counter()
+    started_at = time.process_time()  # of one thread: a busy machine does not count
     found = run_main("train_regression", "--run-dir", tmp_path / "run", "--data-seed", data_seed)
-    assert time.perf_counter() - started_at < 10
+    assert time.process_time() - started_at < 10
     assert found["train_mse"] < 1.01 * found["least_squares_mse"]
     # What training leaves undone is small beside what the noise hides from anyone.
     assert found["distance_to_least_squares"] < 0.2 * found["standard_error"]

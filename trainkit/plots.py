@@ -101,18 +101,20 @@ def draw_curves(run_dirs: Sequence[Path]) -> "Figure":
         held_out = {"color": colour, "linewidth": 2, "linestyle": style, "marker": marker}
         if not several:
             held_out |= {"color": COLOURS[1], "linestyle": STYLES[1]}
-        loss.plot(*_points(steps, "train_loss"), label=f"{name}training", **train)
+        few = {"marker": "."} if len(steps) < 3 else {}  # a line of one point is not seen
+        loss.plot(*_points(steps, "train_loss"), **few, label=f"{name}training", **train)
         loss.plot(*_points(epochs, "eval_loss"), label=f"{name}evaluation", **held_out)
-        if not several:
+        if not several and any(f"train_{score}" in row for row in epochs):
             quality.plot(*_points(epochs, f"train_{score}"), marker=marker, markerfacecolor="white",
                          label="training, mean of the epoch", **train)  # fmt: skip
         quality.plot(*_points(epochs, f"eval_{score}"), label="evaluation", **held_out)
-        rate.plot(*_points(steps, "learning_rate"), color=colour, linestyle=style)
+        rate.plot(*_points(steps, "learning_rate"), color=colour, linestyle=style, **few)
         for count, step in enumerate([] if several else _resumed_steps(run_dir)):
             for axes in (loss, quality, rate):
                 axes.axvline(step, color="0.45", linestyle=":", linewidth=1.5, zorder=0,
                              label=None if count else "resumed")  # fmt: skip
-    if all(row.get(kind, 1) > 0 for rows in logs for row in rows for kind in LOSSES):
+    values = [row[kind] for rows in logs for row in rows for kind in LOSSES if kind in row]
+    if values and min(values) > 0 and max(values) > 20 * min(values):
         loss.set_yscale("log")
         _plain_log_ticks(loss)
     loss.set_ylabel("loss")

@@ -55,7 +55,7 @@ for batch in data["batches"]:
         for copies in zip(*device_params, strict=True):
             all_reduce([param.grad for param in copies])
             for param in copies:
-                param -= 0.1 * param.grad / len(batch)
+                param -= 0.05 * param.grad / len(batch)
                 param.grad.zero_()
     losses.append(total / len(batch))
 
