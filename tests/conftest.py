@@ -47,12 +47,17 @@ def small_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def command(script: str, *args: object, config: str | Path | None = None) -> list[str]:
+def command(
+    script: str,
+    *args: object,
+    config: str | Path | None = None,
+    launcher_flags: Sequence[str] = (),
+) -> list[str]:
     """The command line that a person types: with python, or with accelerate and a YAML."""
     start = [sys.executable]
     if config is not None:
         path = config if isinstance(config, Path) else CONFIGS / f"{config}.yaml"
-        start += ["-m", "accelerate.commands.launch", "--config_file", str(path)]
+        start += ["-m", "accelerate.commands.launch", "--config_file", str(path), *launcher_flags]
     return [*start, str(ROOT / script), *without_pictures(script, args)]
 
 
@@ -68,7 +73,7 @@ def start(
     """Start a script; `processes` and `kill_all` then reach every process that comes of it."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        command(script, *args, config=config),
+        command(script, *args, config=config, launcher_flags=options.pop("launcher_flags", ())),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

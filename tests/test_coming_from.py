@@ -68,7 +68,13 @@ def data(small_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("program", list(BECOMES))
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, marks=[pytest.mark.slow] * (program in ("torchrun_amp", "fabric")))
+        for program in BECOMES
+    ],
+)
 def test_the_program_and_the_script_give_the_same_losses(
     program: str, data: Path, after: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -103,10 +103,11 @@ class Sweep:
         return int(Path(f"{self.run_dir}.events").read_text())
 
 
-@pytest.mark.parametrize(("world", "stride"), [(1, 5), (2, 11)])
-@pytest.mark.parametrize("how", ["kill", "enospc"])
+@pytest.mark.parametrize(
+    ("how", "world", "stride"), [("kill", 1, 7), ("kill", 2, 17), ("enospc", 1, 11)]
+)
 def test_a_fault_inside_a_save_loses_nothing(
-    nursery: Nursery, arguments: dict, tmp_path: Path, world: int, stride: int, how: str
+    nursery: Nursery, arguments: dict, tmp_path: Path, how: str, world: int, stride: int
 ) -> None:
     sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], world, tmp_path)
     row = Row(how, "train_mnist", world)
@@ -120,7 +121,7 @@ def test_a_full_disk_on_the_last_process_alone_reaches_all(
 ) -> None:
     sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], 2, tmp_path)
     row = Row("enospc", "train_mnist", 2)
-    for event in range(1, sweep.count_events(rank=1) + 1):
+    for event in range(1, sweep.count_events(rank=1) + 1, 3):
         sweep.break_one_save(row, event, "enospc", rank=1)
     assert row.good(), row
 

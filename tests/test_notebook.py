@@ -22,7 +22,9 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [SCRIPTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:])]
+)
 def test_notebook_launcher_runs_main_on_two_processes(
     script: str, small_mnist: Path, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_sigterm_to_a_group_with_loader_workers_saves_and_a_second_run_is_refuse
     assert gone(process, 6)
 
 
+@pytest.mark.slow
 def test_sigkill_of_a_run_ends_its_loader_workers(started: object) -> None:
     process = started("--num-workers", 2)
     wait_until(lambda: len(processes(process)) >= 3, 10, process)
@@ -101,7 +102,7 @@ def test_a_second_interrupt_ends_at_once(started: object) -> None:
     [
         ("1cpu_bf16", signal.SIGKILL),
         ("2cpu", signal.SIGKILL),
-        ("2cpu", signal.SIGTERM),
+        pytest.param("2cpu", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("1cpu_bf16", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )

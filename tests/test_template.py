@@ -71,6 +71,7 @@ def my_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_three_replaced_functions_run_on_two_processes_with_a_kill_and_a_resume(
     my_script: Path, tmp_path: Path
 ) -> None:

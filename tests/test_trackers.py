@@ -84,6 +84,7 @@ def assert_tensorboard_is_the_history(run_dir: Path) -> None:
     assert all(len(reader.Images(name)) == 1 for name in PICTURES)
 
 
+@pytest.mark.slow
 def test_tensorboard_continues_its_curve_after_sigkill(tmp_path: Path, small_mnist: Path) -> None:
     pytest.importorskip("tensorboard")
     flags = ("--dataset", small_mnist, "--run-dir", tmp_path / "run", "--tracker", "tensorboard",
