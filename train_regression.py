@@ -37,7 +37,7 @@ from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
 from trainkit.history import History, RunningSums, epoch_bar
 from trainkit.optim import clip_gradients, make_optimizer, make_scheduler, settle_sums
-from trainkit.order import EpochBatches, make_loader, remaining_batches
+from trainkit.order import NO_SAMPLE, EpochBatches, make_loader, remaining_batches
 from trainkit.preemption import Preemption
 from trainkit.rundir import close_run, finish_run, open_run, record_run
 from trainkit.trackers import draw_pictures, make_trackers
@@ -78,7 +78,8 @@ class Rows(Dataset):
         return len(self.targets)
 
     def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        indices = indices[indices >= 0]  # NO_SAMPLE fills up a short batch
+        if indices[-1] == NO_SAMPLE:  # it fills up a short batch, from the end
+            indices = indices[indices != NO_SAMPLE]
         return (
             self.features.index_select(0, indices),
             self.targets.index_select(0, indices),

@@ -25,8 +25,8 @@ class FiniteGuard:
     def __init__(self, accelerator: Accelerator, optimizer: AcceleratedOptimizer):
         self.accelerator, self.optimizer = accelerator, optimizer
         self.deferred = accelerator.device.type != "cpu"
-        self.where = "the start"
-        self.pending: tuple[torch.Tensor, torch.Event, str] | None = None
+        self.position = (0, 0.0)  # step and learning rate
+        self.pending: tuple[torch.Tensor, torch.Event, tuple[int, float]] | None = None
         self.num_skipped = 0  # in a row, under fp16
 
     def check(
@@ -38,12 +38,12 @@ class FiniteGuard:
         all processes.
         """
         self._read_pending()
-        self.where = f"step {progress.step + 1}, learning rate {learning_rate:.4g}"
+        self.position = (progress.step + 1, learning_rate)
         if self.accelerator.scaler is not None:
             skipped = self.optimizer.step_was_skipped  # the step before this one
             self.num_skipped = self.num_skipped + 1 if skipped else 0
             if self.num_skipped >= MAX_SKIPPED:
-                self._fail(self.where, loss, grad_norm)
+                self._fail(self.position, loss, grad_norm)
         elif self.deferred:
             self.optimizer.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()
             values = torch.stack((loss.detach().float(), grad_norm.float()))
@@ -51,9 +51,9 @@ class FiniteGuard:
             copy.copy_(values, non_blocking=True)
             event = torch.Event(device=values.device)
             event.record()
-            self.pending = (copy, event, self.where)
+            self.pending = (copy, event, self.position)
         elif not math.isfinite(grad_norm.item()):
-            self._fail(self.where, loss, grad_norm)
+            self._fail(self.position, loss, grad_norm)
 
     def finish(self) -> None:
         """Look at what is still on its way, and at the weights. Call before a checkpoint."""
@@ -62,31 +62,36 @@ class FiniteGuard:
         norm = torch.nn.utils.get_total_norm(weights)
         if not math.isfinite(norm.item()):
             raise RunFailure(
-                f"the weights went bad at {self.where}: their norm is {norm.item():.4g}; "
-                "the checkpoints are untouched: try a smaller --learning-rate"
+                f"the weights went bad at {_describe(self.position)}: their norm is "
+                f"{norm.item():.4g}; the checkpoints are untouched: try a smaller --learning-rate"
             )
 
     def check_mean(self, mean_loss: float, progress: Progress, learning_rate: float) -> None:
         """Raise RunFailure if a logged mean over all processes is not finite."""
         if not math.isfinite(mean_loss):
-            where = f"step {progress.step}, learning rate {learning_rate:.4g}"
-            self._raise(where, mean_loss, math.nan)
+            self._raise((progress.step, learning_rate), mean_loss, math.nan)
 
     def _read_pending(self) -> None:
         if self.pending is not None:
-            (copy, event, where), self.pending = self.pending, None
+            (copy, event, position), self.pending = self.pending, None
             event.synchronize()
             if not math.isfinite(copy[1].item()):
-                self._fail(where, copy[0], copy[1])
+                self._fail(position, copy[0], copy[1])
 
-    def _fail(self, where: str, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+    def _fail(
+        self, position: tuple[int, float], loss: torch.Tensor, grad_norm: torch.Tensor
+    ) -> None:
         # All processes come here in the same step, so they may communicate.
         loss = self.accelerator.reduce(loss.detach().float().to(self.accelerator.device))
-        self._raise(where, loss.item(), grad_norm.item())
+        self._raise(position, loss.item(), grad_norm.item())
 
-    def _raise(self, where: str, loss: float, grad_norm: float) -> None:
+    def _raise(self, position: tuple[int, float], loss: float, grad_norm: float) -> None:
         raise RunFailure(
-            f"the numbers went bad at {where}: loss {loss:.4g}, gradient norm {grad_norm:.4g}; the "
-            "weights and checkpoints hold the last good step: try a smaller --learning-rate, a "
-            "longer --warmup or --clip-norm 1"
+            f"the numbers went bad at {_describe(position)}: loss {loss:.4g}, gradient norm "
+            f"{grad_norm:.4g}; the weights and checkpoints hold the last good step: try a smaller "
+            "--learning-rate, a longer --warmup or --clip-norm 1"
         )
+
+
+def _describe(position: tuple[int, float]) -> str:
+    return f"step {position[0]}, learning rate {position[1]:.4g}"

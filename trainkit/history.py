@@ -90,7 +90,7 @@ class RunningSums:
     def add(self, count: int, *sums: torch.Tensor) -> None:
         """Add `count` samples of this process and scalar sums over them."""
         self.count += count
-        self.window += torch.stack(sums).detach()
+        self.window += torch.stack(sums).detach() if len(sums) > 1 else sums[0].detach()
 
     def flush(self) -> dict[str, float]:
         """Return the sums since the last flush. Every process must call this."""
