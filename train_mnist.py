@@ -139,9 +139,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="exit with 3 if the last evaluation is below this fraction")  # fmt: skip
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/mnist")
-    parser.set_defaults(epochs=6, batch_size=128, learning_rate=4e-3, schedule="onecycle",
+    parser.set_defaults(epochs=6, batch_size=128, learning_rate=None, schedule="onecycle",
                         warmup=0.25, drop_last=True)  # fmt: skip
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.learning_rate is None:
+        args.learning_rate = 0.1 if args.optimizer == "sgd" else 4e-3
+    return args
 
 
 def check_arguments(args: argparse.Namespace, num_processes: int) -> None:

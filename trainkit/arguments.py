@@ -53,7 +53,7 @@ def add_training_arguments(parser: Parser) -> None:
     add("--epochs", type=int, default=10, help="passes over the training data")
     add("--batch-size", type=int, default=128,
         help="samples per optimizer step, over all processes and micro-batches")  # fmt: skip
-    add("--learning-rate", type=float, default=1e-3, help="peak learning rate")
+    add("--learning-rate", type=float, default=1e-3, help="peak learning rate; None: by optimizer")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused where torch offers it")
     add("--momentum", type=float, default=0.9, help="of --optimizer sgd")
     add("--weight-decay", type=float, default=0.0, help="decoupled for adamw, else an L2 penalty")
