@@ -67,7 +67,7 @@ def measure_saves(accelerator: Accelerator, run_dir: Path, rounds: int) -> None:
         bare.append(timed(accelerator, lambda folder=folder: accelerator.save_state(folder)))
         durable.append(timed(accelerator, lambda: checkpoints.save(progress)))
         if accelerator.is_main_process:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
     number = sum(p.numel() for p in model.parameters())
     bare_median, median = statistics.median(bare[1:]), statistics.median(durable[1:])
     allowed = 2 * bare_median + 5
@@ -125,7 +125,7 @@ def main() -> None:
     measure_saves(accelerator, run_dir, args.rounds)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        shutil.rmtree(run_dir)
+        shutil.rmtree(run_dir, ignore_errors=True)  # pruned checkpoints are being removed
     measure_step(accelerator, args.steps)
     accelerator.end_training()
 
