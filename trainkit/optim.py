@@ -29,8 +29,8 @@ def make_optimizer(
         options["momentum"] = args.momentum
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     optimizer = kind[args.optimizer](model.parameters(), **options)
-    # Accelerate inspects the signature of zero_grad in every step: for a small model a tenth of it
-    # (benchmarks/loop_overhead.py). A signature that is stored is found at once.
+    # Accelerate inspects the signature of zero_grad in every step, which a small model feels. A
+    # signature that is stored is found at once.
     zero_grad = functools.partial(optimizer.zero_grad)
     zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)
     optimizer.zero_grad = zero_grad
@@ -45,8 +45,7 @@ def peak_learning_rate(args: argparse.Namespace) -> float:
 def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
     """Clip the gradients as accelerator.clip_grad_norm_ does and return their norm.
 
-    Where nothing is to be clipped, the gradients are not multiplied by 1: the same bits, and a
-    quarter of the time that a step of a small model takes (benchmarks/loop_overhead.py).
+    Where nothing is to be clipped, the gradients are not multiplied by 1: the same bits, sooner.
     """
     if max_norm < math.inf or accelerator.scaler is not None:  # a scaler unscales them there
         return accelerator.clip_grad_norm_(model.parameters(), max_norm)
