@@ -17,6 +17,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 
+from trainkit.optim import peak_learning_rate
+
 EXIT_USAGE = 2
 EXIT_TARGET_MISSED = 3
 EXIT_STOPPED = 75
@@ -208,7 +210,6 @@ def print_plan(
 ) -> None:
     """Print what is about to happen, one line per item, on the main process."""
     per_process = args.batch_size // accelerator.num_processes // args.accumulate
-    scaled = args.batch_size / args.scale_lr if args.scale_lr else 1.0
     plan = {
         "device": describe_world(accelerator),
         **plan,
@@ -217,7 +218,7 @@ def print_plan(
         "updates": f"{args.epochs * steps_per_epoch} = {_count(args.epochs, 'epoch')} x "
         f"{_count(steps_per_epoch, 'step')}",
         "optimizer": f"{args.optimizer}, {args.schedule} learning rate, "
-        f"{args.learning_rate * scaled:g} at its peak",
+        f"{peak_learning_rate(args):g} at its peak",
         "run folder": str(args.run_dir),
     }
     width = max(len(name) for name in plan)

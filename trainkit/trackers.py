@@ -23,7 +23,7 @@ from trainkit.rundir import write_durably
 
 
 class Mirror(GeneralTracker):
-    """Keeps a tracker equal to metrics.jsonl. A subclass says how: open, write, add_pictures."""
+    """Keeps a tracker equal to metrics.jsonl. A subclass opens it and adds pictures."""
 
     requires_logging_directory = False
     main_process_only = True
@@ -54,6 +54,13 @@ class Mirror(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log one row."""
         self.write(_grouped(values), step)
+
+    def write(self, values: dict[str, float], step: int) -> None:
+        self.run.log(values, step=step)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.run.finish()
 
     def run_id(self) -> str:
         """A name that only this run has, also after its folder was moved; kept in the folder."""
@@ -109,17 +116,10 @@ class Trackio(Mirror):
             run.log(_grouped(row), step=row["step"])
         return run
 
-    def write(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
-
     def add_pictures(self, paths: list[Path], step: int) -> None:
         import trackio
 
         self.run.log({path.stem: trackio.Image(str(path)) for path in paths}, step=step)
-
-    @on_main_process
-    def finish(self) -> None:
-        self.run.finish()
 
 
 class WandB(Mirror):
@@ -150,17 +150,10 @@ class WandB(Mirror):
             run.log(_grouped(row), step=row["step"])
         return run
 
-    def write(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
-
     def add_pictures(self, paths: list[Path], step: int) -> None:
         import wandb
 
         self.run.log({path.stem: wandb.Image(str(path)) for path in paths}, step=step)
-
-    @on_main_process
-    def finish(self) -> None:
-        self.run.finish()
 
 
 KINDS = {kind.name: kind for kind in (TensorBoard, Trackio, WandB)}
