@@ -433,7 +433,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     sums = RunningSums(accelerator, "loss")
     guard = FiniteGuard(accelerator, optimizer)
     fingerprint = arguments.experiment(args) | {"data": data_md5, "size": num_parameters}
-    checkpoints = Checkpoints(accelerator, args.run_dir, history, sums, fingerprint, args.keep)
+    checkpoints = Checkpoints(
+        accelerator, args.run_dir, history, sums, fingerprint, args.keep, steps_per_epoch
+    )
     progress = checkpoints.resume(args.resume)
     record_run(accelerator, args)
     per_process = args.batch_size // accelerator.num_processes // args.accumulate

@@ -58,7 +58,9 @@ def measure_saves(accelerator: Accelerator, run_dir: Path, rounds: int) -> None:
     if accelerator.is_main_process:
         (run_dir / "checkpoints").mkdir()
     history, sums = History(run_dir), RunningSums(accelerator, "loss")
-    checkpoints = Checkpoints(accelerator, run_dir, history, sums, {"seed": 0}, keep=2)
+    checkpoints = Checkpoints(
+        accelerator, run_dir, history, sums, {"seed": 0}, keep=2, steps_per_epoch=rounds + 1
+    )
     progress, bare, durable = Progress(), [], []
     for _ in range(rounds + 1):
         progress.step += 1

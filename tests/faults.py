@@ -60,7 +60,9 @@ class Nursery:
 
         Args:
             plan: timeout (seconds, 60); fault (see _install); kill (a list of [seconds, rank,
-                signal number]; rank None: all); limit (largest file that may be written, bytes).
+                signal number]; rank None: all); limit (largest file that may be written, bytes);
+                indices (a file: process r appends the sample indices of each of its batches to
+                FILE.r, before the forward pass).
         """
         request = {"script": script, "args": [str(arg) for arg in args], "world": world, **plan}
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -190,6 +192,8 @@ def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
         script, fault = importlib.import_module(request["script"]), request.get("fault", {})
         if hasattr(script, "Wide"):
             script.MODELS["wide"] = _narrow
+        if "indices" in request:
+            _log_indices(script, f"{request['indices']}.{rank}")
         _install(script, fault if rank == fault.get("rank", 0) else {}, rank)
         run = importlib.import_module("trainkit.launch").run
         run(functools.partial(script.main, request["args"]))
@@ -212,6 +216,17 @@ def _narrow(num_classes: int) -> Any:
         nn.Conv2d(1, 8, 5, stride=3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5),
         nn.Linear(512, num_classes),
     )  # fmt: skip
+
+
+def _log_indices(script: Any, path: str) -> None:
+    augment = script.augment
+
+    def logging(images: Any, indices: Any, epoch: int, args: Any) -> Any:
+        with open(path, "a") as file:
+            file.write(f"{json.dumps([epoch, *indices.tolist()])}\n")
+        return augment(images, indices, epoch, args)
+
+    script.augment = logging
 
 
 def _install(script: Any, fault: dict[str, Any], rank: int) -> None:

@@ -44,7 +44,13 @@ class Run:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.sums = RunningSums(self.accelerator, "loss")
         self.checkpoints = Checkpoints(
-            self.accelerator, run_dir, self.history, self.sums, FINGERPRINT | fingerprint, keep
+            self.accelerator,
+            run_dir,
+            self.history,
+            self.sums,
+            FINGERPRINT | fingerprint,
+            keep,
+            steps_per_epoch=100,
         )
         self.progress = Progress()
 
@@ -273,7 +279,9 @@ def test_no_file_of_a_checkpoint_is_executed(
 
 FORGED = {
     "progress": [None, [], {"step": "3"}, {"step": 3.5}, {"step": -1}, {"steps": 3},
-                 {"step": True}, {"step": 3, "metrics": {"a": "b"}}, {"metrics": None}],
+                 {"step": True}, {"step": 3, "batch": 2}, {"step": 101, "batch": 101},
+                 {"step": 3, "epoch": 1, "batch": 3}, {"step": 103, "epoch": 10**12, "batch": 3},
+                 {"step": 3, "batch": 3, "metrics": {"a": "b"}}, {"metrics": None}],
     "sums": [None, {}, {"rows": [[1, 2]], "totals": {}}, {"rows": "x", "totals": None},
              {"rows": [[1]], "totals": {"samples": 0.0, "loss": 0.0}},
              {"rows": [], "totals": {"samples": 0.0, "loss": 0.0}},

@@ -1,6 +1,7 @@
 """A run that is stopped and resumed ends with the bytes of one that was not."""
 
 import itertools
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -69,6 +70,15 @@ def test_resume_is_exact_under_every_schedule(
         compare(nursery, script, [*args, *more], tmp_path / script, 1, [3, 5])
 
 
+def batches(run_dir: Path, world: int) -> list[list[int]]:
+    """Per step: epoch, and the sample indices of all processes."""
+    logs = [Path(f"{run_dir}.indices.{rank}").read_text().splitlines() for rank in range(world)]
+    joined = []
+    for parts in zip(*(map(json.loads, log) for log in logs), strict=True):
+        joined.append([parts[0][0], *(index for part in parts for index in part[1:])])
+    return joined
+
+
 @pytest.mark.parametrize("worlds", [(1, 2), (2, 1)])
 def test_another_number_of_processes_goes_on_with_the_same_samples(
     nursery: Nursery, arguments: dict, tmp_path: Path, worlds: tuple[int, int]
@@ -77,18 +87,25 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(
 
     args = [*arguments["train_mnist"], "--model", "compact", "--run-dir"]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
-    finish(nursery, "train_mnist", *args, whole, "--keep", 9, world=worlds[0])
+    plan = {"world": worlds[0], "indices": f"{whole}.indices"}
+    finish(nursery, "train_mnist", *args, whole, "--keep", 9, **plan)
     shutil.copytree(whole, copy)
     path = copy / "checkpoints" / "step-0000000004"
-    output = finish(nursery, "train_mnist", *args, copy, "--resume", path, world=worlds[1])
+    plan = {"world": worlds[1], "indices": f"{copy}.indices"}
+    output = finish(nursery, "train_mnist", *args, copy, "--resume", path, **plan)
     assert f"num_processes was {worlds[0]} and is {worlds[1]}" in output
     assert "bits may differ from here" in output
+    # Not only the same samples in each step: in the same order, each once in an epoch.
+    before, after = batches(whole, worlds[0]), batches(copy, worlds[1])
+    assert before[4:] == after and len(before) == LAST
+    for epoch in (0, 1):
+        samples = [index for number, *indices in before if number == epoch for index in indices]
+        assert len(samples) == len({*samples}) == 300
     expected, found = rows(whole), rows(copy)
     assert [row["step"] for row in expected] == [row["step"] for row in found]
     for there, here in zip(expected, found, strict=True):
         assert there.get("learning_rate") == here.get("learning_rate")
         assert here["train_loss"] == pytest.approx(there["train_loss"], rel=1e-5)
-    # An accuracy counts samples: equal only if each was seen, once, with the same weights.
     assert expected[-1]["train_accuracy"] == found[-1]["train_accuracy"]
 
 

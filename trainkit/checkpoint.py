@@ -65,6 +65,7 @@ class Checkpoints:
     Args:
         fingerprint: names and values that must be equal for a checkpoint to continue this run.
         keep: how many checkpoints to keep, at least 2.
+        steps_per_epoch: batches of --batch-size samples in an epoch.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class Checkpoints:
         sums: RunningSums,
         fingerprint: dict[str, Any],
         keep: int,
+        steps_per_epoch: int,
     ):
         self.accelerator = accelerator
         self.directory = run_dir / "checkpoints"
         self.history, self.sums = history, sums
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
-        self.keep = keep
+        self.keep, self.steps_per_epoch = keep, steps_per_epoch
         self.last_step = -1
 
     def save(self, progress: Progress) -> None:
@@ -207,6 +209,12 @@ class Checkpoints:
             counts.append(trainer["log_bytes"])
             if any(type(count) is not int or count < 0 for count in counts):
                 raise ValueError("a count is not a whole number")
+            num_batches = progress.epoch * self.steps_per_epoch + progress.batch
+            if (
+                progress.batch > self.steps_per_epoch
+                or progress.step + progress.num_skipped != num_batches
+            ):
+                raise ValueError("its counts contradict each other")
             numbers = [*progress.metrics.values(), *totals.values()]
             if totals.keys() != self.sums.totals.keys() or {*map(type, numbers)} - {int, float}:
                 raise ValueError("a sum or metric is not a number")
