@@ -48,7 +48,7 @@ def small_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def command(
-    script: str,
+    script: str | Path,
     *args: object,
     config: str | Path | None = None,
     launcher_flags: Sequence[str] = (),
@@ -61,9 +61,9 @@ def command(
     return [*start, str(ROOT / script), *without_pictures(script, args)]
 
 
-def without_pictures(script: str, args: Sequence[object]) -> list[str]:
+def without_pictures(script: str | Path, args: Sequence[object]) -> list[str]:
     """The arguments as strings; drawing takes a second, so a test that wants it says --pictures."""
-    training = script.startswith("train_") and "--pictures" not in args
+    training = Path(script).name.startswith("train_") and "--pictures" not in args
     return [str(arg) for arg in args] + ["--no-pictures"] * training
 
 

@@ -34,6 +34,26 @@ if os.environ["GROUP_RANK"] == "1":
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
+# train_mnist.py, which writes down beside the cache how many pictures each process decoded.
+COUNTING = f"""
+import os, sys
+from pathlib import Path
+
+sys.path.insert(0, {str(conftest.ROOT)!r})
+import train_mnist
+from trainkit import launch
+
+decode_all = train_mnist.decode
+
+def decode(pictures):
+    with open(Path(os.environ["HF_HOME"], "decoded"), "a") as file:
+        file.write(f"{{len(pictures)}} {{os.environ['RANK']}}\\n")
+    return decode_all(pictures)
+
+train_mnist.decode = decode
+launch.run(train_mnist.main)
+"""
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -47,10 +67,11 @@ def start_node(
     *args: object,
     config: str | Path = "2node_4cpu",
     extra: tuple = (),
+    script: str | Path = "train_mnist.py",
     **environment: str,
 ) -> subprocess.Popen:
     """What a person types on machine `node`."""
-    words = conftest.command("train_mnist.py", *args, config=config)
+    words = conftest.command(script, *args, config=config)
     words[5:5] = map(str, ["--machine_rank", node, "--main_process_ip", "127.0.0.1",
                            "--main_process_port", port, *extra])  # fmt: skip
     return start(words, **environment)
@@ -119,16 +140,32 @@ def elastic_config(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "caches", [("a", "b"), pytest.param(("a", "a"), marks=pytest.mark.slow)], ids=["two", "shared"]
+)
 def test_two_nodes_of_two_processes_train_as_one_process(
-    small_mnist: Path, tmp_path: Path, run_main: Callable[..., dict[str, float]]
+    small_mnist: Path,
+    tmp_path: Path,
+    run_main: Callable[..., dict[str, float]],
+    caches: tuple[str, str],
 ) -> None:
     port, args = free_port(), ("--dataset", small_mnist, *SMALL)
-    nodes = [start_node(n, port, *args, "--run-dir", tmp_path / "four") for n in (0, 1)]
+    script = tmp_path / "train_counting.py"
+    script.write_text(COUNTING)
+    nodes = []
+    for node, cache in enumerate(caches):
+        (tmp_path / cache).mkdir(exist_ok=True)
+        nodes.append(start_node(node, port, *args, "--run-dir", tmp_path / "four", script=script,
+                                HF_HOME=str(tmp_path / cache)))  # fmt: skip
     run_main("train_mnist", *args, "--run-dir", tmp_path / "one")
     (code, output, errors), (other_code, _, _) = finish(nodes)
     assert code == other_code == 0, errors
     assert "device      4 processes on cpu" in output
     assert_equal_rows(tmp_path / "four", tmp_path / "one")
+    for cache in {*caches}:  # each is filled once, by one process
+        counts = [line.split() for line in (tmp_path / cache / "decoded").read_text().splitlines()]
+        assert sum(int(number) for number, _ in counts) == conftest.NUM_TRAIN + conftest.NUM_TEST
+        assert len({rank for _, rank in counts}) == 1
 
 
 def test_a_node_with_another_seed_version_and_revision_is_named(
