@@ -172,7 +172,7 @@ def nursery(datasets_cache: None) -> Iterator[Any]:
 def arguments(tiny_mnist: Path) -> dict[str, list[object]]:
     """Per script, a run of ten steps in two epochs that saves at every second step."""
     shared = ["--batch-size", 60, "--epochs", 2, "--log-every", 1, "--save-every", 2]
-    shared += ["--eval-batch-size", 50, "--timeout", 20]
+    shared += ["--eval-batch-size", 50, "--timeout", 20, "--no-pictures"]
     return {
         "train_mnist": ["--dataset", tiny_mnist, "--model", "wide", *shared],
         "train_regression": ["--num-samples", 375, "--model", "mlp", *shared],
