@@ -7,7 +7,7 @@ The sets are the shipped training pictures 1, 10 and 100 times over, as links to
 decoded, 6 million take 11 GB of disk under --dir. train_mnist.py trains on each with its default
 model. `prepare` is a first start, which decodes and ends after one step; `epoch` is the training of
 a second one. `own` memory is what the process allocated itself (RssAnon); `mapped` are pages of
-files (RssFile), which the kernel takes back when it needs them: past RESIDENT_BYTES (train_mnist.py)
+files (RssFile), which the kernel takes back when it needs them: past train_mnist.RESIDENT_BYTES
 the pictures lie there instead of in a tensor of their own. Both are peaks.
 """
 
