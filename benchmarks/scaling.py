@@ -110,7 +110,7 @@ def measure(num_processes: int, args: argparse.Namespace, folder: Path) -> dict[
         run_dir = folder / "run"
         launch(config, ROOT / "train_mnist.py", "--model", args.model,
                "--batch-size", args.batch_size, "--no-augment", "--stop-after-steps", args.steps,
-               "--run-dir", run_dir)  # fmt: skip
+               "--run-dir", run_dir, "--no-pictures")  # fmt: skip
         timing = json.loads((run_dir / "timing.jsonl").read_text())
         rates.append(timing["train_images"] / timing["train_seconds"])
     parts_path = folder / "parts.json"

@@ -64,7 +64,7 @@ def loop(model: str, precision: str, batch_size: int, steps: int, augment: bool)
         train_mnist.main(
             ["--model", model, "--batch-size", str(batch_size), "--run-dir", f"{folder}/run",
              "--stop-after-steps", str(steps), "--augment" if augment else "--no-augment",
-             "--validation-split", "1000"]
+             "--validation-split", "1000", "--no-pictures"]
         )  # fmt: skip
         timing = json.loads(Path(folder, "run", "timing.jsonl").read_text())
     return timing["train_images"] / timing["train_seconds"]
