@@ -387,14 +387,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         datasets.disable_progress_bars()
     history = History(args.run_dir)
     timeout = timedelta(seconds=max(1, args.timeout))
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),
-        gradient_accumulation_steps=max(1, args.accumulate),
-        # One batch is split over the processes, so --batch-size means the same under every YAML.
-        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
-        log_with=make_trackers(args, history, "regression"),
-    )
+    with launch.deadline(timeout):
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),
+            gradient_accumulation_steps=max(1, args.accumulate),
+            # A batch is split over the processes: --batch-size means the same under every YAML.
+            dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+            log_with=make_trackers(args, history, "regression"),
+        )
     launch.check_world(accelerator)
     nodes.check_nodes(accelerator, args)
     check_arguments(args, accelerator.num_processes)

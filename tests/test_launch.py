@@ -1,13 +1,15 @@
 """The world you asked for is the world you get, or one sentence says what is missing."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, assert_num_processes, run
+from conftest import CONFIGS, ROOT, assert_num_processes, run
 
 from trainkit import launch
 from trainkit.launch import UsageError
@@ -165,3 +167,19 @@ def test_one_and_two_processes_give_the_same_numbers(
         if "eval_loss" in a:
             assert a["eval_samples"] == b["eval_samples"] == 251
             assert a["eval_accuracy"] == pytest.approx(b["eval_accuracy"], abs=0.0005)
+
+
+def test_a_process_that_waits_too_long_for_the_others_ends_in_one_sentence() -> None:
+    """gloo waits in C, five times its timeout, and lets no signal through."""
+    code = (
+        "import time; from datetime import timedelta; from trainkit.launch import deadline\n"
+        "with deadline(timedelta(seconds=-4.9)): pass\n"
+        "time.sleep(0.5)\n"
+        "with deadline(timedelta(seconds=-4.9)): time.sleep(30)"
+    )
+    waiting = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=25
+    )
+    assert waiting.returncode == 1
+    assert waiting.stderr.startswith("error: process 0 did not meet the other processes within")
+    assert len(waiting.stderr.splitlines()) == 1

@@ -8,7 +8,7 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
-from trainkit.launch import EXIT_STOPPED
+from trainkit.launch import EXIT_STOPPED, deadline
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -30,7 +30,8 @@ class Preemption:
         self.pending: torch.distributed.Work | None = None
         self.group = None
         if accelerator.num_processes > 1:
-            self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+            with deadline(timeout):
+                self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self.flag = torch.zeros(1)
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
