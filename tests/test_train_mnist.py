@@ -174,7 +174,7 @@ def test_pictures_mapped_from_a_file_are_those_in_memory(
 
 
 def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone() -> None:
-    args = SimpleNamespace(seed=3, max_turn=10.0, max_shift=2.0)
+    args = SimpleNamespace(seed=3, max_turn=10.0, max_shift=2.0, max_warp=1.0)
     images = torch.zeros(4, 1, 28, 28, dtype=torch.uint8)
     images[:, :, 10:18, 10:18] = 200
     indices = torch.tensor([5, 900, 17, 5])
@@ -184,13 +184,42 @@ def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone() -> None:
     torch.testing.assert_close(alone, moved[1:2], atol=1e-3, rtol=0)
     assert not torch.equal(train_mnist.augment(images, indices, 3, args), moved)
     still = train_mnist.augment(
-        images, indices, 2, SimpleNamespace(seed=3, max_turn=0, max_shift=0)
+        images, indices, 2, SimpleNamespace(seed=3, max_turn=0, max_shift=0, max_warp=0)
     )
     torch.testing.assert_close(still, images.float(), atol=1e-2, rtol=0)
     shifted = train_mnist.augment(
-        images, indices, 2, SimpleNamespace(seed=3, max_turn=0, max_shift=2.0)
+        images, indices, 2, SimpleNamespace(seed=3, max_turn=0, max_shift=2.0, max_warp=0)
     )
     assert shifted.sum((1, 2, 3)) == pytest.approx([8 * 8 * 200] * 4, rel=1e-3)  # nothing is lost
+
+
+def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.randint(0, 256, (1, 1, 28, 28), dtype=torch.uint8)
+    args = SimpleNamespace(seed=0, max_turn=0.0, max_shift=0.0, max_warp=3.0)
+
+    def warp(*moved: int) -> torch.Tensor:
+        noise = torch.full((1, 35), 0.5)  # no turn, no shift, no knot moves
+        noise[:, [3 + knot for knot in moved]] = 1.0
+        monkeypatch.setattr(train_mnist, "keyed_uniform", lambda *_: noise)
+        return train_mnist.augment(images, torch.tensor([0]), 0, args)[0, 0]
+
+    all_x = warp(*range(16))  # every knot 3 pixels along x is a shift
+    torch.testing.assert_close(all_x[:, :25], images[0, 0, :, 3:].float(), atol=1e-2, rtol=0)
+    first_y = warp(16)  # the knot in the corner, along y
+    assert not torch.equal(first_y[:9, :9], images[0, 0, :9, :9].float())
+    beyond = first_y[10:, 10:] - images[0, 0, 10:, 10:]
+    torch.testing.assert_close(beyond, torch.zeros(18, 18), atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").iterdir()), ids=lambda path: path.name)
+def test_a_recipe_is_a_file_of_flags(path: Path) -> None:
+    args = vars(train_mnist.parse_args([f"@{path}", "--seed", "5"]))
+    default = vars(train_mnist.parse_args(["--seed", "5"]))
+    changed = {name for name in args if args[name] != default[name]}
+    words = [word for line in path.read_text().splitlines() for word in line.split("#")[0].split()]
+    flags = {word.removeprefix("--") for word in words if word.startswith("--")}
+    assert changed == {flag.removeprefix("no-").replace("-", "_") for flag in flags}
+    assert "seed" not in changed
 
 
 def make_dataset(folder: Path, mode: str, size: tuple[int, int], num_classes: int) -> Path:
