@@ -128,6 +128,7 @@ def draw_curves(run_dirs: Sequence[Path]) -> "Figure":
     else:
         _legend_above(loss, ncols=3)
         _legend_above(quality, ncols=3)
+    figure.align_ylabels()
     for axes in (loss, quality, rate):
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
