@@ -144,7 +144,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", choices=MODELS, default="linear", help="see the classes above")
     add("--hidden", type=widths, default=[64, 64], metavar="WIDTH[,WIDTH]", help="of --model mlp")
     add("--loss", choices=LOSSES, default="mse", help="huber: squared below 1, absolute above")
-    add("--eval-batch-size", type=int, default=1000, help="over all processes")
+    add("--eval-batch-size", type=int, default=1024, help="over all processes")
     add("--target-r2", type=float, default=None,
         help="exit with 3 if the last evaluation is below this")  # fmt: skip
     arguments.add_training_arguments(parser)
