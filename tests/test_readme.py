@@ -1,0 +1,251 @@
+"""The READMEs say the same, and what they tell people to type exists.
+
+What is run for real, and where: the README's test command by .ci/run, which takes it from the file;
+the default run by test_train_mnist.py (slow) and, on fewer pictures, by nearly every test file; the
+YAML of two processes by test_resume.py and others; --resume auto by test_resume.py; predict.py by
+test_predict.py; trainkit.plots by test_plots.py; the doctor by test_doctor.py. What needs GPUs or
+minutes is parsed here with the parser that would read it.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from conftest import ROOT
+
+READMES = sorted(ROOT.glob("README*.md"))
+PAGES = [*READMES, ROOT / "docs" / "coming_from.md", ROOT / "docs" / "scaling.md",
+         ROOT / "benchmarks" / "RECORDS.md"]  # fmt: skip
+OTHER_LANGUAGES = [path for path in READMES if path.name != "README.md"]
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def numbers(text: str) -> list[str]:
+    return [match.rstrip(",") for match in NUMBER.findall(text)]
+
+
+def code_spans(text: str) -> list[str]:
+    """Inline code outside of fenced blocks, each on one line."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+
+
+def targets(text: str) -> list[str]:
+    """What links and pictures point to."""
+    found = re.findall(r'\]\(([^)#\s]+)[^)]*\)|<img src="([^"]+)"', text)
+    return [link or picture for link, picture in found]
+
+
+def sections(path: Path) -> list[tuple[int, str]]:
+    """Level and text of each section, the language switch left out; # in a block is no heading."""
+    text = re.sub(r"^(?=.*\]\(README)[^`]*$\n", "", path.read_text(), count=1, flags=re.MULTILINE)
+    blocks = [match.span() for match in FENCE.finditer(text)]
+    heads = [head for head in re.finditer(r"^(#+) .*\n", text, re.MULTILINE)
+             if not any(start < head.start() < end for start, end in blocks)]  # fmt: skip
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    return [(len(head[1]), text[head.start() : end]) for head, end in zip(heads, ends, strict=True)]
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of all table rows; a | inside of a cell does not occur."""
+    return [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+
+
+def pairs(path: Path) -> list[tuple[str, str]]:
+    """Each section of the English README with its counterpart."""
+    english, other = sections(ROOT / "README.md"), sections(path)
+    assert [level for level, _ in english] == [level for level, _ in other]
+    return [(a, b) for (_, a), (_, b) in zip(english, other, strict=True)]
+
+
+def test_there_is_another_language_and_each_readme_links_to_the_others_at_its_top() -> None:
+    assert OTHER_LANGUAGES
+    for path in READMES:
+        top = "\n".join(path.read_text().splitlines()[:5])
+        assert {other.name for other in READMES} - {path.name} == set(
+            re.findall(r"\]\((README[^)]*)\)", top)
+        )
+
+
+@pytest.mark.parametrize("path", OTHER_LANGUAGES, ids=lambda path: path.name)
+def test_both_readmes_have_the_same_commands_figures_tables_and_pictures(path: Path) -> None:
+    for english, other in pairs(path):
+        where = f"{english.splitlines()[0]} / {other.splitlines()[0]}"
+        blocks, other_blocks = FENCE.findall(english), FENCE.findall(other)
+        assert [kind for kind, _ in blocks] == [kind for kind, _ in other_blocks], where
+        for (kind, block), (_, other_block) in zip(blocks, other_blocks, strict=True):
+            assert block == other_block or kind != "bash", where
+        assert Counter(numbers(english)) == Counter(numbers(other)), where
+        assert Counter(code_spans(english)) == Counter(code_spans(other)), where
+        assert targets(english) == targets(other), where
+        rows, other_rows = table(english), table(other)
+        assert [len(row) for row in rows] == [len(row) for row in other_rows], where
+        for row, other_row in zip(rows, other_rows, strict=True):
+            for cell, other_cell in zip(row, other_row, strict=True):
+                assert numbers(cell) == numbers(other_cell), (cell, other_cell)
+                assert code_spans(cell) == code_spans(other_cell), (cell, other_cell)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_and_picture_is_there(path: Path) -> None:
+    for target in targets(path.read_text()):
+        assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+def commands(path: Path) -> list[tuple[str, ...]]:
+    """The words of every command with python or accelerate, in blocks and in inline code."""
+    text = path.read_text()
+    lines = [line for _, block in FENCE.findall(text)
+             for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
+    found = []
+    for line in [*lines, *code_spans(text)]:
+        for part in re.split(r"&&|;|\|", line.removeprefix("$ ")):
+            if start := re.match(r"\s*(?:[A-Z_]+=\S* )*(?=python |accelerate launch )", part):
+                found.append(tuple(shlex.split(part[start.end() :], comments=True)))
+    return found
+
+
+ALL_COMMANDS = sorted({words for path in PAGES for words in commands(path)})
+
+
+class Read(Exception):
+    """Carries what a parser has read, and what it did not know, out of a script."""
+
+
+@pytest.fixture
+def understood(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Callable:
+    """Fail unless the parser of a script or module accepts the words; nothing of it is run."""
+    parse_known_args = argparse.ArgumentParser.parse_known_args
+
+    def read_and_leave(
+        self: argparse.ArgumentParser, args: list | None = None, namespace: Any = None
+    ) -> NoReturn:
+        raise Read(*parse_known_args(self, args, namespace))
+
+    def check(module: str, words: list[str], num_processes: int = 1) -> None:
+        if module == "pytest":
+            known, unknown = pytestconfig._parser.parse_known_and_unknown_args(words)
+            assert unknown == []
+            assert all((ROOT / name).exists() for name in known.file_or_dir), known.file_or_dir
+            marks = [line.split(":")[0] for line in pytestconfig.getini("markers")]
+            assert not known.markexpr or known.markexpr in marks, known.markexpr
+            return
+        assert importlib.util.find_spec(module), f"there is no {module}"
+        script = importlib.import_module(module)
+        source = Path(script.__file__).read_text()
+        if "Parser(" not in source:
+            assert words == [], f"{module} reads no arguments"
+            return
+        with monkeypatch.context() as patch, pytest.raises(Read) as left:
+            patch.chdir(ROOT)  # @FILE is read from there
+            patch.setattr(sys, "argv", [module, *words])
+            patch.setattr(argparse.ArgumentParser, "parse_known_args", read_and_leave)
+            script.main()
+        args, unknown = left.value.args
+        if "parse_known_args" in source:  # it hands the rest on
+            check("train_mnist", unknown)
+        else:
+            assert unknown == []
+        if hasattr(script, "check_arguments"):
+            script.check_arguments(args, num_processes)
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, id=" ".join(words)[:90]) for words in ALL_COMMANDS]
+)
+def test_every_command_of_the_pages_would_be_understood(
+    words: tuple[str, ...], understood: Callable
+) -> None:
+    num_processes, words = 1, [word for word in words if word != "..."]
+    if words[0] == "accelerate":
+        if not any(word == "-m" or word.endswith(".py") for word in words):
+            words.append("train_mnist.py")  # the page speaks of the launcher's part alone
+        launch = launch_command_parser().parse_args(words[2:])
+        if launch.config_file is not None:
+            config = load_config_from_file(str(ROOT / launch.config_file))
+            num_processes = config.num_processes
+        script = launch.training_script
+        words = ["accelerate", *(["-m", script] if launch.module else [script])]
+        words += launch.training_script_args
+    words = words[1:]
+    if words[0] == "-m":
+        _, module, *flags = words
+    else:
+        script, *flags = words
+        assert (ROOT / script).is_file(), f"there is no {script}"
+        module = script.removesuffix(".py").replace("/", ".")
+    understood(module, flags, num_processes)
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_the_yaml_table_lists_every_yaml_with_its_number_of_processes(path: Path) -> None:
+    (rows,) = (rows for _, text in sections(path) if "`2cpu`" in str(rows := table(text)[2:]))
+    listed = {name: row[1] for row in rows for name in code_spans(row[0])}
+    found = {file.stem: file for file in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert listed.keys() == found.keys()
+    for name, file in found.items():
+        num_processes = load_config_from_file(str(file)).num_processes
+        assert str(num_processes) in numbers(listed[name]), name
+
+
+def test_without_a_flag_both_scripts_fit_the_processes_of_every_yaml() -> None:
+    for name in ("train_mnist", "train_regression"):
+        script = importlib.import_module(name)
+        for file in (ROOT / "accelerate_configs").glob("*.yaml"):
+            num_processes = load_config_from_file(str(file)).num_processes
+            script.check_arguments(script.parse_args([]), num_processes)
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_the_file_map_is_the_repository(path: Path) -> None:
+    (rows,) = (rows for _, text in sections(path) if "`train_mnist.py`" in str(rows := table(text))
+               and "trainkit/" in str(rows))  # fmt: skip
+    listed = {name for row in rows for name in code_spans(row[0])}
+    assert all((ROOT / name).exists() for name in listed), listed
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    if not tracked:
+        pytest.skip("this is not a git checkout")
+    for name in tracked:
+        top = name.split("/")[0]
+        module = name.startswith("trainkit/") and not name.endswith("/__init__.py")
+        if module or not (top.startswith((".", "README", "LICENSE"))):
+            part = name if module else top
+            assert any(entry.rstrip("/").split("/")[: part.count("/") + 1] == part.split("/")
+                       for entry in listed), f"{part} is not in the file map"  # fmt: skip
+
+
+def test_every_measured_figure_has_its_record() -> None:
+    """README's first table, last column: a figure is a number of RECORDS.md or docs/, rounded.
+
+    What stands after "within" or "to" is a tolerance: it is a number of a test.
+    """
+    pages = [ROOT / "benchmarks" / "RECORDS.md", *(ROOT / "docs").glob("*.md")]
+    recorded = {float(n.replace(",", "")) for page in pages for n in numbers(page.read_text())}
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    tested = {float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", tests)}
+    intro = sections(ROOT / "README.md")[0][1]
+    rows = [row[-1] for row in table(intro)][2:]  # below the head and its line
+    assert "RECORDS.md" in intro and len(rows) >= 5
+    for cell in rows:
+        text = re.sub(r"`[^`]*`", "", cell)
+        for tolerance in re.findall(rf"(?:within|to) ({NUMBER.pattern})(?! s\b)", text):
+            assert {float(tolerance), float(tolerance) / 100} & tested, cell
+        for figure in numbers(re.sub(rf"(?:within|to) {NUMBER.pattern}", "", text)):
+            places = len(figure.partition(".")[2])
+            value = float(figure.replace(",", ""))
+            assert any(f"{value:.{places}f}" == f"{r:.{places}f}" for r in recorded), (figure, cell)
