@@ -82,6 +82,8 @@ def assert_tensorboard_is_the_history(run_dir: Path) -> None:
         assert [v for _, v in found] == pytest.approx([v for _, v in points], rel=1e-6), name
     assert set(reader.Tags()["images"]) == PICTURES
     assert all(len(reader.Images(name)) == 1 for name in PICTURES)
+    hparams = reader.SummaryMetadata("_hparams_/session_start_info")
+    assert b"learning_rate" in hparams.plugin_data.content
 
 
 @pytest.mark.slow
@@ -103,8 +105,6 @@ def test_tensorboard_continues_its_curve_after_sigkill(tmp_path: Path, small_mni
     assert "resuming from" in output
     assert len(list((tmp_path / "run" / "tensorboard").glob("events.*"))) == 2
     assert_tensorboard_is_the_history(tmp_path / "run")
-    hparams = read_tensorboard(tmp_path / "run").SummaryMetadata("_hparams_/session_start_info")
-    assert b"learning_rate" in hparams.plugin_data.content
 
 
 def test_tensorboard_forgets_the_rows_that_a_resume_makes_again(
@@ -112,6 +112,10 @@ def test_tensorboard_forgets_the_rows_that_a_resume_makes_again(
 ) -> None:
     pytest.importorskip("tensorboard")
     killed_and_resumed("tensorboard", tmp_path / "run", small_mnist, run_main, monkeypatch)
+    assert_tensorboard_is_the_history(tmp_path / "run")
+    # A run that is over, started once more, draws its pictures again: they too are there once.
+    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", tmp_path / "run", "--tracker",
+             "tensorboard", *FLAGS, "--resume", "auto")  # fmt: skip
     assert_tensorboard_is_the_history(tmp_path / "run")
 
 

@@ -77,11 +77,16 @@ class TensorBoard(Mirror):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        first_void = rows[-1]["step"] + 1 if rows else 0
-        writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_void)
+        # The last step is void too and written again: a run that is over, started once more, logs
+        # its pictures there a second time.
+        first_void = rows[-1]["step"] if rows else 0
+        self.run = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_void)
         for summary in hparams(arguments, {}):  # add_hparams opens a run of its own at each start
-            writer.file_writer.add_summary(summary)
-        return writer
+            self.run.file_writer.add_summary(summary)
+        for row in rows:
+            if row["step"] == first_void:
+                self.write(_grouped(row), first_void)
+        return self.run
 
     def write(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
