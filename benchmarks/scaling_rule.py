@@ -12,15 +12,16 @@ sys.path.insert(0, str(ROOT))
 
 from trainkit.plots import COLOURS, _rows, _subplots, _write  # noqa: E402
 
-BATCH_SIZES = (32, 128, 512, 2048)
+BATCH_SIZES = (32, 128, 256, 512, 2048)
+GUESS = 0.1  # the accuracy of a guess among ten classes
 FLAGS = ("--no-pictures", "--model", "lenet", "--no-augment", "--epochs", "1", "--optimizer", "sgd",
          "--learning-rate", "0.02", "--schedule", "constant", "--log-every", "1")  # fmt: skip
 RULES = {"0.02 at every size": (), "0.02 x batch size / 32": ("--scale-lr", "32"),
          "the same, warm-up": ("--scale-lr", "32", "--warmup", "0.25")}  # fmt: skip
 
 
-def accuracy(batch_size: int, name: str, rule: tuple[str, ...]) -> float:
-    """Test accuracy after one epoch; a run whose numbers went bad counts as a guess, 0.1."""
+def accuracy(batch_size: int, name: str, rule: tuple[str, ...]) -> float | None:
+    """Test accuracy after one epoch; None if the loss did not stay finite."""
     run_dir = ROOT / "runs" / "scaling_rule" / f"{name.replace(' ', '_').replace('/', 'by')}"
     run_dir = run_dir / str(batch_size)
     if not (run_dir / "DONE").exists():
@@ -31,7 +32,7 @@ def accuracy(batch_size: int, name: str, rule: tuple[str, ...]) -> float:
             capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode == 1 and "went bad" in done.stderr:
-            return 0.1
+            return None
         assert done.returncode == 0, done.stderr
     return _rows(run_dir)[-1]["eval_accuracy"]
 
@@ -45,13 +46,14 @@ def main() -> None:
         for name, rule in RULES.items()
     }
     for number, batch_size in enumerate(BATCH_SIZES):
-        cells = [f"{values[number]:.2%}" for values in results.values()]
+        cells = ["not finite" if values[number] is None else f"{values[number]:.2%}"
+                 for values in results.values()]  # fmt: skip
         print(f"| {batch_size} | {' | '.join(cells)} |")
-    for (name, values), colour, marker, style in zip(
-        results.items(), COLOURS, "os^", ("-", "--", "-."), strict=False
-    ):
-        errors = [1 - value for value in values]
-        axes.plot(BATCH_SIZES, errors, color=colour, marker=marker, linestyle=style, label=name)
+    looks = zip(COLOURS, "os^", ("-", "--", "-."), (12, 9, 5), strict=False)  # none hides another
+    for (name, values), (colour, marker, style, size) in zip(results.items(), looks, strict=False):
+        errors = [1 - (GUESS if value is None else value) for value in values]
+        axes.plot(BATCH_SIZES, errors, color=colour, marker=marker, markersize=size,
+                  markerfacecolor="white", linestyle=style, label=name)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(BATCH_SIZES, BATCH_SIZES)
