@@ -2,9 +2,10 @@
 
 What is run for real, and where: the README's test command by .ci/run, which takes it from the file;
 the default run by test_train_mnist.py (slow) and, on fewer pictures, by nearly every test file; the
-YAML of two processes by test_resume.py and others; --resume auto by test_resume.py; predict.py by
-test_predict.py; trainkit.plots by test_plots.py; the doctor by test_doctor.py. What needs GPUs or
-minutes is parsed here with the parser that would read it.
+YAML of two processes by test_train_mnist.py, test_regression.py and others; --save-every with
+--resume auto by test_faults.py; predict.py by test_predict.py; trainkit.plots by test_plots.py; the
+doctor by test_doctor.py; notebook_launcher by test_notebook.py. What needs GPUs or minutes is
+parsed here with the parser that would read it.
 """
 
 import argparse
@@ -188,6 +189,12 @@ def test_every_command_of_the_pages_would_be_understood(
         assert (ROOT / script).is_file(), f"there is no {script}"
         module = script.removesuffix(".py").replace("/", ".")
     understood(module, flags, num_processes)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_requirements_file_that_a_page_installs_is_there(path: Path) -> None:
+    for name in re.findall(r" -r (\S+\.txt)\b", path.read_text()):
+        assert (ROOT / name).is_file(), name
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
