@@ -55,6 +55,10 @@ def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(
         assert matrix[true, said] == pairs.sum()
     axes = plots.draw_confusion(tensors, metadata["classes"]).axes[0]
     assert sum(int(text.get_text().split("\n")[0]) for text in axes.texts) == NUM_TEST
+    for text in axes.texts:  # a count and its share of the row
+        count, share = text.get_text().rstrip("%").split("\n")
+        row = round(text.get_position()[1])
+        assert float(share) == pytest.approx(100 * int(count) / matrix[row].sum().item(), abs=0.06)
     assert f"of {NUM_TEST} right ({accuracy:.2%})" in axes.get_title()
 
 
@@ -92,7 +96,10 @@ def test_curves_show_every_row_and_where_the_run_was_resumed(folders: tuple[Path
     assert list(lines["training"].get_xdata()) == [row["step"] for row in steps]
     assert list(lines["evaluation"].get_ydata()) == [row["eval_loss"] for row in epochs]
     assert set(lines["resumed"].get_xdata()) == {30}
-    assert {line.get_label() for line in accuracy.lines} >= {"evaluation", "resumed"}
+    shown = {line.get_label(): list(line.get_ydata()) for line in accuracy.lines}
+    assert shown["evaluation"] == [row["eval_accuracy"] for row in epochs]
+    assert shown["training, mean of the epoch"] == [row["train_accuracy"] for row in epochs]
+    assert "resumed" in shown
     assert list(rate.lines[0].get_ydata()) == [row["learning_rate"] for row in steps]
 
 
