@@ -146,3 +146,14 @@ def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: 
     assert "1" in residuals.get_title() and residuals.get_ylabel() == "predicted - true price"
     assert line.lines[0].get_xydata().tolist() == [[0, 1], [1, 4], [2, 7]]
     assert line.get_xlabel() == "area"
+
+
+def test_mistakes_are_shown_in_colour_if_they_have_colours() -> None:
+    images = torch.arange(3 * 20 * 20, dtype=torch.uint8).view(1, 3, 20, 20)
+    tensors = {"prediction": torch.tensor([0, 1]), "target": torch.tensor([1, 1]),
+               "probability": torch.tensor([0.9, 0.8]), "mistake_images": images}  # fmt: skip
+    axes = plots.draw_mistakes(tensors, ["top left", "top right"]).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["said top left, 90.0%\nis top right"]
+    (shown,) = axes.images
+    assert shown.get_array().shape == (20, 20, 3)
+    assert torch.equal(torch.from_numpy(shown.get_array().data), images[0].permute(1, 2, 0))
