@@ -43,7 +43,7 @@ def in_many_forms(digit: Image.Image, folder: Path) -> dict[str, Path]:
     page.paste(negative.resize((140, 140)).convert("RGB"), (30, 120))
     ink = Image.new("RGBA", digit.size, (0, 0, 0, 0))
     ink.putalpha(digit)
-    deep = Image.fromarray(np.asarray(digit, dtype=np.uint16) * 257)
+    deep = Image.fromarray(np.asarray(digit, dtype=np.uint16) * 256)  # the low byte says nothing
     forms = {
         "same.png": digit,
         "negative.png": negative,
