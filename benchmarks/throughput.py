@@ -129,10 +129,11 @@ def per_sample(data: PerSample, model: str, batch_size: int, steps: int, num_wor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["compact", "lenet", "wide"])
+    parser.add_argument("--models", nargs="+", default=[*train_mnist.MODELS])
     parser.add_argument("--precisions", nargs="+", default=["no", "bf16"])
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=100, help="per round; wide: a tenth")
+    parser.add_argument("--steps", type=int, default=100,
+                        help="per round; lenet and deep: a third, wide: a tenth")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "throughput.json")
     args = parser.parse_args()
@@ -142,7 +143,7 @@ def main() -> None:
     print(f"{'model':8} {'precision':9} {'loop':>8} {'limit':>8} {'per-sample':>10} "
           f"{'loop+augment':>12} {'loop/limit':>10} {'loop/per-sample':>15}")  # fmt: skip
     for model in args.models:
-        steps = args.steps if model != "wide" else max(1, args.steps // 10)
+        steps = max(1, args.steps // {"compact": 1, "wide": 10}.get(model, 3))
         size = (args.batch_size, steps)
         for precision in args.precisions:
             kinds: dict[str, Callable[[], float]] = {
