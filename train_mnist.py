@@ -86,21 +86,17 @@ class Wide(nn.Sequential):
 
 
 class Deep(nn.Sequential):
-    """Four convolutions and dropout, for long training on warped pictures (recipes/best)."""
+    """Four convolutions with BatchNorm, which sees a batch as a whole: for one process alone."""
 
     def __init__(self, num_classes: int):
         super().__init__(
-            nn.Conv2d(1, 24, 3), nn.ReLU(),
-            nn.Conv2d(24, 24, 3), nn.MaxPool2d(2), nn.ReLU(),  # (n, 24, 12, 12)
-            nn.Conv2d(24, 48, 3), nn.ReLU(),
-            nn.Conv2d(48, 48, 3), nn.MaxPool2d(2), nn.ReLU(),  # (n, 48, 4, 4)
-            nn.Flatten(), nn.Dropout(0.3), nn.Linear(768, 256), nn.ReLU(),
-            nn.Dropout(0.3), nn.Linear(256, num_classes),
+            nn.Conv2d(1, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 16, 3, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(),  # (n, 32, 10, 10)
+            nn.Conv2d(32, 32, 3, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.Flatten(), nn.Dropout(0.3), nn.Linear(512, 256, bias=False), nn.BatchNorm1d(256),
+            nn.ReLU(), nn.Dropout(0.3), nn.Linear(256, num_classes),
         )  # fmt: skip
-        for layer in self:
-            if isinstance(layer, nn.Conv2d):  # He et al. 2015: torch's own start is too small here
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-                nn.init.zeros_(layer.bias)
 
 
 MODELS = {"compact": Compact, "lenet": LeNet, "wide": Wide, "deep": Deep}
@@ -175,6 +171,9 @@ def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
         arguments.check(problems, args, name, lambda v: 0 <= v < math.inf, "0 or more")
     arguments.check(problems, args, "eval_batch_size", lambda v: v > 0 and v % num_processes == 0,
                     f"a multiple of the number of processes, {num_processes}")  # fmt: skip
+    if args.model == "deep" and (num_processes > 1 or args.accumulate > 1):
+        problems.append("--model deep has BatchNorm, whose numbers depend on how a batch is split: "
+                        "use one process and --accumulate 1")  # fmt: skip
     arguments.refuse(problems)
 
 

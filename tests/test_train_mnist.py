@@ -211,6 +211,17 @@ def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch: pytest.Monke
     torch.testing.assert_close(beyond, torch.zeros(18, 18), atol=1e-2, rtol=0)
 
 
+@pytest.mark.parametrize(("flags", "num_processes"), [([], 2), (["--accumulate", "2"], 1)])
+def test_batchnorm_is_refused_where_a_batch_is_split(flags: list[str], num_processes: int) -> None:
+    args = train_mnist.parse_args(["--model", "deep", *flags])
+    with pytest.raises(UsageError, match="--model deep has BatchNorm"):
+        train_mnist.check_arguments(args, num_processes)
+    train_mnist.check_arguments(train_mnist.parse_args(["--model", "deep"]), 1)
+    for name, model in train_mnist.MODELS.items():  # no other model needs it
+        kinds = {type(layer).__name__ for layer in model(10).modules()}
+        assert any("BatchNorm" in kind for kind in kinds) == (name == "deep")
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").iterdir()), ids=lambda path: path.name)
 def test_a_recipe_is_a_file_of_flags(path: Path) -> None:
     args = vars(train_mnist.parse_args([f"@{path}", "--seed", "5"]))
