@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainkit import arguments, launch
+from trainkit.grey import to_grey
 
 TOLERANCE = 1e-5  # between PyTorch and the exported model, relative to the largest output
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -88,7 +89,7 @@ def read_picture(path: Path, size: int, as_is: bool = False) -> np.ndarray:
     Raises UsageError.
     """
     with launch.explained(f"{path} cannot be read as a picture"), Image.open(path) as file:
-        grey = _to_grey(ImageOps.exif_transpose(file))
+        grey = to_grey(ImageOps.exif_transpose(file))
     if as_is:
         return _resize(grey, size, size)
     border = np.concatenate((grey[0], grey[-1], grey[:, 0], grey[:, -1]))
@@ -178,7 +179,7 @@ def export_onnx(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
     session = onnxruntime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
     expected = model(inputs).numpy()
     outputs = session.run(None, {"inputs": inputs.numpy()})[0]
-    difference = float(np.abs(outputs - expected).max() / max(1.0, np.abs(expected).max()))
+    difference = float(np.abs(outputs - expected).max() / max(1e-30, np.abs(expected).max()))
     if not difference <= TOLERANCE:
         temporary.unlink()
         raise launch.RunFailure(f"onnxruntime and PyTorch differ by {difference:.2g}, more than "
@@ -220,22 +221,6 @@ def _script(name: str) -> ModuleType:
     if not (isinstance(name, str) and (Path(__file__).parent / f"{name}.py").is_file()):
         raise launch.UsageError(f"the run was made by {name}.py, which is not beside predict.py")
     return importlib.import_module(name)
-
-
-def _to_grey(picture: Image.Image) -> np.ndarray:
-    """Grey values 0 to 255 as float64. What is transparent becomes the opposite of the ink."""
-    if picture.mode.startswith("I;16"):
-        return np.asarray(picture, dtype=np.float64) / 257
-    if picture.mode in ("I", "F"):
-        values = np.asarray(picture, dtype=np.float64)
-        return (values - values.min()) * (255 / max(np.ptp(values), 1e-9))
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        alpha = np.asarray(picture.getchannel("A"), dtype=np.float64) / 255
-        grey = np.asarray(picture.convert("RGB").convert("L"), dtype=np.float64)
-        ink = (grey * alpha).sum() / max(alpha.sum(), 1e-9)
-        return grey * alpha + (1 - alpha) * (255 if ink < 128 else 0)
-    return np.asarray(picture.convert("RGB").convert("L"), dtype=np.float64)
 
 
 def _resize(grey: np.ndarray, height: int, width: int) -> np.ndarray:

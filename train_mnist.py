@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainkit import arguments, launch, nodes, plots
 from trainkit.checkpoint import Checkpoints, md5
 from trainkit.finite import FiniteGuard
+from trainkit.grey import to_grey
 from trainkit.history import History, RunningSums, epoch_bar
 from trainkit.optim import clip_gradients, make_optimizer, make_scheduler, settle_sums
 from trainkit.order import (
@@ -47,7 +48,9 @@ from trainkit.rundir import close_run, finish_run, open_run, record_run
 from trainkit.trackers import draw_pictures, make_trackers
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
-RESIDENT_BYTES = 2**30  # decoded pictures beyond this are read from a file as they are needed
+# Decoded pictures beyond this are read from a file as they are needed, and not copied into memory
+# (by --validation-split they are).
+RESIDENT_BYTES = 2**30
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
 
 
@@ -118,8 +121,8 @@ class Images(Dataset):
         return self.images.index_select(0, indices), self.labels[indices], indices
 
 
-class Classification(evaluate.Metric):
-    """Confusion matrix (rows: truth, columns: prediction) and accuracy; needs no network."""
+class Accuracy(evaluate.Metric):
+    """Fraction of right predictions; `evaluate.load("accuracy")` would need the network."""
 
     def _info(self) -> evaluate.MetricInfo:
         value = datasets.Value("int64")
@@ -129,10 +132,8 @@ class Classification(evaluate.Metric):
             features=datasets.Features({"predictions": value, "references": value}),
         )
 
-    def _compute(self, predictions: list, references: list, num_classes: int) -> dict:
-        pairs = np.asarray(references) * num_classes + np.asarray(predictions)
-        matrix = np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
-        return {"accuracy": float(np.trace(matrix) / len(pairs)), "confusion": matrix.tolist()}
+    def _compute(self, predictions: list, references: list) -> dict[str, float]:
+        return {"accuracy": float(np.mean(np.equal(predictions, references)))}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -184,8 +185,8 @@ def decode(pictures: list) -> list[np.ndarray]:
         if picture.mode != "L" or picture.size != (SIZE, SIZE):
             import torchvision.transforms.v2.functional as TF  # here: it takes a second to import
 
-            colour = TF.pil_to_tensor(picture.convert("RGB"))
-            picture = TF.resize(TF.rgb_to_grayscale(colour), [SIZE, SIZE], antialias=True)
+            grey = torch.from_numpy(to_grey(picture)).unsqueeze(0)
+            picture = TF.resize(grey, [SIZE, SIZE], antialias=True).round()
         flat.append(np.asarray(picture, dtype=np.uint8).reshape(-1))
     return flat
 
@@ -253,6 +254,9 @@ def make_dataloaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader, 
     arguments.refuse(arguments.size_problems(args, len(train_set)))
     train_batches = EpochBatches(len(train_set), args.batch_size, seed=args.seed,
                                  drop_last=args.drop_last, accumulate=args.accumulate)  # fmt: skip
+    if args.model == "deep" and 1 in (args.batch_size, train_batches.num_used % args.batch_size):
+        arguments.refuse(["--model deep has BatchNorm, which learns nothing from a batch of one "
+                          "picture: use another --batch-size"])  # fmt: skip
     eval_batches = EpochBatches(len(eval_set), args.eval_batch_size)
     return (
         make_loader(train_set, train_batches, args.num_workers),
@@ -306,7 +310,7 @@ def augment(
 
 @torch.inference_mode()
 def validate(
-    accelerator: Accelerator, model: nn.Module, loader: DataLoader, num_classes: int
+    accelerator: Accelerator, model: nn.Module, loader: DataLoader
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return eval_loss, eval_accuracy, eval_samples, and what plots.save_predictions wants.
 
@@ -329,9 +333,7 @@ def validate(
     predictions, seen = accelerator.reduce(result, reduction="sum").cpu()
     assert (seen == 1).all(), "a sample was evaluated twice or not at all"
     targets = loader.dataset.labels
-    metric = Classification(keep_in_memory=True).compute(
-        predictions=predictions, references=targets, num_classes=num_classes
-    )
+    metric = Accuracy(keep_in_memory=True).compute(predictions=predictions, references=targets)
     probability = accelerator.reduce(probability, reduction="sum").cpu()
     return {
         "eval_loss": accelerator.reduce(loss_sum, reduction="sum").item() / num_samples,
@@ -395,17 +397,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     checkpoints = Checkpoints(
         accelerator, args.run_dir, history, sums, fingerprint, args.keep, steps_per_epoch
     )
-    progress = checkpoints.resume(args.resume)
+    last_step = min(args.epochs * steps_per_epoch, args.stop_after_steps or sys.maxsize)
+    progress = checkpoints.resume(args.resume, last_step)
     record_run(accelerator, args)
     per_process = args.batch_size // accelerator.num_processes // args.accumulate
-    images = train_set.images[:per_process].to(accelerator.device)  # as many as in each step
-    settle_sums(accelerator, model, optimizer, normalise(images))
+    # With 3 processes or more one backward pass, on as many pictures as in a step, comes before the
+    # first step: sums of gradients then have one order, in a resumed run too.
+    some = train_set.images[:per_process].to(accelerator.device)
+    settle_sums(accelerator, model, optimizer, normalise(some))
     accelerator.init_trackers("mnist", vars(args))
 
     # Train: epochs of batches, then an evaluation.
-    last_step = min(args.epochs * steps_per_epoch, args.stop_after_steps or sys.maxsize)
     while progress.epoch < args.epochs and progress.step < last_step:
-        started_at, num_before = time.perf_counter(), progress.batch * args.batch_size
+        started_at = time.perf_counter()
+        num_before = min(progress.batch * args.batch_size, num_used)  # of a run that was resumed
         bar = epoch_bar(accelerator, progress.epoch, num_used, num_before, "images")
         for images, labels, indices in remaining_batches(train_loader, progress, args.batch_size):
             # Samples in this step, over all processes and micro-batches: fewer at an epoch's end.
@@ -454,12 +459,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         guard.finish()
         sums.flush()
         train_seconds = time.perf_counter() - started_at
-        metrics, predictions = validate(accelerator, model, eval_loader, len(class_names))
+        metrics, predictions = validate(accelerator, model, eval_loader)
         eval_seconds = time.perf_counter() - started_at - train_seconds
         num_trained = min(progress.batch * args.batch_size, num_used) - num_before
         if progress.batch == steps_per_epoch:
             progress.epoch, progress.batch = progress.epoch + 1, 0
         progress.metrics = {"epoch": progress.epoch, **sums.means(), **metrics}
+        progress.evaluated_at = progress.step
         guard.check_mean(progress.metrics["train_loss"], progress, scheduler.get_last_lr()[0])
         accelerator.log(progress.metrics, step=progress.step)
         history.log_timing({"step": progress.step, "train_seconds": train_seconds,
@@ -474,11 +480,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             flush=True,
         )
         done = progress.epoch == args.epochs or progress.step == last_step
-        if progress.batch == 0:
+        if progress.batch == 0:  # else the run ends in the middle of an epoch, whose sums stay
             sums.clear()
         if done:  # before the last checkpoint, from which no resume would evaluate again
             predictions["mistake_images"] = eval_set.images[plots.worst_mistakes(**predictions)]
             plots.save_predictions(accelerator, args.run_dir, predictions, classes=class_names)
+        # Without --save-every at the end of each epoch.
         if done or not args.save_every or progress.step % args.save_every == 0:
             checkpoints.save(progress)
 

@@ -437,17 +437,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     checkpoints = Checkpoints(
         accelerator, args.run_dir, history, sums, fingerprint, args.keep, steps_per_epoch
     )
-    progress = checkpoints.resume(args.resume)
+    last_step = min(args.epochs * steps_per_epoch, args.stop_after_steps or sys.maxsize)
+    progress = checkpoints.resume(args.resume, last_step)
     record_run(accelerator, args)
     per_process = args.batch_size // accelerator.num_processes // args.accumulate
-    features = train_set.features[:per_process].to(accelerator.device)  # as many as in each step
-    settle_sums(accelerator, model, optimizer, features)
+    # With 3 processes or more one backward pass, on as many rows as in a step, comes before the
+    # first step: sums of gradients then have one order, in a resumed run too.
+    some = train_set.features[:per_process].to(accelerator.device)
+    settle_sums(accelerator, model, optimizer, some)
     accelerator.init_trackers("regression", vars(args))
 
     # Train: epochs of batches, then an evaluation.
-    last_step = min(args.epochs * steps_per_epoch, args.stop_after_steps or sys.maxsize)
     while progress.epoch < args.epochs and progress.step < last_step:
-        started_at, num_before = time.perf_counter(), progress.batch * args.batch_size
+        started_at = time.perf_counter()
+        num_before = min(progress.batch * args.batch_size, num_used)  # of a run that was resumed
         bar = epoch_bar(accelerator, progress.epoch, num_used, num_before, "rows")
         for features, targets, _ in remaining_batches(train_loader, progress, args.batch_size):
             # Samples in this step, over all processes and micro-batches: fewer at an epoch's end.
@@ -497,6 +500,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         if progress.batch == steps_per_epoch:
             progress.epoch, progress.batch = progress.epoch + 1, 0
         progress.metrics = {"epoch": progress.epoch, **sums.means(), **metrics}
+        progress.evaluated_at = progress.step
         guard.check_mean(progress.metrics["train_loss"], progress, scheduler.get_last_lr()[0])
         accelerator.log(progress.metrics, step=progress.step)
         history.log_timing({"step": progress.step, "train_seconds": train_seconds,
@@ -511,7 +515,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             flush=True,
         )
         done = progress.epoch == args.epochs or progress.step == last_step
-        if progress.batch == 0:
+        if progress.batch == 0:  # else the run ends in the middle of an epoch, whose sums stay
             sums.clear()
         if done:  # before the last checkpoint, from which no resume would evaluate again
             plots.save_predictions(
@@ -521,6 +525,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 targets=about["targets"],
                 feature=about["features"][0],
             )
+        # Without --save-every at the end of each epoch.
         if done or not args.save_every or progress.step % args.save_every == 0:
             checkpoints.save(progress)
 

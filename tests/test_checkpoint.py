@@ -321,6 +321,22 @@ def test_another_run_is_refused_by_field_and_both_values(saved: Path) -> None:
     assert "new is None there and 1 here" in Run(saved, new=1).refuses("latest")
 
 
+def test_a_checkpoint_from_behind_the_end_is_refused(saved: Path) -> None:
+    """It has weights that no evaluation has seen: the run would report those of another step."""
+    for last_step in (2, 3):
+        before = contents(saved)
+        with pytest.raises(UsageError, match=f"is of step 3 and this run ends at step {last_step}"):
+            Run(saved).checkpoints.resume("latest", last_step)
+        assert contents(saved) == before
+    run = Run(saved)
+    run.progress = run.checkpoints.resume("latest", 4)
+    run.progress.evaluated_at = 4
+    run.train(1)  # the checkpoint of an evaluated end may be finished again
+    assert Run(saved).checkpoints.resume("latest", 4).step == 4
+    with pytest.raises(UsageError, match="is of step 4"):
+        Run(saved).checkpoints.resume("latest", 3)
+
+
 def test_a_path_is_taken_or_refused(saved: Path, tmp_path: Path) -> None:
     run = Run(saved)
     assert "there is no such folder" in run.refuses(step(saved, 7))

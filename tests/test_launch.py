@@ -121,12 +121,19 @@ def test_check_launch_lets_a_good_launch_pass(
 def test_wrong_arguments_are_all_told_once_and_end_with_2(
     small_mnist: Path, tmp_path: Path
 ) -> None:
-    wrong = ["--epochs", 0, "--batch-size", 7, "--learning-rate", -1, "--keep", 1]
+    wrong = ["--seed", 2**32, "--epochs", 0, "--batch-size", 7, "--learning-rate", -1, "--keep", 1]
     common = ["--dataset", small_mnist, "--run-dir", tmp_path / "run"]
     result = run("train_mnist.py", *common, *wrong, config="2cpu")
     assert result.returncode != 0
     (line,) = error_lines(result.stderr)
-    for flag in ("--epochs 0", "--batch-size 7", "2 processes", "--learning-rate -1.0", "--keep 1"):
+    for flag in (
+        "--seed 4294967296",
+        "--epochs 0",
+        "--batch-size 7",
+        "2 processes",
+        "--learning-rate -1.0",
+        "--keep 1",
+    ):
         assert flag in line
     assert "exitcode  : 2" in result.stderr
     assert not (tmp_path / "run").exists()

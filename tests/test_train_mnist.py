@@ -222,6 +222,27 @@ def test_batchnorm_is_refused_where_a_batch_is_split(flags: list[str], num_proce
         assert any("BatchNorm" in kind for kind in kinds) == (name == "deep")
 
 
+def test_batchnorm_is_refused_a_batch_of_one(small_mnist: Path) -> None:
+    for flags in (["--batch-size", "1"], ["--no-drop-last", "--batch-size", "56"]):  # 1009 % 56
+        args = train_mnist.parse_args(["--model", "deep", "--dataset", str(small_mnist), *flags])
+        with pytest.raises(UsageError, match="a batch of one"):
+            train_mnist.make_dataloaders(args)
+
+
+def test_pictures_of_every_mode_keep_their_grey_values() -> None:
+    ramp = np.linspace(0, 255, 784).round().astype(np.uint8).reshape(28, 28)
+    grey = Image.fromarray(ramp)
+    sixteen = Image.fromarray(ramp.astype(np.uint16) * 257)
+    assert sixteen.mode == "I;16"
+    clear = Image.new("RGBA", (28, 28), (0, 0, 0, 0))  # black ink on nothing, as on white paper
+    clear.paste((0, 0, 0, 255), (5, 5, 9, 20))
+    flat = train_mnist.decode([grey, sixteen, grey.convert("RGB"), clear])
+    for pixels in flat[1:3]:
+        np.testing.assert_array_equal(pixels, ramp.reshape(-1))
+    paper = flat[3].reshape(28, 28)
+    assert (paper[5:20, 5:9] == 0).all() and (paper[:, 10:] == 255).all()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").iterdir()), ids=lambda path: path.name)
 def test_a_recipe_is_a_file_of_flags(path: Path) -> None:
     args = vars(train_mnist.parse_args([f"@{path}", "--seed", "5"]))

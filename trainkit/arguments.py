@@ -63,7 +63,7 @@ def add_training_arguments(parser: Parser) -> None:
         help="fraction of all steps in which the learning rate rises to its peak")  # fmt: skip
     add("--gamma", type=float, default=0.9, help="decay per epoch of the exponential schedules")
     add("--cosine-epochs", type=float, default=None,
-        help="half a period of the cosine, in epochs; None: the rest of the run")  # fmt: skip
+        help="half a period of the cosine, in epochs; None: the whole run")  # fmt: skip
     add("--scale-lr", type=int, default=None, metavar="REFERENCE_BATCH",
         help="multiply the learning rate by batch-size / REFERENCE_BATCH")  # fmt: skip
     add("--accumulate", type=int, default=1,
@@ -122,7 +122,7 @@ def shared_problems(args: argparse.Namespace, num_processes: int) -> list[str]:
     check(problems, args, "warmup", lambda value: 0 <= value < 1, "at least 0 and below 1")
     check(problems, args, "keep", lambda value: value >= 2, "at least 2")
     check(problems, args, "num_workers", lambda value: value >= 0, "at least 0")
-    check(problems, args, "seed", lambda value: 0 <= value < 2**63, "at least 0 and below 2**63")
+    check(problems, args, "seed", lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
     parts = num_processes * args.accumulate
     if args.batch_size >= 1 and args.accumulate >= 1 and args.batch_size % parts:
         problems.append(

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Progress:
         batch: batches of --batch-size samples done in this epoch.
         num_skipped: batches whose fp16 gradients overflowed, so that no step was made.
         metrics: the last row that an epoch wrote.
+        evaluated_at: the step of that row.
     """
 
     step: int = 0
@@ -47,6 +49,7 @@ class Progress:
     batch: int = 0
     num_skipped: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int = 0
 
     def advance(self, accelerator: Accelerator) -> bool:
         """Count the batch whose gradients were just used. True if an optimizer step was made."""
@@ -112,12 +115,13 @@ class Checkpoints:
                 self._commit(temporary, final, progress, sums)
         self.last_step = progress.step
 
-    def resume(self, wanted: str | None) -> Progress:
+    def resume(self, wanted: str | None, last_step: int = sys.maxsize) -> Progress:
         """Load the checkpoint that --resume names and return where the run stood.
 
         None: nothing. "auto": the newest whole one if there is any. "latest": the newest whole one.
         Otherwise a folder, which is taken or refused. Every process must call this. Raises
-        UsageError on all of them; a damaged or foreign checkpoint is found before a weight changes.
+        UsageError on all of them; a damaged or foreign checkpoint, or one from behind the last step
+        of this run, is found before a weight changes.
         """
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         path, trainer, notices = None, {}, []
@@ -126,7 +130,7 @@ class Checkpoints:
                 for leftover in list(self.directory.glob(".tmp-*")):
                     remove_tree(leftover)
                 path = self._choose(wanted, notices)
-                trainer = self._read(path, notices) if path else {}
+                trainer = self._read(path, notices, last_step) if path else {}
         path, trainer = broadcast_object_list([path, trainer])
         progress = Progress(**trainer.get("progress", {}))
         with failing_together(accelerator, f"{path} cannot be loaded"):
@@ -181,7 +185,7 @@ class Checkpoints:
         notices.append(f"no checkpoint in {self.directory}: starting from the beginning")
         return None
 
-    def _read(self, path: Path, notices: list[str]) -> dict[str, Any]:
+    def _read(self, path: Path, notices: list[str], last_step: int) -> dict[str, Any]:
         """trainer.json of a whole checkpoint, if it belongs to this run."""
         with explained(f"{path / 'trainer.json'} cannot be used"):
             trainer = json.loads((path / "trainer.json").read_text())
@@ -206,7 +210,7 @@ class Checkpoints:
                     )
             progress, totals = Progress(**trainer["progress"]), trainer["sums"]["totals"]
             counts = [progress.step, progress.epoch, progress.batch, progress.num_skipped]
-            counts.append(trainer["log_bytes"])
+            counts += [progress.evaluated_at, trainer["log_bytes"]]
             if any(type(count) is not int or count < 0 for count in counts):
                 raise ValueError("a count is not a whole number")
             num_batches = progress.epoch * self.steps_per_epoch + progress.batch
@@ -215,6 +219,12 @@ class Checkpoints:
                 or progress.step + progress.num_skipped != num_batches
             ):
                 raise ValueError("its counts contradict each other")
+            ended = progress.step == progress.evaluated_at == last_step
+            if progress.step >= last_step and not ended:
+                raise UsageError(
+                    f"{path} is of step {progress.step} and this run ends at step {last_step}: "
+                    "raise --epochs or --stop-after-steps, or resume from an older checkpoint"
+                )
             numbers = [*progress.metrics.values(), *totals.values()]
             if totals.keys() != self.sums.totals.keys() or {*map(type, numbers)} - {int, float}:
                 raise ValueError("a sum or metric is not a number")

@@ -5,6 +5,7 @@ hangs or, worse, trains. A "node" is what one launcher started.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -34,7 +35,7 @@ def check_nodes(accelerator: Accelerator, args: argparse.Namespace) -> None:
     arguments = {
         f"--{name.replace('_', '-')}": value
         for name, value in vars(args).items()
-        if name != "dataset"
+        if name not in ("dataset", "data")
     }
     check_same(accelerator, describe_node() | arguments)
     check_shared(accelerator, args.run_dir)
@@ -74,7 +75,8 @@ def check_shared(accelerator: Accelerator, directory: Path) -> None:
     if accelerator.is_main_process:
         (directory / name).unlink(missing_ok=True)
         if is_new:
-            directory.rmdir()  # open_run makes it again if the run is not refused
+            with contextlib.suppress(OSError):  # not empty: another run just started in it
+                directory.rmdir()  # open_run makes it again if the run is not refused
     if blind := sorted({rank["node"] for rank in seen if not rank["seen"]}):
         raise UsageError(
             f"{directory} is not the same folder on {' and '.join(blind)} as on {seen[0]['node']}: "

@@ -52,7 +52,7 @@ class EpochBatches(Sampler):
 
     def set_position(self, epoch: int, num_done: int) -> None:
         """Make the next iteration yield `epoch` from its sample number `num_done` on."""
-        self.epoch, self.start = epoch, num_done
+        self.epoch, self.start = epoch, min(num_done, self.num_used)
 
     def __len__(self) -> int:
         return -(-(self.num_used - self.start) // self.batch_size)
