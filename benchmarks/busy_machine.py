@@ -3,9 +3,10 @@
     python -m benchmarks.busy_machine
 
 Threads that wait for work either spin, which is quick to notice new work and takes a core from
-whatever else wants it, or sleep. trainkit/__init__.py sets OMP_WAIT_POLICY=PASSIVE, unless it is
-set already, so that train_mnist.py's threads sleep. A setting below is one run of train_mnist.py
-with as many threads as cores, alone and beside one process that never rests; settings take turns.
+whatever else wants it, or sleep. trainkit/__init__.py sets OMP_WAIT_POLICY and GOMP_SPINCOUNT,
+unless they are set already, so that train_mnist.py's threads soon sleep. A setting below is one run
+of train_mnist.py with as many threads as cores, alone and beside one process that never rests;
+settings take turns.
 """
 
 import argparse
@@ -19,10 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {  # libgomp's counts: 0 for PASSIVE, 300,000 where nothing is set, no end for ACTIVE
-    "spin without end (OMP_WAIT_POLICY=ACTIVE)": {"OMP_WAIT_POLICY": "ACTIVE"},
+    "spin without end (ACTIVE)": {"GOMP_SPINCOUNT": "INFINITY"},
     "spin 300,000 times (nothing set)": {"GOMP_SPINCOUNT": "300000"},
+    "spin 10,000 times, then sleep (set by trainkit)": {},
     "spin 1,000 times": {"GOMP_SPINCOUNT": "1000"},
-    "sleep (PASSIVE, set by trainkit)": {},
+    "sleep at once (PASSIVE)": {"GOMP_SPINCOUNT": "0"},
 }
 
 

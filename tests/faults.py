@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,8 +236,9 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     fault: save (which save of the process, from 1), event (which I/O event of it, from 1; 0 only
     counts) and how: "kill" before the event, "tear" kills after it and leaves a written file half
     as long, "enospc" makes it fail as on a full disk; the number of events goes to RUN_DIR.events.
-    Or signal: [step, signal number], which the process then sends to itself. Or nan: the forward
-    pass (from 1) whose pictures become NaN.
+    Or signal: [step, signal number], which the process then sends to itself. Or nan: the call of
+    normalise (from 1) whose pictures become NaN. Or inf: the call of cross_entropy whose loss
+    becomes infinite while its gradient stays as it is.
     """
     import accelerate.utils.other
     import torch
@@ -309,12 +311,21 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
 
         Progress.advance = advancing
     if "nan" in fault:
-        normalise, calls = script.normalise, iter(range(1, 1_000_000))
+        _spoil(script, "normalise", fault["nan"], lambda images: images * float("nan"))
+    if "inf" in fault:
+        script.F = types.SimpleNamespace(**vars(script.F))
+        _spoil(script.F, "cross_entropy", fault["inf"], lambda loss: loss + float("inf"))
 
-        def spoiling(images: torch.Tensor) -> torch.Tensor:
-            return normalise(images) * (float("nan") if next(calls) == fault["nan"] else 1.0)
 
-        script.normalise = spoiling
+def _spoil(holder: Any, name: str, number: int, change: Callable[[Any], Any]) -> None:
+    """Change what one call of a function returns."""
+    original, calls = getattr(holder, name), iter(range(1, 1_000_000))
+
+    def spoiling(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        return change(result) if next(calls) == number else result
+
+    setattr(holder, name, spoiling)
 
 
 if __name__ == "__main__":

@@ -257,6 +257,9 @@ def test_no_file_of_a_checkpoint_is_executed(
         pickle.loads(proof.read_bytes()) if kind == "raw" else torch.load(proof, weights_only=False)
     assert mark.exists()  # the payload works where nothing refuses it
     mark.unlink()
+    with pytest.raises(Exception, match=r"weights_only|[Ww]eights only"):
+        torch.load(proof, weights_only=False)  # whoever asks for it, accelerate or another package
+    assert not mark.exists()
     shutil.copytree(saved, keep)
     names = [path.name for path in sorted(state.iterdir())]
     for name in [*names, *OTHER_NAMES, "../trainer.json", "../MANIFEST.json"]:
@@ -361,6 +364,16 @@ def test_a_path_is_taken_or_refused(saved: Path, tmp_path: Path) -> None:
 def test_latest_must_exist_and_auto_need_not(tmp_path: Path) -> None:
     assert "there is no checkpoint" in Run(tmp_path).refuses("latest")
     assert Run(tmp_path).checkpoints.resume("auto") == Progress()
+
+
+def test_fp16_needs_the_loss_scale_of_the_run_it_continues(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(saved)
+    world = run.checkpoints._world() | {"mixed_precision": "fp16"}
+    monkeypatch.setattr(run.checkpoints, "_world", lambda: world)
+    message = run.refuses("latest")
+    assert "saved with mixed_precision 'no', so it has no loss scale" in message
 
 
 def test_a_shortened_log_is_refused(saved: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import rows
 from faults import Nursery, digests
+from test_checkpoint import reforge
 
 LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
 PLACES = {"mid-epoch": 3, "end of an epoch": 5, "mid-epoch 2": 8, "last step": LAST}
@@ -33,6 +35,9 @@ def compare(
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(whole, copy)
         path = copy / "checkpoints" / f"step-{step:010d}"
+        for states in path.glob("state/random_states_*"):  # nothing may rely on them
+            shutil.copy(copy / "checkpoints" / "step-0000000001" / "state" / states.name, states)
+        reforge(path)
         output = finish(nursery, script, *args, copy, "--resume", path, world=world)
         assert f"resuming from {path}" in output
         if step < LAST:
@@ -89,9 +94,8 @@ def batches(run_dir: Path, world: int) -> list[list[int]]:
 def test_another_number_of_processes_goes_on_with_the_same_samples(
     nursery: Nursery, arguments: dict, tmp_path: Path, worlds: tuple[int, int]
 ) -> None:
-    from conftest import rows
-
-    args = [*arguments["train_mnist"], "--model", "compact", "--run-dir"]
+    # A row every 3 steps: at step 4 there are sums that no row has yet.
+    args = [*arguments["train_mnist"], "--model", "compact", "--log-every", 3, "--run-dir"]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     plan = {"world": worlds[0], "indices": f"{whole}.indices"}
     finish(nursery, "train_mnist", *args, whole, "--keep", 9, **plan)
@@ -113,6 +117,21 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(
         assert there.get("learning_rate") == here.get("learning_rate")
         assert here["train_loss"] == pytest.approx(there["train_loss"], rel=1e-5)
     assert expected[-1]["train_accuracy"] == found[-1]["train_accuracy"]
+
+
+def test_another_number_of_micro_batches_goes_on_with_the_same_samples(
+    nursery: Nursery, arguments: dict, tmp_path: Path
+) -> None:
+    args = [*arguments["train_mnist"], "--model", "compact", "--save-every", 1, "--run-dir"]
+    whole, copy = tmp_path / "whole", tmp_path / "copy"
+    finish(nursery, "train_mnist", *args, whole, "--keep", 99)
+    shutil.copytree(whole, copy)
+    path = copy / "checkpoints" / "step-0000000003"
+    output = finish(nursery, "train_mnist", *args, copy, "--resume", path, "--accumulate", 2)
+    assert "micro_batches was 1 and is 2" in output
+    for there, here in zip(rows(whole), rows(copy), strict=True):
+        assert there["step"] == here["step"]
+        assert here["train_loss"] == pytest.approx(there["train_loss"], rel=1e-5)
 
 
 def test_a_signal_at_any_step_saves_that_step_and_loses_nothing(

@@ -9,8 +9,19 @@ import os
 import signal
 import sys
 
-# Idle OpenMP threads sleep instead of spinning: spinning takes the cores from whatever else runs.
+# Idle OpenMP threads look for work for some microseconds and then sleep: spinning on would take the
+# cores from whatever else runs (benchmarks/busy_machine.py).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+# Keep the memory of freed tensors: glibc would give large ones back to the kernel in every step and
+# wait for new, zeroed pages in the next, up to a third of the time of a small model.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # <malloc.h>
+if sys.platform == "linux" and hasattr(LIBC := ctypes.CDLL(None), "mallopt"):
+    for parameter, num_bytes in (
+        (M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26),
+    ):  # fmt: skip
+        LIBC.mallopt(parameter, num_bytes)
 
 # Every torch.load in this process, accelerate's included, refuses to unpickle code.
 os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
