@@ -22,8 +22,8 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = {  # libgomp's counts: 0 for PASSIVE, 300,000 where nothing is set, no end for ACTIVE
     "spin without end (ACTIVE)": {"GOMP_SPINCOUNT": "INFINITY"},
     "spin 300,000 times (nothing set)": {"GOMP_SPINCOUNT": "300000"},
-    "spin 10,000 times, then sleep (set by trainkit)": {},
-    "spin 1,000 times": {"GOMP_SPINCOUNT": "1000"},
+    "spin 10,000 times, then sleep": {"GOMP_SPINCOUNT": "10000"},
+    "spin 1,000 times, then sleep (set by trainkit)": {},
     "sleep at once (PASSIVE)": {"GOMP_SPINCOUNT": "0"},
 }
 
