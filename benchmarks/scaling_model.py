@@ -163,14 +163,16 @@ def predict(cluster: Cluster) -> list[dict[str, Any]]:
     return rows
 
 
-def cpu_step_seconds(constants: dict[str, Any], num_processes: int) -> float:
-    """Seconds of a step of `compact`, batch 128, on CPU processes of the measured machine."""
+def cpu_step_seconds(
+    constants: dict[str, Any], num_processes: int, batch_size: int = BATCH_SIZE
+) -> float:
+    """Seconds of a step of `compact` on CPU processes of the measured machine."""
     fixed, per_sample = fit_step(constants)
     cores = constants["num_cores"]
     # Neighbours share caches and memory; beyond one process per core they share cores as well.
     slowdown = constants["slowdown_on_all_cores"] if num_processes > 1 else 1.0
     slowdown *= max(1.0, num_processes / cores)
-    compute = (fixed + per_sample * BATCH_SIZE / num_processes) * slowdown
+    compute = (fixed + per_sample * batch_size / num_processes) * slowdown
     if num_processes == 1:
         return compute
     latency, bandwidth = fit_all_reduce(constants)
@@ -178,7 +180,9 @@ def cpu_step_seconds(constants: dict[str, Any], num_processes: int) -> float:
     num_bytes = 4 * WORKLOADS[MODEL].num_parameters
     # Two sums in each step: the gradients, and the flag by which all stop at the same step.
     reduce = 2 * hops * latency + hops / num_processes * num_bytes / bandwidth
-    return compute + reduce * max(1.0, num_processes / cores)  # gloo runs on the same cores
+    # gloo runs on the same cores as the processes.
+    reduce *= max(1.0, num_processes / cores)
+    return compute + reduce + constants["distributed_overhead"]
 
 
 def fit_step(constants: dict[str, Any]) -> tuple[float, float]:
@@ -201,14 +205,25 @@ def measure(path: Path) -> None:
     num_cores = os.cpu_count() or 1
     steps = [{"batch_size": size, "seconds": train([1], size)[0]} for size in (32, 128)]
     constants = {"format": 1, "model": MODEL, "num_cores": num_cores, "threads_per_process": 1,
-                 "steps": steps}  # fmt: skip
+                 "steps": steps, "distributed_overhead": 0.0}  # fmt: skip
     fixed, per_sample = fit_step(constants)
     together = train([1] * num_cores, 64)
     alone = fixed + 64 * per_sample
     constants["slowdown_on_all_cores"] = sum(together) / len(together) / alone
     doctor = launch(2, "-m", "trainkit.doctor", "--json", "--run-dir", tempfile.mkdtemp())
-    report = json.loads(subprocess.run(doctor, check=False, **options(subprocess.PIPE)).stdout)
-    constants["all_reduce"] = report["all_reduce"]
+    reports = [
+        json.loads(subprocess.run(doctor, check=False, **options(subprocess.PIPE)).stdout)
+        for _ in range(3)  # a small sum takes several times as long if a process wakes late
+    ]
+    constants["all_reduce"] = [
+        min(entries, key=lambda entry: entry["seconds"])
+        for entries in zip(*(report["all_reduce"] for report in reports), strict=True)
+    ]
+    # What DistributedDataParallel and waiting for each other add, from half the batch that is
+    # predicted.
+    half = BATCH_SIZE // 2
+    extra = train([2], half)[0] - cpu_step_seconds(constants, 2, half)
+    constants["distributed_overhead"] += max(0.0, extra)
     path.write_text(json.dumps(constants, indent=1) + "\n")
     print(f"wrote {path}")
 

@@ -11,6 +11,7 @@ CONSTANTS = {
     "num_cores": 2,
     "steps": [{"batch_size": 32, "seconds": 0.010}, {"batch_size": 128, "seconds": 0.034}],
     "slowdown_on_all_cores": 1.1,
+    "distributed_overhead": 0.003,
     "all_reduce": [{"bytes": 2**12, "seconds": 0.0002}, {"bytes": 2**22, "seconds": 0.005}],
 }
 
@@ -20,7 +21,7 @@ def test_the_cpu_model_gives_back_the_measured_step_and_adds_what_processes_cost
     assert one == pytest.approx(0.034)
     per_byte = (0.005 - 0.0002) / (2**22 - 2**12)
     reduce = 4 * 215_194 * per_byte + 2 * (0.0002 - 2**12 * per_byte)  # bytes, latency twice
-    assert two == pytest.approx((0.002 + 64 * 0.00025) * 1.1 + reduce)
+    assert two == pytest.approx((0.002 + 64 * 0.00025) * 1.1 + reduce + 0.003)
     assert four > two  # they share two cores
 
 
