@@ -401,10 +401,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     progress = checkpoints.resume(args.resume, last_step)
     record_run(accelerator, args)
     per_process = args.batch_size // accelerator.num_processes // args.accumulate
-    # With 3 processes or more one backward pass, on as many pictures as in a step, comes before the
-    # first step: sums of gradients then have one order, in a resumed run too.
-    some = train_set.images[:per_process].to(accelerator.device)
-    settle_sums(accelerator, model, optimizer, normalise(some))
+    some = train_set.images[:per_process].to(accelerator.device)  # as many as in each step
+    settle_sums(accelerator, model, optimizer, normalise(some))  # one order, in a resumed run too
     accelerator.init_trackers("mnist", vars(args))
 
     # Train: epochs of batches, then an evaluation.

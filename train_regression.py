@@ -441,10 +441,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     progress = checkpoints.resume(args.resume, last_step)
     record_run(accelerator, args)
     per_process = args.batch_size // accelerator.num_processes // args.accumulate
-    # With 3 processes or more one backward pass, on as many rows as in a step, comes before the
-    # first step: sums of gradients then have one order, in a resumed run too.
-    some = train_set.features[:per_process].to(accelerator.device)
-    settle_sums(accelerator, model, optimizer, some)
+    some = train_set.features[:per_process].to(accelerator.device)  # as many as in each step
+    settle_sums(accelerator, model, optimizer, some)  # one order, in a resumed run too
     accelerator.init_trackers("regression", vars(args))
 
     # Train: epochs of batches, then an evaluation.

@@ -58,4 +58,5 @@ if rank == 0:
     torch.save(model.module.state_dict(), sys.argv[2] + ".pt")
     with open(sys.argv[2], "w") as file:
         json.dump(losses, file)
+dist.barrier()  # else one process takes the group down while the other still uses it
 dist.destroy_process_group()
