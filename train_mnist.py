@@ -48,8 +48,7 @@ from trainkit.rundir import close_run, finish_run, open_run, record_run
 from trainkit.trackers import draw_pictures, make_trackers
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
-# Decoded pictures beyond this are read from a file as they are needed, and not copied into memory
-# (by --validation-split they are).
+# Decoded pictures beyond this stay in a file that is mapped; --validation-split copies them all.
 RESIDENT_BYTES = 2**30
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
 

@@ -223,7 +223,7 @@ def measure(path: Path) -> None:
     # predicted.
     half = BATCH_SIZE // 2
     extra = train([2], half)[0] - cpu_step_seconds(constants, 2, half)
-    constants["distributed_overhead"] += max(0.0, extra)
+    constants["distributed_overhead"] = max(0.0, extra)
     path.write_text(json.dumps(constants, indent=1) + "\n")
     print(f"wrote {path}")
 
