@@ -417,8 +417,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     optimizer = make_optimizer(accelerator, model, args)
     scheduler = make_scheduler(optimizer, args, steps_per_epoch)
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
-        model, optimizer, train_loader, eval_loader, scheduler
-    )
+        model, optimizer, train_loader, eval_loader, scheduler,
+        device_placement=[True] * 5,  # the default; else half a second to look for sharded weights
+    )  # fmt: skip
     launch.print_plan(accelerator, args, steps_per_epoch, {
         "data": f"{args.data or 'synthetic'}: {len(train_set)} training rows (the last "
                 f"{len(train_set) - num_used} of each shuffle are left out), "

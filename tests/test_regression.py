@@ -384,7 +384,7 @@ def test_both_scripts_have_the_same_skeleton() -> None:
         text = text[text.index("def main(") :]
         stages.append([line for line in text.splitlines() if line.startswith("    # ")])
         five = "model, optimizer, train_loader, eval_loader, scheduler"
-        assert f"{five} = accelerator.prepare(\n        {five}\n" in text
+        assert f"{five} = accelerator.prepare(\n        {five},\n" in text
     assert stages[0] == stages[1] and len(stages[0]) == 5
 
 

@@ -395,7 +395,9 @@ def test_a_skipped_fp16_step_is_seen_because_the_optimizer_is_not_fused() -> Non
     assert accelerator.sync_gradients
 
 
-def test_no_run_needs_the_network(small_mnist: Path, tmp_path: Path) -> None:
+def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(
+    small_mnist: Path, tmp_path: Path
+) -> None:
     program = (
         "import runpy, socket, sys\n"
         "def refuse(self, address):\n"
@@ -403,11 +405,13 @@ def test_no_run_needs_the_network(small_mnist: Path, tmp_path: Path) -> None:
         "socket.socket.connect = socket.socket.connect_ex = refuse\n"
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "loaded = {'torch._dynamo', 'torch._inductor', 'sympy', 'matplotlib'} & {*sys.modules}\n"
+        "assert not loaded, loaded\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
     result = subprocess.run(
         [sys.executable, "-c", program, ROOT / "train_mnist.py", "--dataset", small_mnist,
-         "--run-dir", tmp_path / "run", "--stop-after-steps", "2"],
+         "--run-dir", tmp_path / "run", "--stop-after-steps", "2", "--no-pictures"],
         env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import gc
 import importlib.metadata
 import os
 import platform
@@ -44,6 +45,7 @@ def run(main: Callable[[], Any]) -> None:
     process alone is said by that process in one sentence, exit code 1: a lost peer, a dead loader
     worker, no memory, a full disk. Every other exception keeps its traceback.
     """
+    gc.freeze()  # what was imported stays: neither the collector nor the exit has to look at it
     try:
         main()
     except UsageError as error:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -74,7 +75,9 @@ def finish_run(
     """
     with failing_together(accelerator, f"{run_dir} cannot be written", RunFailure):
         if accelerator.is_main_process:
-            plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+            # unwrap_model would import torch's compiler, a second, to ask if it made this model.
+            bare = accelerator.num_processes == 1 and "torch._dynamo" not in sys.modules
+            plain = model if bare else accelerator.unwrap_model(model, keep_torch_compile=False)
             weights = {name: value.cpu().contiguous() for name, value in plain.state_dict().items()}
             content = save(weights, metadata={"trainkit": json.dumps(metadata)})
             write_durably(run_dir / "model.safetensors", content)
