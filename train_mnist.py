@@ -114,10 +114,10 @@ class Images(Dataset):
         return len(self.labels)
 
     def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if indices[-1] == NO_SAMPLE:  # it fills up a short batch, from the end
+        if indices[-1].item() == NO_SAMPLE:  # it fills up a short batch, from the end
             indices = indices[indices != NO_SAMPLE]
         # index_select copies whole pictures: 7 times as fast as images[indices]
-        return self.images.index_select(0, indices), self.labels[indices], indices
+        return self.images.index_select(0, indices), self.labels.index_select(0, indices), indices
 
 
 class Accuracy(evaluate.Metric):
@@ -266,7 +266,7 @@ def make_dataloaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader, 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
     """Grey values 0 to 255 to mean 0 and standard deviation 1, channels last."""
-    images = (images - 255 * MEAN).mul_(1 / (255 * STD))
+    images = images.to(torch.float32, copy=True).sub_(255 * MEAN).mul_(1 / (255 * STD))
     return images.contiguous(memory_format=torch.channels_last)
 
 
@@ -428,7 +428,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 accelerator.backward(loss_sum * (scale + 0 * loss_sum.detach()))
                 learning_rate = scheduler.get_last_lr()[0]
                 if accelerator.sync_gradients:
-                    grad_norm = clip_gradients(accelerator, model, args.clip_norm)
+                    grad_norm = clip_gradients(accelerator, optimizer, args.clip_norm)
                     guard.check(grad_norm, loss_sum / num_samples, progress, learning_rate)
                 optimizer.step()
                 scheduler.step()

@@ -78,7 +78,7 @@ class Rows(Dataset):
         return len(self.targets)
 
     def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if indices[-1] == NO_SAMPLE:  # it fills up a short batch, from the end
+        if indices[-1].item() == NO_SAMPLE:  # it fills up a short batch, from the end
             indices = indices[indices != NO_SAMPLE]
         return (
             self.features.index_select(0, indices),
@@ -464,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 accelerator.backward(loss_sum * (scale + 0 * loss_sum.detach()))
                 learning_rate = scheduler.get_last_lr()[0]
                 if accelerator.sync_gradients:
-                    grad_norm = clip_gradients(accelerator, model, args.clip_norm)
+                    grad_norm = clip_gradients(accelerator, optimizer, args.clip_norm)
                     guard.check(grad_norm, loss_sum / num_values, progress, learning_rate)
                 optimizer.step()
                 scheduler.step()

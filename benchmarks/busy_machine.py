@@ -23,7 +23,8 @@ SETTINGS = {  # libgomp's counts: 0 for PASSIVE, 300,000 where nothing is set, n
     "spin without end (ACTIVE)": {"GOMP_SPINCOUNT": "INFINITY"},
     "spin 300,000 times (nothing set)": {"GOMP_SPINCOUNT": "300000"},
     "spin 10,000 times, then sleep": {"GOMP_SPINCOUNT": "10000"},
-    "spin 1,000 times, then sleep (set by trainkit)": {},
+    "spin 3,000 times, then sleep (set by trainkit)": {},
+    "spin 1,000 times, then sleep": {"GOMP_SPINCOUNT": "1000"},
     "sleep at once (PASSIVE)": {"GOMP_SPINCOUNT": "0"},
 }
 

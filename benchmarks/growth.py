@@ -1,14 +1,15 @@
 """What a larger data set costs: seconds of an epoch per sample, and memory.
 
     python -m benchmarks.growth
-    python -m benchmarks.growth --sizes 60000 600000 --dir FOLDER_WITH_SPACE
+    python -m benchmarks.growth --sizes 60000 600000 --dir FOLDER_WITH_SPACE --whole-epochs
 
 The sets are the shipped training pictures 1, 10 and 100 times over, as links to one Parquet file;
 decoded, 6 million take 11 GB of disk under --dir. train_mnist.py trains on each with its default
-model. `prepare` is a first start, which decodes and ends after one step; `epoch` is the training of
-a second one. `own` memory is what the process allocated itself (RssAnon); `mapped` are pages of
-files (RssFile), which the kernel takes back when it needs them: past train_mnist.RESIDENT_BYTES
-the pictures lie there instead of in a tensor of their own. Both are peaks.
+model. A first start decodes and ends after one step. Then the sizes take turns, the same number of
+steps each, so that what the machine does meanwhile meets them all. `own` memory is what the process
+allocated itself (RssAnon); `mapped` are pages of files (RssFile), which the kernel takes back when
+it needs them: past train_mnist.RESIDENT_BYTES the pictures lie there instead of in a tensor of
+their own. Both are peaks.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 NUM_PICTURES = 60_000
@@ -60,43 +62,50 @@ def run(folder: Path, *args: object) -> dict[str, float]:
     return {"seconds": time.perf_counter() - started_at, **peak}
 
 
-def measure(folder: Path, num_samples: int) -> dict[str, float]:
-    """One row of the table."""
-    make_dataset(folder, num_samples)
-    prepared = run(folder, "--stop-after-steps", 1)
-    # Three epochs where they are short: each has the noise of the machine.
-    trained = run(folder, "--epochs", max(1, min(3, 10 * NUM_PICTURES // num_samples)))
+def trained(folder: Path) -> tuple[float, int]:
+    """Seconds of training and samples of the last run over a set."""
     lines = (folder.with_suffix(".run") / "timing.jsonl").read_text().splitlines()
-    seconds = statistics.median(json.loads(line)["train_seconds"] for line in lines)
-    return {
-        "num_samples": num_samples,
-        "prepare_seconds": prepared["seconds"],
-        "epoch_seconds": seconds,
-        "microseconds_per_sample": 1e6 * seconds / num_samples,
-        "own_gb_prepare": prepared["RssAnon"],
-        "own_gb": trained["RssAnon"],
-        "mapped_gb": trained["RssFile"],
-    }
+    rows = [json.loads(line) for line in lines]
+    return sum(row["train_seconds"] for row in rows), sum(row["train_images"] for row in rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[60_000, 600_000, 6_000_000])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1404, help="of each run in a round")
+    parser.add_argument("--whole-epochs", action="store_true", help="time one of each size, too")
     parser.add_argument("--dir", type=Path, default=None, help="where the data sets are laid")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "growth.json")
     args = parser.parse_args()
-    print(f"{'samples':>9} {'prepare s':>9} {'epoch s':>8} {'us/sample':>9} "
-          f"{'own GB, prepare':>15} {'own GB':>6} {'mapped GB':>9}")  # fmt: skip
-    rows = []
+    rows: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
-        for num_samples in args.sizes:
-            row = measure(Path(directory, str(num_samples)), num_samples)
-            rows.append(row)
-            print("{num_samples:9} {prepare_seconds:9.1f} {epoch_seconds:8.1f} "
-                  "{microseconds_per_sample:9.1f} {own_gb_prepare:15.2f} {own_gb:6.2f} "
-                  "{mapped_gb:9.2f}".format(**row), flush=True)  # fmt: skip
-    change = rows[-1]["microseconds_per_sample"] / rows[0]["microseconds_per_sample"] - 1
-    print(f"per sample {change:+.1%} from the first to the last row")
+        folders = {size: Path(directory, str(size)) for size in args.sizes}
+        for size, folder in folders.items():
+            make_dataset(folder, size)
+            start = run(folder, "--stop-after-steps", 1)
+            rows[size] = {"prepare_seconds": start["seconds"], "own_gb_prepare": start["RssAnon"],
+                          "microseconds_per_sample": []}  # fmt: skip
+            print(f"{size:,} samples: first start {start['seconds']:.1f} s", flush=True)
+        for _ in range(args.rounds):
+            for size, folder in folders.items():
+                peak = run(folder, "--epochs", 100, "--stop-after-steps", args.steps)
+                seconds, samples = trained(folder)
+                rows[size]["microseconds_per_sample"].append(1e6 * seconds / samples)
+                rows[size] |= {"own_gb": peak["RssAnon"], "mapped_gb": peak["RssFile"]}
+        for size, folder in folders.items():
+            if args.whole_epochs:
+                run(folder, "--epochs", 1)
+                rows[size]["epoch_seconds"] = trained(folder)[0]
+    print("| samples | first start | microseconds per sample | range | an epoch | "
+          "own memory, first start | own memory | mapped files |")  # fmt: skip
+    print("| --- " * 8 + "|")
+    for size, row in rows.items():
+        times = row["microseconds_per_sample"]
+        epoch = f"{row['epoch_seconds']:.1f} s" if args.whole_epochs else ""
+        print(f"| {size:,} | {row['prepare_seconds']:.1f} s | {statistics.median(times):.1f} | "
+              f"{min(times):.1f} to {max(times):.1f} | {epoch} | {row['own_gb_prepare']:.2f} GB | "
+              f"{row['own_gb']:.2f} GB | {row['mapped_gb']:.2f} GB |")  # fmt: skip
     args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 

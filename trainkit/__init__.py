@@ -12,7 +12,7 @@ import sys
 # Idle OpenMP threads look for work for some microseconds and then sleep: spinning on would take the
 # cores from whatever else runs (benchmarks/busy_machine.py).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 # Keep the memory of freed tensors: glibc would give large ones back to the kernel in every step and
 # wait for new, zeroed pages in the next, up to a third of the time of a small model.
