@@ -68,7 +68,7 @@ def clip_gradients(
 
     Where nothing is to be clipped, the gradients are not multiplied by 1: the same bits, sooner.
     """
-    weights = optimizer.param_groups[0]["params"]  # make_optimizer makes one group
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if max_norm < math.inf or accelerator.scaler is not None:  # a scaler unscales them there
         return accelerator.clip_grad_norm_(weights, max_norm)
     gradients = [weight.grad for weight in weights if weight.grad is not None]
