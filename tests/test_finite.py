@@ -12,6 +12,7 @@ from faults import Nursery, incomplete, newest
 from trainkit.checkpoint import Progress
 from trainkit.finite import MAX_SKIPPED, FiniteGuard
 from trainkit.launch import RunFailure
+from trainkit.optim import clip_gradients
 
 OPTIMIZERS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
@@ -40,6 +41,16 @@ class Event:
 
     def synchronize(self) -> None:
         pass
+
+
+def test_the_norm_is_that_of_torch_over_all_parameter_groups(accelerator: Accelerator) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 40, 500)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    unused = torch.nn.Parameter(torch.zeros(2))  # without a gradient
+    groups = [{"params": weights[:2]}, {"params": [*weights[2:], unused]}]
+    norm = clip_gradients(accelerator, torch.optim.SGD(groups, lr=0.1), math.inf)
+    assert norm == torch.nn.utils.get_total_norm([weight.grad for weight in weights])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
