@@ -94,9 +94,9 @@ class Deep(nn.Sequential):
         super().__init__(
             nn.Conv2d(1, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
             nn.Conv2d(16, 16, 3, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.Conv2d(16, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(),  # (n, 32, 10, 10)
-            nn.Conv2d(32, 32, 3, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(32), nn.ReLU(),
-            nn.Flatten(), nn.Dropout(0.3), nn.Linear(512, 256, bias=False), nn.BatchNorm1d(256),
+            nn.Conv2d(16, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(),  # (n, 64, 10, 10)
+            nn.Conv2d(64, 64, 3, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(64), nn.ReLU(),
+            nn.Flatten(), nn.Dropout(0.3), nn.Linear(1024, 256, bias=False), nn.BatchNorm1d(256),
             nn.ReLU(), nn.Dropout(0.3), nn.Linear(256, num_classes),
         )  # fmt: skip
 
@@ -141,11 +141,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dataset", default=str(Path(__file__).parent / "data" / "mnist"),
         help="folder or Hub id that holds an Image and a ClassLabel column")  # fmt: skip
     add("--model", choices=MODELS, default="compact", help="see the classes above")
-    add("--label-smoothing", type=float, default=0.0, help="0 to below 1")
+    add("--label-smoothing", type=float, default=0.1, help="0 to below 1")
     add("--augment", action=argparse.BooleanOptionalAction, default=True,
         help="shift, turn and warp each training picture anew in each epoch")  # fmt: skip
-    add("--max-shift", type=float, default=2.0, help="of --augment, in pixels")
-    add("--max-turn", type=float, default=10.0, help="of --augment, in degrees")
+    add("--max-shift", type=float, default=1.0, help="of --augment, in pixels")
+    add("--max-turn", type=float, default=5.0, help="of --augment, in degrees")
     add("--max-warp", type=float, default=0.0,
         help="of --augment, in pixels: how far each of 4 x 4 knots moves")  # fmt: skip
     add("--validation-split", type=int, default=0, metavar="N",
@@ -155,11 +155,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="exit with 3 if the last evaluation is below this fraction")  # fmt: skip
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/mnist")
-    parser.set_defaults(epochs=6, batch_size=128, learning_rate=None, schedule="onecycle",
-                        warmup=0.25, drop_last=True)  # fmt: skip
+    parser.set_defaults(epochs=3, batch_size=128, learning_rate=None, schedule="onecycle",
+                        warmup=0.2, drop_last=True)  # fmt: skip
     args = parser.parse_args(argv)
     if args.learning_rate is None:
-        args.learning_rate = 0.1 if args.optimizer == "sgd" else 4e-3
+        args.learning_rate = 0.1 if args.optimizer == "sgd" else 6e-3
     return args
 
 

@@ -14,8 +14,9 @@ from trainkit.plots import COLOURS, _rows, _subplots, _write  # noqa: E402
 
 BATCH_SIZES = (32, 128, 256, 512, 2048)
 GUESS = 0.1  # the accuracy of a guess among ten classes
-FLAGS = ("--no-pictures", "--model", "lenet", "--no-augment", "--epochs", "1", "--optimizer", "sgd",
-         "--learning-rate", "0.02", "--schedule", "constant", "--log-every", "1")  # fmt: skip
+FLAGS = ("--no-pictures", "--model", "lenet", "--no-augment", "--label-smoothing", "0",
+         "--epochs", "1", "--optimizer", "sgd", "--learning-rate", "0.02",
+         "--schedule", "constant", "--log-every", "1")  # fmt: skip
 RULES = {"0.02 at every size": (), "0.02 x batch size / 32": ("--scale-lr", "32"),
          "the same, warm-up": ("--scale-lr", "32", "--warmup", "0.25")}  # fmt: skip
 

@@ -17,8 +17,8 @@ from trainkit.order import EpochBatches
 
 PROGRAMS = Path(__file__).parent / "coming_from"
 BATCH_SIZE, NUM_STEPS = 40, 25
-SHARED = ("--model", "lenet", "--no-augment", "--batch-size", BATCH_SIZE, "--epochs", 1,
-          "--log-every", 1, "--warmup", 0, "--drop-last")  # fmt: skip
+SHARED = ("--model", "lenet", "--no-augment", "--label-smoothing", 0, "--batch-size", BATCH_SIZE,
+          "--epochs", 1, "--log-every", 1, "--warmup", 0, "--drop-last")  # fmt: skip
 SGD = ("--optimizer", "sgd", "--learning-rate", 0.05, "--momentum", 0.9, "--schedule", "constant")
 # What each program becomes: the flags under which the script does the same.
 BECOMES = {

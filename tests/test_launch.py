@@ -74,6 +74,18 @@ def test_a_yaml_that_accelerate_would_quietly_run_otherwise_is_refused(
     assert sentence in error_lines(result.stderr)[0]
 
 
+def test_a_main_process_that_starts_late_still_says_what_is_wrong(tmp_path: Path) -> None:
+    config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text()) | {"mixed_precision": "fp16"}
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
+    program = tmp_path / "late.py"
+    program.write_text("import os, runpy, sys, time\n"
+                       "time.sleep(8 if os.environ['RANK'] == '0' else 0)\n"
+                       "runpy.run_path(sys.argv[1], run_name='__main__')\n")  # fmt: skip
+    result = run(program, ROOT / "tests" / "probe.py", config=tmp_path / "wrong.yaml")
+    assert result.returncode != 0
+    assert len(error_lines(result.stderr)) == 1, result.stderr
+
+
 @pytest.mark.parametrize(
     ("environment", "num_gpus", "sentence"),
     [

@@ -104,7 +104,8 @@ def test_compiled_by_the_yaml_the_weights_have_plain_names(
     config["dynamo_config"] = {"dynamo_backend": "EAGER"}  # traces like INDUCTOR, needs no compiler
     (tmp_path / "compiled.yaml").write_text(yaml.safe_dump(config))
     result = run("train_mnist.py", "--dataset", small_mnist, "--run-dir", tmp_path / "run",
-                 "--stop-after-steps", 2, config=tmp_path / "compiled.yaml")  # fmt: skip
+                 "--stop-after-steps", 2, config=tmp_path / "compiled.yaml",
+                 timeout=300)  # fmt: skip
     assert result.returncode == 0, result.stderr
     weights, about = plain_state(tmp_path / "run")
     train_mnist.MODELS[about["model"]](10).load_state_dict(weights)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,8 @@ EXIT_USAGE = 2
 EXIT_TARGET_MISSED = 3
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
+
+LATE_START_SECONDS = 60.0
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -331,4 +334,8 @@ def _leave(code: int) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # The interpreter's exit would join communication threads that wait for the other processes.
         os._exit(code)
+    if not is_main_rank():
+        # The main process may still be importing what this one has imported: were this one to end
+        # first, the launcher would end the other before it could speak. After that it ends this.
+        time.sleep(LATE_START_SECONDS)
     sys.exit(code)
