@@ -150,7 +150,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of --augment, in pixels: how far each of 4 x 4 knots moves")  # fmt: skip
     add("--validation-split", type=int, default=0, metavar="N",
         help="evaluate on N held-out training pictures, to choose settings by")  # fmt: skip
-    add("--eval-batch-size", type=int, default=1024, help="over all processes")
+    add("--eval-batch-size", type=int, default=512, help="over all processes")
     add("--target-accuracy", type=float, default=None,
         help="exit with 3 if the last evaluation is below this fraction")  # fmt: skip
     arguments.add_training_arguments(parser)
