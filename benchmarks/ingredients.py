@@ -127,9 +127,7 @@ def parts(with_compile: bool) -> dict[str, dict[str, Callable[[], object]]]:
     found["evaluation of 2,048 pictures, lenet"] = {
         "inference_mode, batches of 512": partial(evaluate, 512, torch.inference_mode),
         "batches of 128": partial(evaluate, 128, torch.inference_mode),
-        "batches of 2,048, too large for kept memory": partial(
-            evaluate, 2048, torch.inference_mode
-        ),
+        "batches of 2,048": partial(evaluate, 2048, torch.inference_mode),
         "no_grad, batches of 512": partial(evaluate, 512, torch.no_grad),
     }
     return found

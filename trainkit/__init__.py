@@ -15,13 +15,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 # Keep the memory of freed tensors: glibc would give large ones back to the kernel in every step and
-# wait for new, zeroed pages in the next, up to a third of the time of a small model.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # <malloc.h>
+# wait for new, zeroed pages in the next, up to a third of the time of a small model. So none is
+# mapped on its own, the heap grows by 64 MB at a time, and it shrinks only from 2 GB on.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
 if sys.platform == "linux" and hasattr(LIBC := ctypes.CDLL(None), "mallopt"):
-    for parameter, num_bytes in (
-        (M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26),
-    ):  # fmt: skip
-        LIBC.mallopt(parameter, num_bytes)
+    for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
+        LIBC.mallopt(parameter, value)
 
 # Every torch.load in this process, accelerate's included, refuses to unpickle code.
 os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
