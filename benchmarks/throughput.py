@@ -156,9 +156,9 @@ def main() -> None:
             print(f"{model:8} {precision:9} {median['loop']:8,.0f} {median['limit']:8,.0f} "
                   f"{usual:10,.0f} {median['loop+augment']:12,.0f} {row['loop_over_limit']:10.3f} "
                   f"{row['loop_over_per_sample']:15.2f}", flush=True)  # fmt: skip
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
     habit.process.stdin.close()
     habit.process.wait()
-    args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
