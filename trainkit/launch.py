@@ -334,7 +334,7 @@ def _leave(code: int) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # The interpreter's exit would join communication threads that wait for the other processes.
         os._exit(code)
-    if not is_main_rank():
+    if code == EXIT_USAGE and not is_main_rank():
         # The main process may still be importing what this one has imported: were this one to end
         # first, the launcher would end the other before it could speak. After that it ends this.
         time.sleep(LATE_START_SECONDS)
