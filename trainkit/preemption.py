@@ -52,6 +52,7 @@ class Preemption:
 
     def stop(self, step: int) -> None:
         """End every process with exit code 75, after a checkpoint of this step."""
+        self.previous[signal.SIGINT] = signal.SIG_IGN  # one more Ctrl-C would change the exit code
         self.close()
         if self.accelerator.is_main_process:
             print(
@@ -72,5 +73,6 @@ class Preemption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third would leave a traceback
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
