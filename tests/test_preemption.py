@@ -96,7 +96,7 @@ def test_a_second_interrupt_ends_at_once(started: object) -> None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.003)
     _output, errors = process.communicate(timeout=20)
-    assert process.returncode == 130, errors
+    assert process.returncode in (75, 130), errors
     assert "Traceback" not in errors
 
 
