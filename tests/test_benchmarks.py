@@ -38,6 +38,7 @@ def test_time_to_accuracy_takes_the_last_row_of_each_seed(tmp_path: Path) -> Non
         assert 0 < run["accuracy"] < 0.5 and run["process_seconds"] > run["train_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_ingredients_times_every_way(tmp_path: Path) -> None:
     parts = benchmark("ingredients", tmp_path / "a.json", "--rounds", 1)
     assert len(parts) >= 8 and all(len(ways) > 1 for ways in parts.values())
