@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.timing import images_per_second
+
 ROOT = Path(__file__).parent.parent
 SETTINGS = {  # libgomp's counts: 0 for PASSIVE, 300,000 where nothing is set, no end for ACTIVE
     "spin without end (ACTIVE)": {"GOMP_SPINCOUNT": "INFINITY"},
@@ -39,8 +41,7 @@ def rate(model: str, steps: int, settings: dict[str, str]) -> float:
              "--batch-size", "256", "--stop-after-steps", str(steps), "--run-dir", run_dir],
             check=True, stdout=subprocess.DEVNULL, env=environment,
         )  # fmt: skip
-        timing = json.loads((run_dir / "timing.jsonl").read_text())
-    return timing["train_images"] / timing["train_seconds"]
+        return images_per_second(run_dir)
 
 
 def main() -> None:

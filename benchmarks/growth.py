@@ -1,7 +1,7 @@
 """What a larger data set costs: seconds of an epoch per sample, and memory.
 
     python -m benchmarks.growth
-    python -m benchmarks.growth --sizes 60000 600000 --dir FOLDER_WITH_SPACE --whole-epochs
+    python -m benchmarks.growth --sizes 60000 600000 --dir FOLDER_WITH_SPACE
 
 The sets are the shipped training pictures 1, 10 and 100 times over, as links to one Parquet file;
 decoded, 6 million take 11 GB of disk under --dir. train_mnist.py trains on each with its default
@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.timing import training_time
 
 ROOT = Path(__file__).parent.parent
 NUM_PICTURES = 60_000
@@ -62,19 +64,11 @@ def run(folder: Path, *args: object) -> dict[str, float]:
     return {"seconds": time.perf_counter() - started_at, **peak}
 
 
-def trained(folder: Path) -> tuple[float, int]:
-    """Seconds of training and samples of the last run over a set."""
-    lines = (folder.with_suffix(".run") / "timing.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return sum(row["train_seconds"] for row in rows), sum(row["train_images"] for row in rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[60_000, 600_000, 6_000_000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1404, help="of each run in a round")
-    parser.add_argument("--whole-epochs", action="store_true", help="time one of each size, too")
     parser.add_argument("--dir", type=Path, default=None, help="where the data sets are laid")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "growth.json")
     args = parser.parse_args()
@@ -90,21 +84,16 @@ def main() -> None:
         for _ in range(args.rounds):
             for size, folder in folders.items():
                 peak = run(folder, "--epochs", 100, "--stop-after-steps", args.steps)
-                seconds, samples = trained(folder)
+                seconds, samples = training_time(folder.with_suffix(".run"))
                 rows[size]["microseconds_per_sample"].append(1e6 * seconds / samples)
                 rows[size] |= {"own_gb": peak["RssAnon"], "mapped_gb": peak["RssFile"]}
-        for size, folder in folders.items():
-            if args.whole_epochs:
-                run(folder, "--epochs", 1)
-                rows[size]["epoch_seconds"] = trained(folder)[0]
-    print("| samples | first start | microseconds per sample | range | an epoch | "
+    print("| samples | first start | microseconds per sample | range | "
           "own memory, first start | own memory | mapped files |")  # fmt: skip
-    print("| --- " * 8 + "|")
+    print("| --- " * 7 + "|")
     for size, row in rows.items():
         times = row["microseconds_per_sample"]
-        epoch = f"{row['epoch_seconds']:.1f} s" if args.whole_epochs else ""
         print(f"| {size:,} | {row['prepare_seconds']:.1f} s | {statistics.median(times):.1f} | "
-              f"{min(times):.1f} to {max(times):.1f} | {epoch} | {row['own_gb_prepare']:.2f} GB | "
+              f"{min(times):.1f} to {max(times):.1f} | {row['own_gb_prepare']:.2f} GB | "
               f"{row['own_gb']:.2f} GB | {row['mapped_gb']:.2f} GB |")  # fmt: skip
     args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import train_mnist
+from benchmarks.throughput import resident_step
 from trainkit.optim import clip_gradients
 
 ROOT = Path(__file__).parent.parent
@@ -36,37 +37,12 @@ class Unscaled:
     scaler = None
 
 
-def step(
-    model: str,
-    *,
-    precision: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.channels_last,
-    compiled: bool = False,
-    **optimizer_options: bool,
-) -> Callable[[], object]:
-    """Forward, backward and update of one batch that is already there."""
-    net = train_mnist.MODELS[model](10).to(memory_format=memory_format)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, **optimizer_options)
-    pixels = torch.randn(BATCH_SIZE, 1, 28, 28).contiguous(memory_format=memory_format)
-    labels = torch.randint(0, 10, (BATCH_SIZE,))
-    forward = torch.compile(net) if compiled else net
-
-    def run() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-            logits = forward(pixels)
-        F.cross_entropy(logits.float(), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
-
-
 def parts(with_compile: bool) -> dict[str, dict[str, Callable[[], object]]]:
     """The alternatives of each part; the first is what train_mnist.py does."""
     found: dict[str, dict[str, Callable[[], object]]] = {}
     for model in ("compact", "lenet"):
-        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-            one = partial(step, model, precision=dtype)
+        for name, precision in (("float32", "no"), ("bfloat16", "bf16")):
+            one = partial(resident_step, model, precision, BATCH_SIZE)
             found[f"step of {model}, {name}"] = {
                 "channels_last, fused AdamW": one(fused=True),
                 "contiguous": one(memory_format=torch.contiguous_format, fused=True),
@@ -74,8 +50,8 @@ def parts(with_compile: bool) -> dict[str, dict[str, Callable[[], object]]]:
             if with_compile:
                 found[f"step of {model}, {name}"]["compiled"] = one(fused=True, compiled=True)
     found["step of compact, float32"] |= {
-        "AdamW with foreach": step("compact", foreach=True),
-        "AdamW, a loop over weights": step("compact", foreach=False),
+        "AdamW with foreach": resident_step("compact", "no", BATCH_SIZE, foreach=True),
+        "AdamW, a loop over weights": resident_step("compact", "no", BATCH_SIZE, foreach=False),
     }
 
     images = torch.randint(0, 256, (60_000, 1, 28, 28), dtype=torch.uint8)

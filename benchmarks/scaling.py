@@ -30,6 +30,7 @@ import yaml
 from accelerate import Accelerator
 
 import train_mnist
+from benchmarks.timing import images_per_second
 
 ROOT = Path(__file__).parent.parent
 
@@ -111,10 +112,7 @@ def measure(num_processes: int, args: argparse.Namespace, folder: Path) -> dict[
         launch(config, ROOT / "train_mnist.py", "--model", args.model,
                "--batch-size", args.batch_size, "--no-augment", "--stop-after-steps", args.steps,
                "--run-dir", run_dir, "--no-pictures")  # fmt: skip
-        lines = (run_dir / "timing.jsonl").read_text().splitlines()
-        epochs = [json.loads(line) for line in lines]
-        seconds = sum(epoch["train_seconds"] for epoch in epochs)
-        rates.append(sum(epoch["train_images"] for epoch in epochs) / seconds)
+        rates.append(images_per_second(run_dir))
     parts_path = folder / "parts.json"
     launch(config, "-m", "benchmarks.scaling", "--parts", parts_path, "--model", args.model,
            "--batch-size", args.batch_size, "--steps", args.steps)  # fmt: skip

@@ -41,6 +41,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
 import train_mnist
+from benchmarks.timing import images_per_second
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,10 +50,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def synchronize() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
 
 
 def loop(model: str, precision: str, batch_size: int, steps: int, augment: bool) -> float:
@@ -67,29 +64,47 @@ def loop(model: str, precision: str, batch_size: int, steps: int, augment: bool)
              "--stop-after-steps", str(steps), "--augment" if augment else "--no-augment",
              "--validation-split", "1000", "--no-pictures"]
         )  # fmt: skip
-        timing = json.loads(Path(folder, "run", "timing.jsonl").read_text())
-    return timing["train_images"] / timing["train_seconds"]
+        return images_per_second(Path(folder, "run"))
 
 
-def limit(model: str, precision: str, batch_size: int, steps: int) -> float:
-    """Images per second of forward, backward and update on one batch that is already there."""
-    net = train_mnist.MODELS[model](10).to(DEVICE, memory_format=torch.channels_last)
-    optimizer = make_optimizer(net)
+def resident_step(
+    model: str,
+    precision: str,
+    batch_size: int,
+    *,
+    memory_format: torch.memory_format = torch.channels_last,
+    compiled: bool = False,
+    **optimizer_options: bool,
+) -> Callable[[], None]:
+    """Forward, backward and update on one batch that is already there, as a call."""
+    net = train_mnist.MODELS[model](10).to(DEVICE, memory_format=memory_format)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.0, **optimizer_options)
     scaler = torch.amp.GradScaler(DEVICE, enabled=precision == "fp16")
     pixels = torch.randn(batch_size, 1, 28, 28, device=DEVICE)
-    pixels = pixels.contiguous(memory_format=torch.channels_last)
+    pixels = pixels.contiguous(memory_format=memory_format)
     labels = torch.randint(0, 10, (batch_size,), device=DEVICE)
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    synchronize()
-    started_at = time.perf_counter()
-    for _ in range(steps):
+    forward = torch.compile(net) if compiled else net
+
+    def step() -> None:
         with torch.autocast(DEVICE, dtype, enabled=precision != "no"):
-            logits = net(pixels)
+            logits = forward(pixels)
         loss = F.cross_entropy(logits.float(), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+    return step
+
+
+def limit(model: str, precision: str, batch_size: int, steps: int) -> float:
+    """Images per second of a resident step."""
+    step = resident_step(model, precision, batch_size, fused=True)
+    synchronize()
+    started_at = time.perf_counter()
+    for _ in range(steps):
+        step()
     synchronize()
     return batch_size * steps / (time.perf_counter() - started_at)
 

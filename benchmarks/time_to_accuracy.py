@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.timing import training_time
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -37,11 +39,11 @@ def one_run(arguments: list[str], config: Path | None, seed: int) -> dict[str, f
         )  # fmt: skip
         process_seconds = time.perf_counter() - started_at
         last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-        timing = [json.loads(line) for line in (run_dir / "timing.jsonl").read_text().splitlines()]
+        train_seconds, _ = training_time(run_dir)
     return {
         "seed": seed,
         "accuracy": last["eval_accuracy"],
-        "train_seconds": sum(row["train_seconds"] for row in timing),
+        "train_seconds": train_seconds,
         "process_seconds": process_seconds,
     }
 

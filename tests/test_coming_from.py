@@ -88,8 +88,10 @@ def test_the_program_and_the_script_give_the_same_losses(
         [*start, str(PROGRAMS / f"{program}.py"), str(data), str(losses_path)],
         capture_output=True, text=True, timeout=120, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
-    # Not the exit code: on a loaded machine such a program can abort after its last line, when a
-    # communication thread outlives the interpreter. All results are written by then.
+    # On a loaded machine a spawned process was seen to abort after its last line, when all results
+    # are written: a communication thread outlives the interpreter.
+    aborted = program == "spawn_ddp" and "terminated with signal SIGABRT" in done.stderr
+    assert done.returncode == 0 or aborted, done.stderr
     assert losses_path.exists(), done.stderr
     before = json.loads(losses_path.read_text())
     run_dir = after(program)
