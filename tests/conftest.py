@@ -24,8 +24,6 @@ for name in list(os.environ):
     if name.startswith("ACCELERATE_") or name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
         del os.environ[name]
 
-import trainkit  # noqa: E402, F401  (before torch)
-
 NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them
 
 
@@ -129,17 +127,41 @@ def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [row for row in everything if ("eval_loss" in row) == (kind == "epochs")]
 
 
-@pytest.fixture(scope="session")
-def run_main() -> Iterator[Callable[..., dict[str, float]]]:
-    """Call main(argv) of a script in this process: fast, one process, no launcher."""
+def saved(run_dir: Path, name: str = "model") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a file of a run folder, and what is saved about them."""
+    from safetensors import safe_open
+
+    with safe_open(run_dir / f"{name}.safetensors", "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        return tensors, json.loads((file.metadata() or {}).get("trainkit", "{}"))
+
+
+def forget_accelerator() -> None:
+    """Let the next Accelerator of this process be a new one: its state outlives the object."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture
+def accelerator() -> Any:
+    """An Accelerator of this test's own, one process on the CPU."""
+    from accelerate import Accelerator
+
+    forget_accelerator()
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="session")
+def run_main() -> Callable[..., dict[str, float]]:
+    """Call main(argv) of a script in this process: fast, one process, no launcher."""
+
     def call(script: str, *args: object) -> dict[str, float]:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        forget_accelerator()
         return importlib.import_module(script).main(without_pictures(script, args))
 
-    yield call
+    return call
 
 
 def assert_num_processes(output: str, number: int) -> None:
@@ -166,6 +188,30 @@ def nursery(datasets_cache: None) -> Iterator[Any]:
 
     with Nursery() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def train_in_double(nursery: Any) -> Callable[..., str]:
+    """Run a script in float64 in `world` processes of their own; return what it printed."""
+
+    def call(script: str, *args: object, world: int = 1, **plan: Any) -> str:
+        args = without_pictures(script, args)
+        outcome = nursery.run(script, *args, world=world, double=True, **plan)
+        assert outcome.codes == [0] * world, outcome.output
+        assert_num_processes(outcome.output, world)
+        return outcome.output
+
+    return call
+
+
+@pytest.fixture
+def float64_default() -> Iterator[None]:
+    """What this test makes is float64; a model then starts with the weights of train_in_double."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -54,7 +55,7 @@ class Nursery:
 
     def __exit__(self, *_: object) -> None:
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)  # on a busy machine leaving takes long
 
     def run(self, script: str, *args: object, world: int = 1, **plan: Any) -> Outcome:
         """Run a script to its end in `world` processes.
@@ -63,7 +64,7 @@ class Nursery:
             plan: timeout (seconds, 60); fault (see _install); kill (a list of [seconds, rank,
                 signal number]; rank None: all); limit (largest file that may be written, bytes);
                 indices (a file: process r appends the sample indices of each of its batches to
-                FILE.r, before the forward pass).
+                FILE.r, before the forward pass); double (True: compute in float64).
         """
         request = {"script": script, "args": [str(arg) for arg in args], "world": world, **plan}
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -190,13 +191,15 @@ def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
             )  # fmt: skip
         if "limit" in request:
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
+        if request.get("double"):
+            importlib.import_module("double").use_double()
         script, fault = importlib.import_module(request["script"]), request.get("fault", {})
         if hasattr(script, "Wide"):
             script.MODELS["wide"] = _narrow
         if "indices" in request:
             _log_indices(script, f"{request['indices']}.{rank}")
         _install(script, fault if rank == fault.get("rank", 0) else {}, rank)
-        run = importlib.import_module("trainkit.launch").run
+        run = importlib.import_module("trainkit.startup").run
         run(functools.partial(script.main, request["args"]))
         code = 0
     except SystemExit as leaving:
@@ -244,6 +247,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     import torch
 
     from trainkit.checkpoint import Checkpoints, Progress
+    from trainkit.signals import Signals
 
     saves, events, armed = 0, 0, False
 
@@ -300,16 +304,15 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
 
     Checkpoints.save = saving
     if "signal" in fault:
-        step, number = fault["signal"]
-        advance = Progress.advance
+        (step, number), steps = fault["signal"], itertools.count(1)
+        requested = Signals.requested
 
-        def advancing(self: Progress, accelerator: Any) -> bool:
-            done = advance(self, accelerator)
-            if done and self.step == step:
+        def requesting(self: Signals) -> bool:
+            if next(steps) == step:
                 os.kill(os.getpid(), number)
-            return done
+            return requested(self)
 
-        Progress.advance = advancing
+        Signals.requested = requesting
     if "nan" in fault:
         _spoil(script, "normalise", fault["nan"], lambda images: images * float("nan"))
     if "inf" in fault:

@@ -1,21 +1,17 @@
 """Prints the world that a YAML makes, after the checks with which the scripts begin."""
 
-# isort: off
-import trainkit  # noqa: F401
-
-# isort: on
 import json
 
 import torch
 from accelerate import Accelerator
 
-from trainkit import launch
+from trainkit import startup, world
 
 
 def main() -> None:
-    launch.check_launch()
+    world.check_launch()
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-    launch.check_world(accelerator)
+    world.check_world(accelerator)
     accelerator.print(
         json.dumps(
             {
@@ -29,4 +25,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    startup.run(main)

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import forget_accelerator
 
 from trainkit.checkpoint import Checkpoints, Progress
+from trainkit.errors import RunFailure, UsageError
 from trainkit.history import History, RunningSums
-from trainkit.launch import RunFailure, UsageError
-from trainkit.manifest import _seal, _sha256, verify
+from trainkit.manifest import seal, sha256_of, verify
+from trainkit.startup import refuse_pickled_code
 
 FINGERPRINT = {"model": "small", "seed": 0, "learning_rate": 0.1}
 
@@ -28,10 +30,7 @@ class Run:
     """A small run: a linear model, its optimizer and scheduler, and its checkpoints."""
 
     def __init__(self, run_dir: Path, keep: int = 9, **fingerprint: Any):
-        from accelerate.state import AcceleratorState, GradientState, PartialState
-
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        forget_accelerator()
         self.accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
         model = torch.nn.Linear(50, 7)
@@ -42,7 +41,7 @@ class Run:
         )
         self.run_dir, self.history = run_dir, History(run_dir)
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self.sums = RunningSums(self.accelerator, "loss")
+        self.sums = RunningSums(self.accelerator)
         self.checkpoints = Checkpoints(
             self.accelerator,
             run_dir,
@@ -61,7 +60,7 @@ class Run:
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-            self.sums.add(4, loss)
+            self.sums.add(4, loss=loss)
             self.progress.step += 1
             self.progress.batch += 1
             self.history.log({"train_loss": loss.item()}, step=self.progress.step)
@@ -102,10 +101,10 @@ def reforge(path: Path) -> None:
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
     manifest["files"] = {
-        p.relative_to(path).as_posix(): {"bytes": p.stat().st_size, "sha256": _sha256(p)}
+        p.relative_to(path).as_posix(): {"bytes": p.stat().st_size, "sha256": sha256_of(p)}
         for p in files
     }
-    (path / "MANIFEST.json").write_bytes(_seal(manifest))
+    (path / "MANIFEST.json").write_bytes(seal(manifest))
     assert verify(path) is None or "does not belong" in verify(path)
 
 
@@ -249,6 +248,7 @@ OTHER_NAMES = (
 def test_no_file_of_a_checkpoint_is_executed(
     saved: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    refuse_pickled_code()
     mark, keep, state = tmp_path / "executed", saved.with_name("keep"), step(saved, 3) / "state"
     proof = tmp_path / "proof.pkl"
     write_hostile(proof, kind, mark)
@@ -333,7 +333,7 @@ def test_a_checkpoint_from_behind_the_end_is_refused(saved: Path) -> None:
         assert contents(saved) == before
     run = Run(saved)
     run.progress = run.checkpoints.resume("latest", 4)
-    run.progress.evaluated_at = 4
+    run.progress.metrics_step = 4
     run.train(1)  # the checkpoint of an evaluated end may be finished again
     assert Run(saved).checkpoints.resume("latest", 4).step == 4
     with pytest.raises(UsageError, match="is of step 4"):
@@ -370,8 +370,7 @@ def test_fp16_needs_the_loss_scale_of_the_run_it_continues(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(saved)
-    world = run.checkpoints._world() | {"mixed_precision": "fp16"}
-    monkeypatch.setattr(run.checkpoints, "_world", lambda: world)
+    monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
     message = run.refuses("latest")
     assert "saved with mixed_precision 'no', so it has no loss scale" in message
 
@@ -405,8 +404,8 @@ def test_a_failed_save_names_the_folder_and_leaves_the_older_ones(
 HOLD = """
 import sys; sys.path.insert(0, {root!r})
 from pathlib import Path
-from trainkit.rundir import _lock
-lock = _lock(Path({run_dir!r}), wait=False)
+from trainkit.rundir import lock
+held = lock(Path({run_dir!r}), 0)
 print("locked", flush=True); sys.stdin.read()
 """
 
@@ -421,9 +420,9 @@ def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path: Path) -> 
     )
     assert holder.stdout.readline() == b"locked\n"
     with pytest.raises(UsageError, match=f"in use by process {holder.pid} on .*wait for it"):
-        rundir._lock(run_dir, wait=False)
+        rundir.lock(run_dir, 0)
     holder.kill()
     holder.wait()
     # The name of the dead holder is still in the file; the kernel gave the lock back.
-    assert str(holder.pid) in (run_dir / "run.lock").read_text()
-    rundir._lock(run_dir, wait=False).close()
+    assert str(holder.pid) in run_dir.with_name("run.lock").read_text()
+    rundir.lock(run_dir, 0).release()

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NUM_TRAIN, ROOT, rows
+from double import IN_DOUBLE, SAME
 from safetensors.torch import load_file, save_file
 
+from trainkit.images import load_images
 from trainkit.order import EpochBatches
 
 PROGRAMS = Path(__file__).parent / "coming_from"
@@ -31,21 +33,22 @@ BECOMES = {
     "hand_all_reduce": ("--optimizer", "sgd", "--learning-rate", 0.05, "--momentum", 0,
                         "--schedule", "constant"),
 }  # fmt: skip
+QUICK = ("single_device", "hand_all_reduce")  # the others start processes or packages of their own
 
 
 @pytest.fixture(scope="module")
 def after(
-    small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
+    small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, train_in_double: Callable
 ) -> Callable[[str], Path]:
-    """The script's run folder for a program; each set of flags is run once."""
+    """The script's run folder for a program; each set of flags is run once, in float64."""
     folder, done = tmp_path_factory.mktemp("after"), {}
 
     def run_dir(program: str) -> Path:
         flags = BECOMES[program]
         if flags not in done:
             done[flags] = folder / program
-            run_main("train_mnist", "--dataset", small_mnist, "--run-dir", done[flags], *SHARED,
-                     *flags)  # fmt: skip
+            train_in_double("train_mnist", "--dataset", small_mnist, "--run-dir", done[flags],
+                            *SHARED, *flags)  # fmt: skip
         return done[flags]
 
     return run_dir
@@ -56,12 +59,15 @@ def data(small_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures, labels, the indices of each batch in the script's order, and first weights."""
     import train_mnist
 
-    pictures, _ = train_mnist.load_images(str(small_mnist), "train")
-    batches = torch.stack(list(EpochBatches(NUM_TRAIN, BATCH_SIZE, seed=0, drop_last=True)))
+    images, labels = load_images(str(small_mnist), "train", 28)[0].tensors
+    epoch = EpochBatches(NUM_TRAIN, BATCH_SIZE, seed=0, drop_last=True)
+    batches = torch.stack([batch.values for batch in epoch])
     assert batches.shape == (NUM_STEPS, BATCH_SIZE)
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
     params = [param.detach().contiguous() for param in train_mnist.LeNet(10).parameters()]
-    tensors = {"images": pictures.images, "labels": pictures.labels, "batches": batches}
+    torch.set_default_dtype(torch.float32)
+    tensors = {"images": images, "labels": labels, "batches": batches}
     tensors |= {f"params.{number}": param for number, param in enumerate(params)}
     path = tmp_path_factory.mktemp("before") / "data.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
@@ -71,7 +77,7 @@ def data(small_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(program, marks=[pytest.mark.slow] * (program in ("torchrun_amp", "fabric")))
+        pytest.param(program, marks=[pytest.mark.slow] * (program not in QUICK))
         for program in BECOMES
     ],
 )
@@ -86,7 +92,8 @@ def test_the_program_and_the_script_give_the_same_losses(
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*start, str(PROGRAMS / f"{program}.py"), str(data), str(losses_path)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=120,
+        env={**os.environ, **IN_DOUBLE, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     # On a loaded machine a spawned process was seen to abort after its last line, when all results
     # are written: a communication thread outlives the interpreter.
@@ -98,13 +105,13 @@ def test_the_program_and_the_script_give_the_same_losses(
     losses = [row["train_loss"] for row in rows(run_dir, "steps")]
     assert len(before) == len(losses) == NUM_STEPS >= 20
     assert losses[-1] < losses[0] - 0.05  # it learns: equal losses are not equal for lack of change
-    assert losses == pytest.approx(before, rel=0, abs=1e-5)
+    assert losses == pytest.approx(before, rel=SAME)
     weights = Path(f"{losses_path}.pt")
     if weights.exists():
         old, new = torch.load(weights), load_file(run_dir / "model.safetensors")
         assert old.keys() == new.keys()  # no "module." in front
         for name in old:
-            assert torch.allclose(old[name], new[name], atol=1e-4), name
+            assert torch.allclose(old[name], new[name], rtol=0, atol=SAME), name
 
 
 def test_docs_name_every_program_and_only_flags_that_exist() -> None:

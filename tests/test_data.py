@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from trainkit.images import load_images
+
 MD5 = {
     "train": ("6510e85a72c3e9475c492d559d3770d2", "e86ee40d66677c011a9abda399ec8c4d"),
     "test": ("240610fa99e73bfa49df8e7fc24d3206", "073c3904dfbd3e141ff8aa01cfde6b15"),
@@ -15,12 +17,10 @@ MD5 = {
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_shipped_mnist_has_the_pixels_its_readme_names(split: str) -> None:
-    import train_mnist
-
-    data, names = train_mnist.load_images(str(ROOT / "data" / "mnist"), split)
+    data, names, _ = load_images(str(ROOT / "data" / "mnist"), split, 28)
     assert names == list("0123456789")
-    pixels = hashlib.md5(data.images.numpy()).hexdigest()
-    labels = hashlib.md5(data.labels.numpy().astype(np.uint8)).hexdigest()
+    pixels = hashlib.md5(data.tensors[0].numpy()).hexdigest()
+    labels = hashlib.md5(data.tensors[1].numpy().astype(np.uint8)).hexdigest()
     assert (pixels, labels) == MD5[split]
     readme = (ROOT / "data" / "mnist" / "README.md").read_text()
     assert pixels in readme and labels in readme

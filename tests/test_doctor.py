@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import conftest
@@ -13,9 +14,9 @@ PATIENT = """
 import importlib.metadata, os, subprocess, sys, time
 
 sys.path.insert(0, {root!r})
-from trainkit import doctor, launch
+from trainkit import doctor, startup
 
-doctor.nodes.TOKEN_WAIT_SECONDS = 0.5
+doctor.world.TOKEN_WAIT_SECONDS, doctor.GLOO_SECONDS = 0.5, 3
 version, measure_matmul = importlib.metadata.version, doctor.measure_matmul
 
 
@@ -30,6 +31,11 @@ def behind_a_busy_loop(accelerator):
             loop.kill()
 
 
+def lose_the_network(accelerator):
+    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch"  # read whenever a group is opened
+    return measure_matmul(accelerator)
+
+
 if os.environ["RANK"] == "1":
     if "absent" in sys.argv[1]:
         time.sleep(600)
@@ -37,10 +43,12 @@ if os.environ["RANK"] == "1":
         importlib.metadata.version = lambda name: "0.1" if name == "torch" else version(name)
     if "slow" in sys.argv[1]:
         doctor.measure_matmul = behind_a_busy_loop
+    if "loopback" in sys.argv[1]:
+        doctor.measure_matmul = lose_the_network
     if "unshared" in sys.argv[1]:
         os.mkdir("elsewhere")
         os.chdir("elsewhere")
-launch.run(lambda: sys.exit(doctor.main(sys.argv[2:])))
+startup.run(lambda: sys.exit(doctor.main(sys.argv[2:])))
 """
 
 
@@ -97,3 +105,25 @@ def test_healthy_ranks_are_measured_and_called_healthy(tmp_path: Path) -> None:
         assert rank["backend"] == "gloo" and abs(rank["clock_skew_seconds"]) < 1
         assert rank["matmul_flops"]["float32"] > 1e8
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gloo_group_that_cannot_be_opened_beside_nccl_is_one_sentence(tmp_path: Path) -> None:
+    result = examine(tmp_path, "loopback", "--json")
+    problems = json.loads(result.stdout)["problems"]
+    (problem,) = [problem for problem in problems if "slow" not in problem]
+    assert problem.startswith("the gloo group that training opens beside gloo failed on node 0 ")
+    assert "address for: nosuch" in problem and "set GLOO_SOCKET_IFNAME to" in problem
+    assert result.returncode == 1
+
+
+def test_without_the_module_resource_the_limit_of_open_files_is_not_looked_at() -> None:
+    """Windows has no such module."""
+    code = (
+        "import sys, json; sys.modules['resource'] = None\n"
+        "from trainkit import doctor; doctor.main(['--json'])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=conftest.ROOT, capture_output=True, text=True, timeout=60
+    )
+    report = json.loads(result.stdout)
+    assert report["ranks"][0]["open_files"] is None and report["notes"] == [], result.stderr

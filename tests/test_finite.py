@@ -9,9 +9,8 @@ import torch
 from accelerate import Accelerator
 from faults import Nursery, incomplete, newest
 
-from trainkit.checkpoint import Progress
-from trainkit.finite import MAX_SKIPPED, FiniteGuard
-from trainkit.launch import RunFailure
+from trainkit.errors import RunFailure
+from trainkit.finite import MAX_SKIPPED, FiniteGuard, Position
 from trainkit.optim import clip_gradients
 
 OPTIMIZERS = {
@@ -19,15 +18,6 @@ OPTIMIZERS = {
     "adam": lambda weights: torch.optim.Adam(weights, lr=0.1, fused=True),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
 }
-
-
-@pytest.fixture
-def accelerator() -> Accelerator:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    return Accelerator(cpu=True)
 
 
 class Event:
@@ -61,15 +51,15 @@ def test_the_deferred_guard_skips_the_update_and_raises_one_step_later(
     monkeypatch.setattr(torch, "Event", Event)
     weight = torch.nn.Parameter(torch.ones(5))
     optimizer = accelerator.prepare(OPTIMIZERS[name]([weight]))
-    guard = FiniteGuard(accelerator, optimizer)
-    guard.deferred = True
-    progress = Progress()
+    guard = FiniteGuard(accelerator)
+    monkeypatch.setattr(guard, "skips_on_device", lambda optimizer: True)
+    number = iter(range(1, 100))
 
     def step(gradient: float) -> None:
         weight.grad = torch.full((5,), gradient)
-        guard.check(weight.grad.norm(), torch.tensor(2.5), progress, learning_rate=0.1)
+        position = Position(next(number), 0.1)
+        guard.check(optimizer, weight.grad.norm(), torch.tensor(2.5), position)
         optimizer.step()
-        progress.step += 1
 
     step(1.0)
     step(2.0)
@@ -85,41 +75,41 @@ def test_the_deferred_guard_skips_the_update_and_raises_one_step_later(
     assert torch.equal(weight.detach(), good)
     step(math.inf)
     with pytest.raises(RunFailure, match=r"gradient norm inf"):
-        guard.finish()
+        guard.finish(optimizer)
     assert torch.equal(weight.detach(), good)
     step(1.0)
-    guard.finish()
+    guard.finish(optimizer)
     assert not torch.equal(weight.detach(), good)
 
 
 def test_weights_that_are_not_finite_are_never_saved(accelerator: Accelerator) -> None:
     weight = torch.nn.Parameter(torch.ones(5))
-    guard = FiniteGuard(accelerator, accelerator.prepare(torch.optim.SGD([weight], lr=0.1)))
-    guard.check(torch.tensor(1.0), torch.tensor(1.0), Progress(step=6), learning_rate=1e30)
-    guard.finish()
+    guard = FiniteGuard(accelerator)
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1))
+    guard.check(optimizer, torch.tensor(1.0), torch.tensor(1.0), Position(7, 1e30))
+    guard.finish(optimizer)
     weight.data[3] = math.inf
-    with pytest.raises(RunFailure, match=r"weights went bad at step 7, learning rate 1e\+30"):
-        guard.finish()
+    with pytest.raises(RunFailure, match=r"not finite after step 7, learning rate 1e\+30"):
+        guard.finish(optimizer)
 
 
 def test_fp16_may_skip_steps_but_not_for_ever(accelerator: Accelerator) -> None:
     optimizer = SimpleNamespace(step_was_skipped=True)
     fake = SimpleNamespace(device=torch.device("cpu"), scaler=object(), reduce=lambda loss: loss)
-    guard = FiniteGuard(fake, optimizer)
+    guard = FiniteGuard(fake)
     nan = torch.tensor(math.nan)
     for _ in range(MAX_SKIPPED - 1):
-        guard.check(nan, nan, Progress(step=3), 0.1)
+        guard.check(optimizer, nan, nan, Position(4, 0.1))
     optimizer.step_was_skipped = False
-    guard.check(nan, nan, Progress(step=3), 0.1)
+    guard.check(optimizer, nan, nan, Position(4, 0.1))
     optimizer.step_was_skipped = True
     with pytest.raises(RunFailure, match=r"step 5, learning rate 0.1: loss nan"):
         for _ in range(MAX_SKIPPED):
-            guard.check(nan, nan, Progress(step=4), 0.1)
+            guard.check(optimizer, nan, nan, Position(5, 0.1))
 
 
-# The sixth step: five are in an epoch, whose evaluation has three batches. Pictures are normalised
-# once before the first step, too.
-@pytest.mark.parametrize(("bad", "call"), [("nan", 10), ("inf", 9)])
+# The sixth step: five are in an epoch, whose evaluation has three batches.
+@pytest.mark.parametrize(("bad", "call"), [("nan", 9), ("inf", 9)])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_bad_number_on_the_last_process_stops_all_in_that_step(
     nursery: Nursery, arguments: dict, tmp_path: Path, world: int, bad: str, call: int
@@ -129,7 +119,7 @@ def test_a_bad_number_on_the_last_process_stops_all_in_that_step(
     assert outcome.codes == [1] * world, outcome.output
     errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "Traceback" not in outcome.output
-    assert "the numbers went bad at step 6, learning rate " in errors[0]
+    assert "loss or gradient is not finite at step 6, learning rate " in errors[0]
     assert f"loss {bad}, gradient norm nan" in errors[0]
     assert newest(tmp_path / "run") == 4 and not incomplete(tmp_path / "run")
 

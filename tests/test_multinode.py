@@ -12,8 +12,9 @@ from typing import Any
 import conftest
 import pytest
 import yaml
+from double import IN_DOUBLE, SAME
 
-from trainkit.nodes import find_differences
+from trainkit.world import find_differences
 
 SMALL = ("--epochs", 2, "--log-every", 3, "--eval-batch-size", 100)
 
@@ -23,14 +24,14 @@ import importlib.metadata, os, runpy, sys
 
 sys.path.insert(0, {str(conftest.ROOT)!r})
 sys.argv[0] = {str(conftest.ROOT / "train_mnist.py")!r}
-import trainkit.nodes
+import trainkit.world
 
 version = importlib.metadata.version
 if os.environ["GROUP_RANK"] == "1":
     if "version" in os.environ["DIFFERENT"]:
         importlib.metadata.version = lambda name: "0.1" if name == "torch" else version(name)
     if "revision" in os.environ["DIFFERENT"]:
-        trainkit.nodes.git_revision = lambda: "fedcba9"
+        trainkit.world.git_revision = lambda: "fedcba9"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -41,17 +42,17 @@ from pathlib import Path
 
 sys.path.insert(0, {str(conftest.ROOT)!r})
 import train_mnist
-from trainkit import launch
+from trainkit import images, startup
 
-decode_all = train_mnist.decode
+decode_all = images.decode
 
-def decode(pictures):
+def decode(pictures, *args):
     with open(Path(os.environ["HF_HOME"], "decoded"), "a") as file:
         file.write(f"{{len(pictures)}} {{os.environ['RANK']}}\\n")
-    return decode_all(pictures)
+    return decode_all(pictures, *args)
 
-train_mnist.decode = decode
-launch.run(train_mnist.main)
+images.decode = decode
+startup.run(train_mnist.main)
 """
 
 
@@ -122,11 +123,11 @@ def assert_refused(results: list[tuple[int, str, str]], *phrases: str) -> None:
         assert sentence.count(" is ") == len(phrases), sentence
 
 
-def assert_equal_rows(run_dir: Path, other_dir: Path, tolerance: float = 1e-5) -> None:
+def assert_equal_rows(run_dir: Path, other_dir: Path) -> None:
     rows, others = conftest.rows(run_dir), conftest.rows(other_dir)
     assert len(rows) == len(others) > 2
     for row, other in zip(rows, others, strict=True):
-        assert row == pytest.approx(other, rel=tolerance, abs=tolerance)
+        assert row == pytest.approx(other, rel=SAME)
 
 
 def elastic_config(folder: Path) -> Path:
@@ -146,7 +147,7 @@ def elastic_config(folder: Path) -> Path:
 def test_two_nodes_of_two_processes_train_as_one_process(
     small_mnist: Path,
     tmp_path: Path,
-    run_main: Callable[..., dict[str, float]],
+    train_in_double: Callable[..., str],
     caches: tuple[str, str],
 ) -> None:
     port, args = free_port(), ("--dataset", small_mnist, *SMALL)
@@ -156,8 +157,8 @@ def test_two_nodes_of_two_processes_train_as_one_process(
     for node, cache in enumerate(caches):
         (tmp_path / cache).mkdir(exist_ok=True)
         nodes.append(start_node(node, port, *args, "--run-dir", tmp_path / "four", script=script,
-                                HF_HOME=str(tmp_path / cache)))  # fmt: skip
-    run_main("train_mnist", *args, "--run-dir", tmp_path / "one")
+                                HF_HOME=str(tmp_path / cache), **IN_DOUBLE))  # fmt: skip
+    train_in_double("train_mnist", *args, "--run-dir", tmp_path / "one")
     (code, output, errors), (other_code, _, _) = finish(nodes)
     assert code == other_code == 0, errors
     assert "device      4 processes on cpu" in output
@@ -248,18 +249,18 @@ def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_b
 
 @pytest.mark.slow
 def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
-    small_mnist: Path, tmp_path: Path, run_main: Callable[..., dict[str, float]]
+    small_mnist: Path, tmp_path: Path, train_in_double: Callable[..., str]
 ) -> None:
     args = ("--dataset", small_mnist, "--epochs", 8, "--log-every", 3, "--eval-batch-size", 100,
             "--save-every", 5, "--timeout", 20)  # fmt: skip
-    run_main("train_mnist", *args, "--run-dir", tmp_path / "one")
+    train_in_double("train_mnist", *args, "--run-dir", tmp_path / "one")
     port, config = free_port(), elastic_config(tmp_path)
 
     def start_elastic(node: int) -> subprocess.Popen:
         return start_node(
             node, port, *args, "--run-dir", tmp_path / "run", "--resume", "auto", config=config,
             extra=("--rdzv_backend", "c10d", "--max_restarts", 3),
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **IN_DOUBLE,
         )  # fmt: skip
 
     first = start_elastic(0)
@@ -272,8 +273,7 @@ def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
     results = finish([first, start_elastic(1)], timeout=120)
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming from" in results[0][1] + results[1][1]
-    # Rounding differs between 1 and 4 processes, and 56 steps let it grow.
-    assert_equal_rows(tmp_path / "run", tmp_path / "one", tolerance=2e-4)
+    assert_equal_rows(tmp_path / "run", tmp_path / "one")
 
 
 def port_answers(port: int) -> bool:

@@ -1,13 +1,11 @@
 """Order, augmentation and dropout are functions of (seed, epoch, sample, step) and nothing else."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from trainkit.checkpoint import Progress
-from trainkit.order import NO_SAMPLE, EpochBatches, keyed_uniform, seed_dropout
+from trainkit.order import EpochBatches, WholeBatches, keyed_uniform, seed_dropout
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
@@ -23,8 +21,7 @@ def test_each_sample_comes_once_per_epoch_at_any_number_of_processes(
     ]
     assert len({len(shard) for shard in shards}) == 1  # no process waits for another one's batch
     assert len(shards[0]) == len(batches)
-    seen = torch.cat([torch.cat(parts) for parts in zip(*shards, strict=True)])
-    seen = seen[seen != NO_SAMPLE]
+    seen = torch.cat([part.values for parts in zip(*shards, strict=True) for part in parts])
     order = batches.order(0)[: 96 if drop_last else 101]
     assert torch.equal(seen, order)  # also in the order of one process
     assert len(seen.unique()) == len(seen)
@@ -45,7 +42,7 @@ def test_a_position_is_the_rest_of_the_epoch() -> None:
     rest.set_position(2, 4 * 12)
     assert len(rest) == len(whole) - 4
     for a, b in zip(list(whole)[4:], rest, strict=True):
-        assert torch.equal(a, b)
+        assert torch.equal(a.values, b.values)
 
 
 def test_keyed_uniform_depends_on_the_sample_and_not_on_its_batch() -> None:
@@ -64,16 +61,48 @@ def test_keyed_uniform_depends_on_the_sample_and_not_on_its_batch() -> None:
 
 
 def test_dropout_is_seeded_by_position_and_process() -> None:
-    def mask(seed: int = 0, rank: int = 0, micro_batch: int = 0, **position: int) -> list[float]:
-        accelerator = SimpleNamespace(
-            step=micro_batch,
-            gradient_accumulation_steps=4,
-            process_index=rank,
-            device=torch.device("cpu"),
-        )
-        seed_dropout(accelerator, seed, Progress(**position))
-        return torch.rand(4).tolist()
+    def mask(*position: int) -> tuple[float, ...]:
+        seed_dropout(torch.device("cpu"), *position)
+        return tuple(torch.rand(4).tolist())
 
-    masks = [mask(), mask(seed=1), mask(rank=1), mask(micro_batch=1), mask(epoch=1), mask(batch=1)]
-    assert len({tuple(m) for m in masks}) == len(masks)
-    assert mask(epoch=2, batch=9, step=5) == mask(epoch=2, batch=9, step=4)
+    places = [(0, 0, 0, 0, 0), *(tuple(int(i == j) for j in range(5)) for i in range(5))]
+    assert len({mask(*place) for place in places}) == len(places)
+    assert mask(3, 2, 9, 0, 1) == mask(3, 2, 9, 0, 1)
+
+
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
+@pytest.mark.parametrize("num_left", range(1, 13))
+def test_a_short_batch_is_dealt_out_in_order_and_leaves_few_processes_empty(
+    num_processes: int, num_left: int
+) -> None:
+    batches = EpochBatches(12 + num_left, 12)
+    shares = [
+        [*BatchSamplerShard(batches, num_processes, rank, split_batches=True)][-1]
+        for rank in range(num_processes)
+    ]
+    assert {len(share) for share in shares} == {12 // num_processes}  # all look full to Accelerate
+    assert torch.equal(torch.cat([share.values for share in shares]), torch.arange(num_left) + 12)
+    sizes = [len(share.values) for share in shares]
+    assert sizes[0] == max(sizes) and (min(sizes) > 0 or num_left < num_processes)
+
+
+class Noisy(Dataset):
+    """A sample: a random number and the sample's index."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[float, int]:
+        return torch.rand(()).item(), index
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [Noisy(), Subset(Noisy(), range(6)), ConcatDataset([Noisy(), Noisy()]), StackDataset(Noisy())],
+    ids=lambda dataset: type(dataset).__name__,
+)
+def test_a_random_transform_does_not_depend_on_the_batch(dataset: Dataset) -> None:
+    batches = WholeBatches(dataset, list, 3, torch.tensor(1))
+    together = batches.make(torch.tensor([4, 2, 5]))
+    alone = [batches.make(torch.tensor([index]))[0] for index in (4, 2, 5)]
+    assert together == alone

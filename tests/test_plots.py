@@ -1,17 +1,19 @@
 """The numbers behind each picture, and pictures that the files of a run folder alone give again."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
-from conftest import NUM_TEST, rows
+from conftest import NUM_TEST, rows, saved
 from PIL import Image
 
 from trainkit import plots
-from trainkit.launch import UsageError
+from trainkit.errors import UsageError
+from trainkit.images import load_images
+from trainkit.rundir import write_tensors
 
 FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5, "--pictures")
 
@@ -44,7 +46,7 @@ def test_a_run_leaves_its_pictures_and_a_resume_leaves_the_same_numbers(
 def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(
     folders: tuple[Path, Path],
 ) -> None:
-    tensors, metadata = plots._load(folders[0] / plots.PREDICTIONS)
+    tensors, metadata = saved(folders[0], "predictions")
     matrix = plots.confusion_matrix(tensors["prediction"], tensors["target"], 10)
     assert matrix.sum() == NUM_TEST
     accuracy = rows(folders[0], "epochs")[-1]["eval_accuracy"]
@@ -62,12 +64,30 @@ def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(
     assert f"of {NUM_TEST} right ({accuracy:.2%})" in axes.get_title()
 
 
+def test_confusion_of_300_classes_is_a_picture_of_the_usual_size(tmp_path: Path) -> None:
+    num, classes = 300, [f"class {number}" for number in range(300)]
+    target = torch.arange(num).repeat_interleave(20)
+    prediction = torch.where(torch.arange(len(target)) % 4 == 0, (target + 7) % num, target)
+    started_at = time.process_time()
+    figure = plots.draw_confusion({"prediction": prediction, "target": target}, classes)
+    figure.savefig(tmp_path / "confusion.png")
+    assert time.process_time() - started_at < 10
+    with Image.open(tmp_path / "confusion.png") as picture:
+        assert min(picture.size) > 1000 and max(picture.size) < 2000
+    (axes,) = figure.axes
+    assert not axes.texts and "4500 of 6000 right (75.00%)" in axes.get_title()
+    shades = axes.images[0].get_array()
+    assert shades.shape == (num, num) and shades[5, 12] == 0.25 and shades[5, 5] == 0.75
+    labels = {text.get_text(): text.get_position()[0] for text in axes.get_xticklabels()}
+    assert 20 < len(labels) < 40
+    assert all(label == f"class {position:.0f}" for label, position in labels.items())
+
+
 def test_mistakes_are_the_most_confident_of_the_mistakes(
     folders: tuple[Path, Path], small_mnist: Path
 ) -> None:
-    import train_mnist
 
-    tensors, metadata = plots._load(folders[0] / plots.PREDICTIONS)
+    tensors, metadata = saved(folders[0], "predictions")
     worst = plots.worst_mistakes(*(tensors[k] for k in ("prediction", "target", "probability")))
     wrong = tensors["prediction"] != tensors["target"]
     assert len(worst) == min(plots.NUM_MISTAKES, wrong.sum()) and wrong[worst].all()
@@ -76,9 +96,9 @@ def test_mistakes_are_the_most_confident_of_the_mistakes(
     others = wrong.clone()
     others[worst] = False
     assert not others.any() or tensors["probability"][others].max() <= shown[-1]
-    data, _ = train_mnist.load_images(str(small_mnist), "test")
-    assert torch.equal(tensors["mistake_images"], data.images[worst])
-    assert torch.equal(tensors["target"], data.labels)
+    data, *_ = load_images(str(small_mnist), "test", 28)
+    assert torch.equal(tensors["mistake_images"], data.tensors[0][worst])
+    assert torch.equal(tensors["target"], data.tensors[1])
     texts = plots.draw_mistakes(tensors, metadata["classes"]).axes[0].texts
     assert [text.get_text() for text in texts] == [
         f"said {tensors['prediction'][i]}, {tensors['probability'][i]:.1%}\nis "
@@ -134,13 +154,12 @@ def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(
 def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: Path) -> None:
     feature = torch.tensor([[2.0], [0.0], [1.0]])
     tensors = {"prediction": 3 * feature + 1, "target": 3 * feature, "feature": feature}
-    plots.save_predictions(
-        Accelerator(cpu=True), tmp_path, tensors, targets=["price"], feature="area"
-    )
+    about = {"targets": ["price"], "feature": "area"}
+    write_tensors(tmp_path / plots.PREDICTIONS, tensors, about)
     log = {"step": 1, "epoch": 1, "train_loss": 1.0, "eval_loss": 1.0, "eval_rmse": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(log) + "\n")
     assert [path.name for path in plots.draw_run(tmp_path)] == ["curves.png", "fit.png"]
-    against, residuals, line = plots.draw_fit(*plots._load(tmp_path / plots.PREDICTIONS)).axes
+    against, residuals, line = plots.draw_fit(*saved(tmp_path, "predictions")).axes
     assert against.collections[0].get_offsets().tolist() == [[6, 7], [0, 1], [3, 4]]
     assert residuals.collections[0].get_offsets()[:, 1].tolist() == [1, 1, 1]
     assert "1" in residuals.get_title() and residuals.get_ylabel() == "predicted - true price"

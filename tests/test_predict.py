@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import pickle
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import NUM_TEST, ROOT, rows, run
+from conftest import NUM_TEST, ROOT, rows, run, saved
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import predict
 from trainkit import plots
-from trainkit.launch import RunFailure, UsageError
+from trainkit.errors import RunFailure, UsageError
+from trainkit.images import load_images, read_picture
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +72,12 @@ def test_the_digit_is_told_from_any_size_mode_and_polarity(
     right, num_digits = {}, 0
     for digit, label in pictures[:60]:
         paths = in_many_forms(digit, tmp_path)
-        probability, prediction = classify(model, predict.read_picture(paths["same.png"], 28))
+        probability, prediction = classify(model, paths["same.png"], about)
         if prediction != label or probability < 0.9:
             continue  # what the model is unsure of proves nothing about the files
         num_digits += 1
         for name, path in paths.items():
-            picture = predict.read_picture(path, about["size"])
-            right[name] = right.get(name, 0) + (classify(model, picture)[1] == label)
+            right[name] = right.get(name, 0) + (classify(model, path, about)[1] == label)
     assert num_digits > 25
     for name in ("same.png", "negative.png", "sixteen_bits.png"):
         assert right[name] == num_digits, name
@@ -86,19 +90,10 @@ def test_the_digit_is_told_from_any_size_mode_and_polarity(
     assert second.startswith(f"{paths['page.jpg']}: ")
 
 
-def classify(model: torch.nn.Module, picture: np.ndarray) -> tuple[float, int]:
+def classify(model: torch.nn.Module, path: Path, about: dict) -> tuple[float, int]:
     with torch.inference_mode():
-        best = model(torch.from_numpy(picture)[None, None])[0].max(0)
+        best = model(read_picture(path, 28, about["pictures"]))[0].max(0)
     return best.values.item(), best.indices.item()
-
-
-def test_a_training_picture_is_taken_as_it_is(pictures: list, tmp_path: Path) -> None:
-    for number, (digit, _) in enumerate(pictures[:20]):
-        digit.save(tmp_path / f"{number}.png")
-        expected = np.asarray(digit)
-        for as_is in (False, True):
-            read = predict.read_picture(tmp_path / f"{number}.png", 28, as_is)
-            assert np.array_equal(read, expected)
 
 
 def test_predictions_are_those_of_the_last_evaluation(run_dir: Path, pictures: list) -> None:
@@ -106,7 +101,7 @@ def test_predictions_are_those_of_the_last_evaluation(run_dir: Path, pictures: l
     pixels = torch.stack([torch.from_numpy(np.array(digit)) for digit, _ in pictures])
     with torch.inference_mode():
         probability, prediction = model(pixels[:, None]).max(1)
-    tensors, _ = plots._load(run_dir / plots.PREDICTIONS)
+    tensors, _ = saved(run_dir, "predictions")
     assert torch.equal(prediction, tensors["prediction"])
     assert torch.allclose(probability, tensors["probability"], atol=1e-5)
     accuracy = sum(p == label for p, (_, label) in zip(prediction.tolist(), pictures, strict=True))
@@ -119,10 +114,8 @@ def test_onnx_and_pytorch_agree_on_all_10000_test_pictures(run_dir: Path) -> Non
     import onnx
     import onnxruntime
 
-    import train_mnist
-
     predict.main([str(run_dir), "--export", "onnx"])
-    pixels = train_mnist.load_images(str(ROOT / "data" / "mnist"), "test")[0].images
+    pixels = load_images(str(ROOT / "data" / "mnist"), "test", 28)[0].tensors[0]
     assert len(pixels) == 10_000
     session = onnxruntime.InferenceSession(run_dir / "model.onnx")
     outputs = torch.from_numpy(session.run(None, {"inputs": pixels.numpy()})[0])
@@ -143,7 +136,7 @@ def test_an_export_that_differs_is_removed(
         pytest.importorskip(package)
     model, about = predict.load_run(run_dir)
     monkeypatch.setattr(predict, "TOLERANCE", -1.0)
-    with pytest.raises(RunFailure, match="differ by"):
+    with torch.inference_mode(), pytest.raises(RunFailure, match="differ by"):
         predict.export_onnx(model, about, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -154,35 +147,129 @@ def test_a_missing_onnx_package_is_named(run_dir: Path, monkeypatch: pytest.Monk
         predict.main([str(run_dir), "--export", "onnx"])
 
 
+def forge(run_dir: Path, folder: Path, **changes: object) -> Path:
+    """A run folder with the weights of another one and metadata that say something else."""
+    folder.mkdir()
+    with safe_open(run_dir / "model.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["trainkit"])
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    about = {k: v for k, v in (about | changes).items() if v is not None}
+    save_file(weights, folder / "model.safetensors", {"trainkit": json.dumps(about)})
+    return folder
+
+
 def test_what_cannot_be_used_is_refused_in_one_sentence(run_dir: Path, tmp_path: Path) -> None:
     text, blank, colour = (tmp_path / name for name in ("text.png", "blank.png", "colour.png"))
     text.write_text("not a picture")
     Image.new("L", (50, 50), "white").save(blank)
     Image.new("RGB", (28, 28)).save(colour)
-    empty, forged = tmp_path / "empty", tmp_path / "forged"
+    empty = tmp_path / "empty"
     empty.mkdir()
-    forged.mkdir()
-    (forged / "model.safetensors").write_bytes(b"\x10" * 100)
     wrong = [
         ([run_dir], "name the files"),
         ([run_dir, text], "text.png cannot be read"),
         ([run_dir, blank], "blank.png is blank"),
+        ([run_dir, tmp_path], "cannot be read as a picture: IsADirectoryError"),
         ([run_dir, tmp_path / "absent.png"], "absent.png cannot be read"),
         ([empty, colour], "empty is not a finished run"),
-        ([forged, colour], "forged/model.safetensors is not a model"),
     ]
     for arguments, message in wrong:
         with pytest.raises(UsageError, match=message) as caught:
             predict.main([str(argument) for argument in arguments])
         assert "\n" not in str(caught.value)
-    # A run that another script made, and exit code 2 from a started process.
-    (forged / "model.safetensors").write_bytes(
-        (run_dir / "model.safetensors").read_bytes().replace(b"train_mnist", b"train_abcde")
-    )
-    done = run("predict.py", forged, colour)
+    # Exit code 2 and one line from a started process.
+    done = run("predict.py", forge(run_dir, tmp_path / "forged", script="train_abcde"), colour)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and "train_abcde.py" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def header(size: int, content: bytes = b"{}") -> bytes:
+    return struct.pack("<q", size) + content
+
+
+FORGED = {
+    "no header": b"\x10",
+    "a header of 2**62 bytes": header(2**62),
+    "a negative header": header(-1),
+    "a header beyond the file": header(100),
+    "a header that is no JSON": header(4, b"\x80\x04K."),
+    "a pickle": pickle.dumps({"a": 1}),
+    "no metadata": header(2),
+    "a tensor beyond the file": header(
+        70, b'{"a":{"dtype":"F32","shape":[1000000000],"data_offsets":[0,4000000000]}}'[:70]
+    ),
+    "metadata that are no JSON": header(32, b'{"__metadata__":{"trainkit":""}}'),
+    "metadata of another kind": header(34, b'{"__metadata__":{"trainkit":"[1]"}}'[:34] + b"}"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_model_file_that_is_none_is_one_sentence(case: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(FORGED[case])
+    with pytest.raises(UsageError, match=r"model\.safetensors is not a model") as raised:
+        predict.main([str(tmp_path), "a.png"])
+    assert "\n" not in str(raised.value)
+    (tmp_path / "model.safetensors").rename(tmp_path / plots.PREDICTIONS)
+    if case not in ("no metadata", "metadata of another kind"):
+        with pytest.raises(UsageError, match=r"predictions\.safetensors cannot be read"):
+            plots.load_predictions(tmp_path / plots.PREDICTIONS)
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil", "/tmp/evil", "evil/evil", "evil.py", "a.b", "", 5, ["evil"], "link", None]
+)
+def test_a_script_elsewhere_is_not_run(
+    name: object, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    for path in (tmp_path / "evil.py", home / "evil" / "evil.py", home / "a.b.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise AssertionError('it was run')")
+    (home / "link.py").symlink_to(tmp_path / "evil.py")
+    monkeypatch.setattr(predict, "FOLDERS", (home,))
+    with pytest.raises(UsageError, match=r"is not beside predict\.py|is not a model"):
+        predict.load_run(forge(run_dir, tmp_path / "forged", script=name))
+
+
+def test_a_script_without_a_predictor_gets_one_sentence(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train_mine.py").write_text("MODELS = {}\n")
+    monkeypatch.setattr(predict, "FOLDERS", (tmp_path,))
+    with pytest.raises(UsageError, match=r"train_mine\.py, which made the run, has no class Pred"):
+        predict.load_run(forge(run_dir, tmp_path / "forged", script="train_mine"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "nothing"}, "KeyError"),
+        ({"model": None}, "KeyError"),
+        ({"model": "wide"}, "not those of the model that it names"),
+        ({"classes": ["a"] * 10**6}, "not those of the model that it names"),
+        ({"classes": 3}, "TypeError"),
+    ],
+)
+def test_metadata_that_do_not_fit_the_weights_are_one_sentence(
+    changes: dict, message: str, run_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        predict.load_run(forge(run_dir, tmp_path / "forged", **changes))
+    assert "\n" not in str(raised.value) and "is not a model" in str(raised.value)
+
+
+def test_as_is_works_in_every_position(
+    run_dir: Path, pictures: list, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "page.png"
+    Image.eval(pictures[0][0], lambda value: 255 - value).save(path)
+    said = set()
+    for arguments in (["--as-is", run_dir, path], [run_dir, "--as-is", path],
+                      [run_dir, path, "--as-is"], [run_dir, path]):  # fmt: skip
+        predict.main([str(argument) for argument in arguments])
+        said.add((capsys.readouterr().out, "--as-is" in arguments))
+    assert len(said) == 2 and len({text for text, _ in said}) == 2
 
 
 needs_regression = pytest.mark.skipif(
@@ -226,7 +313,7 @@ def test_a_table_gets_its_predictions_beside_its_rows(
     with open(output, newline="") as file:
         written = list(csv.DictReader(file))
     assert [{name: row[name] for name in records[0]} for row in written] == records
-    tensors, _ = plots._load(run_dir / plots.PREDICTIONS)
+    tensors, _ = saved(run_dir, "predictions")
     for number, row in enumerate(tensors["index"].tolist()):
         said = [float(written[row][f"predicted_{name}"]) for name in ("price", "rent")]
         assert said == pytest.approx(tensors["prediction"][number].tolist(), rel=1e-5)
@@ -237,6 +324,8 @@ def test_a_table_gets_its_predictions_beside_its_rows(
         predict.main([str(run_dir), str(path)])
     with pytest.raises(UsageError, match=r"absent\.csv cannot be read"):
         predict.main([str(run_dir), str(path.with_name("absent.csv"))])
+    with pytest.raises(UsageError, match="--as-is means nothing to the models of train_regression"):
+        predict.main([str(run_dir), "--as-is", str(path)])
 
 
 @needs_regression

@@ -88,15 +88,41 @@ def test_sigkill_of_a_run_ends_its_loader_workers(started: object) -> None:
     assert gone(process, 8)
 
 
-def test_a_second_interrupt_ends_at_once(started: object) -> None:
-    process = started("--save-every", 1)
-    deadline = time.monotonic() + 20
-    # The first is a polite question, the second an order, the others come while the process exits.
-    while process.poll() is None and time.monotonic() < deadline:
+# A training whose first checkpoint takes a minute: nothing looks at the first Ctrl-C meanwhile.
+SLOW = f"""
+import runpy, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import trainkit
+from accelerate import Accelerator
+
+def save_state(*args, **kwargs):
+    print("saving", flush=True)
+    time.sleep(60)
+
+Accelerator.save_state = save_state
+sys.argv[0] = {str(ROOT / "train_mnist.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_second_interrupt_ends_at_once(tiny_mnist: Path, tmp_path: Path) -> None:
+    """(test_resume.py: after a single one the run saves and ends with 75.)"""
+    (tmp_path / "train_slowly.py").write_text(SLOW)
+    process = start(str(tmp_path / "train_slowly.py"), "--dataset", tiny_mnist, "--run-dir",
+                    tmp_path / "run", *ENDLESS)  # fmt: skip
+    try:
+        while (line := process.stdout.readline()) != "saving\n":
+            assert line, process.communicate()
         process.send_signal(signal.SIGINT)
-        time.sleep(0.003)
-    _output, errors = process.communicate(timeout=20)
-    assert process.returncode in (75, 130), errors
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)  # of an impatient person, while the process exits
+        _output, errors = process.communicate(timeout=10)
+    finally:
+        kill_all(process)
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
 
 

@@ -4,11 +4,13 @@ import itertools
 import json
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import rows
+from double import SAME
 from faults import Nursery, digests
 from test_checkpoint import reforge
 
@@ -90,19 +92,20 @@ def batches(run_dir: Path, world: int) -> list[list[int]]:
     return joined
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("worlds", [(1, 2), (2, 1)])
 def test_another_number_of_processes_goes_on_with_the_same_samples(
-    nursery: Nursery, arguments: dict, tmp_path: Path, worlds: tuple[int, int]
+    train_in_double: Callable, arguments: dict, tmp_path: Path, worlds: tuple[int, int]
 ) -> None:
     # A row every 3 steps: at step 4 there are sums that no row has yet.
     args = [*arguments["train_mnist"], "--model", "compact", "--log-every", 3, "--run-dir"]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     plan = {"world": worlds[0], "indices": f"{whole}.indices"}
-    finish(nursery, "train_mnist", *args, whole, "--keep", 9, **plan)
+    train_in_double("train_mnist", *args, whole, "--keep", 9, **plan)
     shutil.copytree(whole, copy)
     path = copy / "checkpoints" / "step-0000000004"
     plan = {"world": worlds[1], "indices": f"{copy}.indices"}
-    output = finish(nursery, "train_mnist", *args, copy, "--resume", path, **plan)
+    output = train_in_double("train_mnist", *args, copy, "--resume", path, **plan)
     assert f"num_processes was {worlds[0]} and is {worlds[1]}" in output
     assert "bits may differ from here" in output
     # Not only the same samples in each step: in the same order, each once in an epoch.
@@ -111,27 +114,27 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(
     for epoch in (0, 1):
         samples = [index for number, *indices in before if number == epoch for index in indices]
         assert len(samples) == len({*samples}) == 300
-    expected, found = rows(whole), rows(copy)
-    assert [row["step"] for row in expected] == [row["step"] for row in found]
-    for there, here in zip(expected, found, strict=True):
-        assert there.get("learning_rate") == here.get("learning_rate")
-        assert here["train_loss"] == pytest.approx(there["train_loss"], rel=1e-5)
-    assert expected[-1]["train_accuracy"] == found[-1]["train_accuracy"]
+    assert_same_rows(whole, copy)
 
 
+@pytest.mark.numeric
 def test_another_number_of_micro_batches_goes_on_with_the_same_samples(
-    nursery: Nursery, arguments: dict, tmp_path: Path
+    train_in_double: Callable, arguments: dict, tmp_path: Path
 ) -> None:
     args = [*arguments["train_mnist"], "--model", "compact", "--save-every", 1, "--run-dir"]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
-    finish(nursery, "train_mnist", *args, whole, "--keep", 99)
+    train_in_double("train_mnist", *args, whole, "--keep", 99)
     shutil.copytree(whole, copy)
     path = copy / "checkpoints" / "step-0000000003"
-    output = finish(nursery, "train_mnist", *args, copy, "--resume", path, "--accumulate", 2)
+    output = train_in_double("train_mnist", *args, copy, "--resume", path, "--accumulate", 2)
     assert "micro_batches was 1 and is 2" in output
+    assert_same_rows(whole, copy)
+
+
+def assert_same_rows(whole: Path, copy: Path) -> None:
     for there, here in zip(rows(whole), rows(copy), strict=True):
-        assert there["step"] == here["step"]
-        assert here["train_loss"] == pytest.approx(there["train_loss"], rel=1e-5)
+        assert here == pytest.approx(there, rel=SAME)
+        assert here.get("learning_rate") == there.get("learning_rate")
 
 
 def test_a_signal_at_any_step_saves_that_step_and_loses_nothing(
@@ -139,12 +142,13 @@ def test_a_signal_at_any_step_saves_that_step_and_loses_nothing(
 ) -> None:
     args = [*arguments["train_mnist"], "--run-dir"]
     finish(nursery, "train_mnist", *args, tmp_path / "whole")
-    for step in (3, 5):  # 5: an epoch ends there, and its evaluation is still to come
+    # After step 5 an epoch ends, and its evaluation is still to come.
+    for step, number in ((3, signal.SIGINT), (5, signal.SIGUSR1)):
         run_dir = tmp_path / f"stopped-{step}"
-        stop = {"signal": [step, signal.SIGUSR1]}
+        stop = {"signal": [step, number]}
         outcome = nursery.run("train_mnist", *args, run_dir, fault=stop)
         assert outcome.codes == [75], outcome.output
-        assert f"stopped by SIGUSR1 at step {step}, saved" in outcome.output
+        assert f"stopped by {number.name} at step {step}, saved" in outcome.output
         finish(nursery, "train_mnist", *args, run_dir, "--resume", "auto")
         assert digests(run_dir) == digests(tmp_path / "whole")
 

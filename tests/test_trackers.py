@@ -3,14 +3,16 @@
 import importlib
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import kill_all, rows, start
+from conftest import ROOT, kill_all, rows, run, start
 
-from trainkit.launch import UsageError
+from trainkit.errors import UsageError
 
 FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 2, "--pictures",
          "--save-every", 15)  # fmt: skip
@@ -36,19 +38,19 @@ def killed_and_resumed(
     tracker: str, run_dir: Path, small_mnist: Path, run_main: Callable, monkeypatch: Any
 ) -> None:
     """A run whose tracker has seen more steps than its checkpoint when it ends abruptly."""
-    from trainkit.checkpoint import Progress
+    from trainkit.run import Run
 
     flags = ("train_mnist", "--dataset", small_mnist, "--run-dir", run_dir, "--tracker", tracker,
              *FLAGS)  # fmt: skip
-    advance = Progress.advance
+    clip = Run.clip_and_check
 
-    def advance_and_die(self: Progress, accelerator: Any) -> bool:
-        if self.step == 25:
+    def clip_or_die(self: Run, optimizer: Any) -> None:
+        if self.progress.step == 25:
             raise Killed
-        return advance(self, accelerator)
+        clip(self, optimizer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "advance", advance_and_die)
+        patch.setattr(Run, "clip_and_check", clip_or_die)
         with pytest.raises(Killed):
             run_main(*flags)
     # What these two keep beside the training loop ends with the process that was killed.
@@ -143,6 +145,8 @@ def test_wandb_offline_holds_the_whole_curve_in_its_newest_folder(
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     killed_and_resumed("wandb", tmp_path / "run", small_mnist, run_main, monkeypatch)
+    # finish() does not wait for the last bytes; the end of a process, which this stands for, does.
+    importlib.import_module("wandb").teardown()
     folders = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert len(folders) == 1  # this one is sent by `wandb sync`; the earlier one has another name
     assert len(list((tmp_path / "run" / "wandb").glob("superseded-offline-run-*"))) == 1
@@ -177,19 +181,49 @@ def test_trackio_holds_each_row_once(
     from trackio.sqlite_storage import SQLiteStorage
 
     killed_and_resumed("trackio", tmp_path / "run", small_mnist, run_main, monkeypatch)
-    names = SQLiteStorage.get_runs("mnist")
-    identity = (tmp_path / "run" / "tracker_id").read_text()
-    assert names == [f"run-{identity}"]
+    assert_trackio_is_the_history(tmp_path / "run", SQLiteStorage)
+
+
+def assert_trackio_is_the_history(run_dir: Path, storage: Any) -> None:
+    name = f"run-{(run_dir / 'tracker_id').read_text()}"
+    assert storage.get_runs("mnist") == [name]
     found: dict[str, list[tuple[int, float]]] = {}
-    pictures = set()
-    for entry in SQLiteStorage.get_logs("mnist", names[0]):
-        pictures |= PICTURES & set(entry)
-        for name, value in entry.items():
-            if "/" in name:
-                found.setdefault(name, []).append((entry["step"], value))
-    assert found == expected_points(tmp_path / "run")
-    assert pictures == PICTURES
-    assert "learning_rate" in SQLiteStorage.get_run_config("mnist", names[0])
+    pictures = []
+    for entry in storage.get_logs("mnist", name):
+        pictures += PICTURES & set(entry)
+        for key, value in entry.items():
+            if "/" in key:
+                found.setdefault(key, []).append((entry["step"], value))
+    assert found == expected_points(run_dir)
+    assert sorted(pictures) == sorted(PICTURES)
+    assert "learning_rate" in storage.get_run_config("mnist", name)
+
+
+@pytest.mark.slow
+def test_trackio_continues_its_curve_after_two_sigkills(tmp_path: Path, small_mnist: Path) -> None:
+    pytest.importorskip("trackio")
+    run_dir, there = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    flags = ("--dataset", small_mnist, "--run-dir", run_dir, "--tracker", "trackio", *FLAGS,
+             "--epochs", 4, "--resume", "auto")  # fmt: skip
+    for step in (15, 45):
+        started = start("train_mnist.py", *flags, env=there)
+        saved = run_dir / "checkpoints" / f"step-{step:010d}"
+        while not (saved.exists() and rows(run_dir)[-1]["step"] > step + 2):
+            assert started.poll() is None, started.communicate()
+        kill_all(started)
+        started.communicate()
+    last = run("train_mnist.py", *flags, env=there)
+    assert last.returncode == 0, last.stderr
+    assert "step-0000000045" in last.stdout and "token" not in last.stdout + last.stderr
+    assert last.stdout.count("Run finished") <= 1
+    assert [row["step"] for row in rows(run_dir, "steps")] == list(range(2, 85, 2))
+    code = """import sys; sys.path.insert(0, "tests")
+from pathlib import Path
+from test_trackers import assert_trackio_is_the_history
+from trackio.sqlite_storage import SQLiteStorage
+assert_trackio_is_the_history(Path(sys.argv[1]), SQLiteStorage)"""
+    subprocess.run([sys.executable, "-c", code, run_dir], cwd=ROOT, env={**os.environ, **there},
+                   check=True)  # fmt: skip
 
 
 def test_a_missing_tracker_is_asked_for_by_name(

@@ -1,39 +1,38 @@
-"""The flags that every run has, and one answer to all that is wrong with them."""
+"""The flags that every run has, and one message that names all that is wrong with them."""
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.launch import UsageError, is_main_rank
+from trainkit.errors import UsageError, is_main_rank
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
-# Flags that say how a run is executed and watched. All others are the experiment: a checkpoint
-# continues a run only if they are equal.
-MECHANICS = {
-    "run_dir", "resume", "save_every", "keep", "log_every", "tracker", "num_workers", "timeout",
-    "stop_after_steps", "target_accuracy", "target_r2", "accumulate", "pictures",
+# Flags that may differ when a run is resumed; all others are the experiment and must be equal.
+NOT_THE_EXPERIMENT = {
+    "run_dir", "resume", "save_every", "keep", "keep_best", "log_every", "tracker", "num_workers",
+    "timeout", "stop_after_steps", "target_accuracy", "target_r2", "accumulate", "pictures",
+    "eval_batch_size", "dataset", "data",  # instead of their names the md5 of the data is compared
 }  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that speaks once per run and not once per process, and reads @FILE.
+    """ArgumentParser that prints once per run, not once per process, and reads flags from @FILE.
 
-    A file holds flags as they are typed, several to a line if you like; # starts a comment.
+    Such a file may hold several flags to a line; # starts a comment.
     """
 
     def __init__(self, **kwargs: Any):
         super().__init__(
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            fromfile_prefix_chars="@",
-            allow_abbrev=False,
-            **kwargs,
-        )
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter, fromfile_prefix_chars="@",
+            allow_abbrev=False, **kwargs,
+        )  # fmt: skip
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         return arg_line.split("#")[0].split()
@@ -46,19 +45,28 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
+def names(text: str) -> list[str]:
+    """The names in `a,b`, as a flag takes them."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The numbers in `1,2`, as a flag takes them."""
+    return [int(name) for name in names(text)]
+
+
 def add_training_arguments(parser: Parser) -> None:
     """Add the flags that decide the numbers of a run, whatever its model and data."""
-    group = parser.add_argument_group("training")
-    add = group.add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--epochs", type=int, default=10, help="passes over the training data")
     add("--batch-size", type=int, default=128,
         help="samples per optimizer step, over all processes and micro-batches")  # fmt: skip
+    add("--eval-batch-size", type=int, default=1024, help="in evaluations; changes no result")
     add("--learning-rate", type=float, default=1e-3, help="peak learning rate; None: by optimizer")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused where torch offers it")
     add("--momentum", type=float, default=0.9, help="of --optimizer sgd")
     add("--weight-decay", type=float, default=0.0, help="decoupled for adamw, else an L2 penalty")
-    add("--schedule", choices=SCHEDULES, default="constant",
-        help="learning rate over the run, set anew at every step")  # fmt: skip
+    add("--schedule", choices=SCHEDULES, default="constant", help="learning rate of each step")
     add("--warmup", type=float, default=0.0,
         help="fraction of all steps in which the learning rate rises to its peak")  # fmt: skip
     add("--gamma", type=float, default=0.9, help="decay per epoch of the exponential schedules")
@@ -68,8 +76,7 @@ def add_training_arguments(parser: Parser) -> None:
         help="multiply the learning rate by batch-size / REFERENCE_BATCH")  # fmt: skip
     add("--accumulate", type=int, default=1,
         help="micro-batches per optimizer step: less memory, the same numbers")  # fmt: skip
-    add("--clip-norm", type=float, default=math.inf,
-        help="largest norm of the gradient; inf: any")  # fmt: skip
+    add("--clip-norm", type=float, default=math.inf, help="largest norm of the gradient; inf: any")
     add("--drop-last", action=argparse.BooleanOptionalAction, default=False,
         help="leave out the last short batch of each epoch")  # fmt: skip
     add("--seed", type=int, default=0, help="of weights, order, augmentation and dropout")
@@ -77,23 +84,26 @@ def add_training_arguments(parser: Parser) -> None:
 
 def add_run_arguments(parser: Parser, run_dir: str) -> None:
     """Add the flags that say where a run lives, how it is watched, stopped and continued."""
-    group = parser.add_argument_group("run folder")
-    add = group.add_argument
+    add = parser.add_argument_group("run folder").add_argument
     add("--run-dir", type=Path, default=Path(run_dir),
         help="folder of this run; an earlier run in it is moved aside, never deleted")  # fmt: skip
     add("--resume", default=None, metavar="auto|latest|PATH",
-        help="continue from the newest whole checkpoint if any (auto), from the newest whole one, "
-        "which must exist (latest), or from this one; None: start a new run")  # fmt: skip
+        help="continue from the newest whole checkpoint if there is one (auto), or fail if there "
+        "is none (latest), or from exactly this one; None: start a new run")  # fmt: skip
     add("--save-every", type=int, default=None, help="steps between checkpoints; None: each epoch")
     add("--keep", type=int, default=2, help="checkpoints to keep, at least 2")
+    add("--keep-best", default=None, metavar="METRIC",
+        help="also keep the checkpoint with the best METRIC, such as eval_accuracy, and its "
+        "weights as best.safetensors; of a loss or error the smallest is best")  # fmt: skip
+    add("--start-from", type=Path, default=None, metavar="FILE",
+        help="begin with the weights in this safetensors file, by name; no resume")  # fmt: skip
     add("--stop-after-steps", type=int, default=None,
         help="end the run after this many optimizer steps as if it were done")  # fmt: skip
     add("--pictures", action=argparse.BooleanOptionalAction, default=True,
         help="draw curves and results into the run folder at the end")  # fmt: skip
-    group = parser.add_argument_group("watching and loading")
-    add = group.add_argument
+    add = parser.add_argument_group("watching and loading").add_argument
     add("--log-every", type=int, default=50, help="steps between rows of metrics.jsonl")
-    add("--tracker", choices=TRACKERS, default=None, help="also log there")
+    add("--tracker", choices=TRACKERS, default=None, help="log there as well")
     add("--num-workers", type=int, default=0, help="loader processes per training process")
     add("--timeout", type=int, default=300,
         help="seconds after which a process that does not answer counts as lost")  # fmt: skip
@@ -111,36 +121,43 @@ def check(
 def shared_problems(args: argparse.Namespace, num_processes: int) -> list[str]:
     """All that is wrong with the shared flags, one phrase each."""
     problems: list[str] = []
-    for name in ("epochs", "batch_size", "accumulate", "scale_lr", "save_every", "log_every",
-                 "stop_after_steps", "timeout"):  # fmt: skip
-        check(problems, args, name, lambda value: value >= 1, "at least 1")
+    for name in ("epochs", "batch_size", "eval_batch_size", "accumulate", "scale_lr", "save_every",
+                 "log_every", "stop_after_steps", "timeout"):  # fmt: skip
+        check(problems, args, name, lambda v: v >= 1, "at least 1")
     for name in ("learning_rate", "gamma", "cosine_epochs"):
-        check(problems, args, name, lambda value: 0 < value < math.inf, "a number above 0")
+        check(problems, args, name, lambda v: 0 < v < math.inf, "a number above 0")
     for name in ("momentum", "weight_decay"):
-        check(problems, args, name, lambda value: 0 <= value < math.inf, "a number of at least 0")
-    check(problems, args, "clip_norm", lambda value: value > 0, "above 0")
-    check(problems, args, "warmup", lambda value: 0 <= value < 1, "at least 0 and below 1")
-    check(problems, args, "keep", lambda value: value >= 2, "at least 2")
-    check(problems, args, "num_workers", lambda value: value >= 0, "at least 0")
-    check(problems, args, "seed", lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
+        check(problems, args, name, lambda v: 0 <= v < math.inf, "a number of at least 0")
+    check(problems, args, "clip_norm", lambda v: v > 0, "above 0")
+    check(problems, args, "warmup", lambda v: 0 <= v < 1, "at least 0 and below 1")
+    check(problems, args, "keep", lambda v: v >= 2, "at least 2")
+    check(problems, args, "num_workers", lambda v: v >= 0, "at least 0")
+    check(problems, args, "seed", lambda v: 0 <= v < 2**32, "at least 0 and below 2**32")
+    if args.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
+        problems.append(
+            f"--accumulate {args.accumulate} would add up gradients where the CUDA graphs of "
+            "dynamo_mode reduce-overhead write the next ones: use --accumulate 1, or dynamo_mode: "
+            "default in the YAML"
+        )
     parts = num_processes * args.accumulate
     if args.batch_size >= 1 and args.accumulate >= 1 and args.batch_size % parts:
-        problems.append(
-            f"--batch-size {args.batch_size} must be a multiple of {num_processes} processes x "
-            f"--accumulate {args.accumulate} = {parts}"
-        )
+        problems.append(f"--batch-size {args.batch_size} must be a multiple of {num_processes} "
+                        f"processes x --accumulate {args.accumulate} = {parts}")  # fmt: skip
     return problems
 
 
+def check_shared(args: argparse.Namespace, num_processes: int) -> None:
+    """Raise UsageError for what is wrong with the shared flags."""
+    refuse(shared_problems(args, num_processes))
+
+
 def size_problems(args: argparse.Namespace, num_train: int) -> list[str]:
-    """What only shows once the data are there."""
+    """All that is wrong with the flags for this number of training samples."""
     if num_train < 1:
         return ["no training samples are left"]
     if args.drop_last and args.batch_size > num_train:
-        return [
-            f"--batch-size {args.batch_size} is larger than the {num_train} training samples: with "
-            "--drop-last no step would be left"
-        ]
+        return [f"--batch-size {args.batch_size} is larger than the {num_train} training samples: "
+                "with --drop-last no step would be left"]  # fmt: skip
     return []
 
 
@@ -152,7 +169,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 def experiment(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that decide the numbers, for the fingerprint of a checkpoint."""
-    values = {name: value for name, value in vars(args).items() if name not in MECHANICS}
+    values = {name: value for name, value in vars(args).items() if name not in NOT_THE_EXPERIMENT}
     if args.schedule in ("constant", "exponential") and not args.warmup:
-        del values["epochs"]  # these schedules do not know where a run ends: it may be made longer
+        del values["epochs"]  # their rates do not depend on it, so the run may be made longer
     return values

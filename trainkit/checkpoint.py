@@ -1,15 +1,14 @@
 """Checkpoints that are either whole and durable or not there, and a resume that is exact.
 
-    checkpoints/step-0000000468/    exists under this name only when complete and on the disk
+    checkpoints/step-0000000468/    has this name only when it is complete and on the disk
         state/                      what accelerator.save_state wrote
         trainer.json                position of the run, running sums, size of the log
-        MANIFEST.json               size and SHA-256 of every file, and of itself
+        MANIFEST.json               size and SHA-256 of every file, and its own SHA-256
 
-Nothing is registered with Accelerate (it would be unpickled without weights_only), and nothing
-relies on saved random states (trainkit.order says what takes their place).
+Nothing is registered with Accelerate, which would unpickle it without weights_only, and nothing
+depends on saved random states (trainkit.order says what takes their place).
 """
 
-import hashlib
 import json
 import os
 import re
@@ -22,9 +21,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from safetensors.torch import load_file
 
+from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
 from trainkit.history import History, RunningSums
-from trainkit.launch import RunFailure, UsageError, explained, failing_together
 from trainkit.manifest import verify, write_manifest
 from trainkit.rundir import remove_tree, sync
 
@@ -39,9 +39,10 @@ class Progress:
         step: optimizer steps since the start of the run.
         epoch: epochs completed.
         batch: batches of --batch-size samples done in this epoch.
-        num_skipped: batches whose fp16 gradients overflowed, so that no step was made.
-        metrics: the last row that an epoch wrote.
-        evaluated_at: the step of that row.
+        num_skipped: batches without a step, because their fp16 gradients overflowed.
+        metrics: the metrics of the last evaluation.
+        metrics_step: the step of that evaluation.
+        best, best_step: the best value of the metric of --keep-best, and its step.
     """
 
     step: int = 0
@@ -49,17 +50,9 @@ class Progress:
     batch: int = 0
     num_skipped: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    evaluated_at: int = 0
-
-    def advance(self, accelerator: Accelerator) -> bool:
-        """Count the batch whose gradients were just used. True if an optimizer step was made."""
-        if not accelerator.sync_gradients:
-            return False  # inside an accumulation window
-        self.batch += 1
-        skipped = accelerator.optimizer_step_was_skipped
-        self.step += not skipped
-        self.num_skipped += skipped
-        return not skipped
+    metrics_step: int = 0
+    best: float | None = None
+    best_step: int = 0
 
 
 class Checkpoints:
@@ -72,17 +65,10 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        run_dir: Path,
-        history: History,
-        sums: RunningSums,
-        fingerprint: dict[str, Any],
-        keep: int,
-        steps_per_epoch: int,
-    ):
-        self.accelerator = accelerator
-        self.directory = run_dir / "checkpoints"
+        self, accelerator: Accelerator, run_dir: Path, history: History, sums: RunningSums,
+        fingerprint: dict[str, Any], keep: int, steps_per_epoch: int,
+    ):  # fmt: skip
+        self.accelerator, self.directory = accelerator, run_dir / "checkpoints"
         self.history, self.sums = history, sums
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.keep, self.steps_per_epoch = keep, steps_per_epoch
@@ -95,16 +81,14 @@ class Checkpoints:
         of them fails; the older checkpoints are then untouched.
         """
         if progress.step == self.last_step:
-            return  # the same weights: whatever came after that step is repeated by a resume
+            return  # same weights; a resume repeats whatever was done since, for example evaluating
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         final = self.directory / f"step-{progress.step:010d}"
         temporary = self.directory / f".tmp-{final.name}"
         sums = self.sums.state()
         disk = next(path for path in self.directory.parents if path.exists())
-        what = (
-            f"saving {final} failed, the older checkpoints are untouched, "
-            f"{shutil.disk_usage(disk).free // 2**20} MiB were free"
-        )
+        what = (f"saving {final} failed, the older checkpoints are untouched, "
+                f"{shutil.disk_usage(disk).free // 2**20} MiB were free")  # fmt: skip
         with failing_together(accelerator, what, RunFailure):
             if main:
                 (temporary / "state").mkdir(parents=True)
@@ -118,10 +102,10 @@ class Checkpoints:
     def resume(self, wanted: str | None, last_step: int = sys.maxsize) -> Progress:
         """Load the checkpoint that --resume names and return where the run stood.
 
-        None: nothing. "auto": the newest whole one if there is any. "latest": the newest whole one.
-        Otherwise a folder, which is taken or refused. Every process must call this. Raises
-        UsageError on all of them; a damaged or foreign checkpoint, or one from behind the last step
-        of this run, is found before a weight changes.
+        None: a new run. "auto": the newest whole checkpoint, or a new run if there is none.
+        "latest": the newest whole checkpoint, or fail. A path: exactly that checkpoint, or fail.
+        Every process must call this. Raises UsageError on all of them, before any weight changes,
+        if the checkpoint is damaged, of another run or from after the last step of this run.
         """
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         path, trainer, notices = None, {}, []
@@ -135,26 +119,46 @@ class Checkpoints:
         progress = Progress(**trainer.get("progress", {}))
         with failing_together(accelerator, f"{path} cannot be loaded"):
             if path:
-                accelerator.load_state(path / "state")
+                self._load_state(path / "state")
                 self.sums.load(trainer["sums"])
                 self.last_step = progress.step
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
-                # From here on the run continues: what it had done after this step is forgotten.
+                # The run continues here: later rows are cut, later checkpoints renamed.
                 self.history.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
                 for newer in self._steps():
                     if newer.name >= f"step-{progress.step:010d}" and newer.name != path.name:
-                        aside = self._set_aside(
-                            newer, "damaged" if wanted in ("auto", "latest") else "abandoned"
-                        )
-                        notices.append(f"{newer.name} is now {aside.name}")
+                        why = "damaged" if wanted in ("auto", "latest") else "abandoned"
+                        notices.append(f"{newer.name} is now {_rename(newer, why).name}")
         accelerator.step = 0  # saved between two accumulation windows, at whatever world size
         for notice in notices:
-            accelerator.print(notice, flush=True)
+            print(notice, flush=True)
         if path:
             self.history.log_timing({"resumed_at": progress.step})  # plots.py marks the place
         return progress
+
+    def _load_state(self, folder: Path) -> None:
+        """accelerator.load_state, but the optimizers keep the kernels that this run's YAML chose.
+
+        A saved parameter group also says whether it was fused, which depends on the precision it
+        was saved under. The step counts of an optimizer that is not fused belong on the CPU, where
+        reading them does not wait for the device.
+        """
+        optimizers = [wrapped.optimizer for wrapped in self.accelerator._optimizers]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        names = ("fused", "foreach", "capturable")
+        kernels = [{name: group[name] for name in names if name in group} for group in groups]
+        self.accelerator.load_state(folder)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                kernel = kernels.pop(0)
+                group.update(kernel)
+                on_device = kernel.get("fused") or kernel.get("capturable")
+                for weight in group["params"]:
+                    state = optimizer.state.get(weight, {})
+                    if isinstance(state.get("step"), torch.Tensor):
+                        state["step"] = state["step"].to(weight.device if on_device else "cpu")
 
     def _choose(self, wanted: str | None, notices: list[str]) -> Path | None:
         """The folder that --resume names, verified, or None for a fresh start."""
@@ -165,20 +169,20 @@ class Checkpoints:
             candidates = [Path(wanted)]
             if candidates[0].resolve().parent != self.directory.resolve():
                 raise UsageError(
-                    f"--resume {wanted} is not in {self.directory}: a run continues in its own "
-                    "folder, behind its own log; name that folder with --run-dir, or a copy of it"
+                    f"--resume {wanted} is not in {self.directory}, and a run continues only in "
+                    "its own folder: name that folder, or a copy of it, with --run-dir"
                 )
         damaged = []
         for path in reversed(candidates):
-            if problem := verify(path):
-                damaged.append(f"passed over {path}: {problem}")
-                continue
-            notices.extend([*damaged, f"resuming from {path}"])
-            return path
+            problem = verify(path)
+            if problem is None:
+                notices.extend([*damaged, f"resuming from {path}"])
+                return path
+            damaged.append(f"passed over {path}: {problem}")
         if damaged:
             raise UsageError(
                 f"--resume {wanted}: no checkpoint is whole ({'; '.join(damaged)}); without "
-                "--resume the run starts from the beginning and this folder is moved aside"
+                "--resume a new run starts and this folder is renamed"
             )
         if wanted == "latest":
             raise UsageError(f"--resume latest: there is no checkpoint in {self.directory}")
@@ -187,7 +191,7 @@ class Checkpoints:
 
     def _read(self, path: Path, notices: list[str], last_step: int) -> dict[str, Any]:
         """trainer.json of a whole checkpoint, if it belongs to this run."""
-        with explained(f"{path / 'trainer.json'} cannot be used"):
+        with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
             trainer = json.loads((path / "trainer.json").read_text())
             before, now = trainer["fingerprint"], self.fingerprint
             for name in now | before:
@@ -196,7 +200,7 @@ class Checkpoints:
                         f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
                         f"{now.get(name)!r} here"
                     )
-            before, now = trainer["world"], self._world()
+            before, now = trainer["world"], self.world()
             if now["mixed_precision"] == "fp16" != before["mixed_precision"]:
                 raise UsageError(
                     f"{path} was saved with mixed_precision {before['mixed_precision']!r}, so it "
@@ -210,27 +214,28 @@ class Checkpoints:
                     )
             progress, totals = Progress(**trainer["progress"]), trainer["sums"]["totals"]
             counts = [progress.step, progress.epoch, progress.batch, progress.num_skipped]
-            counts += [progress.evaluated_at, trainer["log_bytes"]]
+            counts += [progress.metrics_step, trainer["log_bytes"]]
             if any(type(count) is not int or count < 0 for count in counts):
                 raise ValueError("a count is not a whole number")
             num_batches = progress.epoch * self.steps_per_epoch + progress.batch
-            if (
-                progress.batch > self.steps_per_epoch
-                or progress.step + progress.num_skipped != num_batches
-            ):
+            too_many = progress.batch > self.steps_per_epoch
+            if too_many or progress.step + progress.num_skipped != num_batches:
                 raise ValueError("its counts contradict each other")
-            ended = progress.step == progress.evaluated_at == last_step
+            ended = progress.step == progress.metrics_step == last_step
             if progress.step >= last_step and not ended:
                 raise UsageError(
                     f"{path} is of step {progress.step} and this run ends at step {last_step}: "
                     "raise --epochs or --stop-after-steps, or resume from an older checkpoint"
                 )
-            numbers = [*progress.metrics.values(), *totals.values()]
-            if totals.keys() != self.sums.totals.keys() or {*map(type, numbers)} - {int, float}:
+            numbers = [*progress.metrics.values(), *totals.values(), progress.best or 0]
+            if next(iter(totals)) != "samples" or {*map(type, numbers)} - {int, float}:
                 raise ValueError("a sum or metric is not a number")
+            if any(len(row) != len(totals) for row in trainer["sums"]["rows"]):
+                raise ValueError("its sums contradict each other")
         return trainer
 
-    def _world(self) -> dict[str, Any]:
+    def world(self) -> dict[str, Any]:
+        """What may differ after a resume, but then changes rounding."""
         return {
             "num_processes": self.accelerator.num_processes,
             "mixed_precision": self.accelerator.mixed_precision,
@@ -241,34 +246,44 @@ class Checkpoints:
         }
 
     def _commit(self, temporary: Path, final: Path, progress: Progress, sums: dict) -> None:
-        trainer = {
-            "progress": asdict(progress),
-            "sums": sums,
-            "log_bytes": self.history.sync(),
-            "fingerprint": self.fingerprint,
-            "world": self._world(),
-        }
+        trainer = {"progress": asdict(progress), "sums": sums, "log_bytes": self.history.sync(),
+                   "fingerprint": self.fingerprint, "world": self.world()}  # fmt: skip
         (temporary / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
         write_manifest(temporary, progress.step)
         os.rename(temporary, final)
         sync(self.directory)
         for old in self._steps()[: -self.keep]:
-            remove_tree(old)
+            if old.name != f"step-{progress.best_step:010d}":
+                remove_tree(old)
 
     def _steps(self) -> list[Path]:
         return sorted(p for p in self.directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
 
-    def _set_aside(self, path: Path, why: str) -> Path:
-        aside, number = path.with_name(f"{why}-{path.name}"), 1
-        while aside.exists():
-            aside, number = path.with_name(f"{why}-{path.name}.{number}"), number + 1
-        os.rename(path, aside)
-        return aside
+
+def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a safetensors file that fit the model by name and shape, and a line about it.
+
+    Raises UsageError if none fits.
+    """
+    given = load_file(path)
+    own = model.state_dict()
+    fits = {n: v for n, v in given.items() if n in own and v.shape == own[n].shape}
+    if not fits:
+        raise UsageError(
+            f"--start-from {path}: none of its {len(given)} tensors has the name and shape of one "
+            f"of the model's {len(own)}, of which the first is {next(iter(own))!r}"
+        )
+    missed = ", ".join(n for n in own if n not in fits) or "none"
+    unused = ", ".join(n for n in given if n not in fits) or "none"
+    return fits, (
+        f"started from {path}: {len(fits)} of {len(own)} tensors matched; left as initialised: "
+        f"{missed}; not used: {unused}"
+    )
 
 
-def md5(*tensors: torch.Tensor) -> str:
-    """Hexadecimal md5 of the bytes of CPU tensors: which data is this?"""
-    digest = hashlib.md5(usedforsecurity=False)
-    for tensor in tensors:
-        digest.update(tensor.contiguous().numpy())
-    return digest.hexdigest()
+def _rename(path: Path, why: str) -> Path:
+    new, number = path.with_name(f"{why}-{path.name}"), 1
+    while new.exists():
+        new, number = path.with_name(f"{why}-{path.name}.{number}"), number + 1
+    os.rename(path, new)
+    return new

@@ -1,8 +1,8 @@
 """What a run measured: metrics.jsonl as an Accelerate tracker, and sums that give exact means."""
 
-import importlib.util
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 from tqdm import tqdm
 
-from trainkit.launch import UsageError
+from trainkit.errors import UsageError, as_usage_error
 
 
 class History(GeneralTracker):
@@ -22,30 +22,21 @@ class History(GeneralTracker):
 
     name = "jsonl"
     requires_logging_directory = False
-    main_process_only = True
 
     def __init__(self, run_dir: Path):
-        super().__init__()
-        self.path = run_dir / "metrics.jsonl"
+        self.tracker = self.path = run_dir / "metrics.jsonl"
         self.timing_path = run_dir / "timing.jsonl"
-
-    @property
-    def tracker(self) -> Path:
-        return self.path
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Nothing: the arguments are in run.json."""
+        super().__init__()
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Append one row."""
+        """Append one row of metrics.jsonl."""
         with open(self.path, "a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
     @on_main_process
     def log_timing(self, values: dict[str, Any]) -> None:
-        """Append one row of seconds and rates."""
+        """Append one row of timing.jsonl."""
         with open(self.timing_path, "a") as file:
             file.write(json.dumps(values) + "\n")
 
@@ -60,98 +51,100 @@ class History(GeneralTracker):
         with open(self.path, "ab") as file:
             if file.tell() < num_bytes:
                 raise UsageError(
-                    f"{self.path} has {file.tell()} bytes but the checkpoint knows {num_bytes}: it "
-                    "was shortened or removed; put it back or start without --resume"
+                    f"{self.path} has {file.tell()} bytes but the checkpoint knows {num_bytes}: "
+                    "put back what was removed, or start without --resume"
                 )
             file.truncate(num_bytes)
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows so far."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        return read_rows(self.path)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl or timing.jsonl, none if there is no such file. UsageError."""
+    with as_usage_error(f"{path} cannot be read"):
+        return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
 
 class RunningSums:
-    """Sums over samples and processes that never make the host wait for the device.
+    """Sums over the samples of an epoch; adding to them never waits for the device.
 
-    `add` adds to a float32 window on the device. `flush` reduces the window over the processes,
-    adds it to float64 totals of the epoch on the host, and empties it; it waits once.
-
-    Args:
-        names: one per column, after the number of samples, which is always the first: "samples".
+    `add` adds to a float32 window on the device. `flush` sums the window over the processes, adds
+    that to the epoch's totals, which are float64 on the host, and empties the window; it waits
+    once. The first `add` names the sums; "samples" comes before them.
     """
 
-    def __init__(self, accelerator: Accelerator, *names: str):
+    def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.names = ("samples", *names)
         self.count = 0
         # One tensor each: adding two numbers to two tensors is faster than stacking them.
-        self.window = [torch.zeros((), device=accelerator.device) for _ in names]
-        self.totals = dict.fromkeys(self.names, 0.0)
+        self.window: dict[str, torch.Tensor] = {}
+        self.totals = {"samples": 0.0}
 
-    def add(self, count: int, *sums: torch.Tensor) -> None:
+    def add(self, count: int, **sums: torch.Tensor) -> None:
         """Add `count` samples of this process and scalar sums over them."""
+        if not self.window:
+            self._open(sums)
+        if sums.keys() != self.window.keys():
+            raise ValueError(f"the sums were {[*self.window]}, they cannot become {[*sums]}")
         self.count += count
-        for total, value in zip(self.window, sums, strict=True):
-            total += value.detach()
+        for name, value in sums.items():
+            self.window[name] += value.detach()
 
     def flush(self) -> dict[str, float]:
         """Return the sums since the last flush. Every process must call this."""
-        values = self.accelerator.reduce(self._row(), reduction="sum").tolist()
-        sums = dict(zip(self.names, values, strict=True))
-        for name, value in sums.items():
-            self.totals[name] += value
-        self._set_row(torch.zeros(len(self.names)))
+        row = self.accelerator.reduce(self._row(), reduction="sum").tolist()
+        sums = dict(zip(self.totals, row, strict=True))
+        self.totals = {name: total + sums[name] for name, total in self.totals.items()}
+        self._open(self.window)
         return sums
 
     def means(self) -> dict[str, float]:
         """train_NAME: the mean over all samples of the epoch that were flushed so far."""
-        samples = self.totals["samples"]
-        return {f"train_{name}": self.totals[name] / samples for name in self.names[1:]}
+        return means(self.totals)
 
     def clear(self) -> None:
         """Start a new epoch."""
-        self.totals = dict.fromkeys(self.names, 0.0)
+        self.totals = dict.fromkeys(self.totals, 0.0)
 
     def state(self) -> dict[str, Any]:
         """Everything, as JSON. Every process must call this; it flushes nothing."""
-        return {
-            "rows": self.accelerator.gather(self._row().unsqueeze(0)).tolist(),
-            "totals": self.totals,
-        }
+        # Each process fills in its own row; the sum over the processes is the whole table.
+        row, accelerator = self._row(), self.accelerator
+        rows = row.new_zeros(accelerator.num_processes, len(row))
+        rows[accelerator.process_index] = row
+        return {"rows": accelerator.reduce(rows, reduction="sum").tolist(), "totals": self.totals}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from state(), also with another number of processes."""
-        rows = torch.tensor(state["rows"], dtype=torch.float32)
-        if len(rows) == self.accelerator.num_processes:
-            self._set_row(rows[self.accelerator.process_index])
+        rows, accelerator = torch.tensor(state["rows"], dtype=torch.float32), self.accelerator
+        if len(rows) == accelerator.num_processes:
+            row = rows[accelerator.process_index]
         else:
-            self._set_row(rows.sum(0) * self.accelerator.is_main_process)
+            row = rows.sum(0) * accelerator.is_main_process
         self.totals = dict(state["totals"])
+        _, *names = self.totals
+        self.count = int(row[0])
+        self.window = dict(zip(names, row[1:].to(accelerator.device), strict=True))
+
+    def _open(self, names: Iterable[str]) -> None:
+        self.count = 0
+        self.window = {name: torch.zeros((), device=self.accelerator.device) for name in names}
+        self.totals |= {name: self.totals.get(name, 0.0) for name in names}
 
     def _row(self) -> torch.Tensor:
-        return torch.stack((self.window[0].new_tensor(self.count), *self.window))
+        count = torch.tensor(float(self.count), device=self.accelerator.device)
+        return torch.stack((count, *self.window.values()))
 
-    def _set_row(self, row: torch.Tensor) -> None:
-        self.count = int(row[0])
-        for total, value in zip(self.window, row[1:], strict=True):
-            total.copy_(value)
+
+def means(sums: dict[str, float]) -> dict[str, float]:
+    """train_NAME: each sum divided by the number of samples, which is the first entry."""
+    (_, samples), *others = sums.items()
+    return {f"train_{name}": total / max(samples, 1) for name, total in others}
 
 
 def epoch_bar(accelerator: Accelerator, epoch: int, total: int, initial: int, unit: str) -> tqdm:
     """A progress bar over the samples of one epoch: main process only, and only on a terminal."""
-    return tqdm(
-        desc=f"epoch {epoch + 1}",
-        total=total,
-        initial=initial,
-        unit=f" {unit}",
-        leave=False,
-        disable=None if accelerator.is_main_process else True,
-    )
-
-
-def check_tracker(name: str | None) -> None:
-    """Raise UsageError if the package of a tracker that was asked for is missing."""
-    if name is not None and importlib.util.find_spec(name) is None:
-        raise UsageError(
-            f"--tracker {name} needs the package {name}, which is not installed: pip install {name}"
-        )
+    return tqdm(desc=f"epoch {epoch + 1}", total=total, initial=initial, unit=f" {unit}",
+                leave=False, disable=None if accelerator.is_main_process else True)  # fmt: skip

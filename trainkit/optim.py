@@ -1,9 +1,8 @@
 """Optimizer and learning rate from the flags of trainkit.arguments: torch's own, put together."""
 
 import argparse
-import functools
-import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,47 +12,28 @@ from torch.optim import lr_scheduler
 
 
 def make_optimizer(
-    accelerator: Accelerator, model: nn.Module, args: argparse.Namespace
+    accelerator: Accelerator,
+    parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+    args: argparse.Namespace,
 ) -> torch.optim.Optimizer:
-    """AdamW, Adam or SGD with momentum over all parameters, fused into one kernel.
+    """AdamW, Adam or SGD with momentum, fused into one kernel.
+
+    `parameters` are those of a model, or groups of them, each of which may have an "lr" and a
+    "weight_decay" of its own: a schedule keeps the ratios of their rates.
 
     Not fused under fp16: GradScaler lets a fused optimizer skip a step by itself, and Accelerate
-    then counts a skipped step as made.
+    then counts a skipped step as made. None leaves the choice to torch, which takes its foreach
+    kernels on a GPU.
     """
     options: dict[str, Any] = {
         "lr": peak_learning_rate(args),
         "weight_decay": args.weight_decay,
-        "fused": accelerator.mixed_precision != "fp16",
+        "fused": None if accelerator.mixed_precision == "fp16" else True,
     }
     if args.optimizer == "sgd":
         options["momentum"] = args.momentum
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    spare_the_compiler()
-    optimizer = kind[args.optimizer](model.parameters(), **options)
-    # Accelerate inspects the signature of zero_grad in every step, which a small model feels. A
-    # signature that is stored is found at once.
-    zero_grad = functools.partial(optimizer.zero_grad)
-    zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)
-    optimizer.zero_grad = zero_grad
-    return optimizer
-
-
-def spare_the_compiler() -> None:
-    """Let torch's optimizers work without importing torch's compiler, which takes over a second.
-
-    They import it to mark some methods as not to be compiled, and in each step to end a graph that
-    is being compiled. Accelerate compiles the model alone, so here the methods are their own
-    uncompiled versions from the start. Without a compiler the numbers are the same.
-    """
-    optimizer = torch.optim.Optimizer
-    for method in (
-        optimizer.add_param_group, optimizer.zero_grad,
-        optimizer.state_dict, optimizer.load_state_dict,
-    ):  # fmt: skip
-        plain = inspect.unwrap(method)
-        plain.__dynamo_disable = plain  # where torch._compile keeps the marked version
-    for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's step
-        kind.step = torch.no_grad()(inspect.unwrap(kind.step))
+    return kind[args.optimizer](parameters, **options)
 
 
 def peak_learning_rate(args: argparse.Namespace) -> float:
@@ -64,13 +44,17 @@ def peak_learning_rate(args: argparse.Namespace) -> float:
 def clip_gradients(
     accelerator: Accelerator, optimizer: torch.optim.Optimizer, max_norm: float
 ) -> torch.Tensor:
-    """Clip the gradients as accelerator.clip_grad_norm_ does and return their norm.
+    """Clip the gradients of one prepared optimizer to max_norm; return their norm before that.
 
-    Where nothing is to be clipped, the gradients are not multiplied by 1: the same bits, sooner.
+    Under fp16 the loss scale is taken out of them first, as accelerator.clip_grad_norm_ does for
+    all optimizers at once. Where nothing is to be clipped they are not multiplied by 1: the same
+    bits, sooner.
     """
+    if accelerator.scaler is not None:
+        accelerator.unscale_gradients(optimizer)
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if max_norm < math.inf or accelerator.scaler is not None:  # a scaler unscales them there
-        return accelerator.clip_grad_norm_(weights, max_norm)
+    if max_norm < math.inf:
+        return nn.utils.clip_grad_norm_(weights, max_norm)
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     # What nn.utils.get_total_norm does with tensors of one device, in half of its time.
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
@@ -91,7 +75,7 @@ def make_scheduler(
     if args.schedule == "onecycle":
         return lr_scheduler.OneCycleLR(
             optimizer,
-            max_lr=peak_learning_rate(args),
+            max_lr=[group["lr"] for group in optimizer.param_groups],
             total_steps=total_steps,
             pct_start=args.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
             # Momentum stays: cycling it as well is an ingredient of its own.
@@ -118,21 +102,24 @@ def make_scheduler(
     return lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def settle_sums(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    inputs: torch.Tensor,
-) -> None:
-    """Make a resumed run add up gradients in the same order as the uninterrupted one.
+def fix_bucket_order(model: nn.Module) -> None:
+    """Let DistributedDataParallel add up gradients in one order from the first step on.
 
-    DistributedDataParallel lays out its buckets anew after its first backward pass. A number's
-    place in its bucket decides in which order the processes are added to it, and with three or more
-    the order decides the last bit. So one backward pass comes before the first step. Every process
-    must call this.
+    It lays out its buckets anew after its first backward pass. A number's place in its bucket
+    decides in which order the processes are added to it, and with three or more the order decides
+    the last bit: a resumed run would add in another order in its first step. So one backward pass
+    comes before, through a stand-in for the model that touches every parameter, and no gradient of
+    it stays. Every process must call this; without DistributedDataParallel it does nothing.
     """
-    if accelerator.num_processes > 2:
-        model.eval()  # no random numbers, no running statistics: nothing else may change
-        model(inputs).sum().backward()
-        model.train()
-        optimizer.zero_grad()
+    parallel = getattr(model, "_orig_mod", model)  # of a compiled model
+    if not isinstance(parallel, nn.parallel.DistributedDataParallel):
+        return
+    module, forward = parallel.module, parallel.module.forward
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    module.forward = lambda: sum(parameter.sum() for parameter in parameters)
+    try:
+        parallel().backward()
+    finally:
+        module.forward = forward
+    for parameter in parameters:
+        parameter.grad = None

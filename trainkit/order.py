@@ -1,28 +1,64 @@
-"""What comes when, as pure functions of (seed, epoch, sample, step): no state that could be lost.
+"""Which samples come when, as pure functions of (seed, epoch, sample, step): no state to lose.
 
 A resumed run, a run with other workers and a run with another number of processes therefore see the
 same samples in the same order with the same augmentation.
 """
 
+import argparse
+import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Sampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
-from trainkit.checkpoint import Progress
+RESIDENT_BYTES = 2**30  # data sets up to this size are moved to the device once
+NUM_PROBED = 16  # samples that identify a data set which makes its samples one by one
 
-NO_SAMPLE = -1  # an index that fills a short batch up to its full size; a Dataset drops it
+
+class Indices:
+    """Sample indices of one batch, which counts as full even if it holds fewer samples.
+
+    Accelerate gives each process its slice of a batch and wants all batches to be equally long. A
+    short one is dealt out in that order, the last process getting what is left; or evenly, where
+    that would leave a process without a sample. One gets none only if there are fewer samples than
+    processes, and the main process always gets one.
+    """
+
+    def __init__(self, values: torch.Tensor, size: int):
+        self.values, self.size = values, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> "Indices":
+        first, last, _ = part.indices(self.size)
+        if len(self.values) > self.size - (last - first):
+            return Indices(self.values[part], last - first)
+        ends = (-(-len(self.values) * end // self.size) for end in (first, last))
+        return Indices(self.values[slice(*ends)], last - first)
 
 
 class EpochBatches(Sampler):
     """Batches of sample indices whose order depends on (seed, epoch) alone.
 
-    A batch is an int64 tensor of `batch_size` indices over all processes; Accelerate gives each
-    process its slice (split_batches=True). The last batch of an epoch, where it is short, is either
-    dropped or filled with NO_SAMPLE: never with duplicates, and never with fewer batches on some
-    process, which would leave the others waiting.
+    A batch is an `Indices` over all processes; Accelerate gives each process its slice
+    (split_batches=True). The last batch of an epoch, where it is short, is either dropped or dealt
+    out as it is: no sample comes twice, and no process has fewer batches than another, which would
+    leave the others waiting.
 
     Args:
         num_samples: size of the data set.
@@ -30,6 +66,7 @@ class EpochBatches(Sampler):
         seed: of the shuffle; None yields the samples in their own order.
         drop_last: leave out the last num_samples % batch_size samples of each epoch.
         accumulate: micro-batches per optimizer step; divides batch_size.
+        device: where the indices are.
     """
 
     def __init__(
@@ -40,6 +77,7 @@ class EpochBatches(Sampler):
         seed: int | None = None,
         drop_last: bool = False,
         accumulate: int = 1,
+        device: torch.device | str = "cpu",
     ):
         assert batch_size % accumulate == 0
         self.num_samples = num_samples
@@ -47,67 +85,161 @@ class EpochBatches(Sampler):
         self.seed = seed
         self.drop_last = False  # read by Accelerate: every batch that arrives there is full
         self.num_used = num_samples - (num_samples % batch_size if drop_last else 0)
-        self.epoch = 0
+        self.device = device
         self.start = 0
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # loader workers see it
 
     def set_position(self, epoch: int, num_done: int) -> None:
-        """Make the next iteration yield `epoch` from its sample number `num_done` on."""
-        self.epoch, self.start = epoch, min(num_done, self.num_used)
+        """Make the next iteration yield `epoch` from its sample number `num_done` on.
+
+        The order starts there instead of being skipped through, so that a resume in the middle of
+        an epoch costs nothing.
+        """
+        self.epoch.fill_(epoch)
+        self.start = min(num_done, self.num_used)
 
     def __len__(self) -> int:
         return -(-(self.num_used - self.start) // self.batch_size)
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        order = self.order(self.epoch)[: self.num_used]
+    def __iter__(self) -> Iterator[Indices]:
+        order = self.order(int(self.epoch))[: self.num_used].to(self.device)
         for first in range(self.start, self.num_used, self.batch_size):
-            batch = order[first : first + self.batch_size]
-            if len(batch) < self.batch_size:
-                batch = torch.nn.functional.pad(
-                    batch, (0, self.batch_size - len(batch)), value=NO_SAMPLE
-                )
-            yield batch
+            yield Indices(order[first : first + self.batch_size], self.batch_size)
 
     def order(self, epoch: int) -> torch.Tensor:
         """All sample indices in the order of `epoch`, int64."""
         if self.seed is None:
             return torch.arange(self.num_samples)
-        generator = torch.Generator().manual_seed(_key(self.seed, epoch))
+        generator = torch.Generator().manual_seed(key(self.seed, epoch))
         return torch.randperm(self.num_samples, generator=generator)
 
 
-def make_loader(dataset: Dataset, batches: EpochBatches, num_workers: int) -> DataLoader:
-    """A DataLoader whose dataset makes a whole batch at once, in __getitems__(indices)."""
-    return DataLoader(
-        dataset,
-        batch_sampler=batches,
-        collate_fn=tuple,  # a batch arrives as a tuple of tensors already
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        pin_memory=torch.cuda.is_available(),
-        # A signal to the process group (Slurm, Ctrl-C) must not kill the workers of the last steps.
-        worker_init_fn=_leave_process_group,
-        generator=torch.Generator(),  # else each iterator draws a seed from the global generator
-    )
+class InMemory(TensorDataset):
+    """Tensors of equal length; a batch is a row of each for each index, and the indices last.
+
+    Only a batch has the indices; a single item is a row of each tensor.
+
+    A whole batch is one index_select per tensor: no Python code runs per sample.
+    """
+
+    def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # index_select copies whole rows, which tensor[indices] does not
+        return *(tensor.index_select(0, indices) for tensor in self.tensors), indices
+
+    def to(self, device: torch.device) -> "InMemory":
+        """The same on another device."""
+        return InMemory(*(tensor.to(device) for tensor in self.tensors))
+
+
+class WholeBatches(Dataset):
+    """What a loader reads: one item of it is a whole batch of `dataset`, also a short one.
+
+    Of a short batch a process may get no sample at all. It then gets a batch of zero rows, so that
+    it takes part in the step. Before each sample that `dataset.__getitem__` makes, the generators
+    of torch, numpy and random are seeded by (seed, epoch, sample index): random transforms give the
+    same in every run, whatever the workers and processes are.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate_fn: Callable[[list], Any] | None,
+        seed: int,
+        epoch: torch.Tensor,
+    ):
+        self.dataset, self.collate_fn = dataset, collate_fn or default_collate
+        self.seed, self.epoch = seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Indices) -> Any:
+        if len(indices.values):
+            return self.make(indices.values)
+        return tree_map_only(torch.Tensor, lambda rows: rows[:0], self.make(torch.tensor([0])))
+
+    def make(self, indices: torch.Tensor) -> Any:
+        """The batch of these samples, int64 of shape (n,), n > 0."""
+        if isinstance(self.dataset, InMemory):
+            return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
+        # Subset and StackDataset have __getitems__ only to pass it on: random_split is no reason to
+        # leave random transforms unseeded.
+        passes_on = isinstance(self.dataset, Subset | StackDataset)
+        if hasattr(self.dataset, "__getitems__") and not passes_on:
+            samples = self.dataset.__getitems__(indices.tolist())
+        else:
+            samples = [self._sample(index) for index in indices.tolist()]
+        return self.collate_fn(samples)
+
+    def _sample(self, index: int) -> Any:
+        number = key(self.seed, int(self.epoch), index)
+        torch.default_generator.manual_seed(number)
+        np.random.seed(number % 2**32)
+        random.seed(number)
+        return self.dataset[index]
+
+
+def make_loaders(
+    accelerator: Accelerator,
+    train_set: Dataset,
+    eval_set: Dataset,
+    args: argparse.Namespace,
+    collate_fn: Callable[[list], Any] | None = None,
+) -> tuple[DataLoader, DataLoader]:
+    """The loaders for training, shuffled, and for evaluation, in order; prepare both.
+
+    A data set has `__len__` and `__getitem__`, or `__getitems__`, which takes a list of indices.
+    collate_fn makes a batch of a list of samples (None: PyTorch's own); with InMemory it is not
+    used. Batch sizes are over all processes; --eval-batch-size is rounded up to a multiple of them.
+    """
+    num_processes = accelerator.num_processes
+    eval_batch_size = -(-args.eval_batch_size // num_processes) * num_processes
+    loaders = []
+    for dataset, size, options in (
+        (train_set, args.batch_size, {"seed": args.seed, "drop_last": args.drop_last,
+                                      "accumulate": args.accumulate}),
+        (eval_set, eval_batch_size, {}),
+    ):  # fmt: skip
+        device = torch.device("cpu")
+        if isinstance(dataset, InMemory) and args.num_workers == 0:
+            num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
+            if accelerator.device.type == "cuda" and num_bytes <= RESIDENT_BYTES:
+                device, dataset = accelerator.device, dataset.to(accelerator.device)
+        batches = EpochBatches(len(dataset), size, device=device, **options)
+        loaders.append(
+            DataLoader(
+                WholeBatches(dataset, collate_fn, args.seed, batches.epoch),
+                batch_sampler=batches,
+                collate_fn=whole,
+                num_workers=args.num_workers,
+                persistent_workers=args.num_workers > 0,
+                pin_memory=accelerator.device.type == "cuda" and device.type == "cpu",
+                worker_init_fn=_leave_process_group,
+                generator=torch.Generator(),  # else each iterator draws from the global generator
+            )
+        )
+    return tuple(loaders)
+
+
+def whole(batch: Any) -> Any:
+    """collate_fn of a loader whose batches are made whole already."""
+    return batch
+
+
+def batches_of(loader: DataLoader) -> EpochBatches:
+    """The EpochBatches of a prepared loader, which Accelerate may have put into a shard."""
+    batches = loader.batch_sampler
+    return getattr(batches, "batch_sampler", batches)
 
 
 def _leave_process_group(worker: int) -> None:
-    os.setpgid(0, 0)
-
-
-def remaining_batches(loader: DataLoader, progress: Progress, batch_size: int) -> Iterable:
-    """The batches of epoch progress.epoch that come after its first progress.batch ones.
-
-    `loader` is a prepared loader over EpochBatches. The order starts at the position instead of
-    being skipped through, so a resume in the middle of an epoch costs nothing.
-    """
-    batches = loader.batch_sampler
-    batches = getattr(batches, "batch_sampler", batches)  # inside Accelerate's shard, if any
-    batches.set_position(progress.epoch, progress.batch * batch_size)
-    return loader
+    """A signal to the process group (Slurm, Ctrl-C) must not kill the workers of the last steps."""
+    if hasattr(os, "setpgid"):  # not on Windows
+        os.setpgid(0, 0)
 
 
 def keyed_uniform(seed: int, epoch: int, indices: torch.Tensor, num: int) -> torch.Tensor:
-    """Uniform numbers in [0, 1) that depend only on (seed, epoch, sample index, column).
+    """Uniform numbers in [0, 1) that depend only on (seed, epoch, sample index, column, num).
 
     The same bits on every device and for every batch that a sample may fall into: a counter-based
     generator, the 64-bit finalizer of splitmix64 (Steele, Lea, Flood 2014).
@@ -119,38 +251,56 @@ def keyed_uniform(seed: int, epoch: int, indices: torch.Tensor, num: int) -> tor
         float32 of shape (n, num) on the device of `indices`.
     """
     columns = torch.arange(num, device=indices.device)
-    x = indices.unsqueeze(1) * num + columns + _signed(_key(seed, epoch))
+    x = indices.unsqueeze(1) * num + columns + _signed(key(seed, epoch))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ _shift_right(x, shift)) * _signed(factor)
     x = x ^ _shift_right(x, 31)
     return _shift_right(x, 40).float() / 2**24  # 24 bits: all that a float32 below 1 can hold
 
 
-def seed_dropout(accelerator: Accelerator, seed: int, progress: Progress) -> None:
-    """Seed what a forward pass draws (dropout) by (seed, epoch, batch, micro-batch, process).
+def seed_dropout(device: torch.device, *position: int) -> None:
+    """Seed what a forward pass draws (dropout) by seed, epoch, batch, micro-batch and process.
 
-    Call it before each forward pass. Different processes draw different masks, so with dropout the
-    numbers depend on the number of processes; without it this changes nothing.
+    Different processes draw different masks, so with dropout the numbers depend on the number of
+    processes; without it this changes nothing.
     """
-    micro_batch = accelerator.step % accelerator.gradient_accumulation_steps
-    key = _key(seed, progress.epoch, progress.batch, micro_batch, accelerator.process_index)
     # The device's generator alone: torch.manual_seed walks through every kind of device, and one
     # that is not initialised keeps each call, with its stack, for later.
-    if accelerator.device.type == "cpu":
-        torch.default_generator.manual_seed(key)
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(key(*position))
     else:
-        torch.get_device_module(accelerator.device).manual_seed(key)
+        torch.get_device_module(device).manual_seed(key(*position))
 
 
-def _key(*numbers: int) -> int:
+def data_md5(*sets: Dataset) -> str:
+    """Which data are these? Hexadecimal md5 of all tensors of InMemory sets.
+
+    Of another data set: of its length and of NUM_PROBED samples spread over it.
+    """
+    digest = hashlib.md5(usedforsecurity=False)
+    for dataset in sets:
+        if isinstance(dataset, InMemory):
+            leaves = dataset.tensors
+        else:
+            probes = np.linspace(0, len(dataset) - 1, NUM_PROBED).astype(int).tolist()
+            samples = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64))
+            leaves = [len(dataset), *tree_leaves(samples.make(torch.tensor(probes)))]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                leaf = leaf.cpu().contiguous().numpy()
+            digest.update(leaf if isinstance(leaf, np.ndarray) else repr(leaf).encode())
+    return digest.hexdigest()
+
+
+def key(*numbers: int) -> int:
     """Mix integers into one 63-bit key; every number changes about half of its bits."""
-    key = 0
+    mixed = 0
     for number in numbers:
-        key = (key + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        key ^= key >> 31
-    return key >> 1
+        mixed = (mixed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 31
+    return mixed >> 1
 
 
 def _signed(number: int) -> int:

@@ -1,13 +1,14 @@
 """TensorBoard, trackio and W&B as mirrors of metrics.jsonl: the same curve after any resume.
 
-A tracker has seen every row up to the kill; the checkpoint knows fewer. So on each start a mirror
-is brought to exactly the rows that metrics.jsonl holds, then follows it: TensorBoard is told which
-steps are void (purge_step), trackio's rows are replaced, and W&B's offline folder is written anew,
-the earlier ones being renamed. A row of a step is logged as steps/NAME, one of an epoch as
+When a run is killed, a tracker has seen rows that the newest checkpoint does not know. So at each
+start a mirror forgets what it has and logs all rows of metrics.jsonl anew: TensorBoard is told to
+drop every step (purge_step), trackio's run is deleted, and W&B gets a new offline folder while the
+earlier ones are renamed. A row of a step is logged as steps/NAME and one of an epoch as
 epochs/NAME, because both may have the same step.
 """
 
 import argparse
+import importlib.util
 import os
 import secrets
 from pathlib import Path
@@ -16,17 +17,20 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 
-from trainkit import plots
-from trainkit.history import History, check_tracker
-from trainkit.launch import RunFailure, failing_together
+from trainkit.errors import UsageError
+from trainkit.history import History
 from trainkit.rundir import write_durably
 
 
 class Mirror(GeneralTracker):
-    """Keeps a tracker equal to metrics.jsonl. A subclass opens it and adds pictures."""
+    """Keeps a tracker equal to metrics.jsonl. A subclass has open(), which starts an empty one.
+
+    open() knows the arguments of the run, which some trackers want before the first row.
+    """
 
     requires_logging_directory = False
-    main_process_only = True
+    tracker: Any = None  # what open() returned
+    picture: Any = None  # makes of a path what the tracker shows as a picture
 
     def __init__(self, args: argparse.Namespace, history: History, project: str):
         super().__init__()
@@ -36,34 +40,31 @@ class Mirror(GeneralTracker):
             for name, value in vars(args).items()
         }
 
-    @property
-    def tracker(self) -> Any:
-        return self.run
-
     @on_main_process
     def start(self) -> None:
-        """Bring the tracker to the rows of metrics.jsonl, which a resume has already cut."""
-        rows = self.history.rows() if self.history.path.exists() else []
-        self.run = self.open(rows, self.arguments)
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Nothing: start() logs the arguments, which some trackers want before the first row."""
+        """Log the rows of metrics.jsonl, which a resume has already cut."""
+        self.tracker = self.open()
+        for row in self.history.rows():
+            self.log(row, row["step"])
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log one row."""
-        self.write(_grouped(values), step)
+        group = "epochs" if "eval_loss" in values else "steps"
+        self.write({f"{group}/{name}": values[name] for name in values if name != "step"}, step)
 
     def write(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
+        self.tracker.log(values, step=step)
+
+    def add_pictures(self, paths: list[Path], step: int) -> None:
+        self.tracker.log({path.stem: self.picture(str(path)) for path in paths}, step=step)
 
     @on_main_process
     def finish(self) -> None:
-        self.run.finish()
+        self.tracker.finish()
 
     def run_id(self) -> str:
-        """A name that only this run has, also after its folder was moved; kept in the folder."""
+        """A name that only this run has, even after its folder was moved; kept in the folder."""
         path = self.run_dir / "tracker_id"
         if not path.exists():
             write_durably(path, secrets.token_hex(4).encode())
@@ -73,92 +74,70 @@ class Mirror(GeneralTracker):
 class TensorBoard(Mirror):
     name = "tensorboard"
 
-    def open(self, rows: list[dict[str, Any]], arguments: dict[str, Any]) -> Any:
+    def open(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # The last step is void too and written again: a run that is over, started once more, logs
-        # its pictures there a second time.
-        first_void = rows[-1]["step"] if rows else 0
-        self.run = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_void)
-        for summary in hparams(arguments, {}):  # add_hparams opens a run of its own at each start
-            self.run.file_writer.add_summary(summary)
-        for row in rows:
-            if row["step"] == first_void:
-                self.write(_grouped(row), first_void)
-        return self.run
+        writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=0, flush_secs=5)
+        for summary in hparams(self.arguments, {}):  # add_hparams opens a run of its own
+            writer.file_writer.add_summary(summary)
+        return writer
 
     def write(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self.run.add_scalar(name, value, step)
-        self.run.flush()
+            self.tracker.add_scalar(name, value, step)
 
     def add_pictures(self, paths: list[Path], step: int) -> None:
         import numpy as np
         from PIL import Image
 
         for path in paths:
-            with Image.open(path) as picture:
-                pixels = np.array(picture.convert("RGB"))
-            self.run.add_image(path.stem, pixels, step, dataformats="HWC")
+            pixels = np.array(Image.open(path).convert("RGB"))
+            self.tracker.add_image(path.stem, pixels, step, dataformats="HWC")
 
     @on_main_process
     def finish(self) -> None:
-        self.run.close()
+        self.tracker.close()
 
 
 class Trackio(Mirror):
     name = "trackio"
 
-    def open(self, rows: list[dict[str, Any]], arguments: dict[str, Any]) -> Any:
+    def open(self) -> Any:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
+        self.picture = trackio.Image
         name = f"{self.run_dir.name}-{self.run_id()}"
         SQLiteStorage.delete_run(self.project, name)
-        run = trackio.init(project=self.project, name=name, config=arguments, embed=False)
-        for row in rows:
-            run.log(_grouped(row), step=row["step"])
-        return run
+        return trackio.init(project=self.project, name=name, config=self.arguments, embed=False)
 
-    def add_pictures(self, paths: list[Path], step: int) -> None:
+    @on_main_process
+    def finish(self) -> None:
         import trackio
 
-        self.run.log({path.stem: trackio.Image(str(path)) for path in paths}, step=step)
+        trackio.finish()  # run.finish() would be called and announced once more at the exit
 
 
 class WandB(Mirror):
     """Offline unless WANDB_MODE says otherwise; `wandb sync RUN_DIR/wandb/offline-run-*` sends it.
 
-    Online, the service itself drops the rows that it already has, which a resume makes again with
-    the same numbers.
+    Online, a resume sends the same rows again, and the service drops those that it already has.
     """
 
     name = "wandb"
 
-    def open(self, rows: list[dict[str, Any]], arguments: dict[str, Any]) -> Any:
+    def open(self) -> Any:
         import wandb
 
+        self.picture = wandb.Image
         for earlier in (self.run_dir / "wandb").glob("offline-run-*"):
             earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
-        run = wandb.init(
-            project=self.project,
-            id=self.run_id(),
-            name=self.run_dir.name,
-            dir=self.run_dir,
-            config=arguments,
-            resume="allow",
-            mode=os.environ.get("WANDB_MODE", "offline"),
+        return wandb.init(
+            project=self.project, id=self.run_id(), name=self.run_dir.name, dir=self.run_dir,
+            config=self.arguments, resume="allow", mode=os.environ.get("WANDB_MODE", "offline"),
             settings=wandb.Settings(console="off", silent=True),
-        )
-        for row in rows:
-            run.log(_grouped(row), step=row["step"])
-        return run
-
-    def add_pictures(self, paths: list[Path], step: int) -> None:
-        import wandb
-
-        self.run.log({path.stem: wandb.Image(str(path)) for path in paths}, step=step)
+        )  # fmt: skip
 
 
 KINDS = {kind.name: kind for kind in (TensorBoard, Trackio, WandB)}
@@ -169,23 +148,18 @@ def make_trackers(args: argparse.Namespace, history: History, project: str) -> l
 
     Raises UsageError if the package of a tracker is missing.
     """
-    check_tracker(args.tracker)
-    return [history, *([KINDS[args.tracker](args, history, project)] if args.tracker else [])]
+    name = args.tracker
+    if name is None:
+        return [history]
+    if importlib.util.find_spec(name) is None:
+        raise UsageError(
+            f"--tracker {name} needs the package {name}, which is not installed: pip install {name}"
+        )
+    return [history, KINDS[name](args, history, project)]
 
 
-def draw_pictures(accelerator: Accelerator, run_dir: Path, step: int) -> None:
-    """Draw the pictures of a run and log them where pictures are shown.
-
-    Every process must call this. Raises RunFailure on all of them if the disk is full.
-    """
-    with failing_together(accelerator, f"{run_dir}: the pictures cannot be drawn", RunFailure):
-        if accelerator.is_main_process:
-            paths = plots.draw_run(run_dir)
-            for tracker in accelerator.trackers:
-                if isinstance(tracker, Mirror):
-                    tracker.add_pictures(paths, step)
-
-
-def _grouped(row: dict[str, Any]) -> dict[str, float]:
-    group = "epochs" if "eval_loss" in row else "steps"
-    return {f"{group}/{name}": value for name, value in row.items() if name != "step"}
+def add_pictures(accelerator: Accelerator, paths: list[Path], step: int) -> None:
+    """Log pictures where a tracker shows them. Main process only."""
+    for tracker in accelerator.trackers:
+        if isinstance(tracker, Mirror):
+            tracker.add_pictures(paths, step)

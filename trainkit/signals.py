@@ -1,23 +1,25 @@
 """A signal becomes a flag, and the flag a decision that all processes take at the same step."""
 
 import signal
-import sys
 from datetime import timedelta
 from types import FrameType
 
 import torch
 from accelerate import Accelerator
 
-from trainkit.launch import EXIT_STOPPED, deadline
+from trainkit.world import deadline
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
+)
 
 
-class Preemption:
+class Signals:
     """Tells all processes at the same step that one of them was asked to stop.
 
-    SIGTERM, SIGUSR1 and Ctrl-C set a flag; a second Ctrl-C interrupts at once. The death of a
-    launcher arrives as SIGTERM (trainkit/__init__.py). Every process must build one.
+    SIGTERM, SIGUSR1 and Ctrl-C set a flag; a second Ctrl-C raises KeyboardInterrupt at once. The
+    death of a launcher arrives as SIGTERM (startup.end_with_launcher). Every process must build
+    one, in the main thread.
 
     With several processes the flags are summed on the CPU, over a gloo group of their own, while
     the next step runs: no step waits for a device, and a dead or frozen process is noticed here
@@ -25,7 +27,6 @@ class Preemption:
     """
 
     def __init__(self, accelerator: Accelerator, timeout: timedelta):
-        self.accelerator = accelerator
         self.signal_name: str | None = None
         self.pending: torch.distributed.Work | None = None
         self.group = None
@@ -42,37 +43,37 @@ class Preemption:
         """
         if self.group is None:
             return self.signal_name is not None
-        stop = False
-        if self.pending is not None:
-            self.pending.wait()
-            stop = self.flag.item() > 0
+        self.wait()
+        stop = self.flag.item() > 0
         self.flag.fill_(self.signal_name is not None)
         self.pending = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
         return stop
 
-    def stop(self, step: int) -> None:
-        """End every process with exit code 75, after a checkpoint of this step."""
-        self.previous[signal.SIGINT] = signal.SIG_IGN  # one more Ctrl-C would change the exit code
-        self.close()
-        if self.accelerator.is_main_process:
-            print(
-                f"stopped by {self.signal_name or 'a signal to another process'} at step {step}, "
-                "saved: start the same command with --resume auto to continue",
-                flush=True,
-            )
-        self.accelerator.end_training()
-        sys.exit(EXIT_STOPPED)
+    def wait(self) -> None:
+        """Wait until all processes have come to the last call of requested().
 
-    def close(self) -> None:
-        """Finish the reduction under way, give the signals back. Every process must call this."""
+        Call it before waiting for the device: it ends in time if another process is lost.
+        """
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
+
+    def ignore_interrupts(self) -> None:
+        """The run is ending: one more Ctrl-C would only change its exit code or leave a traceback.
+
+        A notebook, which goes on after the run, has Python's own handler and gets it back.
+        """
+        if self.previous[signal.SIGINT] is not signal.default_int_handler:
+            self.previous[signal.SIGINT] = signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
         for number, handler in self.previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third would leave a traceback
+            self.ignore_interrupts()
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name

@@ -1,0 +1,110 @@
+"""What is printed about several runs: what differs, what was measured, what a difference means."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import rows
+
+from trainkit import compare, plots
+from trainkit.errors import UsageError
+from trainkit.rundir import write_tensors
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tiny_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
+) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, seed in (("a", 0), ("b", 1)):
+        run_main("train_mnist", "--dataset", tiny_mnist, "--run-dir", folder / name, "--batch-size",
+                 30, "--epochs", 2, "--seed", seed)  # fmt: skip
+    return [folder / "a", folder / "b"]
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    table = [line.split("  ") for line in text.split("\n\n")[0].splitlines()]
+    return {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in table}
+
+
+def test_the_table_says_what_differs_and_what_was_measured(
+    folders: list[Path], capsys: pytest.CaptureFixture
+) -> None:
+    plots.main([str(folder) for folder in folders])
+    text = capsys.readouterr().out
+    table = cells(text)
+    assert table[""] == [str(folder) for folder in folders]
+    assert table["seed"] == ["0", "1"]
+    assert not {"run_dir", "epochs", "command", "host", "versions.torch"} & table.keys()
+    assert table["eval_accuracy"] == [f"{rows(f, 'epochs')[-1]['eval_accuracy']:.6g}"
+                                      for f in folders]  # fmt: skip
+    timing = [json.loads(line) for line in (folders[1] / "timing.jsonl").read_text().splitlines()]
+    seconds = sum(row["train_seconds"] for row in timing)
+    assert len(timing) == 2 and table["train_seconds"][1] == f"{seconds:.6g}"
+    tensors = [plots.load_predictions(folder / plots.PREDICTIONS)[0] for folder in folders]
+    right, also = (t["prediction"] == t["target"] for t in tensors)
+    alone = int((right & ~also).sum()), int((also & ~right).sum())
+    alone_right = f"{folders[0]} alone gets {alone[0]} right, {folders[1]} alone {alone[1]}:"
+    assert f"of 101 pictures {alone_right}" in text
+    assert f"p = {compare.mcnemar(*alone):.2g}" in text
+    assert text.splitlines()[-1] == str(folders[0].parent / "comparison.png")
+
+
+def test_settings_that_only_one_run_knows_are_shown(folders: list[Path], tmp_path: Path) -> None:
+    values = json.loads((folders[0] / "run.json").read_text())
+    values["arguments"]["mixup"] = 0.2
+    values["machine"] = "x86_64, 64 cores"
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    (tmp_path / "metrics.jsonl").write_text("")
+    table = cells(compare.compare_runs([folders[0], tmp_path]))
+    assert table["mixup"] == ["-", "0.2"]
+    assert table["machine"][1] == "x86_64, 64 cores"
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
+        compare.compare_runs([folders[0], tmp_path])
+
+
+def test_mcnemar_is_the_binomial_test() -> None:
+    assert compare.mcnemar(0, 0) == compare.mcnemar(3, 3) == compare.mcnemar(4, 3) == 1
+    assert compare.mcnemar(0, 5) == compare.mcnemar(5, 0) == 2 / 32
+    assert compare.mcnemar(1, 9) == pytest.approx(2 * (1 + 10) / 1024)
+    stats = pytest.importorskip("scipy.stats")
+    for first, second in ((10, 25), (2, 1), (400, 460), (0, 1100), (5000, 4800)):
+        expected = stats.binomtest(first, first + second).pvalue
+        assert compare.mcnemar(first, second) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_difference_of_accuracy_is_called_chance_or_not(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    target = torch.arange(1000) % 10
+    for name, num_wrong in (("good", 10), ("same", 12), ("bad", 40)):
+        (tmp_path / name).mkdir()
+        for file in ("run.json", "metrics.jsonl"):
+            (tmp_path / name / file).write_bytes((folders[0] / file).read_bytes())
+        prediction = target.clone()
+        start = 500 if name == "same" else 0
+        prediction[start : start + num_wrong] += 1
+        tensors = {"prediction": prediction % 10, "target": target, "probability": target.float()}
+        write_tensors(tmp_path / name / plots.PREDICTIONS, tensors, {"classes": [*"ab"]})
+    good, same, bad = (tmp_path / name for name in ("good", "same", "bad"))
+    assert "no more than chance explains" in compare.compare_runs([good, same])
+    text = compare.compare_runs([good, bad])
+    assert "alone gets 30 right" in text and "\nmore than chance explains" in text
+    assert compare.compare_runs([good, same, bad]).count("McNemar") == 3
+    assert "different pictures: no test" in compare.compare_runs([good, folders[0]])
+
+
+def test_runs_of_a_regression_are_compared_without_a_test(
+    tmp_path: Path, run_main: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    for name, rate in (("a", 0.03), ("b", 0.01)):
+        run_main("train_regression", "--run-dir", tmp_path / name, "--epochs", 2,
+                 "--learning-rate", rate)  # fmt: skip
+    capsys.readouterr()
+    text = compare.compare_runs([tmp_path / "a", tmp_path / "b"])
+    table = cells(text)
+    assert table["learning_rate"] == ["0.03", "0.01"] and len(table["eval_r2"]) == 2
+    assert "McNemar" not in text

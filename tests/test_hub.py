@@ -1,0 +1,263 @@
+"""The exported folder is whole: its card parses, its model loads without this repository."""
+
+import base64
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import NUM_TEST, rows, run
+
+import predict
+from trainkit.errors import RunFailure, UsageError
+
+
+@pytest.fixture(scope="module")
+def run_dir(
+    small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
+) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "mnist"
+    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", folder, "--batch-size", 64,
+             "--epochs", 1, "--seed", 3, "--pictures")  # fmt: skip
+    predict.main([str(folder), "--export", "hub"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def regression_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "regression"
+    run_main("train_regression", "--run-dir", folder, "--epochs", 2, "--model", "mlp")
+    predict.main([str(folder), "--export", "hub"])
+    return folder
+
+
+def test_the_card_has_valid_metadata_and_says_how_the_model_was_made(run_dir: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    card = hub.ModelCard.load(run_dir / "hub" / "README.md")
+    assert card.data.pipeline_tag == "image-classification"
+    (result,) = card.data.eval_results
+    last = rows(run_dir, "epochs")[-1]
+    assert (result.metric_type, result.metric_value) == ("accuracy", last["eval_accuracy"])
+    assert (result.dataset_split, result.dataset_name) == ("test", "small_mnist0")
+    assert card.data.datasets is None  # a folder is no data set of the Hub
+    recorded = json.loads((run_dir / "run.json").read_text())
+    for said in (" ".join(recorded["command"]), recorded["machine"], recorded["world"], "seed 3",
+                 f"on {NUM_TEST} test samples", "(confusion.png)", "215,194",
+                 f"torch {recorded['versions']['torch']}"):  # fmt: skip
+        assert said in card.text, said
+    for name in ("confusion.png", "model.safetensors"):
+        assert (run_dir / "hub" / name).read_bytes() == (run_dir / name).read_bytes()
+    assert json.loads((run_dir / "hub" / "config.json").read_text())["classes"] == [*"0123456789"]
+
+
+def test_the_card_of_a_regression_and_of_the_shipped_data(
+    regression_dir: Path, run_dir: Path
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    card = hub.ModelCard.load(regression_dir / "hub" / "README.md")
+    assert card.data.pipeline_tag == "tabular-regression"
+    last = rows(regression_dir, "epochs")[-1]
+    found = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert found == {name: last[f"eval_{name}"] for name in ("rmse", "mae", "r2")}
+    recorded = json.loads((run_dir / "run.json").read_text())
+    before = (run_dir / "run.json").read_bytes()
+    try:
+        recorded["arguments"]["dataset"] = "/somewhere/data/mnist"
+        (run_dir / "run.json").write_text(json.dumps(recorded))
+        predict.main([str(run_dir), "--export", "hub"])
+        card = hub.ModelCard.load(run_dir / "hub" / "README.md")
+        assert card.data.datasets == ["ylecun/mnist"]
+    finally:
+        (run_dir / "run.json").write_bytes(before)
+
+
+def outside(folder: Path, tmp_path: Path, inputs: torch.Tensor) -> torch.Tensor:
+    """What the model of an exported folder gives in a fresh process that knows no repository."""
+    np.save(tmp_path / "inputs.npy", inputs.numpy())
+    code = """import sys
+import numpy, torch
+from model import load
+assert not any(name.split(".")[0] in ("trainkit", "predict", "accelerate", "train_mnist")
+               for name in sys.modules)
+with torch.no_grad():
+    outputs = load()(torch.from_numpy(numpy.load(sys.argv[1])))
+numpy.save(sys.argv[2], outputs.numpy())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "inputs.npy", tmp_path / "outputs.npy"],
+        cwd=tmp_path, env={**environment, "PYTHONPATH": str(folder)}, check=True, timeout=60,
+    )  # fmt: skip
+    return torch.from_numpy(np.load(tmp_path / "outputs.npy"))
+
+
+def test_without_the_repository_the_model_gives_the_same_outputs(
+    run_dir: Path, regression_dir: Path, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    pictures = torch.randint(0, 256, (20, 1, 28, 28), generator=generator, dtype=torch.uint8)
+    features = torch.randn(20, 10, generator=generator)
+    for folder, inputs in ((run_dir, pictures), (regression_dir, features)):
+        model, _ = predict.load_run(folder)
+        with torch.inference_mode():
+            expected = model(inputs)
+        moved = tmp_path / folder.name
+        (folder / "hub").rename(moved)
+        try:
+            assert torch.equal(outside(moved, tmp_path, inputs), expected)
+        finally:
+            moved.rename(folder / "hub")
+    assert len((run_dir / "hub" / "model.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("name", ["compact", "lenet", "wide", "deep", "linear", "mlp"])
+def test_every_model_of_the_scripts_can_stand_alone(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    import train_mnist
+    import train_regression
+    from modelkit import hub
+
+    if name in train_mnist.MODELS:
+        about = {"script": "train_mnist", "model": name, "classes": [*"abc"], "size": 28,
+                 "mean": train_mnist.MEAN, "std": train_mnist.STD, "pictures": {}}  # fmt: skip
+        model = train_mnist.Predictor(about).eval()
+    else:
+        about = {"script": "train_regression", "model": name, "features": ["a", "b"],
+                 "targets": ["y"], "hidden": [4], "feature_mean": [0.0, 1], "feature_std": [1.0, 2],
+                 "target_mean": [5.0], "target_std": [3.0], "columns": []}  # fmt: skip
+        model = train_regression.Predictor(about).eval()
+    save_file(model.model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    (tmp_path / "model.py").write_text(hub._loader(model, about))
+    hub._check(model, about, tmp_path)
+    with torch.no_grad():
+        next(model.model.parameters()).add_(1)
+    with pytest.raises(RunFailure, match="other outputs"):
+        hub._check(model, about, tmp_path)
+    source = (tmp_path / "model.py").read_text().replace("load_file(", "load_files(")
+    (tmp_path / "model.py").write_text(source)
+    with pytest.raises(RunFailure, match="cannot stand alone"):
+        hub._check(model, about, tmp_path)
+
+
+@pytest.fixture
+def hub_server() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Speaks what an upload needs of the Hub; keeps what it was sent."""
+    received: dict[str, Any] = {"files": {}, "tokens": set(), "created": []}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def answer(self, content: dict | list) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def do_POST(self) -> None:
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                body = b""
+                while size := int(self.rfile.readline(), 16):
+                    body += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+            else:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            received["tokens"].add(self.headers.get("Authorization"))
+            if self.path == "/api/repos/create":
+                received["created"].append(json.loads(body))
+                self.answer({"url": f"{address}/someone/digits", "id": "1"})
+            elif self.path == "/api/validate-yaml":
+                self.answer({"errors": [], "warnings": []})
+            elif self.path.endswith("/preupload/main"):
+                names = [file["path"] for file in json.loads(body)["files"]]
+                self.answer({"files": [{"path": name, "uploadMode": "regular",
+                                        "shouldIgnore": False} for name in names]})  # fmt: skip
+            elif self.path == "/api/models/someone/digits/commit/main":
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        content = base64.b64decode(line["value"]["content"])
+                        received["files"][line["value"]["path"]] = content
+                self.answer({"commitUrl": f"{address}/someone/digits/commit/{'a' * 40}",
+                             "commitOid": "a" * 40, "success": True})  # fmt: skip
+            else:
+                self.send_error(404)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield address, received
+    server.shutdown()
+    server.server_close()
+
+
+def test_push_uploads_the_folder_and_only_when_asked(
+    run_dir: Path, hub_server: tuple[str, dict[str, Any]]
+) -> None:
+    address, received = hub_server
+    there = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_of_a_test", "HF_HUB_OFFLINE": "0",
+             "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    exported = run("predict.py", run_dir, "--export", "hub", env=there)
+    assert exported.returncode == 0 and not received["tokens"], exported.stderr
+    pushed = run("predict.py", run_dir, "--export", "hub", "--push", "someone/digits", env=there)
+    assert pushed.returncode == 0, pushed.stderr
+    assert f"{address}/someone/digits" in pushed.stdout
+    assert received["tokens"] == {"Bearer hf_of_a_test"}
+    assert received["created"][0]["name"] == "digits"
+    files = {path.name: path.read_bytes() for path in (run_dir / "hub").iterdir()}
+    assert received["files"] == files
+    assert {"model.safetensors", "config.json", "model.py", "README.md"} < files.keys()
+
+
+def test_a_push_that_cannot_be_is_one_sentence(run_dir: Path) -> None:
+    for flags, said in (
+        (["--push", "someone/digits"], "--push goes with --export hub"),
+        (["--export", "hub", "--push", "not a name!"], "--push not a name!: "),
+        (["--export", "hub", "--push", "someone/digits"], "--push someone/digits: "),  # offline
+    ):
+        with pytest.raises(UsageError, match=said):
+            predict.main([str(run_dir), *flags])
+
+
+def test_a_missing_package_and_a_run_without_evaluation_are_one_sentence(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = run_dir / "metrics.jsonl"
+    before = log.read_bytes()
+    try:
+        log.write_bytes(b"")
+        with pytest.raises(UsageError, match="is not complete"):
+            predict.main([str(run_dir), "--export", "hub"])
+    finally:
+        log.write_bytes(before)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install huggingface_hub"):
+        predict.main([str(run_dir), "--export", "hub"])
+
+
+def test_a_model_of_another_script_is_one_sentence(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import app
+    from modelkit import hub
+
+    with pytest.raises(UsageError, match="export hub does not know the models of mine"):
+        hub.write_hub(torch.nn.Identity(), {"script": "mine"}, tmp_path)
+    monkeypatch.setattr(predict, "load_run", lambda path: (None, {"script": "mine"}))
+    with pytest.raises(UsageError, match=r"no page for models of mine\.py"):
+        app.main([str(run_dir)])

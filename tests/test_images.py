@@ -1,0 +1,463 @@
+"""Every layout of pictures that people bring is read as they meant it or refused in a sentence."""
+
+import io
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from PIL import Image
+
+import predict
+import train_mnist
+from trainkit import images
+from trainkit.errors import UsageError
+from trainkit.order import InMemory
+
+NUMBERS = {"train": 60, "test": 17}
+NAMES = ["three", "one", "two"]
+
+
+def load(folder: Path, *flags: object) -> tuple[InMemory, InMemory, dict]:
+    return train_mnist.load_data(
+        train_mnist.parse_args(["--dataset", str(folder), *map(str, flags)])
+    )
+
+
+def shapes(split: str, negative: bool = False, size: tuple[int, int] = (28, 28)) -> list:
+    """Bright rings, crosses and bars on black, like digits, of many grey values."""
+    random = np.random.default_rng(len(split))
+    y, x = np.mgrid[-1 : 1 : size[1] * 1j, -1 : 1 : size[0] * 1j]
+    pictures = []
+    for number in range(NUMBERS[split]):
+        a, b = x - random.uniform(-0.2, 0.2), y - random.uniform(-0.2, 0.2)
+        inside = np.abs(a) + np.abs(b) < 0.9
+        ink = [np.abs(np.hypot(a, b) - 0.5) < 0.15, (np.abs(a * b) < 0.03) & inside,
+               (np.abs(a) < 0.15) & inside][number % 3]  # fmt: skip
+        grey = (ink * random.integers(100, 256, a.shape)).astype(np.uint8)
+        pictures.append(Image.fromarray(255 - grey if negative else grey))
+    return pictures
+
+
+def labels(split: str) -> list[int]:
+    return [number % 3 for number in range(NUMBERS[split])]
+
+
+def column(split: str, kind: str) -> tuple[list, object]:
+    """Labels as one of the things that people have."""
+    numbers = labels(split)
+    return {
+        "ClassLabel": (numbers, ClassLabel(names=NAMES)),
+        "int": ([n + 5 for n in numbers], Value("int16")),
+        "string": ([NAMES[n] for n in numbers], Value("string")),
+        "bool": ([n == 1 for n in numbers], Value("bool")),
+    }[kind]
+
+
+def dataset(kind: str = "ClassLabel", change: Callable = lambda x: x, **options: bool) -> dict:
+    """{split: Dataset}, `change` applied to each picture."""
+    made = {}
+    for split in NUMBERS:
+        values, feature = column(split, kind)
+        pictures = [change(picture) for picture in shapes(split, **options)]
+        features = Features(picture=datasets.Image(), kind=feature)
+        made[split] = Dataset.from_dict({"picture": pictures, "kind": values}, features=features)
+    return made
+
+
+def parquet(folder: Path, made: dict) -> None:
+    folder.mkdir(exist_ok=True)
+    for split, rows in made.items():
+        rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+
+
+def image_folder(folder: Path, ending: str, negative: bool = False, **options: object) -> None:
+    for split in NUMBERS:
+        for n, (picture, label) in enumerate(
+            zip(shapes(split, negative), labels(split), strict=True)
+        ):
+            path = folder / split / NAMES[label] / f"{n}{ending}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(path, **options)
+
+
+def metadata_folder(folder: Path, negative: bool = False) -> None:
+    for split in NUMBERS:
+        (folder / split).mkdir(parents=True)
+        names = [f"{n}.png" for n in range(NUMBERS[split])]
+        for name, picture in zip(names, shapes(split, negative), strict=True):
+            picture.save(folder / split / name)
+        texts = [NAMES[label] for label in labels(split)]
+        table = pd.DataFrame({"file_name": names, "kind": texts})
+        table.to_csv(folder / split / "metadata.csv", index=False)
+
+
+def transparent(picture: Image.Image) -> Image.Image:
+    ink = Image.new("RGBA", picture.size, (0, 0, 0, 0))
+    ink.putalpha(picture)
+    return ink
+
+
+def deep(picture: Image.Image) -> Image.Image:
+    return Image.fromarray(np.asarray(picture, dtype=np.uint16) * 257)
+
+
+def of_many_sizes(picture: Image.Image) -> Image.Image:
+    side = 20 + int(np.asarray(picture, dtype=int).sum()) % 30
+    return picture.resize((side, side + 3))
+
+
+BY_NAME, SORTED = NAMES, sorted(NAMES)
+# How a folder is made, flags, the classes, and what the plan says of the pictures.
+LAYOUTS = {
+    "ClassLabel": (lambda f, n: parquet(f, dataset(negative=n)), [], BY_NAME, "28 x 28 grey"),
+    "int labels": (lambda f, n: parquet(f, dataset("int", negative=n)), [], ["5", "6", "7"],
+                   "28 x 28 grey"),
+    "string labels": (lambda f, n: parquet(f, dataset("string", negative=n)), [], SORTED,
+                      "28 x 28 grey"),
+    "bool labels": (lambda f, n: parquet(f, dataset("bool", negative=n)), [], ["False", "True"],
+                    "28 x 28 grey"),
+    "colour": (lambda f, n: parquet(f, dataset(
+        change=lambda p: p.resize((32, 32)).convert("RGB"), negative=n)), [], BY_NAME,
+        "32 x 32 RGB read as 28 x 28 grey"),
+    "palette": (lambda f, n: parquet(f, dataset(change=lambda p: p.convert("P"), negative=n)), [],
+                BY_NAME, "28 x 28 P read as 28 x 28 grey"),
+    "bits": (lambda f, n: parquet(f, dataset(change=lambda p: p.convert("1"), negative=n)), [],
+             BY_NAME, "28 x 28 1 read as 28 x 28 grey"),
+    "transparent": (lambda f, n: parquet(f, dataset(change=transparent, negative=n)), [], BY_NAME,
+                    "28 x 28 RGBA read as 28 x 28 grey"),
+    "16 bits": (lambda f, n: parquet(f, dataset(change=deep, negative=n)), [], BY_NAME,
+                "28 x 28 I;16 read as 28 x 28 grey"),
+    "not square": (lambda f, n: parquet(f, dataset(change=lambda p: p.resize((40, 33)),
+                                                   negative=n)), [], BY_NAME,
+                   "40 x 33 L read as 28 x 28 grey"),
+    "many sizes": (lambda f, n: parquet(f, dataset(change=of_many_sizes, negative=n)), [], BY_NAME,
+                   None),
+    "save_to_disk": (lambda f, n: DatasetDict(dataset("int", negative=n)).save_to_disk(f), [],
+                     ["5", "6", "7"], "28 x 28 grey"),
+    "save_to_disk of one": (lambda f, n: dataset(negative=n)["train"].save_to_disk(f),
+                            ["--validation-split", 20], BY_NAME, "28 x 28 grey"),
+    "folder of PNG": (lambda f, n: image_folder(f, ".png", n), [], SORTED, "28 x 28 grey"),
+    "folder of JPEG": (lambda f, n: image_folder(f, ".JPG", n, quality=90), [], SORTED,
+                       "28 x 28 grey"),
+    "folder of turned JPEG": (lambda f, n: image_folder(f, ".jpeg", n, exif=turned()), [], SORTED,
+                              "28 x 28 grey"),
+    "folder of TIFF": (lambda f, n: image_folder(f, ".tiff", n), [], SORTED, "28 x 28 grey"),
+    "folder of GIF": (lambda f, n: image_folder(f, ".gif", n), [], SORTED, None),
+    "folder of WebP": (lambda f, n: image_folder(f, ".webp", n, lossless=True), [], SORTED,
+                       "28 x 28 RGB read as 28 x 28 grey"),
+    "folder and metadata.csv": (metadata_folder, [], SORTED, "28 x 28 grey"),
+}  # fmt: skip
+
+
+def turned() -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: shown a quarter turned
+    return exif
+
+
+FAST = {"ClassLabel", "colour", "transparent", "many sizes", "folder of turned JPEG"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_is_read_as_it_was_meant(layout: str, tmp_path: Path) -> None:
+    make, flags, classes, read_as = LAYOUTS[layout]
+    make(tmp_path / "data", False)
+    train_set, eval_set, about = load(tmp_path / "data", *flags)
+    assert about["classes"] == classes
+    if read_as:
+        assert about["pictures"]["read_as"] == read_as
+    assert (len(train_set), len(eval_set)) == ((40, 20) if flags else (60, 17))
+    if not flags and len(classes) == 3:
+        words = {"5": "three", "6": "one", "7": "two"}
+        names = [words.get(classes[n], classes[n]) for n in eval_set.tensors[1]]
+        assert Counter(names) == Counter(NAMES[n] for n in labels("test"))
+        if "folder" not in layout:  # whose rows are in the order of their paths
+            assert names == [NAMES[n] for n in labels("test")]
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+)
+def test_predict_is_right_on_the_pictures_that_the_evaluation_was_right_on(
+    layout: str, negative: bool, tmp_path: Path, run_main: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    make, flags, *_ = LAYOUTS[layout]
+    make(tmp_path / "data", negative)
+    run_main("train_mnist", "--dataset", tmp_path / "data", "--run-dir", tmp_path / "run",
+             "--epochs", 3, "--batch-size", 10, "--no-augment", *flags)  # fmt: skip
+    _, eval_set, about = load(tmp_path / "data", *flags)
+    predictor, saved = predict.load_run(tmp_path / "run")
+    assert saved["pictures"] == about["pictures"]
+    paths = files(tmp_path)
+    if flags:  # held out of the training pictures, in an order of their own
+        order = torch.randperm(60, generator=torch.Generator().manual_seed(0))[: flags[1]]
+        paths = [paths[index] for index in order]
+    right = 0
+    for path, pixels, label in zip(paths, *eval_set.tensors, strict=True):
+        read = images.read_picture(path, 28, saved["pictures"])
+        assert torch.equal(read[0], pixels), path
+        with torch.inference_mode():
+            right += predictor(read)[0].argmax().item() == label
+    metrics = pd.read_json(tmp_path / "run" / "metrics.jsonl", lines=True).iloc[-1]
+    assert right == round(metrics.eval_accuracy * len(paths))
+    assert metrics.eval_accuracy > 0.5 or layout == "bits"
+
+
+def files(folder: Path) -> list[Path]:
+    """The evaluation pictures as files, in their order."""
+    name = str(folder / "data")
+    if (folder / "data" / "state.json").exists():
+        rows = datasets.load_from_disk(name)
+    else:
+        rows = datasets.load_dataset(name)["test"]
+    image = next(key for key, kind in rows.features.items() if isinstance(kind, datasets.Image))
+    paths = []
+    for number, cell in enumerate(rows.cast_column(image, datasets.Image(decode=False))[image]):
+        if cell["bytes"] is not None:
+            (folder / f"{number}.png").write_bytes(cell["bytes"])
+        paths.append(folder / f"{number}.png" if cell["bytes"] is not None else Path(cell["path"]))
+    return paths
+
+
+def test_a_dark_digit_on_white_is_told_by_a_model_of_either_kind(tmp_path: Path) -> None:
+    for negative in (False, True):
+        folder = tmp_path / f"{negative}"
+        parquet(folder, dataset(negative=negative))
+        seen = load(folder)[2]["pictures"]
+        assert seen["border"] == ([1.0, 1.0] if negative else [0.0, 0.0])
+        for other in (False, True):
+            shapes("test", other)[0].save(tmp_path / "picture.png")
+            read = images.read_picture(tmp_path / "picture.png", 28, seen)
+            assert (read[0, 0, 0, 0] == 255) == negative
+            kept = images.read_picture(tmp_path / "picture.png", 28, seen, as_is=True)
+            assert torch.equal(kept, read) == (other == negative)
+
+
+def save_bomb(path: Path, width: int, height: int) -> None:
+    """A PNG file of a few bytes that says it holds width x height pixels."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content)) + name + content
+        + struct.pack(">I", zlib.crc32(name + content)) for name, content in chunks))  # fmt: skip
+
+
+def save_animation(path: Path, **options: object) -> None:
+    frames = [Image.fromarray(np.full((28, 28), 80 * n, np.uint8)) for n in range(3)]
+    frames[0].save(path, save_all=True, append_images=frames[1:], **options)
+
+
+def save_truncated(path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:1500])
+
+
+def save_postscript(path: Path) -> None:
+    path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n")
+
+
+# How a bad file is written, and the sentence.
+BAD_FILES = {
+    "20,000 x 20,000.png": (lambda p: save_bomb(p, 20_000, 20_000), "400000000 pixels"),
+    "10,000 x 10,000.png": (lambda p: save_bomb(p, 10_000, 10_000), "100000000 pixels"),
+    "2**31.png": (lambda p: save_bomb(p, 2**31 - 1, 2**31 - 1), "pixels"),
+    "no width.png": (lambda p: save_bomb(p, 0, 28), "none of PNG|pixel|zero|size|empty"),
+    "truncated.png": (save_truncated, "truncated"),
+    "short.png": (lambda p: save_bomb(p, 2000, 2000), "truncated|broken"),
+    "text.png": (lambda p: p.write_text("not a picture"), "none of PNG, JPEG"),
+    "empty.png": (lambda p: p.write_bytes(b""), "none of PNG, JPEG"),
+    "postscript.png": (save_postscript, "none of PNG, JPEG"),
+    "moving.gif": (save_animation, "holds 3 pictures"),
+    "moving.webp": (save_animation, "holds 3 pictures"),
+    "moving.png": (save_animation, "holds 3 pictures"),
+    "pages.tiff": (save_animation, "holds 3 pictures"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_one_sentence_with_its_name(name: str, tmp_path: Path) -> None:
+    save, message = BAD_FILES[name]
+    image_folder(tmp_path / "data", ".png")
+    path = tmp_path / "data" / "train" / "one" / name
+    save(path)
+    with pytest.raises(UsageError, match=message) as raised:
+        load(tmp_path / "data")
+    assert name in str(raised.value) and "\n" not in str(raised.value)
+    seen = {"shape": [28, 28], "border": [0, 0], "frame": None}
+    with pytest.raises(UsageError, match=message) as raised:
+        images.read_picture(path, 28, seen)
+    assert name in str(raised.value) and "\n" not in str(raised.value)
+
+
+def with_rows(change: Callable[[dict], dict], kind: str = "ClassLabel") -> Callable:
+    """A layout whose training rows, as a dict of lists, are changed."""
+
+    def make(folder: Path) -> None:
+        made = dataset(kind)
+        rows = made["train"].cast_column("picture", datasets.Image(decode=False)).to_dict()
+        made["train"] = Dataset.from_dict(change(rows), features=made["train"].features)
+        parquet(folder, made)
+
+    return make
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: parquet(
+        folder, {split: rows.remove_columns(name) for split, rows in dataset().items()}
+    )
+
+
+def put(name: str, row: int, value: object) -> Callable[[dict], dict]:
+    return lambda rows: rows | {name: [*rows[name][:row], value, *rows[name][row + 1 :]]}
+
+
+def two_columns(folder: Path) -> None:
+    parquet(folder, {split: rows.add_column("id", [*range(len(rows))]) for split, rows in
+                     dataset("int").items()})  # fmt: skip
+
+
+def raw_bytes(folder: Path) -> None:
+    folder.mkdir()
+    table = pa.table({"picture": [b"1", b"2"], "kind": [0, 1]})
+    pq.write_table(table, folder / "train.parquet")
+    pq.write_table(table, folder / "test.parquet")
+
+
+def new_class(folder: Path) -> None:
+    made = dataset("string")
+    rows = made["test"].to_dict()
+    made["test"] = Dataset.from_dict(put("kind", 4, "four")(rows), features=made["test"].features)
+    parquet(folder, made)
+
+
+def all_own(folder: Path) -> None:
+    made = {split: rows.remove_columns("kind").add_column("id", [*range(len(rows))])
+            for split, rows in dataset().items()}  # fmt: skip
+    parquet(folder, made)
+
+
+# How a folder is made, flags, and the sentence.
+BAD_LAYOUTS = {
+    "no folder": (lambda f: None, [], "cannot be read"),
+    "an empty folder": (Path.mkdir, [], "cannot be read"),
+    "no test split": (lambda f: parquet(f, {"train": dataset()["train"]}), [],
+                      "--validation-split"),
+    "one data set": (lambda f: dataset()["train"].save_to_disk(f), [], "--validation-split"),
+    "no picture": (with_rows(put("picture", 7, None)), [], "row 8: the picture is missing"),
+    "no label": (with_rows(put("kind", 7, None)), [], "'kind', row 8: the label is missing"),
+    "no text": (with_rows(put("kind", 7, None), kind="string"), [], "row 8: the label is missing"),
+    "no number": (with_rows(put("kind", 7, None), kind="int"), [], "row 8: the label is missing"),
+    "label -1": (with_rows(put("kind", 7, -1)), [], "row 8: the label is not one of the 3"),
+    "no pictures": (without("picture"), [], "an Image column"),
+    "no labels": (without("kind"), [], "class_encode_column"),
+    "fractions": (lambda f: parquet(f, {split: rows.cast_column("kind", Value("float32"))
+                                        for split, rows in dataset("int").items()}), [],
+                  "--label must name"),
+    "two columns": (two_columns, [], r"--label must name .*'kind', 'id'.*class_encode_column"),
+    "not a column": (two_columns, ["--label", "x"], "--label must name"),
+    "the pictures": (two_columns, ["--label", "picture"], "--label must name"),
+    "all rows differ": (all_own, [], "each row has a label of its own"),
+    "one class": (with_rows(lambda rows: rows | {"kind": [5] * 60}, kind="int"), [], "only one cl"),
+    "a new class": (new_class, [], "'test', column 'kind', row 5: the label is not one of the 3"),
+    "raw bytes": (raw_bytes, [], r"datasets\.Image\(\)"),
+    "html": (lambda f: (f.mkdir(), (f / "train.parquet").write_text("<html>")), [],
+             "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", BAD_LAYOUTS)
+def test_a_layout_that_cannot_be_meant_is_one_sentence(layout: str, tmp_path: Path) -> None:
+    make, flags, message = BAD_LAYOUTS[layout]
+    make(tmp_path / "data")
+    with pytest.raises(UsageError, match=message) as raised:
+        load(tmp_path / "data", *flags)
+    assert str(tmp_path / "data") in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_the_column_of_the_classes_can_be_named(tmp_path: Path) -> None:
+    two_columns(tmp_path / "data")
+    _, eval_set, about = load(tmp_path / "data", "--label", "kind")
+    assert about["classes"] == ["5", "6", "7"] and eval_set.tensors[1].tolist() == labels("test")
+
+
+def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    save_bomb(tmp_path / "bomb.png", 20_000, 20_000)
+    with pytest.raises(UsageError, match="pixels"):
+        images.read_picture(tmp_path / "bomb.png", 28, {})
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+    )  # KB; it holds 400 MB
+
+
+def test_a_photo_with_a_copy_inside_is_one_picture(tmp_path: Path) -> None:
+    photo = Image.fromarray(np.full((40, 40, 3), 90, np.uint8))
+    photo.save(tmp_path / "photo.jpg", format="MPO", save_all=True, append_images=[photo])
+    assert images.open_picture(tmp_path / "photo.jpg").size == (40, 40)
+
+
+def test_what_is_learned_of_pictures_is_theirs_alone() -> None:
+    pixels = torch.zeros(3, 28, 28, dtype=torch.uint8)
+    pixels[0, 4:24, 10:18] = 200
+    pixels[1] = 255
+    pixels[1, 4:24, 10:18] = 5
+    looks = {name: values.tolist() for name, values in images.describe_looks(pixels).items()}
+    for name, value in (("side", 20 / 28), ("x", 0.5), ("y", 0.5)):
+        assert looks[name][:2] == pytest.approx([value] * 2, abs=1e-6)
+    assert looks["border"][:2] == [0, 1] and np.isnan([looks["border"][2], looks["x"][2]]).all()
+    table = pd.DataFrame(looks).assign(kind="28 x 28 L")
+    seen = images.learn_framing(28, table[:2], table[2:])
+    assert seen["border"] == [0, 1] and seen["shape"] == [28, 28]
+    assert seen["frame"] == pytest.approx([20 / 28, 0.5, 0.5], abs=1e-6)
+    spread = table[:2].assign(x=[0.2, 0.8])
+    assert images.learn_framing(28, spread)["frame"] is None
+    assert images.learn_framing(28, table.assign(kind=["2 x 2 L", "3 x 3 L", "2 x 2 L"])) == {
+        "read_as": "2 x 2 L and 1 other kinds read as 28 x 28 grey", "shape": None,
+        "border": [0, 1], "frame": None}  # fmt: skip
+
+
+def test_pictures_mapped_from_a_file_are_those_in_memory(
+    small_mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident, *_ = images.load_images(str(small_mnist), "train", 28)
+    monkeypatch.setattr(images, "RESIDENT_BYTES", 1000)
+    for _ in range(2):  # written, then found
+        mapped, *_ = images.load_images(str(small_mnist), "train", 28)
+        assert torch.equal(mapped.tensors[0], resident.tensors[0])
+    indices = torch.tensor([3, 1008, 5])
+    for a, b in zip(mapped.__getitems__(indices), resident.__getitems__(indices), strict=True):
+        assert torch.equal(a, b) and len(a) == 3
+
+
+def test_pictures_of_every_mode_keep_their_grey_values() -> None:
+    ramp = np.linspace(0, 255, 784).round().astype(np.uint8).reshape(28, 28)
+    grey = Image.fromarray(ramp)
+    sixteen = Image.fromarray(ramp.astype(np.uint16) * 257)
+    assert sixteen.mode == "I;16"
+    for picture in (grey, sixteen, grey.convert("RGB")):
+        np.testing.assert_array_equal(images.to_grey(picture), ramp)
+    clear = Image.new("RGBA", (28, 28), (0, 0, 0, 0))  # black ink on nothing, as on white paper
+    clear.paste((0, 0, 0, 255), (5, 5, 9, 20))
+    paper = images.to_grey(clear)
+    assert (paper[5:20, 5:9] == 0).all() and (paper[:, 10:] == 255).all()
+
+
+def test_bytes_in_memory_are_read_like_a_file() -> None:
+    buffer = io.BytesIO()
+    shapes("test")[0].save(buffer, "PNG")
+    assert images.open_picture(buffer).size == (28, 28)

@@ -1,0 +1,372 @@
+"""What `Run` promises to whoever writes the loop, and to whoever ends it."""
+
+import argparse
+import ast
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, forget_accelerator, rows
+from faults import Nursery, digests
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import Dataset
+
+from trainkit import arguments
+from trainkit.errors import RunFailure, UsageError
+from trainkit.optim import make_optimizer, make_scheduler
+from trainkit.order import make_loaders
+from trainkit.run import Run
+
+NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
+
+
+class Numbers(Dataset):
+    """An ordinary map-style data set, with random noise as from torchvision's transforms."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x = torch.tensor([index / NUM_SAMPLES, 1.0])
+        return {"x": x + 0.01 * torch.randn(2), "y": 3 * x[:1], "index": index}
+
+
+def parse(*argv: object) -> argparse.Namespace:
+    parser = arguments.Parser()
+    arguments.add_training_arguments(parser)
+    arguments.add_run_arguments(parser, "runs/test")
+    parser.set_defaults(
+        eval_batch_size=10, epochs=2, batch_size=8, log_every=1, pictures=False, learning_rate=0.01
+    )
+    return parser.parse_args([str(word) for word in argv])
+
+
+def train(
+    *argv: object,
+    body: Callable[[Run, int], str | None] = lambda run, number: None,
+    groups: Callable[[nn.Module], list] = lambda model: [{"params": model.parameters()}],
+) -> list[float]:
+    """A small run with two models and two optimizers; `body` may disturb it. Losses by step."""
+    args, losses, numbers = parse(*argv), [], count(1)
+    with Run(args, "test", lambda args, num: arguments.refuse([])) as run:
+        train_set, eval_set = run.load(lambda args: (Numbers(), Numbers()))
+        train_loader, eval_loader = make_loaders(run.accelerator, train_set, eval_set, args)
+        first, second = nn.Linear(2, 4), nn.Linear(4, 1)
+        optimizers = [
+            make_optimizer(run.accelerator, groups(model), args) for model in (first, second)
+        ]
+        steps = math.ceil(len(train_loader) / args.accumulate)
+        schedules = [make_scheduler(optimizer, args, steps) for optimizer in optimizers]
+        first, second, *optimizers, train_loader, eval_loader, one, two = run.accelerator.prepare(
+            first, second, *optimizers, train_loader, eval_loader, *schedules
+        )
+        run.begin((first, second), train_loader, {"script": "test"})
+        for _ in run.epochs():
+            for batch in run.steps():
+                what = body(run, next(numbers))
+                if what == "break":
+                    break
+                if what == "leave out":
+                    continue
+                with run.accelerator.accumulate(first, second):
+                    loss = (second(first(batch["x"])) - batch["y"]).square().sum()
+                    run.accelerator.backward(run.step_mean(loss))
+                    for optimizer in optimizers[: 0 if what == "unchecked" else 2]:
+                        run.clip_and_check(optimizer)
+                    for part in (*optimizers, one, two):
+                        part.step()
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
+                losses.append(loss.item())
+                run.add(len(batch["x"]), loss=loss)
+                if what == "continue":
+                    continue
+            seen = torch.zeros(NUM_SAMPLES)
+            for batch in eval_loader:
+                seen[batch["index"]] += 1
+            assert (seen == 1).all()
+            run.end_epoch({"eval_loss": 0.0}, {"seen": seen})
+        run.finish()
+    return losses
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    forget_accelerator()
+
+
+def test_two_models_and_two_optimizers_are_saved_and_resumed_to_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    flags = ["--save-every", 2, "--schedule", "cosine", "--num-workers"]
+    train("--run-dir", tmp_path / "whole", *flags, 0)
+
+    def die(run: Run, number: int) -> None:
+        if number == 10:
+            raise KeyboardInterrupt
+
+    forget_accelerator()
+    with pytest.raises(KeyboardInterrupt):
+        train("--run-dir", tmp_path / "killed", *flags, 0, body=die)
+    assert not (tmp_path / "killed" / "DONE").exists()
+    forget_accelerator()
+    train("--run-dir", tmp_path / "killed", *flags, 2, "--resume", "latest")  # and with workers
+    names = ["metrics.jsonl", "model.safetensors", "model_1.safetensors", "predictions.safetensors"]
+    for name in names:
+        killed, whole = (tmp_path / run / name for run in ("killed", "whole"))
+        assert killed.read_bytes() == whole.read_bytes(), name
+    assert list(load_file(tmp_path / "whole" / "model_1.safetensors")) == ["bias", "weight"]
+
+
+def test_continue_after_the_step_changes_nothing(tmp_path: Path) -> None:
+    plain = train("--run-dir", tmp_path / "a", "--accumulate", 2)
+    forget_accelerator()
+    again = train("--run-dir", tmp_path / "b", "--accumulate", 2, body=lambda *_: "continue")
+    assert plain == again
+    assert (tmp_path / "a/metrics.jsonl").read_bytes() == (
+        tmp_path / "b/metrics.jsonl"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("break", "run.steps\\(\\) was not run to its end"),
+        ("leave out", "a batch was left out"),
+        ("unchecked", "a step was not checked"),
+    ],
+)
+def test_a_body_that_would_lose_a_step_is_told_so(tmp_path: Path, what: str, sentence: str) -> None:
+    with pytest.raises(RuntimeError, match=sentence):
+        train("--run-dir", tmp_path, body=lambda run, number: what if number == 3 else None)
+
+
+def test_a_break_out_of_the_epochs_ends_the_run_whole(tmp_path: Path) -> None:
+    epochs = Run.epochs
+
+    class Early(Run):
+        def epochs(self) -> Iterator[int]:
+            yield next(epochs(self))
+
+    globals()["Run"], kept = Early, Run
+    try:
+        train("--run-dir", tmp_path, "--epochs", 5, "--save-every", 100)
+    finally:
+        globals()["Run"] = kept
+    assert (tmp_path / "DONE").exists() and (tmp_path / "predictions.safetensors").exists()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000000006"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, RunFailure])
+def test_whatever_ends_the_body_signals_and_folder_are_given_back(
+    tmp_path: Path, error: type
+) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def fail(run: Run, number: int) -> None:
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+        raise error("stop")
+
+    with pytest.raises(error):
+        train("--run-dir", tmp_path, body=fail)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    forget_accelerator()
+    train("--run-dir", tmp_path)  # the lock is free
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_second_interrupt_in_the_body_ends_it_at_once(tmp_path: Path) -> None:
+    def interrupt(run: Run, number: int) -> None:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)  # the first only asks
+            assert run.signals.signal_name == "SIGINT"
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.sigtimedwait([], 0.1)
+            pytest.fail("the second did not end the body")
+
+    with pytest.raises(KeyboardInterrupt):
+        train("--run-dir", tmp_path, "--save-every", 1, body=interrupt)
+    newest = max((tmp_path / "checkpoints").iterdir()).name
+    assert newest == "step-0000000002"  # the step in the body was not saved
+
+
+@pytest.mark.parametrize("schedule", arguments.SCHEDULES)
+def test_every_schedule_keeps_the_ratio_of_two_rates_and_the_plan_names_both(
+    tmp_path: Path, schedule: str, capfd: pytest.CaptureFixture
+) -> None:
+    ratios = []
+
+    def look(run: Run, number: int) -> None:
+        rates = [group["lr"] for group in run.optimizers[0].param_groups]
+        ratios.append(rates[1] / rates[0] if rates[0] else 10)
+
+    train("--run-dir", tmp_path, "--schedule", schedule, "--warmup", 0.2, body=look,
+          groups=lambda model: [{"params": [model.weight], "lr": 0.001},
+                                {"params": [model.bias], "lr": 0.01}])  # fmt: skip
+    assert ratios == pytest.approx([10] * 12)
+    assert "learning rate 0.001 and 0.01 at its peak" in capfd.readouterr().out
+
+
+def test_state_that_only_a_pickle_could_hold_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    load = Run.load
+
+    def loading(self: Run, load_data: Callable) -> tuple:
+        self.accelerator.register_for_checkpointing(torch.optim.SGD([torch.zeros(1)], lr=1))
+        return load(self, load_data)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match="buffer"):
+        patch.setattr(Run, "load", loading)
+        train("--run-dir", tmp_path)
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    def fail(run_dir: Path) -> list[Path]:
+        assert (run_dir / "DONE").exists()
+        raise ModuleNotFoundError("No module named 'matplotlib'")
+
+    monkeypatch.setattr("trainkit.plots.draw_run", fail)
+    train("--run-dir", tmp_path, "--pictures")
+    assert "the pictures were not drawn: ModuleNotFoundError: No module" in capfd.readouterr().out
+
+
+def test_a_long_epoch_says_where_it_is_off_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("trainkit.run.QUIET_SECONDS", -1.0)
+    train("--run-dir", tmp_path, "--epochs", 1)
+    assert "epoch 1: 16 of 43 samples, train_loss " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resume_adds_gradients_in_the_same_order_at_any_number_of_processes(
+    nursery: Nursery, arguments: dict, tmp_path: Path, world: int
+) -> None:
+    args = [*arguments["train_mnist"], "--epochs", 1, "--save-every", 1, "--keep", 9, "--run-dir"]
+    whole = nursery.run("train_mnist", *args, tmp_path / "run", world=world)
+    assert whole.codes == [0] * world, whole.output
+    before, first = digests(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "step-0000000002"
+    again = nursery.run("train_mnist", *args, tmp_path / "run", "--resume", first, world=world)
+    assert again.codes == [0] * world, again.output
+    assert digests(tmp_path / "run") == before
+
+
+NOISY = ["--learning-rate", 5, "--schedule", "constant", "--num-samples", 130, "--epochs", 6]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_after_a_kill(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    flags = [*NOISY, "--keep-best", "eval_loss", "--no-pictures", "--run-dir"]
+    for world in (1, 2):
+        whole, killed = tmp_path / f"whole{world}", tmp_path / f"killed{world}"
+        assert nursery.run("train_regression", *flags, whole, world=world).codes == [0] * world
+        epochs = rows(whole, "epochs")
+        best = min(epochs, key=lambda row: row["eval_loss"])
+        assert best != epochs[-1], "the last epoch is the best: this shows nothing"
+        names = {path.name for path in (whole / "checkpoints").iterdir()}
+        assert f"step-{best['step']:010d}" in names and len(names) <= 3
+        saved = load_file(
+            whole / "checkpoints" / f"step-{best['step']:010d}/state/model.safetensors"
+        )
+        kept = load_file(whole / "best.safetensors")
+        assert all(torch.equal(saved[name], kept[name]) for name in saved)
+        fault = {"save": 3, "event": 5, "how": "kill"}
+        nursery.run("train_regression", *flags, killed, world=world, fault=fault)
+        assert not (killed / "DONE").exists()
+        again = nursery.run("train_regression", *flags, killed, "--resume", "auto", world=world)
+        assert again.codes == [0] * world, again.output
+        for name in ("best.safetensors", "metrics.jsonl", "model.safetensors"):
+            assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_an_unknown_metric_to_keep_is_named(tmp_path: Path, run_main: Callable) -> None:
+    with pytest.raises(UsageError, match="--keep-best accuracy: there are only epoch, train_loss"):
+        run_main("train_regression", *NOISY, "--keep-best", "accuracy", "--run-dir", tmp_path / "r")
+
+
+def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    flags = ["--model", "mlp", "--hidden", "8", "--no-pictures", "--run-dir"]
+    first = nursery.run("train_regression", *NOISY, *flags, tmp_path / "first")
+    weights = tmp_path / "first" / "model.safetensors"
+    more = [*NOISY, *flags, tmp_path / "more", "--num-targets", 2, "--start-from", weights]
+    for world in (1, 2):
+        outcome = nursery.run("train_regression", *more, "--epochs", 1, world=world)
+        assert first.codes + outcome.codes == [0] * (world + 1), outcome.output
+        matched = "2 of 4 tensors matched; left as initialised: 2.weight, 2.bias; not used: 2."
+        assert outcome.output.count(matched) == 1, outcome.output
+    again = nursery.run("train_regression", *NOISY, *flags, tmp_path / "same",
+                        "--start-from", weights, "--learning-rate", 1e-30)  # fmt: skip
+    assert again.codes == [0], again.output
+    before, after = load_file(weights), load_file(tmp_path / "same" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    other = tmp_path / "first" / "predictions.safetensors"
+    for path, sentence in ((tmp_path / "none", "cannot be read"), (other, "none of its 3")):
+        bad = nursery.run("train_regression", *flags, tmp_path / "bad", "--start-from", path)
+        assert bad.codes == [2] and sentence in bad.output, bad.output
+        assert not (tmp_path / "bad").exists()
+
+
+ROWS = (
+    {"errors", "startup", "arguments"},
+    {"order", "optim", "finite", "world"},
+    {"rundir", "manifest", "history"},
+    {"checkpoint", "signals"},
+    {"plots", "compare", "trackers", "images", "tables"},
+    {"run"},
+    {"doctor"},
+)
+
+
+def test_a_module_imports_only_from_its_own_row_or_the_rows_above() -> None:
+    row = {name: number for number, names in enumerate(ROWS) for name in names}
+    modules = {path.stem: path for path in (ROOT / "trainkit").glob("[a-z]*.py")}
+    assert modules.keys() == row.keys()
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            found = []
+            if isinstance(node, ast.ImportFrom) and node.module == "trainkit":
+                found = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainkit."):
+                found = [node.module.split(".")[1]]
+            for other in found:
+                assert row[other] <= row[name], f"{name} imports {other}"
+                assert other not in ("run", "doctor"), f"only scripts import {other}"
+
+
+SCRIPTS = sorted(ROOT.glob("train_*.py"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_stays_on_one_page(path: Path) -> None:
+    text = path.read_text()
+    main = next(n for n in ast.parse(text).body if getattr(n, "name", "") == "main")
+    stored = (n for n in ast.walk(main) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    calls = (n for n in ast.walk(main) if isinstance(n, ast.Call))
+    assert len(text.splitlines()) <= 300
+    assert main.end_lineno - main.lineno + 1 <= 50
+    assert len({name.id for name in stored}) <= 22
+    assert len({ast.unparse(call.func) for call in calls}) <= 40
+
+
+def test_nothing_outside_startup_changes_the_process() -> None:
+    for path in [*SCRIPTS, *(ROOT / "trainkit").glob("*.py")]:
+        text = path.read_text()
+        assert "isort: off" not in text
+        for node in ast.parse(text).body:  # at import, nothing is called but to make a value
+            call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            stores = getattr(node, "targets", [])
+            changes = any(isinstance(target, ast.Attribute | ast.Subscript) for target in stores)
+            assert not call and not changes, (path, node.lineno)

@@ -1,0 +1,275 @@
+"""Is this the world that the YAML asked for, and are all its nodes alike?
+
+Machines are installed and started one by one, so they can differ, and a run on machines that differ
+hangs or, worse, trains. A "node" is all that one launcher started.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+
+from trainkit.errors import UsageError, failing_together, raise_together
+
+SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+TOKEN_WAIT_SECONDS = 5.0  # a network file system may show a new file a little later
+
+
+def check_launch() -> None:
+    """Refuse a launch that cannot become what it asks for. Call before Accelerator(...).
+
+    Raises UsageError on every process alike.
+    """
+    env = os.environ
+    world_size = int(env.get("WORLD_SIZE", "1"))
+    local_world_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
+    num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    # There are two signs of a CPU launch: accelerate's one-process launcher exports
+    # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all cards with gpu_ids.
+    use_cpu = env.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    use_cpu = use_cpu or env.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
+
+    # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
+    if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
+        raise UsageError(
+            "the YAML asks for more processes but only this one was started, as NO and MULTI_CPU "
+            "do: use distributed_type: MULTI_GPU as in accelerate_configs/2cpu.yaml, or unset "
+            "MASTER_ADDR if you exported it yourself"
+        )
+    if "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in env:
+        raise UsageError(
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would silently override "
+            "--accumulate: unset it"
+        )
+    if world_size > 1 and "RANK" not in env:
+        raise UsageError(
+            f"WORLD_SIZE is {world_size} but no launcher started this process (RANK is not set): "
+            "start it with accelerate launch, or unset WORLD_SIZE"
+        )
+    if "ACCELERATE_MIXED_PRECISION" in env and not use_cpu and num_devices == 0:  # by a launcher
+        raise UsageError(
+            f"this launch asks for {count(local_world_size, 'GPU')} and torch sees none here: "
+            "repair the driver (nvidia-smi), or use the CPU: start with `python` and no launcher, "
+            "or use accelerate_configs/2cpu.yaml or 1cpu_bf16.yaml"
+        )
+    if not use_cpu and 0 < num_devices < local_world_size:
+        raise UsageError(
+            f"{local_world_size} processes were started on this machine, which has "
+            f"{count(num_devices, 'GPU')}: use a YAML with num_processes: {num_devices}, or check "
+            "gpu_ids and CUDA_VISIBLE_DEVICES"
+        )
+    if env.get("ACCELERATE_MIXED_PRECISION") == "fp16" and (use_cpu or num_devices == 0):
+        raise UsageError(
+            "fp16 needs a GPU; on a CPU accelerate would silently train in float32: use "
+            "mixed_precision: bf16 or no"
+        )
+
+
+@contextmanager
+def deadline(timeout: timedelta) -> Iterator[None]:
+    """End this process with one sentence if the body takes 5 seconds longer than timeout.
+
+    For meeting other processes: if one of them died, gloo waits five times its timeout for a first
+    connection with it, and no signal gets through meanwhile.
+    """
+
+    def give_up() -> None:
+        rank, seconds = os.environ.get("RANK", "0"), timeout.total_seconds()
+        print(f"error: process {rank} did not meet the other processes within {seconds:.0f} s (see "
+              "their output, or run trainkit.doctor)", file=sys.stderr, flush=True)  # fmt: skip
+        os._exit(1)
+
+    timer = threading.Timer(timeout.total_seconds() + 5, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def check_world(accelerator: Accelerator) -> None:
+    """Refuse a world that is not the one the launcher announced. Call after Accelerator(...)."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != accelerator.num_processes:
+        raise UsageError(
+            f"{world_size} processes were started but Accelerate sees {accelerator.num_processes}, "
+            "so they would overwrite each other's files: use a YAML from accelerate_configs/"
+        )
+    if accelerator.distributed_type not in SUPPORTED:
+        raise UsageError(
+            f"distributed_type {accelerator.distributed_type.value} is not supported: use NO for "
+            "one process or MULTI_GPU for several, as in accelerate_configs/"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise UsageError(
+            f"on {accelerator.device.type} Accelerate trains in float32 where fp16 was asked for: "
+            "use mixed_precision: bf16 or no"
+        )
+
+
+def first_on_each_node(accelerator: Accelerator, load: Callable[[], Any]) -> Any:
+    """Return load(), called first by one process per file system, so that it fills a cache once.
+
+    Every process must call this. A UsageError on any process is raised on all of them.
+    """
+    result, error = None, None
+    # Where machines share a disk rank 0 goes first, where they do not each machine's local rank 0.
+    # Nothing may leave the body early: the others wait behind a barrier.
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        try:
+            result = load()
+        except UsageError as problem:
+            error = str(problem)
+    raise_together(accelerator, error)
+    return result
+
+
+def check_nodes(accelerator: Accelerator, args: argparse.Namespace) -> None:
+    """Refuse a run whose nodes were started differently or do not share --run-dir.
+
+    Every process must call this, before any other collective. Raises UsageError on all of them.
+    """
+    facts = describe_node()
+    for name, value in vars(args).items():
+        if name not in ("dataset", "data"):  # may differ: what was read there is compared later
+            facts[f"--{name.replace('_', '-')}"] = value
+    check_same(accelerator, facts)
+    check_shared(accelerator, args.run_dir)
+
+
+def check_same(accelerator: Accelerator, facts: dict[str, Any]) -> None:
+    """Refuse a run whose nodes differ in one of these facts.
+
+    Every process must call this. Raises UsageError, which names fact, nodes and values, on all.
+    """
+    facts = {name: str(value) for name, value in facts.items()}
+    if problems := find_differences(gather_object([{"node": node_name(), "facts": facts}])):
+        raise UsageError(f"the nodes of this run differ: {'; '.join(problems)}")
+
+
+def check_shared(accelerator: Accelerator, directory: Path) -> None:
+    """Refuse a directory that is not one and the same for all processes.
+
+    Every process must call this. Raises UsageError on all of them.
+    """
+    if accelerator.num_processes == 1:
+        return
+    is_new, (name,) = not directory.exists(), broadcast_object_list([uuid.uuid4().hex])
+    token = directory / f".tmp-token-{name}"
+    with failing_together(accelerator, f"{directory} cannot be used"):
+        if accelerator.is_main_process:
+            directory.mkdir(parents=True, exist_ok=True)
+            token.touch()
+    give_up_at = time.monotonic() + TOKEN_WAIT_SECONDS
+    while not (sees := token.exists()) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    nodes = gather_object([(node_name(), sees)])
+    if accelerator.is_main_process:
+        token.unlink(missing_ok=True)
+        if is_new:  # open_run makes it again if the run is not refused
+            with contextlib.suppress(OSError):  # not empty: another run just started in it
+                directory.rmdir()
+    if blind := sorted({node for node, sees in nodes if not sees}):
+        raise UsageError(
+            f"{directory} is not the same folder on {' and '.join(blind)} as on {nodes[0][0]}: "
+            "give a folder on a file system that all nodes share, by its full path"
+        )
+
+
+def describe_node() -> dict[str, str]:
+    """What must be equal on all nodes whatever the script: launch, versions, revision, source."""
+    source = hashlib.md5(usedforsecurity=False)  # also where there is no git, and for edited files
+    for path in [Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))]:
+        source.update(path.read_bytes() if path.is_file() else b"")
+    return {
+        "processes per node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
+        # What the launcher read from the YAML, for example mixed_precision.
+        **{name: os.environ[name] for name in sorted(os.environ) if name.startswith("ACCELERATE_")},
+        **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
+        "git revision": str(git_revision()),
+        "md5 of the source files": source.hexdigest(),
+    }
+
+
+def node_name() -> str:
+    """The node this process is on, for people; its number too, as two nodes may share a host."""
+    return f"node {os.environ.get('GROUP_RANK', '0')} ({socket.gethostname()})"
+
+
+def find_differences(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    """One phrase for each fact that is not the same on all ranks.
+
+    A rank is a dict of "node", its name, and "facts", a dict of strings.
+    """
+    problems = []
+    for fact in dict.fromkeys(name for rank in ranks for name in rank["facts"]):
+        nodes: dict[str, list[str]] = {}  # per value, the node of each rank that has it
+        for rank in ranks:
+            nodes.setdefault(rank["facts"].get(fact, "not set"), []).append(rank["node"])
+        usual = max(nodes, key=lambda value: len(nodes[value]))  # of equals the one of rank 0
+        first = nodes.pop(usual)[0]
+        for value, names in nodes.items():
+            names = list(dict.fromkeys(names))
+            who = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            problems.append(f"{fact} is {value} on {who}, and {usual} on {first}")
+    return problems
+
+
+def describe_world(accelerator: Accelerator) -> str:
+    """One line: device, number of processes, precision and threads."""
+    device = accelerator.device.type
+    threads = f", {count(torch.get_num_threads(), 'thread')} each" if device == "cpu" else ""
+    if device == "cuda":
+        device = torch.cuda.get_device_name(accelerator.device)
+    precision = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    return f"{count(accelerator.num_processes, 'process')} on {device}, {precision}{threads}"
+
+
+def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str, Any]:
+    """What made a result: arguments, versions, revision, world and hardware."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "arguments": vars(args),
+        "git_revision": git_revision(),
+        "versions": {"python": platform.python_version(), **versions},
+        "world": describe_world(accelerator),
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "tf32": torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32,
+        "host": socket.gethostname(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def git_revision() -> str | None:
+    """The commit of the script's folder, "-dirty" if files were edited; None without git."""
+    if not shutil.which("git"):
+        return None
+    git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun: 1 process, 2 processes."""
+    plural = "es" if noun.endswith(("s", "batch")) else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
