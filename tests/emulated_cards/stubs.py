@@ -1,0 +1,321 @@
+"""What else a script meets on a machine with cards: torch.cuda, NCCL, DDP, files of tensors."""
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from emulate import Card, cards, is_pinned, ledger, pin, unwrap
+from torch import nn
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
+from torch.utils._pytree import tree_leaves, tree_map
+
+COLLECTIVES = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all",
+    "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+)  # fmt: skip
+OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list")
+
+
+def install() -> None:
+    """Put every stand-in in its place. Call before the script imports anything."""
+    without_a_driver()
+    install_cuda()
+    install_tensors()
+    install_nccl()
+    install_files()
+
+
+def without_a_driver() -> None:
+    """Make torch's own C++ (autograd, pinned memory) leave the driver alone."""
+    number = torch._C._cuda_getDeviceCount()
+    if number == 0 and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+        raise SystemExit("no emulated card: start with LD_PRELOAD=libcuda.so.1, see emulate.py")
+    os.environ["EMULATED_CARDS_INSIDE"] = "0"
+    torch._C._ensureCUDADeviceGuardSet()  # as there is no card, a guard that does nothing
+    if number:
+        os.environ["EMULATED_CARDS_INSIDE"] = "8"  # as many as that guard speaks of
+    torch.cuda.device_count, torch.cuda.is_available = lambda: number, lambda: number > 0
+    torch.accelerator.device_count = lambda: number
+    torch.accelerator.is_available = lambda: number > 0
+    # The backward pass stays in this thread, where the emulation sees it.
+    torch.autograd.set_multithreading_enabled(False).__enter__()
+
+
+class Event:
+    """An event; work on an emulated card is done before the next line runs."""
+
+    def __init__(self, device: Any = None, **_: Any):
+        if device is not None and torch.device(device).type != "cuda":
+            raise RuntimeError(f"an event of {device}")
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 0.0
+
+    def synchronize(self) -> None:
+        ledger.wait("event")
+
+
+class Stream(Event):
+    """A stream, in order with everything else."""
+
+    wait_stream = wait_event = record_event = Event.record
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        ledger.wait("stream")
+
+
+def install_cuda() -> None:
+    """torch.cuda and torch.accelerator, as far as they would ask the driver."""
+
+    # A function of its own for each name: torch's compiler keeps a table of them.
+    def gives(value: Any) -> Callable:
+        return lambda *_, **__: value
+
+    def synchronize(device: Any = None) -> None:
+        ledger.wait("synchronize")
+
+    def set_device(device: Any) -> None:
+        cards.current = device if isinstance(device, int) else torch.device(device).index or 0
+
+    def seed(number: int) -> None:
+        torch.default_generator.manual_seed(number)  # it makes the cards' random numbers too
+
+    cuda = torch.cuda
+    torch.Event, torch.Stream, cuda.Event, cuda.Stream = Event, Stream, Event, Stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    for module in (cuda, torch.accelerator):
+        module.current_stream = lambda device=None: Stream()
+        module.synchronize = functools.partial(synchronize)
+    cuda.set_device = functools.partial(set_device)
+    torch.accelerator.set_device_index = functools.partial(set_device)
+    cuda.current_device = lambda: cards.current
+    torch.accelerator.current_device_index = lambda: cards.current
+    for name in ("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats",
+                 "set_rng_state", "set_rng_state_all"):  # fmt: skip
+        setattr(cuda, name, gives(None))
+    cuda.is_initialized = gives(True)
+    cuda.is_bf16_supported = gives(True)
+    cuda.is_current_stream_capturing = gives(False)
+    cuda.get_device_name = gives("emulated card")
+    cuda.get_device_capability = gives((9, 0))
+    cuda.get_device_properties = gives(
+        SimpleNamespace(name="emulated card", major=9, minor=0, total_memory=2**34)
+    )
+    cuda.memory_allocated, cuda.max_memory_allocated = gives(0), gives(0)
+    cuda.mem_get_info = gives((2**33, 2**34))
+    cuda.nccl.version = gives((2, 27, 0))
+    cuda.manual_seed, cuda.manual_seed_all = functools.partial(seed), functools.partial(seed)
+    cuda.get_rng_state = lambda device="cuda": torch.default_generator.get_state()
+    cuda.get_rng_state_all = lambda: [cuda.get_rng_state()] * cuda.device_count()
+    torch.compile = lambda model=None, **_: (lambda f: f) if model is None else model
+
+
+def install_tensors() -> None:
+    """What reaches the device, or pinned memory, without an operator that could be seen."""
+
+    def through_the_host(make: Callable) -> Callable:
+        @functools.wraps(make)
+        def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            return tensor if device is None else tensor.to(device)
+
+        return made
+
+    torch.tensor = through_the_host(torch.tensor)
+    torch.as_tensor = through_the_host(torch.as_tensor)
+
+    def new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
+
+    torch.Tensor.new_tensor = new_tensor
+    torch.Tensor.is_pinned = is_pinned
+
+    def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
+        if isinstance(self, Card):
+            raise RuntimeError(
+                "cannot pin a tensor on a card: only dense CPU tensors can be pinned"
+            )
+        return self if is_pinned(self) else pin(self.clone())
+
+    torch.Tensor.pin_memory = pin_memory
+    for types in (optimizer_types, foreach_types):
+        types.append(Card)  # as on a card, one operator for all tensors where there is one
+    apply = nn.Module._apply
+
+    def keeping_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        # Module.to: the same Parameter, on a card now. Not for load_state_dict: hooks would go.
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return apply(self, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    nn.Module._apply = keeping_parameters
+
+
+def install_nccl() -> None:
+    """gloo in NCCL's place: it takes what NCCL takes, and computes on the CPU."""
+    others: set[Any] = set()  # process groups that NCCL does not serve
+    init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
+    world = SimpleNamespace(is_nccl=False)
+
+    def is_nccl(group: Any) -> bool:
+        return world.is_nccl and group not in others
+
+    def init_process_group(backend: str | None = None, **kwargs: Any) -> None:
+        world.is_nccl = backend == "nccl"
+        kwargs.pop("device_id", None)
+        init("gloo" if world.is_nccl else backend, **kwargs)
+
+    def make_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        as_world = backend in (None, "nccl")
+        group = new_group(*args, backend="gloo" if as_world else backend, **kwargs)
+        if not as_world:
+            others.add(group)
+        return group
+
+    def group_of(args: tuple, kwargs: dict[str, Any]) -> Any:
+        given = [*args, kwargs.get("group")]
+        return next((x for x in given if isinstance(x, dist.ProcessGroup)), None)
+
+    def of_tensors(collective: Callable) -> Callable:
+        @functools.wraps(collective)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if is_nccl(group_of(args, kwargs)) and not all(isinstance(x, Card) for x in tensors):
+                raise RuntimeError("No backend type associated with device type cpu")
+            if "all_gather_into" in collective.__name__ or "single" in collective.__name__:
+                args = tuple(unwrap(x).view(-1) for x in args[:2]) + args[2:]  # as gloo wants them
+            return collective(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+
+        return checked
+
+    def of_objects(collective: Callable) -> Callable:
+        @functools.wraps(collective)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if is_nccl(group_of(args, kwargs)):
+                ledger.wait(collective.__name__)  # pickled, copied to the card and back
+            return collective(*args, **kwargs)
+
+        return counted
+
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        if is_nccl(group):
+            ledger.wait("barrier")
+        return dist.distributed_c10d.barrier(group=group, async_op=async_op)
+
+    dist.init_process_group, dist.new_group = init_process_group, make_group
+    dist.get_backend = lambda group=None: "nccl" if is_nccl(group) else get_backend(group)
+    for name in COLLECTIVES:
+        if hasattr(dist, name):
+            setattr(dist, name, of_tensors(getattr(dist, name)))
+    for name in OBJECT_COLLECTIVES:
+        setattr(dist, name, of_objects(getattr(dist, name)))
+    dist.barrier = barrier
+    nn.parallel.DistributedDataParallel = DistributedDataParallel
+    nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel
+
+
+class DistributedDataParallel(nn.Module):
+    """What a script sees of DDP: equal weights at the start, averaged gradients, no_sync."""
+
+    def __init__(self, module: nn.Module, device_ids: Any = None, **_: Any):
+        super().__init__()
+        on = {tensor.device for tensor in module.parameters()}
+        if device_ids is None or on != {torch.device("cuda", device_ids[0])}:
+            raise ValueError(f"DDP with device_ids {device_ids} and parameters on {on}")
+        self.module, self.require_backward_grad_sync = module, True
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, 0)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._average)
+
+    def _average(self, parameter: nn.Parameter) -> None:
+        if self.require_backward_grad_sync:
+            parameter.grad.div_(dist.get_world_size())
+            dist.all_reduce(parameter.grad)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the gradients of this process to itself."""
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = True
+
+
+def install_files() -> None:
+    """safetensors and torch.save/load: the bytes, location tags included, that cards would give."""
+    load_file, save, load = safetensors.torch.load_file, torch.save, torch.load
+    locations: dict[int, str] = {}  # of the storages of one save or load
+
+    def to_host(value: Any) -> Any:
+        if not isinstance(value, Card):
+            return value
+        ledger.wait("copy to the host")
+        locations[value.elem.untyped_storage()._cdata] = str(value.device)
+        return value.elem
+
+    def restore(storage: Any, location: str) -> Any:
+        if not location.startswith("cuda"):
+            return None
+        untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+        locations[untyped._cdata] = location
+        return storage
+
+    def from_host(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        location = locations.get(value.untyped_storage()._cdata)
+        return value if location is None else value.to(location)
+
+    def save_to_host(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def saved(content: Any, *args: Any, **kwargs: Any) -> Any:
+            locations.clear()
+            return function(tree_map(to_host, content), *args, **kwargs)
+
+        return saved
+
+    def load_to_card(*args: Any, **kwargs: Any) -> Any:
+        locations.clear()
+        return tree_map(from_host, load(*args, **kwargs))
+
+    def load_file_to_card(filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+        device = f"cuda:{device}" if isinstance(device, int) else device
+        return {name: value.to(device) for name, value in load_file(filename, **kwargs).items()}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.serialization.register_package(
+            0, lambda storage: locations.get(storage._cdata), restore
+        )
+    torch.save, torch.load = save_to_host(save), load_to_card
+    safetensors.torch.save = save_to_host(safetensors.torch.save)
+    safetensors.torch.save_file = save_to_host(safetensors.torch.save_file)
+    safetensors.torch.load_file = load_file_to_card
