@@ -1,0 +1,145 @@
+"""Colour pictures, 32 x 32: which capital letter is it, in any colour on any colour?
+
+python examples/colour_pictures.py --num-workers 2
+python examples/colour_pictures.py --norm batch
+"""
+
+import argparse
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from PIL import Image, ImageDraw, ImageFont
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision.models import resnet18
+from torchvision.transforms import v2
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
+
+from trainkit import arguments, startup
+from trainkit.optim import make_optimizer, make_scheduler
+from trainkit.order import make_loaders
+from trainkit.run import Run
+
+LETTERS = "ABCDEFGH"
+FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # installed anyway
+TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5], [0.25])]
+AUGMENT = [
+    v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.8, 1.1)),
+    v2.ColorJitter(brightness=0.3, contrast=0.3, saturation=0.3),
+]
+
+
+class Letters(Dataset):
+    """A sample: picture (3, 32, 32), its letter, its number."""
+
+    def __init__(self, fonts: str, size: int, seed: int, transforms: list):
+        rng, self.samples = np.random.default_rng(seed), []
+        self.transform = v2.Compose([*transforms, *TO_TENSOR])
+        files = sorted(str(path) for path in FONTS.glob(fonts))
+        for index in range(size):
+            label = index % len(LETTERS)
+            paper, ink = (tuple(colour) for colour in rng.integers(256, size=(2, 3)).tolist())
+            font = ImageFont.truetype(rng.choice(files), rng.integers(20, 28).item())
+            picture = Image.new("RGB", (32, 32), paper)
+            ImageDraw.Draw(picture).text((16, 16), LETTERS[label], ink, font, anchor="mm")
+            self.samples.append((picture, label))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        picture, label = self.samples[index]
+        return self.transform(picture), label, index  # random numbers are seeded per sample
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument_group("problem").add_argument
+    add("--num-pictures", type=int, default=4000, help="to train on; a quarter more to evaluate on")
+    add("--norm", choices=("group", "batch"), default="group",
+        help="group: the numbers do not depend on the processes; batch: they do")  # fmt: skip
+    arguments.add_training_arguments(parser)
+    arguments.add_run_arguments(parser, run_dir="runs/colour_pictures")
+    parser.set_defaults(epochs=6, batch_size=60, learning_rate=0.05, weight_decay=5e-4,
+                        optimizer="sgd", schedule="onecycle", warmup=0.2)  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def load_data(args: argparse.Namespace) -> tuple[Letters, Letters]:
+    """Fonts of one family to train on, of another one to evaluate on."""
+    train_set = Letters("DejaVu*-*.ttf", args.num_pictures, 1, AUGMENT)
+    return train_set, Letters("STIXGeneral*.ttf", args.num_pictures // 4, 2, [])
+
+
+def make_model(accelerator: Accelerator, norm: str) -> nn.Module:
+    """ResNet-18, with GroupNorm in the place of BatchNorm unless that is asked for.
+
+    BatchNorm takes mean and variance of the samples that a process has at a time, so with it all
+    losses depend on the number of processes and of micro-batches. On GPUs SyncBatchNorm takes them
+    over all processes: what is left is the number of micro-batches. It does not exist on CPUs.
+    """
+    layer = nn.BatchNorm2d if norm == "batch" else functools.partial(nn.GroupNorm, 8)
+    model = resnet18(num_classes=len(LETTERS), norm_layer=layer, zero_init_residual=True)
+    if accelerator.num_processes > 1 and accelerator.device.type == "cuda":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model
+
+
+@torch.inference_mode()
+def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
+    """Every process must call this. Sums and a count: each sample counts once, whoever has it."""
+    model.eval()
+    sums = torch.zeros(3, device=accelerator.device)
+    for pictures, labels, _ in loader:
+        logits = model(pictures)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    model.train()
+    loss_sum, num_right, num_samples = accelerator.reduce(sums, reduction="sum").tolist()
+    return {"eval_loss": loss_sum / num_samples, "eval_accuracy": num_right / num_samples,
+            "eval_samples": int(num_samples)}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train, evaluate, write the run folder; return the last metrics."""
+    args = parse_args(argv)
+    with Run(args, "colour_pictures") as run:
+        accelerator = run.accelerator
+        train_set, eval_set = run.load(load_data)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
+        model = make_model(accelerator, args.norm)
+        optimizer = make_optimizer(accelerator, model.parameters(), args)
+        steps_per_epoch = math.ceil(len(train_loader) / args.accumulate)
+        scheduler = make_scheduler(optimizer, args, steps_per_epoch)
+        model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+            model, optimizer, train_loader, eval_loader, scheduler
+        )
+        run.begin(model, train_loader, {"script": Path(__file__).stem, "classes": LETTERS})
+
+        for _ in run.epochs():
+            for pictures, labels, _ in run.steps():
+                with accelerator.accumulate(model):
+                    logits = model(pictures)
+                    loss_sum = F.cross_entropy(logits, labels, reduction="sum")
+                    accelerator.backward(run.step_mean(loss_sum))
+                    run.clip_and_check(optimizer)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                run.add(len(labels), loss=loss_sum, accuracy=(logits.argmax(1) == labels).sum())
+            run.end_epoch(validate(accelerator, model, eval_loader))
+        return run.finish()
+
+
+if __name__ == "__main__":
+    startup.run(main)

@@ -1,0 +1,148 @@
+"""Text of different lengths: from which Python package does this line of documentation come?
+
+python examples/text.py
+accelerate launch --config_file accelerate_configs/2cpu.yaml examples/text.py --resume auto
+"""
+
+import argparse
+import importlib.util
+import math
+import re
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
+
+from trainkit import arguments, startup
+from trainkit.optim import make_optimizer, make_scheduler, peak_learning_rate
+from trainkit.order import make_loaders
+from trainkit.run import Run
+
+PACKAGES = ["matplotlib", "numpy", "pandas"]  # installed anyway: nothing is downloaded
+FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstring
+MAX_LENGTH, NUM_TOKENS = 32, 4096
+
+
+def tokenize(text: str) -> torch.Tensor:
+    """Hashed words, int64, at most MAX_LENGTH of them; 0 is kept for padding."""
+    words = re.findall(r"\w+|[^\w\s]", text)[:MAX_LENGTH]
+    return torch.tensor([zlib.crc32(word.encode()) % (NUM_TOKENS - 1) + 1 for word in words])
+
+
+def collate(samples: list) -> tuple[torch.Tensor, ...]:
+    """Tokens (n, longest), lengths (n,) and labels (n,)."""
+    tokens, labels = zip(*samples, strict=True)
+    lengths = torch.tensor([len(row) for row in tokens])
+    return pad_sequence(tokens, batch_first=True), lengths, torch.tensor(labels)
+
+
+class Classifier(nn.Module):
+    """A small transformer; padding changes no number, so it does not matter who is in a batch."""
+
+    def __init__(self, num_classes: int, width: int = 64, num_layers: int = 2):
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_TOKENS, width)
+        self.position = nn.Parameter(0.02 * torch.randn(MAX_LENGTH, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if len(tokens) == 0:  # nn.TransformerEncoder refuses what others take: no rows
+            return self(tokens.new_ones(1, 1), lengths.new_ones(1))[:0]
+        is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
+        states = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        states = self.encoder(states, src_key_padding_mask=is_padding)
+        mean = states.masked_fill(is_padding[:, :, None], 0).sum(1) / lengths[:, None]
+        return self.head(mean)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument_group("problem").add_argument
+    add("--num-lines", type=int, default=None, help="to train on, and to evaluate on; None: all")
+    arguments.add_training_arguments(parser)
+    arguments.add_run_arguments(parser, run_dir="runs/text")
+    parser.set_defaults(epochs=5, batch_size=60, learning_rate=2e-3, weight_decay=0.05,
+                        schedule="cosine", warmup=0.1, clip_norm=1.0)  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def load_data(args: argparse.Namespace) -> tuple[list, list]:
+    """Samples are (tokens, label); every fifth line is to evaluate on."""
+    origin: dict[str, set[int]] = {}
+    for label, package in enumerate(PACKAGES):
+        folder = Path(importlib.util.find_spec(package).origin).parent
+        for path in folder.rglob("*.py"):
+            for line in FIRST_LINE.findall(path.read_text(encoding="utf-8", errors="ignore")):
+                origin.setdefault(line, set()).add(label)
+    # A line that two packages have is left out.
+    lines = [(tokenize(line), *ids) for line, ids in sorted(origin.items()) if len(ids) == 1]
+    parts = [line for n, line in enumerate(lines) if n % 5], lines[::5]
+    return tuple(part[: args.num_lines] for part in parts)
+
+
+@torch.inference_mode()
+def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
+    """Every process must call this. Sums and a count: each sample counts once, whoever has it."""
+    model.eval()
+    sums = torch.zeros(3, device=accelerator.device)
+    for tokens, lengths, labels in loader:
+        logits = model(tokens, lengths)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    model.train()
+    loss_sum, num_right, num_samples = accelerator.reduce(sums, reduction="sum").tolist()
+    return {"eval_loss": loss_sum / num_samples, "eval_accuracy": num_right / num_samples,
+            "eval_samples": int(num_samples)}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train, evaluate, write the run folder; return the last metrics."""
+    args = parse_args(argv)
+    with Run(args, "text") as run:
+        accelerator = run.accelerator
+        train_set, eval_set = run.load(load_data)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args, collate)
+        model = Classifier(len(PACKAGES))
+        # Matrices decay; biases and norms do not, and learn at a third of the rate.
+        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (1, 0))
+        rate = peak_learning_rate(args) / 3
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": rate}]
+        optimizer = make_optimizer(accelerator, groups, args)
+        steps_per_epoch = math.ceil(len(train_loader) / args.accumulate)
+        scheduler = make_scheduler(optimizer, args, steps_per_epoch)
+        model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+            model, optimizer, train_loader, eval_loader, scheduler
+        )
+        run.begin(model, train_loader, {"script": Path(__file__).stem, "classes": PACKAGES})
+
+        for _ in run.epochs():
+            for tokens, lengths, labels in run.steps():
+                with accelerator.accumulate(model):
+                    logits = model(tokens, lengths)
+                    loss_sum = F.cross_entropy(logits, labels, reduction="sum")
+                    accelerator.backward(run.step_mean(loss_sum))
+                    run.clip_and_check(optimizer)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                run.add(len(labels), loss=loss_sum, accuracy=(logits.argmax(1) == labels).sum())
+            run.end_epoch(validate(accelerator, model, eval_loader))
+        return run.finish()
+
+
+if __name__ == "__main__":
+    startup.run(main)

@@ -1,0 +1,214 @@
+"""The scripts of examples/: the same numbers on 1, 2 and 3 processes, and after a kill.
+
+Their sizes are divided by nothing: the last batch of an epoch and of an evaluation has one sample,
+so of three processes two have none.
+"""
+
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, run
+from faults import Nursery, Outcome
+
+from trainkit import arguments
+from trainkit.arguments import SCHEDULES
+from trainkit.optim import make_optimizer, make_scheduler
+from trainkit.order import EpochBatches
+
+EXAMPLES = ("text", "gan", "colour_pictures")
+SMALL = ["--batch-size", 12, "--eval-batch-size", 27, "--epochs", 3]  # of 109 samples: 10 steps
+FLAGS = {
+    "text": [*SMALL, "--num-lines", 109],
+    "gan": SMALL,
+    "colour_pictures": [*SMALL, "--num-pictures", 109, "--learning-rate", 2e-3],
+}
+NUM_EVALUATED = {"text": 109, "gan": 55, "colour_pictures": 27}
+NUM_STEPS, KILLED_AT, SAVE_EVERY = 30, 17, 5
+
+Start = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def digits(tiny_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 109 pictures to train on and 55 to evaluate on."""
+    folder = tmp_path_factory.mktemp("digits")
+    for split, size in (("train", 109), ("test", NUM_EVALUATED["gan"])):
+        file = f"{split}-00000-of-00001.parquet"
+        pq.write_table(pq.read_table(tiny_mnist / file)[:size], folder / file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(nursery: Nursery, digits: Path) -> Start:
+    """Start an example."""
+
+    def call(name: str, run_dir: Path, world: int, *args: object, **plan: Any) -> Outcome:
+        data = ["--dataset", digits] if name == "gan" else []
+        flags = ["--run-dir", run_dir, "--log-every", 1, "--stop-after-steps", NUM_STEPS]
+        flags += ["--no-pictures", "--timeout", 60]
+        plan = {"world": world, "timeout": 200, **plan}
+        return nursery.run(f"examples.{name}", *FLAGS[name], *data, *flags, *args, **plan)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of an undisturbed run, made once."""
+    made: dict[tuple, Path] = {}
+
+    def call(name: str, world: int, accumulate: int = 1) -> Path:
+        if (name, world, accumulate) not in made:
+            run_dir = tmp_path_factory.mktemp(name) / "run"
+            outcome = start(name, run_dir, world, "--accumulate", accumulate)
+            assert outcome.codes == [0] * world, outcome.output
+            assert f"{world} process" in outcome.output.splitlines()[0]
+            (run_dir / "output").write_text(outcome.output)
+            made[name, world, accumulate] = run_dir
+        return made[name, world, accumulate]
+
+    return call
+
+
+def rows(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def by_example(**quick: set[int]) -> list[Any]:
+    """(example, world), 1, 2 and 3 processes; those that are not quick run with `-m slow`."""
+    marks = {(name, world): [pytest.mark.slow] * (world not in quick[name])
+             for name in EXAMPLES for world in (1, 2, 3)}  # fmt: skip
+    return [pytest.param(*case, marks=mark) for case, mark in marks.items()]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("name", "world"), by_example(text={3}, gan={2}, colour_pictures=set()))
+def test_losses_do_not_depend_on_processes_and_micro_batches(
+    whole: Callable[..., Path], name: str, world: int, accumulate: int
+) -> None:
+    expected, found = rows(whole(name, 1)), rows(whole(name, world, accumulate))
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    assert sum("learning_rate" in row for row in found) == NUM_STEPS
+    for row, other in zip(expected, found, strict=True):
+        assert row == pytest.approx(other, rel=1e-5, abs=1e-5), row["step"]
+    evaluations = [row["eval_samples"] for row in found if "eval_loss" in row]
+    assert evaluations == [NUM_EVALUATED[name]] * 3
+
+
+@pytest.mark.parametrize(("name", "world"), by_example(text={3}, gan={2}, colour_pictures=set()))
+def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
+    start: Start, whole: Callable[..., Path], tmp_path: Path, name: str, world: int
+) -> None:
+    run_dir, save = tmp_path / "run", ["--save-every", SAVE_EVERY]
+    fault = {"signal": [KILLED_AT, signal.SIGKILL]}
+    killed = start(name, run_dir, world, *save, fault=fault)
+    assert killed.codes[0] == -signal.SIGKILL and 0 not in killed.codes, killed.output
+    again = start(name, run_dir, world, *save, "--resume", "auto")
+    assert again.codes == [0] * world, again.output
+    assert "resuming from" in again.output and "step-0000000015" in again.output
+    undisturbed = whole(name, world)
+    names = sorted(path.name for path in undisturbed.glob("*.safetensors"))
+    assert names == ["model.safetensors", "model_1.safetensors"][: 1 + (name == "gan")]
+    for file in ("metrics.jsonl", *names):
+        assert (run_dir / file).read_bytes() == (undisturbed / file).read_bytes(), file
+
+
+def test_colour_pictures_do_not_depend_on_loader_workers(
+    start: Start, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    outcome = start("colour_pictures", tmp_path / "run", 1, "--num-workers", 2)
+    assert outcome.codes == [0], outcome.output
+    for file in ("metrics.jsonl", "model.safetensors"):
+        expected = whole("colour_pictures", 1) / file
+        assert (tmp_path / "run" / file).read_bytes() == expected.read_bytes(), file
+
+
+def test_the_plan_names_batchnorm_and_refuses_what_it_cannot_learn_from(
+    start: Start, tmp_path: Path
+) -> None:
+    flags = ["--norm", "batch", "--run-dir", tmp_path / "run"]
+    few = [*flags, "--stop-after-steps", 1, "--drop-last"]
+    outcome = start("colour_pictures", tmp_path / "run", 2, *few)
+    assert outcome.codes == [0, 0], outcome.output
+    assert "20 BatchNorm2d layers: its numbers depend on how a batch is split" in outcome.output
+    # 3 samples are left for 2 processes: one of them would have one.
+    outcome = start("colour_pictures", tmp_path / "run", 2, *flags, "--num-pictures", 111)
+    assert outcome.codes == [2, 2], outcome.output
+    assert "which a process gets here: use another --batch-size or --drop-last" in outcome.output
+
+
+def test_the_gan_is_what_plain_pytorch_makes_of_it(
+    whole: Callable[..., Path], digits: Path
+) -> None:
+    """Each loss has the gradient of its own model alone."""
+    from examples import gan
+
+    train_set, _ = gan.load_data(SimpleNamespace(dataset=str(digits)))
+    torch.manual_seed(0)
+    models = gan.Generator(), gan.Discriminator()
+    generator, discriminator = models
+    adams = [torch.optim.Adam(m.parameters(), 5e-4, betas=(0.5, 0.999)) for m in models]
+    batches, losses, step = EpochBatches(len(train_set), 12, seed=0), [], 0
+    for epoch in range(3):
+        batches.set_position(epoch, 0)
+        for batch in batches:
+            pictures, indices = train_set.__getitems__(batch.values)
+            real = discriminator(gan.scale(pictures))
+            drawn = generator(gan.make_noise(0, epoch, indices))
+            fake = discriminator(drawn)
+            one, zero = torch.ones_like(real), torch.zeros_like(real)
+            cross_entropy = F.binary_cross_entropy_with_logits
+            loss_d = cross_entropy(real, one) + cross_entropy(fake, zero)
+            loss_g = cross_entropy(fake, one)
+            losses.append((loss_d.item(), loss_g.item()))
+            for adam, model, loss in zip(adams, models, (loss_g, loss_d), strict=True):
+                gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+                for weight, gradient in zip(model.parameters(), gradients, strict=True):
+                    weight.grad = gradient
+                adam.param_groups[0]["lr"] = 5e-4 * (1 + math.cos(math.pi * step / NUM_STEPS)) / 2
+            for adam in adams:
+                adam.step()
+            step += 1
+    found = [row for row in rows(whole("gan", 1)) if "learning_rate" in row]
+    found = [(row["train_loss_discriminator"], row["train_loss_generator"]) for row in found]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), atol=1e-5, rtol=1e-5)
+    assert (whole("gan", 1) / "samples-003.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_rates_of_two_groups_keep_their_ratio(schedule: str) -> None:
+    parser = arguments.Parser()
+    arguments.add_training_arguments(parser)
+    args = parser.parse_args(["--schedule", schedule, "--warmup", "0.2", "--epochs", "4"])
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "lr": args.learning_rate / 3}]
+    optimizer = make_optimizer(SimpleNamespace(mixed_precision="no"), groups, args)
+    scheduler = make_scheduler(optimizer, args, 5)
+    for _ in range(20):
+        first, second = (group["lr"] for group in optimizer.param_groups)
+        assert first == pytest.approx(3 * second, rel=1e-6, abs=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_the_plan_prints_the_rates_of_both_groups(whole: Callable[..., Path]) -> None:
+    output = (whole("text", 1) / "output").read_text()
+    assert "AdamW fused, LambdaLR, learning rate 0.002 and 0.000666667 at its peak" in output
+
+
+def test_an_example_starts_where_it_lies(tmp_path: Path) -> None:
+    """From the root, under a launcher, without anything installed or exported."""
+    flags = ["--run-dir", tmp_path / "run", "--stop-after-steps", 2, "--no-pictures"]
+    result = run("examples/text.py", *FLAGS["text"], *flags, config="2cpu", cwd=ROOT,
+                 env={"PYTHONPATH": ""})  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "2 processes" in result.stdout.splitlines()[0]
