@@ -8,25 +8,21 @@ decoded, 6 million take 11 GB of disk under --dir. train_mnist.py trains on each
 model. A first start decodes and ends after one step. Then the sizes take turns, the same number of
 steps each, so that what the machine does meanwhile meets them all. `own` memory is what the process
 allocated itself (RssAnon); `mapped` are pages of files (RssFile), which the kernel takes back when
-it needs them: past train_mnist.RESIDENT_BYTES the pictures lie there instead of in a tensor of
+it needs them: past trainkit.images.RESIDENT_BYTES the pictures lie there instead of in a tensor of
 their own. Both are peaks.
 """
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import training_time
+from benchmarks._runs import MNIST, ROOT, figures, finish, start
 
-ROOT = Path(__file__).parent.parent
 NUM_PICTURES = 60_000
 
 
@@ -41,15 +37,12 @@ def make_dataset(folder: Path, num_samples: int) -> None:
     (folder / name).symlink_to(source / name)
 
 
-def run(folder: Path, *args: object) -> dict[str, float]:
+def run(folder: Path, *flags: object) -> dict[str, float]:
     """Run train_mnist.py and return its seconds and the peaks of its memory, in GB."""
     started_at = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "train_mnist.py", "--dataset", folder, "--no-pictures",
-         "--run-dir", folder.with_suffix(".run"), *map(str, args)],
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder.with_suffix(".cache"))},
-    )  # fmt: skip
+    process = start(MNIST, "--dataset", folder, "--no-pictures", "--run-dir",
+                    folder.with_suffix(".run"), *flags,
+                    env={"HF_HOME": str(folder.with_suffix(".cache"))})  # fmt: skip
     peak = {"RssAnon": 0.0, "RssFile": 0.0}
     while process.poll() is None:
         try:
@@ -59,8 +52,7 @@ def run(folder: Path, *args: object) -> dict[str, float]:
         for name, kilobytes in re.findall(r"(RssAnon|RssFile):\s+(\d+)", status):
             peak[name] = max(peak[name], int(kilobytes) * 1024 / 1e9)
         time.sleep(0.05)
-    if process.wait() != 0:
-        raise SystemExit(f"train_mnist.py ended with {process.returncode}")
+    finish(process)
     return {"seconds": time.perf_counter() - started_at, **peak}
 
 
@@ -70,22 +62,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1404, help="of each run in a round")
     parser.add_argument("--dir", type=Path, default=None, help="where the data sets are laid")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "growth.json")
+    parser.add_argument("--json", type=Path, default=None, help="also write the figures there")
     args = parser.parse_args()
     rows: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         folders = {size: Path(directory, str(size)) for size in args.sizes}
         for size, folder in folders.items():
             make_dataset(folder, size)
-            start = run(folder, "--stop-after-steps", 1)
-            rows[size] = {"prepare_seconds": start["seconds"], "own_gb_prepare": start["RssAnon"],
+            first = run(folder, "--stop-after-steps", 1)
+            rows[size] = {"prepare_seconds": first["seconds"], "own_gb_prepare": first["RssAnon"],
                           "microseconds_per_sample": []}  # fmt: skip
-            print(f"{size:,} samples: first start {start['seconds']:.1f} s", flush=True)
         for _ in range(args.rounds):
             for size, folder in folders.items():
                 peak = run(folder, "--epochs", 100, "--stop-after-steps", args.steps)
-                seconds, samples = training_time(folder.with_suffix(".run"))
-                rows[size]["microseconds_per_sample"].append(1e6 * seconds / samples)
+                rate = figures(folder.with_suffix(".run"))["samples_per_second"]
+                rows[size]["microseconds_per_sample"].append(1e6 / rate)
                 rows[size] |= {"own_gb": peak["RssAnon"], "mapped_gb": peak["RssFile"]}
     print("| samples | first start | microseconds per sample | range | "
           "own memory, first start | own memory | mapped files |")  # fmt: skip
@@ -95,7 +86,8 @@ def main() -> None:
         print(f"| {size:,} | {row['prepare_seconds']:.1f} s | {statistics.median(times):.1f} | "
               f"{min(times):.1f} to {max(times):.1f} | {row['own_gb_prepare']:.2f} GB | "
               f"{row['own_gb']:.2f} GB | {row['mapped_gb']:.2f} GB |")  # fmt: skip
-    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

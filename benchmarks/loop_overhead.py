@@ -1,25 +1,17 @@
 """What one step of train_regression.py costs beside the same step in a bare PyTorch loop.
 
-OMP_NUM_THREADS=1 python benchmarks/loop_overhead.py --json benchmarks/loop_overhead.json
+    OMP_NUM_THREADS=1 python -m benchmarks.loop_overhead
 
 Four loops over the same batches, with the same model, optimizer and precision, take turns:
 
-bare      forward, loss, backward, optimizer.step, zero_grad over batches that lie in memory
-schedule  bare, and the learning rate of the script's default schedule set in each step
-loader    schedule, through a torch DataLoader
-script    train_regression.py: the learning rate, the loader, accelerator.prepare, the gradient's
-          norm, the check that it is finite, exact sums, counters, signals, a row every 50 steps
+    bare      forward, loss, backward, optimizer.step, zero_grad over batches that lie in memory
+    schedule  bare, and the learning rate of the script's default schedule set in each step
+    loader    schedule, through a torch DataLoader
+    script    train_regression.py: the learning rate, the loader, accelerator.prepare, the
+              gradient's norm, the check that it is finite, exact sums, counters, signals, a row
+              every 50 steps
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-# isort: off
-import trainkit  # noqa: F401  (before torch)
-
-# isort: on
 import argparse
 import contextlib
 import io
@@ -28,28 +20,31 @@ import platform
 import statistics
 import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 import train_regression
-from trainkit.checkpoint import Progress
+from trainkit import startup
 from trainkit.optim import make_scheduler
-from trainkit.order import remaining_batches
+from trainkit.order import batches_of, make_loaders
 
 
 def plain_loop(args: argparse.Namespace, kind: str) -> float:
     """Seconds per step of one epoch in a loop without Accelerate."""
-    loader, _, about = train_regression.make_dataloaders(args)
+    train_set, eval_set, about = train_regression.load_data(args)
+    world = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    loader, _ = make_loaders(world, train_set, eval_set, args)
     torch.manual_seed(args.seed)
     model = train_regression.MODELS[args.model](len(about["features"]), 1, args.hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     scheduler = make_scheduler(optimizer, args, len(loader)) if kind != "bare" else None
-    batches = remaining_batches(loader, Progress(epoch=1), args.batch_size)
-    if kind != "loader":
-        batches = list(batches)
+    batches_of(loader).set_position(1, 0)
+    batches = loader if kind == "loader" else list(loader)
     started_at = time.perf_counter()
-    for features, targets, _ in batches:
+    for features, targets, *_ in batches:
         loss = F.mse_loss(model(features), targets)
         loss.backward()
         optimizer.step()
@@ -63,9 +58,8 @@ def script_loop(args: argparse.Namespace, argv: list[str]) -> float:
     """Seconds per step of the second epoch in train_regression.py; the first one warms up."""
     with contextlib.redirect_stdout(io.StringIO()):
         train_regression.main(argv)
-    row = (args.run_dir / "timing.jsonl").read_text().splitlines()[-1]
-    timing = json.loads(row)
-    return timing["train_seconds"] / (timing["train_rows"] / args.batch_size)
+    timing = json.loads((args.run_dir / "timing.jsonl").read_text().splitlines()[-1])
+    return timing["train_seconds"] / (timing["train_samples"] / args.batch_size)
 
 
 def main() -> None:
@@ -94,11 +88,8 @@ def main() -> None:
         print(f"{kind:<9} {medians[kind]:7.1f} ({min(seconds[kind]) * 1e6:.1f})  "
               f"{medians[kind] / medians['bare']:.2f} x bare")  # fmt: skip
     if options.json:
-        figures = {"microseconds_per_step": medians, "steps": options.steps,
-                   "rounds": options.rounds, "threads": torch.get_num_threads(),
-                   "torch": torch.__version__, "all_rounds": seconds}  # fmt: skip
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        options.json.write_text(json.dumps(seconds, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    startup.run(main)  # with the settings of a run, which the other loops get as well

@@ -1,6 +1,6 @@
 """Draw the README's pictures: the default run's terminal output, its curves and its mistakes.
 
-python -m benchmarks.pictures
+    python -m benchmarks.pictures
 
 The run is made in runs/readme, or taken from there if it is done. Lines longer than the picture are
 broken between words, and the folder of this repository is left out of them.
@@ -9,12 +9,12 @@ broken between words, and the folder of this repository is left out of them.
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from PIL import Image
 
-ROOT = Path(__file__).parent.parent
+from benchmarks._runs import MNIST, ROOT
+
 FOLDER = ROOT / "runs" / "readme"
 PICTURES = ROOT / "docs" / "pictures"
 COLUMNS, INDENT, DPI = 116, " " * 12, 100
@@ -25,7 +25,7 @@ def terminal_output() -> str:
     path = FOLDER / "terminal.txt"
     if not (FOLDER / "runs" / "mnist" / "DONE").exists() or not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run([sys.executable, str(ROOT / "train_mnist.py")], cwd=FOLDER,
+        done = subprocess.run([sys.executable, str(MNIST)], cwd=FOLDER,
                               stdout=subprocess.PIPE, text=True, check=True)  # fmt: skip
         path.write_text(done.stdout)
     return path.read_text().replace(f"{ROOT}/", "")

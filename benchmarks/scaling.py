@@ -7,19 +7,12 @@ Each row is train_mnist.py itself, started through the launcher with one OpenMP 
 (on a machine with GPUs: one GPU per process). The columns behind it are medians of the same step on
 a resident batch, taken by this program in the same number of processes: forward, backward without
 and with gradient averaging, optimizer. `data` is what train_mnist.py's step takes beyond them. The
-verdict says what limits. Writes scaling.json, which the cost model reads, and scaling.png.
+verdict says what limits. --json writes what `benchmarks.scaling_model check` reads.
 """
 
-# isort: off
-import trainkit  # noqa: F401  (before torch)
-
-# isort: on
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,9 +23,11 @@ import yaml
 from accelerate import Accelerator
 
 import train_mnist
-from benchmarks.timing import images_per_second
+from benchmarks._runs import MNIST, ROOT, finish, one_run, start
+from trainkit import startup
 
-ROOT = Path(__file__).parent.parent
+PARTS = ("forward", "backward", "all_reduce", "update")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in each process
 
 
 def write_config(folder: Path, num_processes: int) -> Path:
@@ -47,15 +42,6 @@ def write_config(folder: Path, num_processes: int) -> Path:
     path = folder / f"{num_processes}.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-def launch(config: Path, *command: object) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config),
-         *map(str, command)],
-        check=True, stdout=subprocess.DEVNULL, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
 
 
 def time_parts(model: str, batch_size: int, steps: int, path: Path) -> None:
@@ -73,12 +59,7 @@ def time_parts(model: str, batch_size: int, steps: int, path: Path) -> None:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    seconds: dict[str, list[float]] = {
-        "forward": [],
-        "backward": [],
-        "all_reduce": [],
-        "update": [],
-    }
+    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(steps):
         with accelerator.no_sync(net):
             started_at = now()
@@ -106,25 +87,18 @@ def time_parts(model: str, batch_size: int, steps: int, path: Path) -> None:
 def measure(num_processes: int, args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """One row of the table."""
     config = write_config(folder, num_processes)
-    rates = []
-    for _ in range(args.rounds):
-        run_dir = folder / "run"
-        launch(config, ROOT / "train_mnist.py", "--model", args.model,
-               "--batch-size", args.batch_size, "--no-augment", "--stop-after-steps", args.steps,
-               "--run-dir", run_dir, "--no-pictures")  # fmt: skip
-        rates.append(images_per_second(run_dir))
-    parts_path = folder / "parts.json"
-    launch(config, "-m", "benchmarks.scaling", "--parts", parts_path, "--model", args.model,
-           "--batch-size", args.batch_size, "--steps", args.steps)  # fmt: skip
-    parts = json.loads(parts_path.read_text())
-    rate = statistics.median(rates)
-    data = args.batch_size / rate - sum(parts.values())
-    return {
-        "num_processes": num_processes,
-        "images_per_second": rate,
-        **parts,
-        "data": max(0.0, data),
-    }
+    flags = ("--model", args.model, "--batch-size", args.batch_size)
+    run = (MNIST, *flags, "--no-augment", "--stop-after-steps", args.steps, "--no-pictures")
+    rate = statistics.median(
+        one_run(*run, config=config, env=ONE_THREAD)["samples_per_second"]
+        for _ in range(args.rounds)
+    )
+    path = folder / "parts.json"
+    finish(start("-m", "benchmarks.scaling", "--parts", path, *flags, "--steps", args.steps,
+                 config=config, env=ONE_THREAD))  # fmt: skip
+    parts = json.loads(path.read_text())
+    data = max(0.0, args.batch_size / rate - sum(parts.values()))
+    return {"num_processes": num_processes, "images_per_second": rate, **parts, "data": data}
 
 
 def verdict(rows: list[dict[str, float]]) -> str:
@@ -132,7 +106,7 @@ def verdict(rows: list[dict[str, float]]) -> str:
     first, last = rows[0], rows[-1]
     gain = last["images_per_second"] / first["images_per_second"]
     wanted = last["num_processes"] / first["num_processes"]
-    step = sum(last[part] for part in ("forward", "backward", "all_reduce", "update", "data"))
+    step = sum(last[part] for part in (*PARTS, "data"))
     share = last["all_reduce"] / step
     if gain >= 0.9 * wanted:
         return f"scales: {gain:.2f} times on {wanted:.0f} times the processes"
@@ -144,17 +118,14 @@ def verdict(rows: list[dict[str, float]]) -> str:
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
     names = [str(row["num_processes"]) for row in rows]
     bottom = [0.0] * len(rows)
     hatches = ("", "//", "xx", "..", "--")
-    parts = ("forward", "backward", "all_reduce", "update", "data")
-    for part, hatch in zip(parts, hatches, strict=True):
+    for part, hatch in zip((*PARTS, "data"), hatches, strict=True):
         values = [1000 * row[part] for row in rows]
         axes.bar(names, values, bottom=bottom, label=part.replace("_", "-"), hatch=hatch,
                  edgecolor="white", width=0.6)  # fmt: skip
@@ -164,7 +135,7 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
                   va="bottom")  # fmt: skip
     axes.set(xlabel="processes", ylabel="milliseconds per step", ylim=(0, 1.15 * max(bottom)))
     figure.legend(loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -174,13 +145,14 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "scaling.json")
+    parser.add_argument("--json", type=Path, default=None,
+                        help="also write the figures there, and a picture beside them")  # fmt: skip
     parser.add_argument("--parts", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.parts is not None:
         time_parts(args.model, args.batch_size, args.steps, args.parts)
         return
-    parts = ("forward", "backward", "all_reduce", "update", "data")
+    parts = (*PARTS, "data")
     print(
         f"{args.model}, batch {args.batch_size} over all processes, median of {args.rounds} rounds"
     )
@@ -196,10 +168,11 @@ def main() -> None:
             print(f"{num_processes:9} {row['images_per_second']:9,.0f} {efficiency:10.2f}"
                   + "".join(f"{1000 * row[part]:11.2f}" for part in parts), flush=True)  # fmt: skip
     print(verdict(rows))
-    args.json.write_text(json.dumps({"model": args.model, "batch_size": args.batch_size,
-                                     "rows": rows}, indent=1) + "\n")  # fmt: skip
-    draw(rows, args.json.with_suffix(".png"))
+    if args.json:
+        args.json.write_text(json.dumps({"model": args.model, "batch_size": args.batch_size,
+                                         "rows": rows}, indent=1) + "\n")  # fmt: skip
+        draw(rows, args.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":
-    main()
+    startup.run(main)

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks._runs import MNIST, ROOT, figures, finish, start
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in each process
 MODEL, BATCH_SIZE = "compact", 128
 NUM_STEPS = 300
 
@@ -210,9 +212,11 @@ def measure(path: Path) -> None:
     together = train([1] * num_cores, 64)
     alone = fixed + 64 * per_sample
     constants["slowdown_on_all_cores"] = sum(together) / len(together) / alone
-    doctor = launch(2, "-m", "trainkit.doctor", "--json", "--run-dir", tempfile.mkdtemp())
+    doctor = [sys.executable, *launch(2), "-m", "trainkit.doctor", "--json", "--run-dir"]
+    doctor.append(tempfile.mkdtemp())
+    options = {"cwd": ROOT, "env": os.environ | ONE_THREAD, "stdout": subprocess.PIPE}
     reports = [
-        json.loads(subprocess.run(doctor, check=False, **options(subprocess.PIPE)).stdout)
+        json.loads(subprocess.run(doctor, check=False, **options).stdout)
         for _ in range(3)  # a small sum takes several times as long if a process wakes late
     ]
     constants["all_reduce"] = [
@@ -232,28 +236,22 @@ def train(num_processes: list[int], batch_size: int) -> list[float]:
     """Seconds per step of runs started at the same time, each with so many processes."""
     with tempfile.TemporaryDirectory() as folder:
         dirs = [Path(folder) / str(number) for number in range(len(num_processes))]
-        runs = []
-        for directory, number in zip(dirs, num_processes, strict=True):
-            script = [str(ROOT / "train_mnist.py"), "--model", MODEL, "--no-augment",
-                      "--batch-size", str(batch_size), "--run-dir", str(directory),
-                      "--stop-after-steps", str(NUM_STEPS), "--no-pictures"]  # fmt: skip
-            command = [sys.executable, *script] if number == 1 else launch(number, *script)
-            runs.append(subprocess.Popen(command, **options(subprocess.DEVNULL)))
+        flags = ("--model", MODEL, "--no-augment", "--batch-size", batch_size,
+                 "--stop-after-steps", NUM_STEPS, "--no-pictures")  # fmt: skip
+        runs = [
+            start(*(launch(number) if number > 1 else ()), MNIST, *flags, "--run-dir", directory,
+                  env=ONE_THREAD)
+            for directory, number in zip(dirs, num_processes, strict=True)
+        ]  # fmt: skip
         for run in runs:
-            if run.wait() != 0:
-                raise SystemExit(f"{' '.join(run.args)} failed")
-        rows = [json.loads((d / "timing.jsonl").read_text().splitlines()[-1]) for d in dirs]
-    return [row["train_seconds"] * batch_size / row["train_images"] for row in rows]
+            finish(run)
+        return [batch_size / figures(directory)["samples_per_second"] for directory in dirs]
 
 
-def launch(num_processes: int, *words: str) -> list[str]:
+def launch(num_processes: int) -> list[str]:
     config = str(ROOT / "accelerate_configs" / "2cpu.yaml")
-    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config,
-            "--num_processes", str(num_processes), *words]  # fmt: skip
-
-
-def options(stdout: int) -> dict[str, Any]:
-    return {"cwd": ROOT, "stdout": stdout, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    return ["-m", "accelerate.commands.launch", "--config_file", config,
+            "--num_processes", str(num_processes)]  # fmt: skip
 
 
 def check(constants: dict[str, Any], measured_path: Path | None) -> None:

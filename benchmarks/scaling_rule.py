@@ -1,16 +1,18 @@
 """How far does the linear scaling rule carry? Accuracy after one epoch at growing batch sizes.
 
-python benchmarks/scaling_rule.py
+    python -m benchmarks.scaling_rule
+
+Draws docs/scaling_rule.png. Runs that are done in runs/scaling_rule are not made again.
 """
 
+import argparse
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+from matplotlib.figure import Figure
 
-from trainkit.plots import COLOURS, _rows, _subplots, _write  # noqa: E402
+from benchmarks._runs import MNIST, ROOT, figures
+from trainkit.plots import COLOURS
 
 BATCH_SIZES = (32, 128, 256, 512, 2048)
 GUESS = 0.1  # the accuracy of a guess among ten classes
@@ -28,19 +30,21 @@ def accuracy(batch_size: int, name: str, rule: tuple[str, ...]) -> float | None:
     if not (run_dir / "DONE").exists():
         warmup = () if "--warmup" in rule else ("--warmup", "0")
         done = subprocess.run(
-            [sys.executable, str(ROOT / "train_mnist.py"), "--batch-size", str(batch_size),
+            [sys.executable, str(MNIST), "--batch-size", str(batch_size),
              "--run-dir", str(run_dir), *FLAGS, *warmup, *rule],
             capture_output=True, text=True,
         )  # fmt: skip
-        if done.returncode == 1 and "went bad" in done.stderr:
+        if done.returncode == 1 and "not finite" in done.stderr:
             return None
         assert done.returncode == 0, done.stderr
-    return _rows(run_dir)[-1]["eval_accuracy"]
+    return figures(run_dir)["metrics"]["eval_accuracy"]
 
 
 def main() -> None:
     """Print the table and write docs/scaling_rule.png."""
-    figure, axes = _subplots(figsize=(7, 4.2))
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    axes = figure.subplots()
     print(f"| batch size | {' | '.join(RULES)} |\n| --- |{' --- |' * len(RULES)}")
     results = {
         name: [accuracy(batch_size, name, rule) for batch_size in BATCH_SIZES]
@@ -65,7 +69,7 @@ def main() -> None:
     axes.set_ylabel("test errors after one epoch")
     axes.grid(color="0.9")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
-    print(_write(figure, ROOT / "docs" / "scaling_rule.png"))
+    figure.savefig(ROOT / "docs" / "scaling_rule.png")
 
 
 if __name__ == "__main__":

@@ -3,49 +3,40 @@
     python -m benchmarks.time_to_accuracy --seeds 10
     python -m benchmarks.time_to_accuracy --seeds 10 @recipes/fast
     python -m benchmarks.time_to_accuracy --seeds 5 --config CONFIG.yaml @recipes/best
+    python -m benchmarks.time_to_accuracy --seeds 2 --ablation
 
 Everything that is not a flag of this program goes to train_mnist.py. `train` is the sum of the
 epochs' seconds from first batch to last, `process` is from start to exit: imports, decoding (cached
 after a first run, which is not counted), evaluation and checkpoints included.
+
+With --ablation, runs that each differ from the others in one thing take turns, seed by seed. They
+train on 50,000 pictures and are judged by the other 10,000 training pictures, so that the test set
+has no part in a choice.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
-from benchmarks.timing import training_time
+from benchmarks._runs import MNIST, one_run
 
-ROOT = Path(__file__).parent.parent
-
-
-def one_run(arguments: list[str], config: Path | None, seed: int) -> dict[str, float]:
-    """Start train_mnist.py as a person does; return accuracy and seconds."""
-    start = [sys.executable]
-    if config is not None:
-        start += ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder, "run")
-        started_at = time.perf_counter()
-        subprocess.run(
-            [*start, ROOT / "train_mnist.py", *arguments, "--seed", str(seed),
-             "--run-dir", run_dir],
-            check=True, stdout=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-        process_seconds = time.perf_counter() - started_at
-        last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-        train_seconds, _ = training_time(run_dir)
-    return {
-        "seed": seed,
-        "accuracy": last["eval_accuracy"],
-        "train_seconds": train_seconds,
-        "process_seconds": process_seconds,
-    }
+ABLATION = {
+    "as it is": "",
+    "without augmentation": "--no-augment",
+    "twice the shift and turn": "--max-shift 2 --max-turn 10",
+    "with a warp of one pixel": "--max-warp 1",
+    "without label smoothing": "--label-smoothing 0",
+    "constant learning rate 1e-3": "--schedule constant --warmup 0 --learning-rate 1e-3",
+    "learning rate 3e-3": "--learning-rate 3e-3",
+    "SGD with momentum": "--optimizer sgd",
+    "batches of 64": "--batch-size 64 --learning-rate 5e-3",
+    "batches of 256": "--batch-size 256",
+    "2 epochs": "--epochs 2",
+    "4 epochs": "--epochs 4",
+    "lenet": "--model lenet",
+    "deep": "--model deep",
+}
 
 
 def main() -> None:
@@ -53,28 +44,42 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--config", type=Path, default=None, help="YAML; None: plain python")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "time_to_accuracy.json")
-    args, arguments = parser.parse_known_args()
-    one_run([*arguments, "--stop-after-steps", "1"], args.config, 0)  # fills the caches
-    runs = []
+    parser.add_argument("--ablation", action="store_true", help="what each ingredient gives")
+    parser.add_argument("--json", type=Path, default=None, help="also write every run there")
+    args, common = parser.parse_known_args()
+    variants = {"": ""}
+    if args.ablation:
+        variants, common = ABLATION, [*common, "--validation-split", "10000", "--no-pictures"]
+    one_run(MNIST, *common, "--stop-after-steps", 1, config=args.config)  # fills caches
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for seed in range(args.first_seed, args.first_seed + args.seeds):
-        runs.append(one_run(arguments, args.config, seed))
-        print("seed {seed}: {accuracy:.2%}, train {train_seconds:.1f} s, process "
-              "{process_seconds:.1f} s".format(**runs[-1]), flush=True)  # fmt: skip
-    summary = {}
-    for name in ("accuracy", "train_seconds", "process_seconds"):
-        values = [run[name] for run in runs]
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        summary[name] = {"mean": statistics.mean(values), "stdev": spread}
-    print(f"{' '.join(arguments) or 'default'}: n {len(runs)}")
-    for name, scale, unit in (("accuracy", 100, "%"), ("train_seconds", 1, "s"),
-                              ("process_seconds", 1, "s")):  # fmt: skip
-        mean, stdev = summary[name]["mean"] * scale, summary[name]["stdev"] * scale
-        print(f"  {name:15} {mean:.3f} +- {stdev:.3f} {unit}")
-    args.json.write_text(
-        json.dumps({"arguments": arguments, "config": str(args.config), "summary": summary,
-                    "runs": runs}, indent=1) + "\n"
-    )  # fmt: skip
+        for name, flags in variants.items():
+            words = (*common, *flags.split(), "--seed", seed)
+            run = one_run(MNIST, *words, config=args.config)
+            runs[name].append(
+                {
+                    "seed": seed,
+                    "accuracy": run["metrics"]["eval_accuracy"],
+                    "train": run["train_seconds"],
+                    "process": run["process_seconds"],
+                }
+            )
+            print(f"{name} seed {seed}: {runs[name][-1]['accuracy']:.2%}, train "
+                  f"{run['train_seconds']:.1f} s, process {run['process_seconds']:.1f} s",
+                  flush=True)  # fmt: skip
+    print(
+        f"train_mnist.py {' '.join(common)}, mean of {args.seeds} +- standard deviation\n"
+        "| variant | flags | accuracy, % | train, s | process, s |\n|" + " --- |" * 5
+    )
+    for name, flags in variants.items():
+        cells = []
+        for key, scale, places in (("accuracy", 100, 3), ("train", 1, 1), ("process", 1, 1)):
+            values = [scale * run[key] for run in runs[name]]
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            cells.append(f"{statistics.mean(values):.{places}f} +- {spread:.{places}f}")
+        print(f"| {name} | {f'`{flags}`' if flags else ''} | {' | '.join(cells)} |")
+    if args.json:
+        args.json.write_text(json.dumps(runs, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 benchmarks/throughput.py starts it and asks, on standard input, for one figure after the other:
 pickled (model, batch size, steps, loader workers). The answer is a line with images per second. It
-keeps the settings that torch and glibc come with: trainkit/__init__.py would change them.
+keeps the settings that torch and glibc come with: trainkit/startup.py would change them.
 """
 
 import itertools
