@@ -160,15 +160,19 @@ def install_tensors() -> None:
     torch.Tensor.pin_memory = pin_memory
     for types in (optimizer_types, foreach_types):
         types.append(Card)  # as on a card, one operator for all tensors where there is one
+    # Attention by plain operators: the fused kernels ask the driver what the card can do.
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     apply = nn.Module._apply
 
     def keeping_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         # Module.to: the same Parameter, on a card now. Not for load_state_dict: hooks would go.
+        before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             return apply(self, *args, **kwargs)
         finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
+            torch.__future__.set_swap_module_params_on_conversion(before)  # a parent goes on
 
     nn.Module._apply = keeping_parameters
 
