@@ -4,10 +4,6 @@ python app.py runs/mnist
 python app.py runs/regression
 """
 
-# isort: off
-from modelkit import page  # before datasets: both read their settings only once
-
-# isort: on
 import json
 import math
 from collections.abc import Sequence
@@ -22,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import predict
+from modelkit import page
 from trainkit import arguments, plots, startup, tables
 from trainkit.errors import UsageError
 from trainkit.images import load_images, read_picture

@@ -1,6 +1,6 @@
 """A Gradio page on this machine alone: no network, nothing that piles up, limits for what is sent.
 
-Import this before gradio and datasets: both read their settings only once.
+Import this before gradio, which reads its settings only once.
 """
 
 import base64
@@ -22,9 +22,7 @@ from trainkit.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 MAX_REQUEST, MAX_KEPT = 8 * 2**20, 200 * 2**20  # bytes of one upload, of all that are kept
 MAX_PIXELS = 25_000_000  # of a picture once it is decoded

@@ -125,6 +125,15 @@ def test_two_models_and_two_optimizers_are_saved_and_resumed_to_the_same_bytes(
     assert list(load_file(tmp_path / "whole" / "model_1.safetensors")) == ["bias", "weight"]
 
 
+def test_the_first_weights_depend_on_the_seed_whatever_loading_drew(tmp_path: Path) -> None:
+    weights = []
+    for seed in (1, 2, 1):
+        forget_accelerator()
+        train("--run-dir", tmp_path / "run", "--seed", seed, "--stop-after-steps", 1,
+              body=lambda run, number: weights.append(run.models[0].weight.clone()))  # fmt: skip
+    assert torch.equal(weights[0], weights[2]) and not torch.equal(weights[0], weights[1])
+
+
 def test_continue_after_the_step_changes_nothing(tmp_path: Path) -> None:
     plain = train("--run-dir", tmp_path / "a", "--accumulate", 2)
     forget_accelerator()
@@ -362,7 +371,7 @@ def test_a_script_stays_on_one_page(path: Path) -> None:
 
 
 def test_nothing_outside_startup_changes_the_process() -> None:
-    for path in [*SCRIPTS, *(ROOT / "trainkit").glob("*.py")]:
+    for path in [*ROOT.glob("*.py"), *(ROOT / "trainkit").glob("*.py")]:
         text = path.read_text()
         assert "isort: off" not in text
         for node in ast.parse(text).body:  # at import, nothing is called but to make a value
