@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
 from trainkit.history import History, RunningSums
 from trainkit.manifest import verify, write_manifest
-from trainkit.rundir import remove_tree, sync
+from trainkit.rundir import remove_tree, rename_free, sync
 
 STEP_NAME = re.compile(r"step-\d{10}")
 
@@ -130,7 +130,8 @@ class Checkpoints:
                 for newer in self._steps():
                     if newer.name >= f"step-{progress.step:010d}" and newer.name != path.name:
                         why = "damaged" if wanted in ("auto", "latest") else "abandoned"
-                        notices.append(f"{newer.name} is now {_rename(newer, why).name}")
+                        new = rename_free(newer, f"{why}-{newer.name}")
+                        notices.append(f"{newer.name} is now {new.name}")
         accelerator.step = 0  # saved between two accumulation windows, at whatever world size
         for notice in notices:
             print(notice, flush=True)
@@ -279,11 +280,3 @@ def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Te
         f"started from {path}: {len(fits)} of {len(own)} tensors matched; left as initialised: "
         f"{missed}; not used: {unused}"
     )
-
-
-def _rename(path: Path, why: str) -> Path:
-    new, number = path.with_name(f"{why}-{path.name}"), 1
-    while new.exists():
-        new, number = path.with_name(f"{why}-{path.name}.{number}"), number + 1
-    os.rename(path, new)
-    return new

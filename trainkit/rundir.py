@@ -37,7 +37,7 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
             no_steps = next(run_dir.glob("checkpoints/step-*"), None) is None
             over = args.resume == "auto" and no_steps and (run_dir / "DONE").exists()
             if over or (args.resume is None and _holds_a_run(run_dir)):
-                moved_to = _move_aside(run_dir)
+                moved_to = rename_free(run_dir, run_dir.name)
                 print(f"{run_dir} held an earlier run: moved to {moved_to}", flush=True)
             (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
             sync(run_dir)
@@ -137,9 +137,11 @@ def _holds_a_run(run_dir: Path) -> bool:
     return any(next(run_dir.glob(name), None) is not None for name in names)
 
 
-def _move_aside(run_dir: Path) -> Path:
-    number = 1
-    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+def rename_free(path: Path, name: str) -> Path:
+    """Rename to `name` in the same folder, or to the first of NAME.1, NAME.2, ... that is free."""
+    new, number = path.with_name(name), 0
+    while new.exists():
         number += 1
-    os.rename(run_dir, aside)
-    return aside
+        new = path.with_name(f"{name}.{number}")
+    os.rename(path, new)
+    return new
