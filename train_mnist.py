@@ -89,11 +89,8 @@ class Accuracy(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         value = datasets.Value("int64")
-        return evaluate.MetricInfo(
-            description=self.__doc__,
-            citation="",
-            features=datasets.Features({"predictions": value, "references": value}),
-        )
+        features = datasets.Features({"predictions": value, "references": value})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions: list, references: list) -> dict[str, float]:
         return {"accuracy": float(np.mean(np.equal(predictions, references)))}
@@ -111,12 +108,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="shift, turn and warp each training picture anew in each epoch")  # fmt: skip
     add("--max-shift", type=float, default=1.0, help="of --augment, in pixels")
     add("--max-turn", type=float, default=5.0, help="of --augment, in degrees")
-    add("--max-warp", type=float, default=0.0,
-        help="of --augment, in pixels: how far each of 4 x 4 knots moves")  # fmt: skip
+    add("--max-warp", type=float, default=0.0, help="of each of 4 x 4 knots, in pixels")
     add("--validation-split", type=int, default=0, metavar="N",
         help="evaluate on N held-out training pictures, to choose settings by")  # fmt: skip
-    add("--target-accuracy", type=float, default=None,
-        help="exit with 3 if the last evaluation is below this fraction")  # fmt: skip
+    add("--target-accuracy", type=float, default=None, help="exit with 3 if the last is below")
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/mnist")
     parser.set_defaults(epochs=3, batch_size=128, learning_rate=None, schedule="onecycle",
@@ -143,8 +138,7 @@ def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, A
         # Split by a fixed seed: every run, whatever its --seed, is judged by the same pictures.
         order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))
         held_out, kept = order[: args.validation_split], order[args.validation_split :]
-        eval_set = InMemory(*(tensor[held_out] for tensor in train_set.tensors))
-        train_set = InMemory(*(tensor[kept] for tensor in train_set.tensors))
+        eval_set, train_set = InMemory(*train_set[held_out]), InMemory(*train_set[kept])
     else:
         eval_set, _, *more = load_images(args.dataset, "test", SIZE, args.label, classes)
         found += more
@@ -183,9 +177,8 @@ class Predictor(nn.Module):
 def pixel_centres(device: torch.device) -> torch.Tensor:
     """Coordinates x, y, 1 of all pixels, from -1 to 1: (3, SIZE * SIZE)."""
     axis = (2 * torch.arange(SIZE, device=device) + 1) / SIZE - 1
-    return torch.stack(
-        (axis.repeat(SIZE), axis.repeat_interleave(SIZE), torch.ones_like(axis).repeat(SIZE))
-    )
+    x, y = axis.repeat(SIZE), axis.repeat_interleave(SIZE)
+    return torch.stack((x, y, torch.ones_like(x)))
 
 
 @functools.cache
@@ -286,7 +279,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                run.add(len(labels), loss=loss_sum, accuracy=(logits.argmax(1) == labels).sum())
+                run.add(
+                    len(labels),
+                    loss=F.cross_entropy(logits.detach(), labels, reduction="sum"),  # as eval_loss
+                    loss_smoothed=loss_sum,  # what is minimised
+                    accuracy=(logits.argmax(1) == labels).sum(),
+                )
             metrics, predictions = validate(accelerator, model, eval_loader, eval_set)
             run.end_epoch(metrics, predictions, classes=about["classes"])
 

@@ -53,22 +53,26 @@ MODELS = {"linear": Linear, "mlp": MLP}
 
 
 class Regression(evaluate.Metric):
-    """MSE, RMSE, MAE and R2 against `baseline`, each the mean over the targets; no network."""
+    """MSE, RMSE, MAE and R2, each the mean over the targets; no network.
+
+    r2 compares with the mean of the references, as scikit-learn's r2_score does, r2_train_mean with
+    `baseline`. Where these are met exactly, so that nothing is left to explain, both are 0, or 1 if
+    the predictions are exact too.
+    """
 
     def _info(self) -> evaluate.MetricInfo:
         value = datasets.Sequence(datasets.Value("float64"))
-        return evaluate.MetricInfo(
-            description=self.__doc__,
-            citation="",
-            features=datasets.Features({"predictions": value, "references": value}),
-        )
+        features = datasets.Features({"predictions": value, "references": value})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions: list, references: list, baseline: np.ndarray) -> dict:
         references = np.asarray(references)
         error = references - np.asarray(predictions)
         mse = (error**2).mean(0)
-        r2 = 1 - mse / ((references - baseline) ** 2).mean(0)
-        values = {"mse": mse, "rmse": np.sqrt(mse), "mae": np.abs(error).mean(0), "r2": r2}
+        values = {"mse": mse, "rmse": np.sqrt(mse), "mae": np.abs(error).mean(0)}
+        for name, guess in (("r2", references.mean(0)), ("r2_train_mean", baseline)):
+            spread = ((references - guess) ** 2).mean(0)
+            values[name] = np.where(spread > 0, 1 - mse / np.where(spread > 0, spread, 1), mse == 0)
         return {name: float(value.mean()) for name, value in values.items()}
 
 
@@ -137,7 +141,7 @@ def make_synthetic(args: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, An
 
 
 def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:
-    """Return training and evaluation set (features, targets, row numbers) and what is saved."""
+    """Return training set, evaluation set (which adds row numbers) and what is saved."""
     load = make_synthetic if args.data is None else tables.load_table
     table, known = load(args)
     targets = args.target or [name for name in table.columns if name.startswith("y")]
@@ -203,7 +207,7 @@ def validate(
     loss: str,
     about: dict[str, Any],
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Return eval_loss, eval_samples and, in the targets' own unit, eval_mse, _rmse, _mae, _r2.
+    """Return eval_loss, eval_samples and, in the targets' own unit, what Regression computes.
 
     The second dict holds row numbers, predictions and targets. Every process must call this.
     """
@@ -230,7 +234,7 @@ def compare(model: nn.Module, train_set: InMemory, about: dict, noise: float) ->
     standard_error is the root of the expected square of the optimum's own distance to the truth.
     """
     learned = torch.cat((model.weight, model.bias[:, None]), 1).detach().cpu().double()
-    features, targets, _ = (tensor.double() for tensor in train_set.tensors)
+    features, targets = (tensor.double() for tensor in train_set.tensors)
     inputs = F.pad(features, (0, 1), value=1.0)  # a column of ones for the bias
     optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.T
     result = {

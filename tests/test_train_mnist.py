@@ -57,19 +57,23 @@ def test_the_loop_is_plain_pytorch(
     torch.manual_seed(0)
     net = train_mnist.MODELS[model](num_classes)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    batches, losses, norms = EpochBatches(len(images), 96, seed=0), [], []
+    batches, losses, smoothed, norms = EpochBatches(len(images), 96, seed=0), [], [], []
     for epoch in range(2):
         for indices in batches.order(epoch).split(96):
             pixels = (images[indices].double() / 255 - 0.1307) / 0.3081
-            loss = F.cross_entropy(net(pixels), labels[indices], label_smoothing=0.1)
+            logits = net(pixels)
+            loss = F.cross_entropy(logits, labels[indices], label_smoothing=0.1)
             loss.backward()
             norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1.2))
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            smoothed.append(loss.item())
+            losses.append(F.cross_entropy(logits, labels[indices]).item())
     assert min(norms) < 1.2 < max(norms), norms  # some steps are clipped
-    logged = [row["train_loss"] for row in rows(tmp_path / "run", "steps")]
-    assert len(logged) == 22 and logged == pytest.approx(losses, rel=SAME)
+    logged = rows(tmp_path / "run", "steps")
+    assert len(logged) == 22
+    assert [row["train_loss"] for row in logged] == pytest.approx(losses, rel=SAME)
+    assert [row["train_loss_smoothed"] for row in logged] == pytest.approx(smoothed, rel=SAME)
     weights, _ = saved(tmp_path / "run")
     for name, value in net.state_dict().items():
         torch.testing.assert_close(weights[name], value, atol=SAME, rtol=0)
@@ -97,7 +101,7 @@ def test_each_loss_is_that_of_the_weights_before_its_step(
             losses.append(loss.item())
             step = tmp_path / "checkpoints" / f"step-{len(losses):010d}"
             net.load_state_dict(load_file(step / "state" / "model.safetensors"))
-    logged = [row["train_loss"] for row in rows(tmp_path, "steps")]
+    logged = [row["train_loss_smoothed"] for row in rows(tmp_path, "steps")]
     # A sum of n float32 numbers errs by about sqrt(n) x 2**-24, here 2e-6 for the longest, n = 800;
     # four layers and the mean over the batch follow each other.
     assert len(logged) == 12 and logged == pytest.approx(losses, rel=1e-5)
@@ -112,10 +116,11 @@ def test_a_run_leaves_metrics_weights_and_done(
     output = capfd.readouterr().out
     steps, epochs = rows(run_dir, "steps"), rows(run_dir, "epochs")
     assert [row["step"] for row in steps] == list(range(5, 46, 5))  # 15 steps of 64 in 1009
-    assert set(steps[0]) == {"step", "epoch", "train_loss", "learning_rate"}
+    assert set(steps[0]) == {"step", "epoch", "train_loss", "train_loss_smoothed", "learning_rate"}
     assert [(row["step"], row["epoch"]) for row in epochs] == [(15, 1), (30, 2), (45, 3)]
-    assert set(epochs[0]) == {"step", "epoch", "train_loss", "train_accuracy", "eval_loss",
-                              "eval_accuracy", "eval_samples"}  # fmt: skip
+    assert set(epochs[0]) == {"step", "epoch", "train_loss", "train_loss_smoothed",
+                              "train_accuracy", "eval_loss", "eval_accuracy",
+                              "eval_samples"}  # fmt: skip
     assert metrics == {k: v for k, v in epochs[-1].items() if k != "step"}
     assert 0.75 < metrics["eval_accuracy"] < 1  # seen: 0.90
     assert f"eval_accuracy {metrics['eval_accuracy']:.5g}  eval_samples 251" in output

@@ -333,9 +333,9 @@ def make_sets(
             mean, std = numbers[train].mean(0), numbers[train].std(0)
         tensors.append(torch.from_numpy((numbers - mean) / std).float())
         about |= {f"{kind}_mean": mean.tolist(), f"{kind}_std": std.tolist()}
-    tensors.append(torch.from_numpy(table.index.to_numpy(copy=True)))
-    sets = (InMemory(*(tensor[part] for tensor in tensors)) for part in (train, test))
-    return *sets, about
+    train_set = InMemory(*(tensor[train] for tensor in tensors))
+    rows = torch.from_numpy(table.index.to_numpy(copy=True))
+    return train_set, InMemory(*(tensor[test] for tensor in (*tensors, rows))), about
 
 
 def add_predictions(
