@@ -3,11 +3,13 @@
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,18 @@ def nursery(datasets_cache: None) -> Iterator[Any]:
 
     with Nursery() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def in_fresh_process() -> Iterator[Callable[..., None]]:
+    """Run code, with these names, where torch and what goes with it is imported and not patched.
+
+    Such processes are forked from one that imported them once.
+    """
+    context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+    context.set_forkserver_preload(["torch", "accelerate", "datasets", "evaluate"])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield lambda code, **names: pool.submit(exec, code, names).result(timeout=60)
 
 
 @pytest.fixture(scope="session")

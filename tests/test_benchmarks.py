@@ -44,6 +44,7 @@ def test_throughput_measures_the_loop_its_limit_and_the_habit(tmp_path: Path) ->
     assert row["loop_over_limit"] == row["median"]["loop"] / row["median"]["limit"]
 
 
+@pytest.mark.slow
 def test_time_to_accuracy_takes_the_last_row_of_each_seed(tmp_path: Path) -> None:
     (runs,) = written("time_to_accuracy", tmp_path / "a.json", "--seeds", 2, "@recipes/fast",
                       "--stop-after-steps", 1).values()  # fmt: skip

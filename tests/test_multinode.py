@@ -180,6 +180,7 @@ def test_a_node_with_another_seed_version_and_revision_is_named(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_node_with_other_data_is_named(small_mnist: Path, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 

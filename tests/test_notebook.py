@@ -23,7 +23,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize(
-    "script", ["train_mnist", pytest.param("train_regression", marks=pytest.mark.slow)]
+    "script", [pytest.param("train_mnist", marks=pytest.mark.slow), "train_regression"]
 )
 def test_notebook_launcher_runs_main_on_two_processes(
     script: str, small_mnist: Path, tmp_path: Path

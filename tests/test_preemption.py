@@ -129,7 +129,7 @@ def test_a_second_interrupt_ends_at_once(tiny_mnist: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("config", "number"),
     [
-        ("1cpu_bf16", signal.SIGKILL),
+        pytest.param("1cpu_bf16", signal.SIGKILL, marks=pytest.mark.slow),
         ("2cpu", signal.SIGKILL),
         pytest.param("2cpu", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("1cpu_bf16", signal.SIGTERM, marks=pytest.mark.slow),

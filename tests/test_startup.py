@@ -1,26 +1,13 @@
 """Settings of the whole process: each does what it says, and is noticed if its target changes."""
 
-import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
+import torch
 from conftest import ROOT
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run code in a process of its own, where nothing has been patched yet."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-
-
-def passes(code: str, **environment: str) -> None:
-    done = python(code, **environment)
-    assert done.returncode == 0, done.stderr
-
 
 OPTIMIZER = """
 import sys, torch
@@ -29,8 +16,10 @@ weight = torch.ones(3, requires_grad=True)
 """
 
 
-def test_optimizers_work_without_the_compiler_and_call_their_hooks() -> None:
-    passes(
+def test_optimizers_work_without_the_compiler_and_call_their_hooks(
+    in_fresh_process: Callable,
+) -> None:
+    in_fresh_process(
         OPTIMIZER
         + """
 startup.spare_the_compiler()
@@ -50,8 +39,8 @@ assert "torch._dynamo" not in sys.modules, "the compiler was imported"
     )
 
 
-def test_an_optimizer_that_was_there_before_keeps_its_hooks() -> None:
-    passes(
+def test_an_optimizer_that_was_there_before_keeps_its_hooks(in_fresh_process: Callable) -> None:
+    in_fresh_process(
         OPTIMIZER
         + """
 calls = []
@@ -65,26 +54,32 @@ assert calls == [1]
     )
 
 
-def test_numbers_are_the_same_without_the_compiler() -> None:
-    code = (
-        OPTIMIZER
-        + """
+STEPS = """
+import torch
 weight = torch.linspace(0, 1, 50).requires_grad_()
 optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
 for step in range(5):
     weight.square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print("torch._dynamo" in sys.modules, weight.tolist())
 """
+
+
+def test_numbers_are_the_same_without_the_compiler(in_fresh_process: Callable) -> None:
+    plain: dict[str, torch.Tensor] = {}
+    exec(STEPS, plain)
+    in_fresh_process(
+        "from trainkit import startup\nstartup.spare_the_compiler()"
+        + STEPS
+        + "import sys\nassert 'torch._dynamo' not in sys.modules and weight.tolist() == plain",
+        plain=plain["weight"].tolist(),
     )
-    plain = python(code).stdout.split(" ", 1)
-    spared = python(code.replace("\nweight", "\nstartup.spare_the_compiler()\nweight", 1)).stdout
-    assert spared.split(" ", 1) == ["False", plain[1]] and plain[0] == "True"
 
 
-def test_preparing_a_model_looks_for_no_sharded_weights_unless_there_can_be_some() -> None:
-    passes("""
+def test_preparing_a_model_looks_for_no_sharded_weights_unless_there_can_be_some(
+    in_fresh_process: Callable,
+) -> None:
+    in_fresh_process("""
 import sys, torch
 from accelerate import Accelerator
 from trainkit import startup
@@ -97,8 +92,8 @@ assert accelerate.accelerator.model_has_dtensor(torch.nn.Linear(1, 1)) is False
 """)
 
 
-def test_a_step_searches_the_disk_for_no_package() -> None:
-    passes("""
+def test_a_step_searches_the_disk_for_no_package(in_fresh_process: Callable) -> None:
+    in_fresh_process("""
 import importlib.util, torch
 from accelerate import Accelerator
 from trainkit import startup
@@ -118,8 +113,8 @@ step()
 """)
 
 
-def test_the_plain_way_is_taken_where_a_target_is_gone() -> None:
-    passes("""
+def test_the_plain_way_is_taken_where_a_target_is_gone(in_fresh_process: Callable) -> None:
+    in_fresh_process("""
 import accelerate.accelerator, accelerate.optimizer
 from trainkit import startup
 del accelerate.accelerator.model_has_dtensor, accelerate.optimizer.is_lomo_available
@@ -128,10 +123,10 @@ startup.spare_lookups()
 """)
 
 
-def test_freed_memory_is_kept() -> None:
+def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("glibc's settings")
-    passes("""
+    in_fresh_process("""
 import resource, torch
 from trainkit import startup
 startup.keep_memory()
@@ -145,8 +140,8 @@ assert faults() < 1000, "a freed tensor of 16 MB was given back"  # 3,900 pages 
 """)
 
 
-def test_no_code_is_unpickled_however_main_was_started() -> None:
-    passes("""
+def test_no_code_is_unpickled_however_main_was_started(in_fresh_process: Callable) -> None:
+    in_fresh_process("""
 import os, pickle, torch
 import train_regression
 try:
@@ -167,31 +162,38 @@ else:
 
 
 ORPHAN = """
-import os, subprocess, sys, time
-code = '''
-import sys, time
-time.sleep({wait})
-from trainkit import startup
-startup.run(lambda: print("trained on", flush=True))
-'''
-subprocess.Popen([sys.executable, "-c", code])
-time.sleep({stay})
+import os, time
+reader, writer = os.pipe()
+if os.fork() == 0:
+    launcher = os.getpid()
+    if os.fork() > 0:
+        os._exit(0)  # the launcher dies while its process imports torch
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    os.close(writer)
+    if launched:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    while os.getppid() == launcher:
+        time.sleep(0.01)
+    try:
+        from trainkit import startup
+        startup.run(lambda: os.write(1, b"trained on"))
+    finally:
+        os._exit(0)
+os.close(writer)
+os.wait()
+output = os.fdopen(reader).read()
+assert ("trained on" in output) != launched, output
+assert ("the launcher of this process is gone" in output) == launched, output
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
-@pytest.mark.parametrize(("launched", "trains"), [(True, False), (False, True)])
-def test_a_launcher_that_died_during_the_imports_is_found(launched: bool, trains: bool) -> None:
-    environment = {"ACCELERATE_MIXED_PRECISION": "no"} if launched else {}
-    orphan = subprocess.Popen(
-        [sys.executable, "-c", ORPHAN.format(wait=1, stay=0)],
-        cwd=ROOT, env={**os.environ, **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    orphan.wait(30)
-    output, errors = orphan.communicate(timeout=60)  # until the orphan has closed them too
-    assert ("trained on" in output) == trains, output + errors
-    assert ("the launcher of this process is gone" in errors) == launched, errors
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_launcher_that_died_during_the_imports_is_found(
+    launched: bool, in_fresh_process: Callable
+) -> None:
+    in_fresh_process(ORPHAN, launched=launched)
 
 
 def test_a_closed_pipe_ends_quietly() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import CONFIGS, ROOT, rows, run, saved
+from conftest import CONFIGS, ROOT, assert_num_processes, rows, run, saved
 from double import SAME
 from safetensors.torch import load_file
 from torch import nn
@@ -34,9 +34,9 @@ def training_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
     ("model", "accumulate"),
     [
         ("compact", 1),
-        ("lenet", 3),
-        pytest.param("compact", 3, marks=pytest.mark.slow),
+        ("compact", 3),
         pytest.param("lenet", 1, marks=pytest.mark.slow),
+        pytest.param("lenet", 3, marks=pytest.mark.slow),
     ],
 )
 def test_the_loop_is_plain_pytorch(
@@ -141,7 +141,17 @@ def test_a_run_leaves_metrics_weights_and_done(
     assert right.double().mean().item() == metrics["eval_accuracy"]
 
 
-def test_compiled_by_the_yaml_the_weights_have_plain_names(
+def test_compiled_the_weights_have_plain_names(
+    small_mnist: Path, tmp_path: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # traces, needs no compiler
+    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", tmp_path, "--stop-after-steps",
+             2)  # fmt: skip
+    assert_plain_names(tmp_path)
+
+
+@pytest.mark.slow
+def test_compiled_by_the_yaml_on_two_processes_the_weights_have_plain_names(
     small_mnist: Path, tmp_path: Path
 ) -> None:
     config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text())
@@ -151,7 +161,12 @@ def test_compiled_by_the_yaml_the_weights_have_plain_names(
                  "--stop-after-steps", 2, config=tmp_path / "compiled.yaml",
                  timeout=300)  # fmt: skip
     assert result.returncode == 0, result.stderr
-    weights, about = saved(tmp_path / "run")
+    assert_num_processes(result.stdout, 2)
+    assert_plain_names(tmp_path / "run")
+
+
+def assert_plain_names(run_dir: Path) -> None:
+    weights, about = saved(run_dir)
     train_mnist.MODELS[about["model"]](10).load_state_dict(weights)
 
 
