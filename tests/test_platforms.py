@@ -9,21 +9,42 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, kill_all, rows, run, start
+from conftest import NUM_TEST, ROOT, kill_all, rows, start
 from PIL import Image
 
-WITHOUT = {"PYTHONPATH": f"{ROOT / 'tests' / 'platform_without'}{os.pathsep}{ROOT}"}
+# In one process, because each start takes seconds.
+RESUME_AND_USE = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+
+for name in ("fcntl", "resource"):
+    assert sys.modules[name] is None
+assert not hasattr(signal, "SIGUSR1") and not hasattr(os, "setpgid")
+
+import predict, train_mnist
+from trainkit import doctor
+from trainkit.rundir import sync
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")  # loader workers
+    sync(Path("."))  # opens no folder, and does not mind
+    run_dir, picture, *flags = sys.argv[1:]
+    train_mnist.main(flags)
+    predict.main([run_dir, picture])
+    sys.exit(doctor.main(["--run-dir", run_dir, "--json"]))
+"""
 
 
 def test_a_run_trains_stops_resumes_and_predicts_without_them(
     small_mnist: Path, tmp_path: Path
 ) -> None:
-    flags = ["--dataset", small_mnist, "--model", "lenet", "--batch-size", 48, "--num-workers", 2,
-             "--log-every", 1, "--save-every", 3, "--epochs", 60, "--run-dir"]  # fmt: skip
     run_dir = tmp_path / "run"
+    flags = ["--dataset", small_mnist, "--batch-size", 48, "--log-every", 1, "--save-every", 3,
+             "--epochs", 60, "--run-dir", run_dir]  # fmt: skip
     # A cache of its own: without fcntl a file that a kernel lock left behind counts as locked.
-    environment = WITHOUT | {"HF_HOME": str(tmp_path / "hf")}
-    process = start("train_mnist.py", *flags, run_dir, env=environment)
+    environment = {"PYTHONPATH": f"{ROOT / 'tests' / 'platform_without'}{os.pathsep}{ROOT}",
+                   "HF_HOME": str(tmp_path / "hf")}  # fmt: skip
+    process = start("train_mnist.py", *flags, env=environment)
     deadline = time.monotonic() + 100
     while not list(run_dir.glob("checkpoints/step-*")) and process.poll() is None:
         if time.monotonic() > deadline:
@@ -34,28 +55,17 @@ def test_a_run_trains_stops_resumes_and_predicts_without_them(
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 75 and "stopped by SIGINT" in output, errors
     stopped_at = rows(run_dir)[-1]["step"]
-    again = run("train_mnist.py", *flags, run_dir, "--resume", "auto", "--stop-after-steps",
-                stopped_at + 10, env=environment)  # fmt: skip
-    assert again.returncode == 0 and "resuming from" in again.stdout, again.stderr
-    assert rows(run_dir)[-1]["eval_samples"] == 251
-    assert json.loads((run_dir / "run.json").read_text())["num_processes"] == 1
+
     Image.new("L", (28, 28)).save(tmp_path / "black.png")
-    said = run("predict.py", run_dir, tmp_path / "black.png", env=environment)
-    assert said.returncode == 0 and "black.png" in said.stdout, said.stderr
-
-
-def test_the_doctor_examines_without_them(tmp_path: Path) -> None:
-    code = """
-import os, signal, sys
-from trainkit import doctor
-from trainkit.rundir import sync
-for name in ("fcntl", "resource"):
-    assert sys.modules[name] is None
-assert not hasattr(signal, "SIGUSR1") and not hasattr(os, "setpgid")
-sync(__import__("pathlib").Path("."))  # opens no folder, and does not mind
-sys.exit(doctor.main(sys.argv[1:]))
-"""
-    done = subprocess.run([sys.executable, "-c", code, "--run-dir", str(tmp_path), "--json"],
-                          cwd=ROOT, env={**os.environ, **WITHOUT},
+    program = tmp_path / "resume_and_use.py"
+    program.write_text(RESUME_AND_USE)
+    again = [sys.executable, program, run_dir, tmp_path / "black.png", *flags, "--resume", "auto",
+             "--no-pictures", "--num-workers", 1, "--stop-after-steps", stopped_at + 5]  # fmt: skip
+    done = subprocess.run([*map(str, again)], env={**os.environ, **environment}, cwd=ROOT,
                           capture_output=True, text=True, timeout=100)  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "resuming from" in done.stdout and f"{tmp_path / 'black.png'}: " in done.stdout
+    assert rows(run_dir)[-1]["eval_samples"] == NUM_TEST
+    assert rows(run_dir)[-1]["step"] == stopped_at + 5
+    assert json.loads((run_dir / "run.json").read_text())["num_processes"] == 1
+    assert '"problems": []' in done.stdout
