@@ -151,7 +151,7 @@ def regression_page(gr: Any, run_dir: Path, model: nn.Module, about: dict[str, A
         few = about["targets"][:4]
         figure = plots.new_figure(4.4, 2.8 * len(few))
         grid = figure.subplots(len(few), 1, squeeze=False)
-        x = np.linspace(*ranges[along][:2], 121)
+        x = np.linspace(ranges[along][0], ranges[along][1], 121)
         y = outputs(row.loc[[0] * len(x)].reset_index(drop=True).assign(**{along: x}))
         for number, (axes, name) in enumerate(zip(grid.flat, few, strict=True)):
             axes.plot(x, y[:, number], color=plots.COLOURS[4])

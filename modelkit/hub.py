@@ -165,6 +165,7 @@ def _loader(model: nn.Module, about: dict[str, Any]) -> str:
 def _check(model: nn.Module, about: dict[str, Any], folder: Path) -> None:
     """Raise RunFailure unless model.py, by itself, gives the outputs of `model`."""
     spec = importlib.util.spec_from_file_location("exported_model", folder / "model.py")
+    assert spec is not None and spec.loader is not None  # of a .py file it never is
     module = importlib.util.module_from_spec(spec)
     torch.manual_seed(0)
     inputs = model.example_inputs()

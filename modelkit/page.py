@@ -128,7 +128,7 @@ def drawing(figure: "Figure", what: str) -> str:
         axes.grid(color="0.5", alpha=0.3)
         axes.tick_params(colors="0.5")
         for part in (axes.xaxis.label, axes.yaxis.label, *axes.spines.values()):
-            part.set_color("0.5")
+            part.set(color="0.5")
     file = io.BytesIO()
     figure.savefig(file, format="svg", transparent=True)
     return f'<div class="curve">{_inside(file.getvalue(), "svg+xml", what)}</div>'
