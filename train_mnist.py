@@ -81,7 +81,7 @@ class Deep(nn.Sequential):
         )  # fmt: skip
 
 
-MODELS = {"compact": Compact, "lenet": LeNet, "wide": Wide, "deep": Deep}
+MODELS: dict[str, type] = {"compact": Compact, "lenet": LeNet, "wide": Wide, "deep": Deep}
 
 
 class Accuracy(evaluate.Metric):

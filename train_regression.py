@@ -8,7 +8,7 @@ python train_regression.py --data houses.csv --target price --model mlp
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import InMemory, make_loaders
 from trainkit.run import Run
 
-LOSSES = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
+LOSSES: dict[str, Callable] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
 
 
 class Linear(nn.Linear):
@@ -49,7 +49,7 @@ class MLP(nn.Sequential):
         super().__init__(*layers, nn.Linear((num_features, *hidden)[-1], num_targets))
 
 
-MODELS = {"linear": Linear, "mlp": MLP}
+MODELS: dict[str, type] = {"linear": Linear, "mlp": MLP}
 
 
 class Regression(evaluate.Metric):
@@ -66,12 +66,12 @@ class Regression(evaluate.Metric):
         return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions: list, references: list, baseline: np.ndarray) -> dict:
-        references = np.asarray(references)
-        error = references - np.asarray(predictions)
+        truth = np.asarray(references)
+        error = truth - np.asarray(predictions)
         mse = (error**2).mean(0)
         values = {"mse": mse, "rmse": np.sqrt(mse), "mae": np.abs(error).mean(0)}
-        for name, guess in (("r2", references.mean(0)), ("r2_train_mean", baseline)):
-            spread = ((references - guess) ** 2).mean(0)
+        for name, guess in (("r2", truth.mean(0)), ("r2_train_mean", baseline)):
+            spread = ((truth - guess) ** 2).mean(0)
             values[name] = np.where(spread > 0, 1 - mse / np.where(spread > 0, spread, 1), mse == 0)
         return {name: float(value.mean()) for name, value in values.items()}
 
@@ -146,8 +146,9 @@ def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, A
     table, known = load(args)
     targets = args.target or [name for name in table.columns if name.startswith("y")]
     # A table is standardised by its training rows; synthetic data have the unit that they have.
-    *sets, about = tables.make_sets(table, targets, args, standardise=args.data is not None)
-    return *sets, known | about
+    standardise = args.data is not None
+    train_set, eval_set, about = tables.make_sets(table, targets, args, standardise)
+    return train_set, eval_set, known | about
 
 
 class Predictor(nn.Module):

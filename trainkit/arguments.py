@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainkit.errors import UsageError, is_main_rank
 
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         return arg_line.split("#")[0].split()
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {Path(sys.argv[0]).name} --help)")
 
     def _print_message(self, message: str, file: Any = None) -> None:

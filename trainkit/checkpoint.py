@@ -108,7 +108,8 @@ class Checkpoints:
         if the checkpoint is damaged, of another run or from after the last step of this run.
         """
         accelerator, main = self.accelerator, self.accelerator.is_main_process
-        path, trainer, notices = None, {}, []
+        path, trainer = None, {}
+        notices: list[str] = []
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
                 for leftover in list(self.directory.glob(".tmp-*")):
@@ -173,7 +174,7 @@ class Checkpoints:
                     f"--resume {wanted} is not in {self.directory}, and a run continues only in "
                     "its own folder: name that folder, or a copy of it, with --run-dir"
                 )
-        damaged = []
+        damaged: list[str] = []
         for path in reversed(candidates):
             problem = verify(path)
             if problem is None:

@@ -86,7 +86,7 @@ def _seconds(run_dir: Path) -> dict[str, float]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         deep = isinstance(value, dict)
         flat |= _flat(value, f"{prefix}{name}.") if deep else {f"{prefix}{name}": value}

@@ -226,7 +226,7 @@ def measure_matmul(accelerator: Accelerator) -> dict[str, float]:
     All ranks measure at the same time, as they train.
     """
     device, rates = accelerator.device, {}
-    size, precisions = 4096, (torch.float32, torch.bfloat16, torch.float16)
+    size, precisions = 4096, [torch.float32, torch.bfloat16, torch.float16]
     if device.type == "cpu":
         size, precisions = 384, precisions[:2]
     for dtype in precisions:

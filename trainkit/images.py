@@ -32,8 +32,8 @@ def open_picture(file: Path | BytesIO) -> Image.Image:
         raise ValueError(f"it is none of {', '.join(FORMATS)}") from None
     with picture:
         # MPO: a JPEG of many phones, one photo and a small or brighter copy of it.
-        if picture.format != "MPO" and getattr(picture, "is_animated", False):
-            raise ValueError(f"it holds {picture.n_frames} pictures: save one of them")
+        if (number := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
+            raise ValueError(f"it holds {number} pictures: save one of them")
         return ImageOps.exif_transpose(picture)
 
 
@@ -241,11 +241,11 @@ def read_picture(path: Path, size: int, seen: dict[str, Any], as_is: bool = Fals
         grey = 255 - grey
         pixels = resize(grey, size, size)
     if not as_is and seen["frame"] and [*grey.shape[::-1]] != seen["shape"]:
-        pixels = frame(grey, size, *seen["frame"], path)
+        pixels = frame(path, grey, size, *seen["frame"])
     return torch.from_numpy(pixels)[None, None]
 
 
-def frame(grey: np.ndarray, size: int, side: float, x: float, y: float, path: Path) -> np.ndarray:
+def frame(path: Path, grey: np.ndarray, size: int, side: float, x: float, y: float) -> np.ndarray:
     """The ink of a picture in a square of its ground, uint8 (size, size); see describe_looks."""
     ground = np.median(np.concatenate((grey[0], grey[-1], grey[:, 0], grey[:, -1])))
     bright = ground < (grey.min() + grey.max()) / 2
@@ -261,6 +261,6 @@ def frame(grey: np.ndarray, size: int, side: float, x: float, y: float, path: Pa
         for axis, centre in enumerate((y, x))
     )
     window = (left, top, left + length, top + length)  # reaches beyond the ink, into black
-    window = Image.fromarray(ink.astype(np.uint8)).crop(tuple(map(round, window)))
-    pixels = resize(np.asarray(window, dtype=np.float64), size, size)
+    digit = Image.fromarray(ink.astype(np.uint8)).crop(tuple(map(round, window)))
+    pixels = resize(np.asarray(digit, dtype=np.float64), size, size)
     return pixels if bright else 255 - pixels

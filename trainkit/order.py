@@ -288,7 +288,7 @@ def data_md5(*sets: Dataset) -> str:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 leaf = leaf.cpu().contiguous().numpy()
-            digest.update(leaf if isinstance(leaf, np.ndarray) else repr(leaf).encode())
+            digest.update(leaf.data if isinstance(leaf, np.ndarray) else repr(leaf).encode())
     return digest.hexdigest()
 
 

@@ -229,7 +229,7 @@ class Run:
         self.num_before = self._num_done()  # of a run that was resumed
         bar = epoch_bar(accelerator, progress.epoch, self.num_used, self.num_before, "samples")
         self.resources.callback(bar.close)
-        self.said_at, self.last_loss = time.monotonic(), None
+        self.said_at, self.last_loss = time.monotonic(), ""
         self.batches.set_position(progress.epoch, progress.batch * args.batch_size)
         micro_batches = itertools.count(1)
         for batch in self.loader:
@@ -281,9 +281,9 @@ class Run:
         multiplied in. A loss that is not finite gives NaN gradients on all processes.
         """
         num_values = self.num_samples * per_sample
-        self.loss = loss_sum.detach() / num_values
+        self.loss = loss = loss_sum.detach() / num_values
         scale = self.accelerator.num_processes * self.args.accumulate / num_values
-        return loss_sum * (scale + 0 * self.loss)  # 0 * inf is NaN
+        return loss_sum * (scale + 0 * loss)  # 0 * inf is NaN
 
     def clip_and_check(self, optimizer: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
@@ -451,8 +451,9 @@ class Run:
     def _write_predictions(self) -> None:
         path = self.args.run_dir / plots.PREDICTIONS
         with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
-            if self.accelerator.is_main_process and self.predictions[0] is not None:
-                write_tensors(path, *self.predictions)
+            tensors, about = self.predictions
+            if self.accelerator.is_main_process and tensors is not None:
+                write_tensors(path, tensors, about)
 
     def _print_plan(self, plan: dict[str, str]) -> None:
         """What is about to happen, read from the objects that will do it, one line per item."""

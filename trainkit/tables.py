@@ -78,7 +78,8 @@ def read_table(
     if path.exists() and len({_kind(file) for file in files}) != 1:
         raise UsageError(f"{where} is not a table: there must be files of one kind of "
                          f"{', '.join(KINDS)}")  # fmt: skip
-    tables, said = [], ""
+    tables: list[pd.DataFrame] = []
+    said = ""
     for file in files:
         with as_usage_error(f"{where} cannot be read{f' ({file})' * path.is_dir()}"):
             table, said = _read_file(file, separator, encoding)

@@ -53,7 +53,7 @@ class Mirror(GeneralTracker):
         group = "epochs" if "eval_loss" in values else "steps"
         self.write({f"{group}/{name}": values[name] for name in values if name != "step"}, step)
 
-    def write(self, values: dict[str, float], step: int) -> None:
+    def write(self, values: dict[str, float], step: int | None) -> None:
         self.tracker.log(values, step=step)
 
     def add_pictures(self, paths: list[Path], step: int) -> None:
@@ -83,7 +83,7 @@ class TensorBoard(Mirror):
             writer.file_writer.add_summary(summary)
         return writer
 
-    def write(self, values: dict[str, float], step: int) -> None:
+    def write(self, values: dict[str, float], step: int | None) -> None:
         for name, value in values.items():
             self.tracker.add_scalar(name, value, step)
 
