@@ -343,6 +343,26 @@ def new_class(folder: Path) -> None:
     parquet(folder, made)
 
 
+def listed(*names: str) -> Callable[[Path], None]:
+    """A layout whose test split has another ClassLabel; a class that it lacks is its first."""
+
+    def make(folder: Path, on_disk: bool = False) -> None:
+        made = dataset()
+        kinds = [names.index(name) if (name := NAMES[label]) in names else 0
+                 for label in labels("test")]  # fmt: skip
+        rows = made["test"].remove_columns("kind").add_column("kind", kinds)
+        made["test"] = rows.cast_column("kind", ClassLabel(names=list(names)))
+        DatasetDict(made).save_to_disk(folder) if on_disk else parquet(folder, made)
+
+    return make
+
+
+def two_minds(folder: Path) -> None:
+    parquet(folder, dataset())
+    part = dataset()["test"].cast_column("kind", ClassLabel(names=sorted(NAMES)))
+    part.to_parquet(folder / "train-00001-of-00002.parquet")
+
+
 def all_own(folder: Path) -> None:
     made = {split: rows.remove_columns("kind").add_column("id", [*range(len(rows))])
             for split, rows in dataset().items()}  # fmt: skip
@@ -372,6 +392,9 @@ BAD_LAYOUTS = {
     "all rows differ": (all_own, [], "each row has a label of its own"),
     "one class": (with_rows(lambda rows: rows | {"kind": [5] * 60}, kind="int"), [], "only one cl"),
     "a new class": (new_class, [], "'test', column 'kind', row 5: the label is not one of the 3"),
+    "files of two minds": (two_minds, [], "'train', .*number the classes differently, .*'three'"),
+    "other classes": (listed("six", "one", "two"), [], r"'test', column 'kind', row 1: .* not one "
+                      r"of the 3 classes \['three', 'one', 'two'\]; this split has \['six', 'one'"),
     "raw bytes": (raw_bytes, [], r"datasets\.Image\(\)"),
     "html": (lambda f: (f.mkdir(), (f / "train.parquet").write_text("<html>")), [],
              "cannot be read"),
@@ -391,6 +414,16 @@ def test_the_column_of_the_classes_can_be_named(tmp_path: Path) -> None:
     two_columns(tmp_path / "data")
     _, eval_set, about = load(tmp_path / "data", "--label", "kind")
     assert about["classes"] == ["5", "6", "7"] and eval_set.tensors[1].tolist() == labels("test")
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("names", [("two", "one", "three"), ("one", "more", "two", "three")])
+def test_the_classes_of_another_split_go_by_their_names(
+    names: tuple[str, ...], on_disk: bool, tmp_path: Path
+) -> None:
+    listed(*names)(tmp_path / "data", on_disk)
+    _, eval_set, about = load(tmp_path / "data")
+    assert about["classes"] == NAMES and eval_set.tensors[1].tolist() == labels("test")
 
 
 def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import reprlib
 import sys
 import warnings
 from io import BytesIO
@@ -12,6 +13,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow.parquet
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -126,16 +128,17 @@ def load_images(
 
     Args:
         label: column of the classes; None: the only one that there can be.
-        classes: those of another split, which must be the same.
+        classes: those of another split, by which the labels of this one are numbered.
     """
     if not (sys.stderr.isatty() and is_main_rank()):
         datasets.disable_progress_bars()
     where = f"--dataset {name}, split {split!r}"
     with as_usage_error(f"--dataset {name} cannot be read"):
+        source = {"path": name}
         if (Path(name) / "state.json").is_file():  # one data set that save_to_disk wrote
-            splits = datasets.load_dataset("arrow", data_files=str(Path(name) / "*.arrow"))
-        else:
-            splits = datasets.load_dataset(name)
+            source = {"path": "arrow", "data_files": str(Path(name) / "*.arrow")}
+        splits = datasets.load_dataset(**source)
+        files = Path(name).exists() and datasets.load_dataset_builder(**source).config.data_files
     if split not in splits:
         raise UsageError(f"{where}: there are only {sorted(splits)}; to evaluate on held "
                          "out training pictures use --validation-split N")  # fmt: skip
@@ -146,7 +149,7 @@ def load_images(
             f"{where}: there must be rows with an Image column, not {len(rows)} rows of "
             f"{rows.column_names} (make one with cast_column(NAME, datasets.Image()))"
         )
-    labels, classes = read_labels(rows, where, label, classes)
+    labels, classes = read_labels(rows, where, label, classes, files[split] if files else [])
     looks = dict.fromkeys(("border", "x", "y", "side"), datasets.Value("float32"))
     flat = datasets.Sequence(datasets.Value("uint8"), length=size * size)
     with as_usage_error(f"{where}: the pictures cannot be read"):
@@ -161,7 +164,11 @@ def load_images(
 
 
 def read_labels(
-    rows: datasets.Dataset, where: str, label: str | None, classes: list[str] | None
+    rows: datasets.Dataset,
+    where: str,
+    label: str | None,
+    classes: list[str] | None,
+    files: list[str],
 ) -> tuple[torch.Tensor, list[str]]:
     """The classes of all rows as int64, and their names: of a ClassLabel, or the values, sorted.
 
@@ -185,18 +192,38 @@ def read_labels(
     if values.isna().any():
         raise UsageError(f"{where}, row {values.isna().idxmax() + 1}: the label is missing")
     if choices[0] in found:
-        names = rows.features[choices[0]].names
+        # datasets reads every file with the names in the first one of all splits.
+        lists = [names for file in files if (names := names_in_file(Path(file), choices[0]))]
+        own = lists[0] if lists else rows.features[choices[0]].names
+        for other in lists:
+            if other != own:
+                raise UsageError(f"{where}: its files number the classes differently, "
+                                 f"{reprlib.repr(own)} and {reprlib.repr(other)}")  # fmt: skip
+        texts = values.map(dict(enumerate(own)))
     else:
-        names = classes or [str(value) for value in sorted(values.unique())]
-        if len(names) == len(rows) > 2:
+        own, texts = [str(value) for value in sorted(values.unique())], values.map(str)
+        if classes is None and len(own) == len(rows) > 2:
             raise UsageError(f"{where}: each row has a label of its own: name another --label")
-        values = pd.Series(pd.Index(names).get_indexer(values.map(str)))
-    wrong = (values < 0) | (values >= len(names))
-    if wrong.any() or len(names) < 2:
-        raise UsageError(f"{where}: there is only one class" if len(names) < 2 else
-                         f"{where}, row {wrong.idxmax() + 1}: the label is not one of the "
-                         f"{len(names)} classes")  # fmt: skip
-    return torch.from_numpy(values.to_numpy(np.int64, copy=True)), names
+    names = classes or own
+    if len(names) < 2:
+        raise UsageError(f"{where}: there is only one class")
+    # By name: another split may have them in another order.
+    numbers = pd.Index(names).get_indexer(texts)
+    if (numbers < 0).any():
+        more = f"; this split has {reprlib.repr(own)}" * (own != names)
+        raise UsageError(f"{where}, row {(numbers < 0).argmax() + 1}: the label is not one of the "
+                         f"{len(names)} classes {reprlib.repr(names)}{more}")  # fmt: skip
+    return torch.from_numpy(numbers.astype(np.int64)), names
+
+
+def names_in_file(path: Path, column: str) -> list[str]:
+    """The names of a ClassLabel that a file itself gives; none of another kind of file."""
+    features = {}
+    if path.suffix == ".parquet":
+        features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path))
+    elif path.suffix == ".arrow":
+        features = datasets.Dataset.from_file(str(path)).features
+    return getattr(features.get(column), "names", None) or []
 
 
 def learn_framing(size: int, *looks: pd.DataFrame) -> dict[str, Any]:
