@@ -63,7 +63,8 @@ def first_examples(run_dir: Path, about: dict[str, Any]) -> tuple[torch.Tensor, 
     """The first test picture of each class; none where the data are gone."""
     try:
         said = json.loads((run_dir / "run.json").read_text())["arguments"]
-        data, *_ = load_images(said["dataset"], "test", about["size"], said.get("label"))
+        data, *_ = load_images(said["dataset"], "test", about["size"], said.get("label"),
+                               about["classes"])  # fmt: skip
     except (UsageError, OSError, KeyError, ValueError):
         return torch.empty(0), []
     images, truth = data.tensors
