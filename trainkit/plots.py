@@ -233,21 +233,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     for run_dir in args.run_dirs:
         if not (run_dir / "metrics.jsonl").exists():
             raise UsageError(f"{run_dir} is not a run folder: it has no metrics.jsonl")
-    if len(args.run_dirs) == 1:
-        if args.output is not None:
-            raise UsageError("--output is for several runs; those of one go into its folder")
-        print(*draw_run(args.run_dirs[0]), sep="\n")
-    else:
-        output = args.output or args.run_dirs[0].parent / "comparison.png"
-        draw_curves(args.run_dirs).savefig(output)
-        print(compare.compare_runs(args.run_dirs), output, sep="\n")
+    if len(args.run_dirs) == 1 and args.output is not None:
+        raise UsageError("--output is for several runs; those of one go into its folder")
+    with as_usage_error(f"{' and '.join(map(str, args.run_dirs))} cannot be drawn"):
+        if len(args.run_dirs) == 1:
+            print(*draw_run(args.run_dirs[0]), sep="\n")
+        else:
+            output = args.output or args.run_dirs[0].parent / "comparison.png"
+            draw_curves(args.run_dirs).savefig(output)
+            print(compare.compare_runs(args.run_dirs), output, sep="\n")
 
 
 def load_predictions(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and metadata of a predictions.safetensors. Raises UsageError."""
     with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
         metadata = json.loads((file.metadata() or {}).get("trainkit", "{}"))
-        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        needed = ["prediction", "target", *["probability"] * ("mistake_images" in tensors)]
+        if missing := [name for name in needed if name not in tensors]:
+            raise UsageError(f"{path} holds no {' and no '.join(missing)}: remove it, or run again")
+        return tensors, metadata
 
 
 def new_figure(width: float, height: float) -> "Figure":
