@@ -83,7 +83,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="CSV, JSON or Parquet file, a folder of them, or Hub id; None: synthetic")  # fmt: skip
     add("--separator", default=None, help="of the values in text files; None: , ; tab or |")
     add("--encoding", default=None, help="of text files; None: UTF-8, else what it looks like")
-    add("--target", type=arguments.names, default=None, metavar="COLUMN[,COLUMN]", help="of --data")
+    add("--target", type=arguments.names, default=None, metavar="COLUMN[,COLUMN]",
+        help="of --data; a name with a comma in it in quotes")  # fmt: skip
     add("--features", type=arguments.names, default=None, metavar="COLUMN[,COLUMN]",
         help="of --data; None: all columns but the targets")  # fmt: skip
     add("--categorical", type=arguments.names, default=[], metavar="COLUMN[,COLUMN]",

@@ -85,6 +85,8 @@ READ = {
                           ", separator '^', encoding utf-8-sig"),
     "comma in a quoted name": ("t.csv", b'"a, b";y\n' + b"1;2\n2;3\n4;5\n" * 5, [], ["a, b"],
                                ", separator ';', encoding utf-8-sig"),
+    "a comma in a name that is chosen": ("t.csv", b'"a, b",c;d,y\n' + b"1,2,3\n2,5,4\n4,5,7\n" * 5,
+                                         ["--features", '"a, b",c;d'], ["a, b", "c;d"], ""),
     "an index": ("t.csv", frame().to_csv().encode(), [], ALL, INDEX),
     "an index twice": ("t.csv", frame().rename_axis("Unnamed: 0").reset_index().to_csv(
         index=False).encode(), [], ALL, INDEX),
@@ -203,7 +205,13 @@ REFUSED = {
     "wrong target": ("t.csv", b"a,b,z\n1,2,3\n", [], "no column 'y'.*'a', 'b', 'z'"),
     "wrong feature": ("t.csv", b"a,b,y\n1,2,3\n", ["--features", "c"], "no column 'c'"),
     "a stray text": ("t.csv", b"a,b,y\n1,2,3\n1,x2,3\n2,3,4\n", [], "'b', row 2: 'x2' is not a n"),
-    "a stray $0": ("t.csv", b"a,b,y\n1,2,3\n1,$0,3\n2,3,4\n", [], r"'b', row 2: '\$0' is not a n"),
+    "a stray $0": ("t.csv", b"a,b,y\n1,2,3\n1,$0,3\n2,3,4\n", [], r"'b', row 2: '\$0' reads like "),
+    "decimal commas": ("t.csv", b"a;b;y\n" + b"1,5;1;2\n2,5;2;3\n" * 9, [],
+                       r"'a', row 1: '1,5' reads like a number.*: write plain numbers \(1234\.5"),
+    "a stray decimal comma": ("t.csv", b"a;b;y\n1;1;2\n2;2;3\n3,5;2;3\n", [],
+                              r"'a', row 3: '3,5' reads like .*: write plain numbers \(1234\.5"),
+    "decimal commas in the target": ("t.csv", b"a;y\n" + b"1;2,5\n2;3,5\n" * 9, [],
+                                     r"'y', row 1: '2,5' reads like .* \(1234\.5"),
     "text far down": ("t.csv", b"a,b,y\n" + b"1,2,3\n" * 15000 + b"1,x,3\n", [],
                       "'b', row 15001: 'x' is not a number"),
     "text target": ("t.csv", b"a,y\n1,red\n2,blue\n3,red\n4,red\n", [],
@@ -227,7 +235,7 @@ REFUSED = {
     "parquet dates": ("t.parquet", parquet(frame().assign(
         when=pd.date_range("2020", periods=30))), [], "'when' holds datetime64"),
     "parquet days": ("t.parquet", parquet(frame().assign(
-        when=pd.date_range("2020", periods=30).date)), [], "'when', row 1: .* is not a number"),
+        when=pd.date_range("2020", periods=30).date)), [], "'when', row 1: .* reads like"),
     "flags without a table": (None, None, ["--separator", ";"], "are for --data"),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The flags that every run has, and one message that names all that is wrong with them."""
 
 import argparse
+import csv
 import math
 import os
 import sys
@@ -46,8 +47,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def names(text: str) -> list[str]:
-    """The names in `a,b`, as a flag takes them."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    """The names in `a,b`, as a flag takes them; one with a comma inside in quotes, `"a, b",c`."""
+    found = next(csv.reader([text], skipinitialspace=True), [])
+    return [name.strip() for name in found if name.strip()]
 
 
 def whole_numbers(text: str) -> list[int]:

@@ -255,7 +255,10 @@ def numbers(values: pd.Series, where: str) -> pd.Series:
         values = values.map(TRUTH)
     result = pd.to_numeric(values, errors="coerce").astype(np.float64)
     bad = result.isna() & values.notna()
-    _refuse_row(bad, where, name, "{!r} is not a number (a category? see --categorical)", values)
+    why = "{!r} is not a number (a category? see --categorical)"
+    if bad.any() and NUMBER_LIKE.fullmatch(str(values[bad.idxmax()]).strip()):
+        why = "{!r} reads like a number or a date: write plain numbers (1234.5, a year, days)"
+    _refuse_row(bad, where, name, why, values)
     _refuse_row(result.abs() == np.inf, where, name, "the value is not finite")
     return result
 
