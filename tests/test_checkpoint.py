@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import random
 import shutil
 import subprocess
 import sys
@@ -160,52 +159,24 @@ def test_all_is_on_the_disk_before_it_has_its_name(
     assert events[-2:] == ["rename", tmp_path / "checkpoints"]
 
 
-def test_every_flipped_bit_is_found(saved: Path, tmp_path: Path) -> None:
-    generator = random.Random(0)
-    files = sorted(p for p in step(saved, 3).rglob("*") if p.is_file())
-    for count in range(1000):
-        # Each file alike, or the small ones would never be hit.
-        file = files[count % len(files)]
-        content = bytearray(file.read_bytes())
-        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
-        good = file.read_bytes()
-        file.write_bytes(content)
-        assert verify(step(saved, 3)) is not None, file
-        file.write_bytes(good)
-    assert verify(step(saved, 3)) is None
-
-
-DAMAGES: dict[str, Callable[[Path, Path], Any]] = {
-    "truncated": lambda file, older: os.truncate(file, file.stat().st_size // 2),
-    "emptied": lambda file, older: file.write_bytes(b""),
-    "removed": lambda file, older: file.unlink(),
-    "longer": lambda file, older: file.write_bytes(file.read_bytes() + b"\n"),
-    "swapped": lambda file, older: shutil.copy(older, file),
-    "linked": lambda file, older: (file.unlink(), file.symlink_to(older)),
-    "a pipe": lambda file, older: (file.unlink(), os.mkfifo(file)),
-    "beside another": lambda file, older: shutil.copy(file, f"{file}.bak"),
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "trainer.json": lambda file: file.unlink(),
+    "state/model.safetensors": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "MANIFEST.json": lambda file: file.write_bytes(b""),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_each_damaged_file_is_refused_by_path_and_passed_over_by_auto(
-    saved: Path, damage: str
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(
+    saved: Path, name: str
 ) -> None:
-    names = sorted(p.relative_to(step(saved, 3)) for p in step(saved, 3).rglob("*") if p.is_file())
-    assert len(names) == 6, names
-    keep = saved.with_name("keep")
-    shutil.copytree(saved, keep)
-    for name in names:
-        shutil.rmtree(saved)
-        shutil.copytree(keep, saved)
-        DAMAGES[damage](step(saved, 3) / name, step(saved, 2) / name)
-        if (step(saved, 2) / name).read_bytes() == (step(keep, 3) / name).read_bytes():
-            continue  # random states: the same file in both, so a swap is no damage
-        run = Run(saved)
-        message = run.refuses(step(saved, 3))
-        assert "no checkpoint is whole" in message and "step-0000000003" in message
-        assert run.checkpoints.resume("auto") == Progress(step=2, batch=2)
-        assert (saved / "checkpoints" / "damaged-step-0000000003").is_dir()
+    """Which damages are found: tests/test_properties.py."""
+    DAMAGES[name](step(saved, 3) / name)
+    run = Run(saved)
+    message = run.refuses(step(saved, 3))
+    assert "no checkpoint is whole" in message and "step-0000000003" in message
+    assert run.checkpoints.resume("auto") == Progress(step=2, batch=2)
+    assert (saved / "checkpoints" / "damaged-step-0000000003").is_dir()
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(saved: Path) -> None:

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from conftest import run
 
 import predict
 import train_regression
-from trainkit import plots, tables
+from trainkit import plots
 from trainkit.errors import UsageError
 from trainkit.order import InMemory
 
@@ -391,17 +390,3 @@ def test_large_numbers_lose_nothing(tmp_path: Path, run_main: Callable) -> None:
     tensors, _ = plots.load_predictions(tmp_path / "run" / plots.PREDICTIONS)
     said = written.predicted_y[tensors["index"].numpy()].to_numpy()
     assert said == pytest.approx(tensors["prediction"][:, 0].numpy(), rel=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_column_is_encoded_there_and_back(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    texts = ["a", "b,", "c;d", " e"][: random.integers(2, 5)]
-    table = pd.DataFrame({"k": random.choice(texts, 50), "n": random.normal(size=50)})
-    columns = [tables.learn_column(table, name, "here", categorical=name == "k", impute=False)
-               for name in table]  # fmt: skip
-    columns = [tables.Column(**json.loads(json.dumps(vars(column)))) for column in columns]
-    encoded = tables.encode(table, columns, "here")
-    kinds = np.array(columns[0].categories, dtype=object)
-    assert (kinds[encoded[:, :-1].argmax(1)] == table.k.to_numpy(object)).all()
-    assert (encoded[:, -1] == table.n).all() and (encoded[:, :-1].sum(1) == 1).all()

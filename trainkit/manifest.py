@@ -48,6 +48,9 @@ def write_manifest(folder: Path, step: int) -> None:
 
 def verify(path: Path) -> str | None:
     """Why a folder is not a whole checkpoint, or None if every byte is the one that was saved."""
+    for file in (path, path / "MANIFEST.json"):
+        if file.is_symlink():
+            return f"{file.name} is a symbolic link"
     if not (path / "MANIFEST.json").is_file():
         return "it has no MANIFEST.json" if path.is_dir() else "there is no such folder"
     try:
