@@ -34,7 +34,7 @@ from torch import nn
 
 from modelkit import hub
 from trainkit import arguments, startup
-from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.errors import RunFailure, UsageError, as_usage_error, printable
 
 TOLERANCE = 1e-5  # between PyTorch and the exported model, relative to the largest output
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(hub.push(folder, args.push))
     for path in args.files:
         with as_usage_error(f"{path} cannot be used with {args.run_dir}"):
-            print(predictor.predict_file(path, **options), flush=True)
+            print(printable(predictor.predict_file(path, **options)), flush=True)
 
 
 def _script(name: str) -> ModuleType:

@@ -38,6 +38,14 @@ class Parser(argparse.ArgumentParser):
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         return arg_line.split("#")[0].split()
 
+    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
+        try:
+            return super()._read_args_from_files(arg_strings)
+        except UsageError:
+            raise
+        except (RecursionError, ValueError) as problem:
+            self.error(f"a file named with @ is no text or names itself: {problem}")
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {Path(sys.argv[0]).name} --help)")
 

@@ -267,7 +267,8 @@ def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Te
 
     Raises UsageError if none fits.
     """
-    given = load_file(path)
+    with as_usage_error(f"--start-from {path} cannot be read"):
+        given = load_file(path)
     own = model.state_dict()
     fits = {n: v for n, v in given.items() if n in own and v.shape == own[n].shape}
     if not fits:

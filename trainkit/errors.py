@@ -37,6 +37,11 @@ def is_main_rank() -> bool:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0
 
 
+def printable(text: str) -> str:
+    """The text without what could steer a terminal: names and labels are other people's words."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 @contextmanager
 def as_usage_error(what: str) -> Iterator[None]:
     """Turn whatever the body raises into a UsageError that begins with `what`."""

@@ -63,6 +63,7 @@ def draw_run(run_dir: Path) -> list[Path]:
         else:
             figures["fit.png"] = draw_fit(tensors, metadata)
     for name, figure in figures.items():
+        (run_dir / name).unlink(missing_ok=True)  # a link is replaced, not written through
         figure.savefig(run_dir / name)
     return [run_dir / name for name in figures]
 

@@ -44,6 +44,7 @@ from trainkit.errors import (
     UsageError,
     failing_together,
     first_sentence,
+    printable,
 )
 from trainkit.finite import FiniteGuard, Position
 from trainkit.history import History, RunningSums, epoch_bar, means
@@ -124,7 +125,7 @@ class Run:
     def print(self, text: str) -> None:
         """Print on the main process."""
         if self.accelerator.is_main_process:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def load(self, load_data: Callable[[argparse.Namespace], tuple]) -> tuple:
         """Return load_data(args), called first by one process per file system, to fill caches.

@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
 import socket
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
             if over or (args.resume is None and _holds_a_run(run_dir)):
                 moved_to = rename_free(run_dir, run_dir.name)
                 print(f"{run_dir} held an earlier run: moved to {moved_to}", flush=True)
+            refuse_links(run_dir.glob("*"))
             (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
             sync(run_dir)
             sync(run_dir.parent)
@@ -92,6 +95,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 def write_durably(path: Path, content: bytes) -> None:
     """Replace `path` in one step: after a crash it holds the old bytes or the new ones."""
     temporary = path.with_name(f".tmp-{path.name}")
+    temporary.unlink(missing_ok=True)  # it may be a link that somebody left there
     with open(temporary, "wb") as file:
         file.write(content)
         file.flush()
@@ -129,7 +133,19 @@ def remove_tree(path: Path) -> None:
     """
     trash = path.with_name(f".tmp-del-{os.getpid()}-{path.name.removeprefix('.tmp-')}")
     os.rename(path, trash)
-    threading.Thread(target=shutil.rmtree, args=(trash,), kwargs={"ignore_errors": True}).start()
+    if trash.is_symlink() or not trash.is_dir():
+        trash.unlink()  # a link, never what it names
+    else:
+        delete = functools.partial(shutil.rmtree, ignore_errors=True)
+        threading.Thread(target=delete, args=(trash,)).start()
+
+
+def refuse_links(paths: Iterable[Path]) -> None:
+    """Raise UsageError if one is a symbolic link: what a run writes stays in its own folder."""
+    for path in paths:
+        if path.is_symlink():
+            raise UsageError(f"{path} is a symbolic link, and a run writes into its own folder "
+                             "alone: put there what it names")  # fmt: skip
 
 
 def _holds_a_run(run_dir: Path) -> bool:

@@ -103,6 +103,9 @@ def _kind(path: Path) -> str:
 
 def _read_file(path: Path, separator: str | None, encoding: str | None) -> tuple[pd.DataFrame, str]:
     if _kind(path) == ".parquet":
+        about = pyarrow.parquet.read_metadata(path)
+        if 8 * about.num_rows * about.num_columns > 2**24 + 500 * path.stat().st_size:
+            raise ValueError(f"it unpacks to {about.num_rows} rows, more than 500 times its size")
         return pyarrow.parquet.read_table(path).to_pandas(ignore_metadata=True), ""
     content = path.read_bytes()
     if path.name.lower().endswith(".gz"):
