@@ -16,7 +16,7 @@ from torch import nn
 
 from trainkit.compare import last_row
 from trainkit.errors import RunFailure, UsageError, as_usage_error
-from trainkit.rundir import write_durably, write_json
+from trainkit.rundir import refuse_links, write_durably, write_json
 
 # What the source of a model may use.
 IMPORTS = {
@@ -120,6 +120,7 @@ def write_hub(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
         raise UsageError("--export hub needs the package huggingface_hub, not installed "
                                 "here: pip install huggingface_hub")  # fmt: skip
     folder = run_dir / "hub"
+    refuse_links([folder, *folder.glob("*")])
     folder.mkdir(exist_ok=True)
     shutil.copyfile(run_dir / "model.safetensors", folder / "model.safetensors")
     write_json(folder / "config.json", about)

@@ -32,6 +32,7 @@ from trainkit.errors import (
     first_sentence,
     is_main_rank,
     leave,
+    printable,
     what_befell,
 )
 
@@ -196,4 +197,4 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
 
 def _say(text: str) -> None:
     if is_main_rank():
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
