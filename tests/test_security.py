@@ -1,0 +1,249 @@
+"""No file that somebody else made executes anything, or is written, or deleted, outside its folder.
+
+Also: tests/test_checkpoint.py (pickles in a checkpoint), test_predict.py (model files, the name of
+the script), test_images.py (pictures), test_tables.py (formulas for a spreadsheet, gzip bombs).
+"""
+
+import argparse
+import json
+import pickle
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import test_checkpoint
+import test_images
+import torch
+from PIL import Image
+
+import predict
+import train_mnist
+from trainkit import arguments, images, plots, rundir, startup, tables
+from trainkit.checkpoint import read_weights
+from trainkit.errors import UsageError
+from trainkit.manifest import seal, sha256_of, verify, write_manifest
+
+PRECIOUS = "what nobody may touch"
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder beside the others with a file in it, both unchanged when the test ends."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "file").write_text(PRECIOUS)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def untouched(outside: Path) -> bool:
+    for thread in threading.enumerate():  # folders are deleted behind the caller's back
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(10)
+    return names(outside) == ["file"] and (outside / "file").read_text() == PRECIOUS
+
+
+def refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        call()
+    assert len(str(raised.value).splitlines()) == 1 and len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["../outside/file", "state/../../outside/file", "/etc/hostname",
+                                  "state", "", "MANIFEST.json"])  # fmt: skip
+def test_a_manifest_names_nothing_outside_its_folder(
+    name: str, tmp_path: Path, outside: Path
+) -> None:
+    folder = tmp_path / "step-0000000001"
+    (folder / "state").mkdir(parents=True)
+    write_manifest(folder, 1)
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    del manifest["sha256"]
+    known = {"bytes": len(PRECIOUS), "sha256": sha256_of(outside / "file")}
+    (folder / "MANIFEST.json").write_bytes(seal(manifest | {"files": {name: known}}))
+    assert verify(folder) == f"{name} is missing" and untouched(outside)
+
+
+@pytest.mark.parametrize("target", [".", "file", "nothing"])
+def test_a_link_is_removed_and_never_what_it_names(
+    target: str, tmp_path: Path, outside: Path
+) -> None:
+    link = tmp_path / "run" / ".tmp-step"
+    link.parent.mkdir()
+    link.symlink_to(outside / target)
+    rundir.remove_tree(link)
+    assert untouched(outside) and names(link.parent) == []
+
+
+def test_rotation_and_resume_keep_to_the_run_folder(tmp_path: Path) -> None:
+    run = test_checkpoint.Run(tmp_path / "run")
+    run.train(2)
+    steps, run.checkpoints.keep = run.checkpoints.directory, 2
+    for path in [*steps.iterdir()]:
+        path.rename(tmp_path / f"away-{path.name}")
+        path.symlink_to(tmp_path / f"away-{path.name}")
+    away = {name: content for name, content in test_checkpoint.contents(tmp_path).items()
+            if "/away-" in name}  # fmt: skip
+    assert "is a symbolic link" in run.refuses("latest")
+    run.train(2)  # both links are rotated out
+    assert names(steps) == ["step-0000000003", "step-0000000004"]
+    assert len(away) == 12 and away.items() <= test_checkpoint.contents(tmp_path).items()
+
+
+LINKS = {"metrics.jsonl": "file", "timing.jsonl": "file", "run.json": "file", "checkpoints": ".",
+         "tensorboard": ".", "wandb": ".", ".tmp-run.json": "nothing"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_run_does_not_write_through_a_link_in_its_folder(
+    name: str, tmp_path: Path, outside: Path, accelerator: Any
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).symlink_to(outside / LINKS[name])
+    args = argparse.Namespace(run_dir=folder, resume="auto")
+    refused(lambda: rundir.open_run(accelerator, args), f"run/{name} is a symbolic link")
+    assert untouched(outside)
+
+
+def test_a_file_is_replaced_where_a_link_was(tmp_path: Path, outside: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("a.json", ".tmp-a.json", "curves.png", "fit.png"):
+        (folder / name).symlink_to(outside / "file")
+    rundir.write_durably(folder / "a.json", b"ours")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train_loss": 1.0, "learning_rate": 1.0}\n')
+    plots.draw_run(folder)
+    assert untouched(outside)
+    assert (folder / "a.json").read_bytes() == b"ours"
+    assert Image.open(folder / "curves.png").size[0] > 500
+
+
+# What a reader of foreign files is given, and the reader.
+READERS: dict[str, Callable[[Path], object]] = {
+    "weights.safetensors": lambda path: read_weights(path, torch.nn.Linear(1, 1)),
+    "pytorch_model.bin": lambda path: read_weights(path, torch.nn.Linear(1, 1)),
+    "predictions.safetensors": plots.load_predictions,
+    "metrics.jsonl": lambda path: plots.main([str(path.parent)]),
+    "picture.png": lambda path: images.read_picture(path, 28, {}),
+    **{f"table.{kind}": lambda path: tables.read_table(str(path), str(path))
+       for kind in ("parquet", "json", "csv.gz")},
+    "arguments": lambda path: arguments.Parser().parse_args([f"@{path}"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["zip", "raw"])
+@pytest.mark.parametrize("name", READERS)
+def test_a_pickle_under_any_name_is_not_executed(name: str, kind: str, tmp_path: Path) -> None:
+    path, mark = tmp_path / name, tmp_path / "executed"
+    test_checkpoint.write_hostile(path, kind, mark)
+    refused(lambda: READERS[name](path), "with @|argument" if name == "arguments" else str(path))
+    assert not mark.exists()
+    if kind == "raw":
+        pickle.loads(path.read_bytes())
+        assert mark.exists()  # it does work
+
+
+def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path: Path) -> None:
+    folder, mark = tmp_path / "data", tmp_path / "executed"
+    test_images.parquet(folder, test_images.dataset())
+    for name in ("dataset.py", "__init__.py", "data.py"):  # the last is what datasets once ran
+        assert len(images.load_images(str(folder), "train", 28)[0]) == 60
+        (folder / name).write_text(f"open({str(mark)!r}, 'w')")
+    refused(lambda: images.load_images(str(folder), "train", 28), "scripts are no longer supp")
+    refused(lambda: tables.read_table(str(folder / "data.py"), "--data x"), "is not a table")
+    assert not mark.exists()
+
+
+def test_a_parquet_file_of_few_bytes_and_many_rows_takes_no_memory(tmp_path: Path) -> None:
+    nothing = pa.nulls(2**23, pa.int8())
+    pq.write_table(pa.table({"a": nothing, "y": nothing}), tmp_path / "t.parquet")
+    refused(lambda: tables.read_table(str(tmp_path / "t.parquet"), "--data t.parquet"),
+            "t.parquet cannot be read: .*8388608 rows, more than 500 times its size")  # fmt: skip
+
+
+def test_a_file_of_arguments_that_names_itself_is_one_sentence(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text(f"--a 1 @{two}")
+    two.write_text(f"@{one}")
+    parser = arguments.Parser()
+    parser.add_argument("--a")
+    refused(lambda: parser.parse_args([f"@{one}"]), "^(a file named with @ is|.*Too many open)")
+    two.write_text("--a 2")
+    assert parser.parse_args([f"@{one}"]).a == "2"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run folder whose classes are named by somebody who means harm."""
+    about = {
+        "script": "train_mnist", "model": "lenet", "size": 28, "mean": 0.1, "std": 0.3,
+        "classes": ["../../x", "\x1b]0;title\x07\x1b[2J", "=1+1\r", "\u202egnp", "<script>"],
+        "pictures": {"shape": [28, 28], "border": [0, 0], "frame": None, "read_as": ""},
+    }  # fmt: skip
+    folder = tmp_path / "run"
+    folder.mkdir()
+    weights = train_mnist.Predictor(about).model.state_dict()
+    rundir.write_tensors(folder / "model.safetensors", weights, about)
+    return folder
+
+
+def test_names_do_not_steer_the_terminal(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "\x1b[31m.png"
+    for _ in range(2):
+        Image.effect_noise((28, 28), 100).save(path)
+        predict.main([str(run_dir), str(path)])
+    startup._say(f"error: {path}")
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 2 and "\\x1b[31m.png: " in said.out
+    assert said.err == f"error: {tmp_path}/\\x1b[31m.png\n"
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & {*said.out, *said.err}
+    assert names(tmp_path) == ["\x1b[31m.png", "run"]
+
+
+@pytest.mark.parametrize("name", ["hub", "hub/model.safetensors", "hub/model.py"])
+def test_an_export_does_not_write_through_a_link(name: str, run_dir: Path, outside: Path) -> None:
+    (run_dir / name).parent.mkdir(exist_ok=True)
+    (run_dir / name).symlink_to(outside if name == "hub" else outside / "file")
+    refused(lambda: predict.main([str(run_dir), "--export", "hub"]), f"{name} is a symbolic link")
+    assert untouched(outside)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "about", "message"),
+    [
+        ({}, {}, "holds no prediction and no target"),
+        ({"prediction": [1]}, {"classes": ["a", "b"]}, "holds no target"),
+        ({"prediction": [1], "target": [1], "mistake_images": [1]}, {"classes": ["a", "b"]},
+         "holds no probability"),
+        ({"prediction": [7], "target": [9]}, {"classes": ["a", "b"]}, "cannot be drawn"),
+        ({"prediction": [1], "target": [1]}, {"classes": 5}, "cannot be drawn"),
+        ({"prediction": [1], "target": [1]}, [], "cannot be drawn"),
+    ],
+)  # fmt: skip
+def test_predictions_that_lack_something_are_one_sentence(
+    tensors: dict, about: Any, message: str, tmp_path: Path
+) -> None:
+    tensors = {name: torch.tensor(values) for name, values in tensors.items()}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train_loss": 1.0}\n')
+    rundir.write_tensors(tmp_path / plots.PREDICTIONS, tensors, about)
+    refused(lambda: plots.main([str(tmp_path)]), message)
+    assert not [*tmp_path.glob("*.png")]
+
+
+@pytest.mark.parametrize("row", ["{}", "[]", "1", '{"step": "x", "train_loss": [1]}'])
+def test_a_log_that_lacks_something_is_one_sentence(row: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"eval_loss": 1}}\n{row}\n')
+    refused(lambda: plots.main([str(tmp_path)]), str(tmp_path))
+    shutil.copytree(tmp_path, tmp_path / "other")
+    refused(lambda: plots.main([str(tmp_path), str(tmp_path / "other")]), str(tmp_path))
