@@ -53,12 +53,15 @@ def command(
     config: str | Path | None = None,
     launcher_flags: Sequence[str] = (),
 ) -> list[str]:
-    """The command line that a person types: with python, or with accelerate and a YAML."""
+    """The command line that a person types: with python, or with accelerate and a YAML.
+
+    Without a YAML launcher_flags follow python: `-m torch.distributed.run` for example.
+    """
     start = [sys.executable]
     if config is not None:
         path = config if isinstance(config, Path) else CONFIGS / f"{config}.yaml"
-        start += ["-m", "accelerate.commands.launch", "--config_file", str(path), *launcher_flags]
-    return [*start, str(ROOT / script), *without_pictures(script, args)]
+        start += ["-m", "accelerate.commands.launch", "--config_file", str(path)]
+    return [*start, *launcher_flags, str(ROOT / script), *without_pictures(script, args)]
 
 
 def without_pictures(script: str | Path, args: Sequence[object]) -> list[str]:

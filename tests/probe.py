@@ -5,11 +5,11 @@ import json
 import torch
 from accelerate import Accelerator
 
-from trainkit import startup, world
+from trainkit import launch, startup, world
 
 
 def main() -> None:
-    world.check_launch()
+    launch.check_launch()
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     world.check_world(accelerator)
     accelerator.print(

@@ -1,19 +1,29 @@
 """The world you asked for is the world you get, or one sentence says what is missing."""
 
 import json
+import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, NUM_TEST, ROOT, assert_num_processes, rows, run
+from accelerate import notebook_launcher
+from accelerate.utils.other import get_free_port
+from conftest import CONFIGS, NUM_TEST, ROOT, assert_num_processes, rows, run, start
 from double import SAME
 
-from trainkit import world
-from trainkit.errors import UsageError
+import train_mnist
+import train_regression
+from trainkit import launch
+from trainkit.errors import UsageError, is_main_rank
 
 # What README promises for 1 process and 2cpu.yaml.
 LOSS_TOLERANCE, ACCURACY_TOLERANCE = 1e-5, 0.0005
@@ -72,10 +82,11 @@ def test_every_yaml_explains_each_key_and_is_named_after_its_world() -> None:
     ("change", "sentence"),
     [
         ({"distributed_type": "MULTI_CPU"}, "only this one was started"),
-        ({"distributed_type": "NO", "num_processes": 4}, "only this one was started"),
+        pytest.param({"distributed_type": "NO", "num_processes": 4}, "only this one was started",
+                     marks=pytest.mark.slow),
         ({"mixed_precision": "fp16"}, "fp16 needs a GPU"),
     ],
-)
+)  # fmt: skip
 def test_a_yaml_that_accelerate_would_quietly_run_otherwise_is_refused(
     change: dict, sentence: str, tmp_path: Path
 ) -> None:
@@ -100,48 +111,332 @@ def test_a_main_process_that_starts_late_still_says_what_is_wrong(tmp_path: Path
     assert len(error_lines(result.stderr)) == 1, result.stderr
 
 
-@pytest.mark.parametrize(
-    ("environment", "num_gpus", "sentence"),
-    [
-        ({"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "4"}, 2, "which has 2 GPUs"),
-        ({"WORLD_SIZE": "2"}, 0, "no launcher"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 0, "unset it"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "sees none here"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}, 0, "fp16 needs"),
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, 1, "only this one"),
-    ],
-)
-def test_check_launch_refuses(
-    environment: dict, num_gpus: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+WORLD = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=2950"
+ONE = WORLD.replace("=2 ", "=1 ")  # torchrun --nproc-per-node 1
+OMPI = ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+        "OMPI_COMM_WORLD_LOCAL_SIZE=2")  # fmt: skip
+LAUNCHED = "ACCELERATE_DYNAMO_MODE=default ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_MIXED_PRECISION="
+ON_CPU = "ACCELERATE_USE_CPU=True " + LAUNCHED
+IN_NOTEBOOK = f"{WORLD} NPROC=2 NODE_RANK=0 MIXED_PRECISION="
+
+# What a process finds, on a machine with so many GPUs: the precision that it trains in.
+TRAINS = [
+    ("", 0, "no"),
+    ("", 8, "no"),
+    ("SLURM_PROCID=3 SLURM_LOCALID=3 SLURM_NTASKS=8 SLURM_JOB_ID=1", 0, "no"),
+    ("PMI_SIZE=1 PMI_RANK=0 OMPI_COMM_WORLD_SIZE=1", 0, "no"),
+    (WORLD, 0, "no"),
+    (WORLD, 2, "no"),
+    (f"{WORLD} PMI_SIZE=2 PMI_RANK=1", 0, "no"),  # srun starts accelerate launch, which starts this
+    (ONE, 0, "no"),
+    (OMPI, 0, "no"),
+    (OMPI, 2, "no"),
+    (OMPI.replace("OMPI", "MV2"), 0, "no"),
+    ("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", 0, "no"),
+    (f"{OMPI[:-1]}1 MASTER_ADDR=10.0.0.1", 0, "no"),  # two machines
+    ("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 MASTER_ADDR=10.0.0.1", 8, "no"),
+    (f"{WORLD} CUDA_VISIBLE_DEVICES=-1,-1 {LAUNCHED}no", 0, "no"),
+    (f"{WORLD} CUDA_VISIBLE_DEVICES=-1,-1 {LAUNCHED}bf16", 0, "bf16"),
+    (f"{WORLD} {LAUNCHED}fp16", 2, "fp16"),
+    (f"{ON_CPU}bf16", 0, "bf16"),
+    (f"{ON_CPU}no", 4, "no"),
+    (f"{LAUNCHED}fp16", 1, "fp16"),
+    ("ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
+    (f"{WORLD} ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
+    (f"{IN_NOTEBOOK}bf16", 0, "bf16"),
+    (f"{IN_NOTEBOOK}fp16", 2, "fp16"),
+    (f"{IN_NOTEBOOK}no ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
+    ("MIXED_PRECISION=fp16", 0, "no"),  # some other program's
+    ("ACCELERATE_USE_FSDP=false ACCELERATE_USE_DEEPSPEED=0 ACCELERATE_USE_XPU=False", 0, "no"),
+    (f"{ON_CPU}no ACCELERATE_DEBUG_MODE=true ACCELERATE_CPU_AFFINITY=1", 0, "no"),
+    ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR ACCELERATE_DYNAMO_USE_DYNAMIC=False", 0, "no"),
+    ("ACCELERATE_LOG_LEVEL=INFO FSDP_VERSION=2 NPROC=8", 0, "no"),
+]
+
+# And with what words it is refused: the thing with its value, and the remedy.
+REFUSED = [
+    ("OMPI_COMM_WORLD_SIZE=2", 0, "start it with accelerate launch or mpirun, or unset OMPI_"),
+    ("PMI_SIZE=2", 0, "PMI_RANK is not set"),
+    ("MV2_COMM_WORLD_SIZE=4", 1, "unset MV2_COMM_WORLD_SIZE"),
+    ("PMI_SIZE=2 PMI_RANK=0", 0, "MPI_LOCALRANKID is not set"),  # srun --mpi=pmi2
+    (f"OMPI_COMM_WORLD_SIZE=two {OMPI[:23]}", 0, "not a number from 0: unset it"),
+    ("WORLD_SIZE=2", 0, "RANK is not set"),
+    ("WORLD_SIZE=2 RANK=0", 0, "MASTER_ADDR is not set"),
+    ("LOCAL_RANK=0", 0, "RANK is not set"),
+    ("LOCAL_RANK=-1", 0, "unset it"),
+    ("RANK=1", 0, "unset them"),
+    ("RANK=5 WORLD_SIZE=2", 0, "of 2 processes none is number 5"),
+    ("WORLD_SIZE=0", 0, "start with accelerate launch, or unset"),
+    ("RANK=first", 0, "unset it"),
+    ("MASTER_PORT=http", 0, "unset it"),
+    ("MASTER_ADDR=10.0.0.1", 1, "only this one was started"),
+    (f"MASTER_ADDR=127.0.0.1 {ON_CPU}no", 0, "use MULTI_GPU as in accelerate_configs/2cpu.yaml"),
+    ("ACCELERATE_USE_FSDP=true", 0, "distributed_type: MULTI_GPU"),
+    (f"ACCELERATE_USE_FSDP=1 {WORLD}", 2, "distributed_type: MULTI_GPU"),
+    ("ACCELERATE_USE_DEEPSPEED=true", 0, "distributed_type: MULTI_GPU"),
+    (f"ACCELERATE_USE_MEGATRON_LM=true {WORLD}", 0, "distributed_type: MULTI_GPU"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG=true", 4, "distributed_type: MULTI_GPU"),
+    ("ACCELERATE_USE_SAGEMAKER=true", 0, "use accelerate launch"),
+    ("ACCELERATE_USE_IPEX=true", 0, "unset it"),
+    ("ACCELERATE_USE_XPU=yes", 0, "unset it"),
+    ("ACCELERATE_TORCH_DEVICE=cuda:1", 2, "gpu_ids"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", 0, "--accumulate"),
+    ("ACCELERATE_GRADIENT_CLIPPING=1.0", 0, "--clip-norm"),
+    ("ACCELERATE_MIXED_PRECISION=fp8", 1, "use bf16, fp16 or no"),
+    ("ACCELERATE_MIXED_PRECISION=BF16", 0, "use bf16, fp16 or no"),
+    ("ACCELERATE_MIXED_PRECISION=float16", 1, "use bf16, fp16 or no"),
+    ("ACCELERATE_MIXED_PRECISON=bf16", 0, "Accelerate reads ACCELERATE_MIXED_PRECISION"),
+    ("ACCELERATE_USE_CPU=maybe", 0, "use true or false"),
+    ("ACCELERATE_DYNAMO_BACKEND=tensorrt", 0, "inductor"),
+    ("ACCELERATE_DYNAMO_MODE=fast", 0, "use default"),
+    ("ACCELERATE_DYNAMO_USE_FULLGRAPH=2", 0, "use true or false"),
+    # Here the value is in the sentence, and the variable a detail of the launcher's.
+    ("ACCELERATE_MIXED_PRECISION=fp16", 0, "fp16 needs a GPU.*use mixed_precision: bf16 or no"),
+    (f"{ON_CPU}fp16", 1, "fp16 needs a GPU.*use mixed_precision: bf16 or no"),
+    (f"{IN_NOTEBOOK}fp16", 0, "fp16 needs a GPU.*use mixed_precision: bf16 or no"),
+    (f"{IN_NOTEBOOK}fp8", 2, "mixed_precision fp8.*use bf16, fp16 or no"),
+    (f"{LAUNCHED}fp16", 0, "asks for 1 GPU and torch sees none here: repair"),
+    (f"{WORLD} {LAUNCHED}no", 0, "asks for 2 GPUs and torch sees none here: repair"),
+    (WORLD, 1, "2 processes.*has 1 GPU: use a YAML with num_processes: 1"),
+]
+
+
+@contextmanager
+def environment(variables: str, num_gpus: int = 0) -> Iterator[None]:
+    """This process as if it were started with these variables only, on such a machine."""
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, clear=True):
+        os.environ.update(pair.split("=", 1) for pair in variables.split())
+        patch.setattr(torch.accelerator, "is_available", lambda: num_gpus > 0)
+        patch.setattr(torch.accelerator, "device_count", lambda: num_gpus)
+        yield
+
+
+@pytest.mark.parametrize(("variables", "num_gpus", "precision"), TRAINS)
+def test_a_launch_trains_what_its_variables_ask_for(
+    variables: str, num_gpus: int, precision: str
 ) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: num_gpus > 0)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_gpus)
-    with pytest.raises(UsageError, match=sentence):
-        world.check_launch()
+    with environment(variables, num_gpus):
+        assert launch.check_launch() == precision
+        if "_COMM_WORLD_RANK=1" in variables or variables.startswith("PMI_RANK=1"):
+            assert [os.environ[name] for name in launch.RANKS[:3]] == ["1", "2", "1"]
+            assert os.environ["MASTER_ADDR"] in ("127.0.0.1", "10.0.0.1")
+            assert not is_main_rank()
+
+
+@pytest.mark.parametrize(("variables", "num_gpus", "words"), REFUSED)
+def test_a_launch_that_cannot_be_is_refused_in_one_sentence(
+    variables: str, num_gpus: int, words: str
+) -> None:
+    with environment(variables, num_gpus):
+        with pytest.raises(UsageError, match=words) as refused:
+            launch.check_launch()
+        assert is_main_rank()  # whose sentence is printed
+    assert ".*" in words or "asks for" in words or variables.split()[0] in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("environment", "num_gpus"),
+    ("flags", "words"),
     [
-        ({}, 0),
-        ({}, 8),
-        ({"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "4"}, 4),
-        ({"WORLD_SIZE": "16", "RANK": "9", "LOCAL_WORLD_SIZE": "8"}, 8),
-        ({"WORLD_SIZE": "2", "RANK": "0", "CUDA_VISIBLE_DEVICES": "-1,-1"}, 0),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, 1),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true"}, 0),
+        ("--gradient_accumulation_steps 4", "steps 4: .* give --accumulate to the script"),
+        ("--gradient-clipping=1.0", "clipping=1.0: .* give --clip-norm to the script"),
+        ("--zero_stage 3", "zero_stage 3: .* leave it out"),
+        ("--fsdp_version 2", "fsdp_version 2: .* leave it out"),
+        ("--fp8_backend TE", "fp8_backend TE: .* leave it out"),
+        ("--num_processes 2 --mixed_precision bf16 --same_network", None),
     ],
 )
-def test_check_launch_lets_a_good_launch_pass(
-    environment: dict, num_gpus: int, monkeypatch: pytest.MonkeyPatch
+def test_a_flag_that_the_launcher_keeps_to_itself_is_refused(
+    flags: str, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: num_gpus > 0)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_gpus)
-    world.check_launch()
+    # What the script itself was given, here --zero-x, is the script's.
+    line = ["python", "accelerate", "launch", *flags.split(), sys.argv[0], "--zero-x", "3"]
+    monkeypatch.setattr("psutil.Process.cmdline", lambda self: line)
+    with environment(f"{ON_CPU}no"):
+        if words is None:
+            assert launch.check_launch() == "no"
+            return
+        with pytest.raises(UsageError, match=words):
+            launch.check_launch()
+
+
+def test_one_process_of_a_notebook_trains_in_the_precision_that_it_asked_for() -> None:
+    asked = []
+    with environment(""):
+        for precision in ("bf16", "no"):
+            notebook_launcher(
+                lambda: asked.append(launch.check_launch()), (), 1, mixed_precision=precision
+            )
+        with pytest.raises(UsageError, match="fp16 needs a GPU"):
+            notebook_launcher(launch.check_launch, (), 1, mixed_precision="fp16")
+    assert asked == ["bf16", "no"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("--lr 0.1", "instead of --lr use --learning-rate"),
+        ("-lr 0.1", "instead of -lr use --learning-rate"),
+        ("--batch_size 3", "instead of --batch_size use --batch-size"),
+        ("--learning_rate=1", "instead of --learning_rate use --learning-rate"),
+        ("--Epochs 3", "instead of --Epochs use --epochs"),
+        ("--epoch 3", "instead of --epoch perhaps --epochs"),
+        ("--optimiser sgd", "instead of --optimiser perhaps --optimizer"),
+        ("--gradient_accumulation_steps 4", "steps use --accumulate"),
+        ("--max_grad_norm 1", "norm use --clip-norm"),
+        ("--output_dir x", "instead of --output_dir use --run-dir"),
+        ("--mixed_precision bf16", "--mixed_precision is for the launch"),
+        ("--fp16", "--fp16 is for the launch: the YAML, accelerate launch or torchrun"),
+        ("--num_processes 2", "--num_processes is for the launch"),
+        ("--cpu", "--cpu is for the launch"),
+        ("--local-rank=0", "--local-rank is for the launch"),  # torch.distributed.launch
+        ("--config_file accelerate_configs/2cpu.yaml", "--config_file is for the launch"),
+        ("--xyzzy 3", "--xyzzy 3 .see"),
+    ],
+)
+def test_a_slip_in_a_flag_gets_a_hint(typed: str, words: str) -> None:
+    for script in (train_mnist, train_regression):
+        with pytest.raises(UsageError, match=words) as refused:
+            script.parse_args(typed.split())
+        assert len(str(refused.value).splitlines()) == 1 and "--help)" in str(refused.value)
+
+
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node"
+ACCELERATE = "-m accelerate.commands.launch"
+MPIRUN = "-c 'import os, sys; os.execvp(sys.argv[1], sys.argv[1:])' mpirun --oversubscribe -n"
+
+# What people type before the script: the first line of the plan, or what it is refused with.
+STARTED = [
+    ("", "", "1 process on cpu, float32"),
+    ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1", "", "1 process on cpu, float32"),
+    ("ACCELERATE_MIXED_PRECISION=bf16", "", "1 process on cpu, bf16"),
+    ("ACCELERATE_USE_DEEPSPEED=true", "", "USE_DEEPSPEED=true"),
+    ("ACCELERATE_DYNAMO_BACKEND=inductor", "", "compiled with inductor"),
+    ("", f"{TORCHRUN} 2", "2 processes on cpu, float32"),
+    ("PMI_SIZE=2 PMI_RANK=0", f"{TORCHRUN} 2", "2 processes on cpu, float32"),
+    ("ACCELERATE_MIXED_PRECISION=bf16", f"{TORCHRUN} 1", "1 process on cpu, bf16"),
+    ("ACCELERATE_MIXED_PRECISION=fp16", f"{TORCHRUN} 2", "fp16 needs a GPU"),
+    ("ACCELERATE_USE_FSDP=true", f"{TORCHRUN} 2", "USE_FSDP=true"),
+    ("ACCELERATE_USE_DEEPSPEED=true", f"{TORCHRUN} 2", "USE_DEEPSPEED=true"),
+    ("", "-m torch.distributed.launch --nproc-per-node 1", "--local-rank is for the launch"),
+    ("", ACCELERATE, "asks for 1 GPU and torch sees none here"),
+    ("", f"{ACCELERATE} --cpu", "1 process on cpu, float32"),
+    ("", f"{ACCELERATE} --cpu --mixed_precision bf16", "1 process on cpu, bf16"),
+    ("", f"{ACCELERATE} --cpu --num_processes 2", "only this one was started"),
+    ("", f"{ACCELERATE} --multi_gpu --num_processes 2", "asks for 2 GPUs and torch sees none here"),
+    ("HF_HOME={home}", ACCELERATE, "1 process on cpu, bf16"),
+    ("", "2cpu --num_processes 1", "1 process on cpu, float32"),
+    ("", "2cpu --mixed_precision bf16", "2 processes on cpu, bf16"),
+    ("", "2cpu --cpu", "only this one was started"),
+    ("", "2cpu --use_megatron_lm", "USE_MEGATRON_LM=true"),
+    ("", "2cpu --gradient_accumulation_steps 4", "give --accumulate to the script"),
+    ("", "1cpu_bf16 --gradient_clipping=1.0", "give --clip-norm to the script"),
+    ("", "1cpu_bf16 --mixed_precision fp16", "fp16 needs a GPU"),
+    ("", "1cpu_bf16 --num_processes 2", "only this one was started"),
+    ("", "1cpu_bf16 --debug --enable_cpu_affinity", "1 process on cpu, bf16"),
+    ("", "1cpu_bf16 --dynamo_backend inductor", "compiled with inductor"),
+    ("", "2cpu --dynamo_backend eager", "compiled with eager"),
+    ("", f"{MPIRUN} 2 {sys.executable}", "2 processes on cpu, float32"),
+    ("ACCELERATE_MIXED_PRECISION=fp16", f"{MPIRUN} 2 {sys.executable}", "fp16 needs a GPU"),
+    ("", f"{ACCELERATE} --cpu --num_processes 2 --mpirun_hostfile {{home}}/hosts",
+     "2 processes on cpu, float32"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variables", "words", "outcome"), STARTED)
+def test_what_is_started_trains_what_it_announces_or_says_one_sentence(
+    variables: str, words: str, outcome: str, tmp_path: Path
+) -> None:
+    if "mpirun" in words and not shutil.which("mpirun"):
+        pytest.skip("no MPI is installed")
+    (tmp_path / "accelerate").mkdir()
+    shutil.copy(CONFIGS / "1cpu_bf16.yaml", tmp_path / "accelerate" / "default_config.yaml")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    flags = shlex.split(words.format(home=tmp_path))
+    config = flags.pop(0) if flags and flags[0][0].isdigit() else None
+    allowed = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
+    given = dict(pair.split("=", 1) for pair in variables.format(home=tmp_path).split())
+    result = run("train_regression.py", "--num-samples", 100, "--epochs", 1,
+                 "--run-dir", tmp_path / "run", config=config, launcher_flags=flags,
+                 env=allowed | given)  # fmt: skip
+    assert_trains_or_refuses(result, outcome, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="no MPI is installed")
+def test_of_two_ranks_of_mpi_one_says_what_was_mistyped(tmp_path: Path) -> None:
+    allowed = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
+    result = run("train_regression.py", "--lr", 3, env=allowed,
+                 launcher_flags=shlex.split(f"{MPIRUN} 2 {sys.executable}"))  # fmt: skip
+    assert_trains_or_refuses(result, "--lr use --learning-rate", tmp_path / "run")
+
+
+def assert_trains_or_refuses(
+    result: subprocess.CompletedProcess, outcome: str, run_dir: Path
+) -> None:
+    if outcome[0].isdigit() or outcome.startswith("compiled"):
+        assert result.returncode == 0, result.stderr
+        assert outcome in result.stdout and result.stdout.count("done: ") == 1, result.stdout
+        made = json.loads((run_dir / "run.json").read_text())
+        assert f"{made['num_processes']} process" in result.stdout
+        assert made["mixed_precision"] == ("bf16" if "bf16" in result.stdout else "no")
+        return
+    (line,) = error_lines(result.stderr)
+    assert outcome in line, line
+    assert result.returncode == 2 or re.search("exit status 2|exitcode  : 2", result.stderr)
+    assert "UsageError" not in result.stderr and "/trainkit/" not in result.stderr, result.stderr
+    assert not run_dir.exists() and "done" not in result.stdout
+
+
+def test_a_launch_that_shards_is_refused_by_one_process(tmp_path: Path) -> None:
+    result = run("tests/probe.py", config="2cpu", launcher_flags=["--use_fsdp"])
+    assert_trains_or_refuses(result, "ACCELERATE_USE_FSDP=true: these", tmp_path / "run")
+
+
+def test_two_ranks_of_mpi_become_one_world() -> None:
+    shared = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+              "MASTER_PORT": str(get_free_port())}  # fmt: skip
+    numbers = ({"OMPI_COMM_WORLD_RANK": n, "OMPI_COMM_WORLD_LOCAL_RANK": n} for n in "01")
+    ranks = [start("tests/probe.py", env=shared | number) for number in numbers]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert '"num_processes": 2' in outputs[0][0] and outputs[1][0] == ""
+
+
+CELLS = """
+import sys
+from accelerate import debug_launcher, notebook_launcher
+sys.path.insert(0, {root!r})
+import train_regression
+{launch}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launch", "outcome"),
+    [
+        ("debug_launcher(train_regression.main, ARGS)", "2 processes on cpu, float32"),
+        ("notebook_launcher(train_regression.main, ARGS, 1)", "1 process on cpu, float32"),
+        ("notebook_launcher(train_regression.main, ARGS, 1, 'bf16')", "1 process on cpu, bf16"),
+        ("notebook_launcher(train_regression.main, ARGS, 2, 'bf16')", "2 processes on cpu, bf16"),
+        ("notebook_launcher(train_regression.main, ARGS, 1, 'fp16')", "fp16 needs a GPU"),
+        ("notebook_launcher(train_regression.main, ARGS, 2, 'fp16')", "fp16 needs a GPU"),
+    ],
+)
+def test_a_notebook_trains_what_it_announces(launch: str, outcome: str, tmp_path: Path) -> None:
+    arguments = ["--num-samples", "100", "--epochs", "1", "--no-pictures", "--run-dir"]
+    launch = launch.replace("ARGS", f"({[*arguments, str(tmp_path / 'run')]!r},)")
+    cells = CELLS.format(root=str(ROOT), launch=launch)
+    done = subprocess.run(
+        [sys.executable, "-c", cells], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    if outcome[0].isdigit():
+        assert_trains_or_refuses(done, outcome, tmp_path / "run")
+    else:  # a notebook shows exceptions
+        assert done.returncode == 1 and outcome in done.stderr, done.stderr
+        assert not (tmp_path / "run").exists()
 
 
 def test_wrong_arguments_are_all_told_once_and_end_with_2(

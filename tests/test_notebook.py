@@ -14,7 +14,7 @@ import sys
 from accelerate import notebook_launcher
 sys.path.insert(0, {root!r})
 import {script}
-notebook_launcher({script}.main, ({argv!r},), num_processes=2)
+notebook_launcher({script}.main, ({argv!r},), num_processes=2, mixed_precision="bf16")
 """
 SCRIPTS = {
     "train_mnist": ("--model", "lenet", "--batch-size", "96", "--epochs", "1"),
@@ -38,7 +38,8 @@ def test_notebook_launcher_runs_main_on_two_processes(
         [sys.executable, "-c", cells], capture_output=True, text=True, timeout=120, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["num_processes"] == 2
+    made = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (made["num_processes"], made["mixed_precision"]) == (2, "bf16")
     assert (tmp_path / "run" / "DONE").exists()
     last = rows(tmp_path / "run", "epochs")[-1]
     assert last["eval_samples"] == (NUM_TEST if script == "train_mnist" else 20)

@@ -172,7 +172,7 @@ if os.fork() == 0:
     os.dup2(writer, 2)
     os.close(writer)
     if launched:
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        os.environ["ACCELERATE_DYNAMO_MODE"] = "default"
     while os.getppid() == launcher:
         time.sleep(0.01)
     try:

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import difflib
 import math
 import os
 import sys
@@ -14,6 +15,22 @@ from trainkit.errors import UsageError, is_main_rank
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
 TRACKERS = ("tensorboard", "trackio", "wandb")
+
+# What other programs call our flags, where the words are not alike.
+SLIPS = {
+    "--lr": "--learning-rate", "--wd": "--weight-decay", "--bs": "--batch-size",
+    "--per-device-train-batch-size": "--batch-size", "--num-train-epochs": "--epochs",
+    "--gradient-accumulation-steps": "--accumulate", "--gradient-clipping": "--clip-norm",
+    "--max-grad-norm": "--clip-norm", "--grad-clip": "--clip-norm", "--lr-scheduler": "--schedule",
+    "--lr-scheduler-type": "--schedule", "--output-dir": "--run-dir", "--out": "--run-dir",
+    "--resume-from-checkpoint": "--resume", "--checkpointing-steps": "--save-every",
+    "--save-steps": "--save-every", "--logging-steps": "--log-every", "--workers": "--num-workers",
+    "--report-to": "--tracker", "--with-tracking": "--tracker", "--data-dir": "--dataset",
+}  # fmt: skip
+# What the launch decides, though no launcher has such a flag.
+OF_THE_LAUNCH = {"--fp16", "--bf16", "--amp", "--precision", "--device", "--gpu", "--gpus",
+                 "--no-cuda", "--use-cpu", "--compile", "--distributed-type", "--world-size",
+                 "--local-rank", "--nproc-per-node", "--nnodes"}  # fmt: skip
 
 # Flags that may differ when a run is resumed; all others are the experiment and must be equal.
 NOT_THE_EXPERIMENT = {
@@ -47,7 +64,23 @@ class Parser(argparse.ArgumentParser):
             self.error(f"a file named with @ is no text or names itself: {problem}")
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {Path(sys.argv[0]).name} --help)")
+        unknown = message.split() if message.startswith("unrecognized") else []
+        hints = dict.fromkeys(self.hint(word) for word in unknown if word.startswith("-"))
+        script = Path(sys.argv[0]).name
+        raise UsageError("; ".join([message, *filter(None, hints)]) + f" (see {script} --help)")
+
+    def hint(self, word: str) -> str:
+        """What somebody who typed this unknown flag may have meant, or nothing."""
+        from accelerate.commands.launch import launch_command_parser  # 0.1 s
+
+        typed, flags = word.split("=")[0], self._option_string_actions
+        flag = "--" + typed.strip("-").replace("_", "-").lower()
+        if SLIPS.get(flag, flag) in flags:
+            return f"instead of {typed} use {SLIPS.get(flag, flag)}"
+        if flag in OF_THE_LAUNCH or flag in launch_command_parser()._option_string_actions:
+            return f"{typed} is for the launch: the YAML, accelerate launch or torchrun decides it"
+        near = difflib.get_close_matches(flag, flags, 1)
+        return f"instead of {typed} perhaps {near[0]}" if near else ""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if is_main_rank():

@@ -27,7 +27,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 from torch.utils import collect_env
 
-from trainkit import startup, world
+from trainkit import launch, startup, world
 from trainkit.arguments import Parser
 from trainkit.errors import UsageError
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             RANK=str(args.machine_rank), GROUP_RANK=str(args.machine_rank),
             MASTER_ADDR=args.main_process_ip, MASTER_PORT=str(args.main_process_port),
         )  # fmt: skip
-    world.check_launch()
+    launch.check_launch()
     report: dict[str, Any] = {"format": FORMAT, "ranks": [], "all_reduce": [], "notes": []}
     store = open_store(args.wait)  # kept: its server ends with it
     speaker, report["problems"] = find_missing_ranks(store, args.wait) if store else (0, [])

@@ -85,6 +85,12 @@ def raise_together(
         raise kind(first)
 
 
+def count(number: int, noun: str) -> str:
+    """A number and its noun: 1 process, 2 processes."""
+    plural = "es" if noun.endswith(("s", "batch")) else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
 def first_sentence(problem: BaseException) -> str:
     """The kind of an exception and the first sentence of its message, on one line."""
     lines = str(problem).strip().splitlines() or ["no reason given"]

@@ -36,12 +36,13 @@ from accelerate.utils import DynamoBackend, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit import arguments, plots, world
+from trainkit import arguments, launch, plots, world
 from trainkit.checkpoint import Checkpoints, read_weights
 from trainkit.errors import (
     EXIT_STOPPED,
     RunFailure,
     UsageError,
+    count,
     failing_together,
     first_sentence,
     printable,
@@ -55,7 +56,6 @@ from trainkit.rundir import open_run, record_run, write_durably, write_tensors
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
 from trainkit.trackers import add_pictures, make_trackers
-from trainkit.world import count
 
 SMALLEST_IS_BEST = ("loss", "error", "mse", "mae")  # parts of names of metrics, of --keep-best
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -94,12 +94,13 @@ class Run:
     def __enter__(self) -> "Run":
         refuse_pickled_code()
         compute_float32_in_full()
-        world.check_launch()
+        precision = launch.check_launch()
         args, timeout = self.args, timedelta(seconds=max(1, self.args.timeout))
         self.history = History(args.run_dir)
         with world.deadline(timeout):
             self.accelerator = Accelerator(
                 cpu=not torch.accelerator.is_available(),
+                mixed_precision=precision,
                 gradient_accumulation_steps=max(1, args.accumulate),
                 # A batch is split over the processes: --batch-size is the same under every YAML.
                 dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
@@ -505,7 +506,9 @@ class Run:
 
     def _describe_model(self, model: nn.Module) -> str:
         backend = self.accelerator.state.dynamo_plugin.backend
-        compiled = f", compiled with {backend.value.lower()}" if backend != DynamoBackend.NO else ""
+        compiled = ""
+        if backend != DynamoBackend.NO:
+            compiled = f", compiled with {backend.value.lower()} (the first step waits for it)"
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         return f"{type(model).__name__}, {num_parameters:,} parameters{compiled}"
 

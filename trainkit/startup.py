@@ -35,6 +35,7 @@ from trainkit.errors import (
     printable,
     what_befell,
 )
+from trainkit.launch import adopt_ranks, by_accelerate
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -55,6 +56,7 @@ def run(main: Callable[[], Any]) -> None:
         signal.signal(signal.SIGINT, _interrupt_once)
     gc.freeze()  # what was imported is never searched for garbage: a start is a fifth shorter
     try:
+        adopt_ranks()  # from here on one process speaks for all
         end_with_launcher()
         main()
         sys.stdout.flush()
@@ -106,7 +108,7 @@ def end_with_launcher() -> None:
 
     Only under a launcher: `nohup python train_mnist.py &` must outlive its shell. Linux only.
     """
-    launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or by_accelerate()
     if not launched or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -27,60 +27,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
-from trainkit.errors import UsageError, failing_together, raise_together
+from trainkit.errors import UsageError, count, failing_together, raise_together
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 TOKEN_WAIT_SECONDS = 5.0  # a network file system may show a new file a little later
-
-
-def check_launch() -> None:
-    """Refuse a launch that cannot become what it asks for. Call before Accelerator(...).
-
-    Raises UsageError on every process alike.
-    """
-    env = os.environ
-    world_size = int(env.get("WORLD_SIZE", "1"))
-    local_world_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
-    num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    # There are two signs of a CPU launch: accelerate's one-process launcher exports
-    # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all cards with gpu_ids.
-    use_cpu = env.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
-    use_cpu = use_cpu or env.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
-
-    # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
-    if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
-        raise UsageError(
-            "the YAML asks for more processes but only this one was started, as NO and MULTI_CPU "
-            "do: use distributed_type: MULTI_GPU as in accelerate_configs/2cpu.yaml, or unset "
-            "MASTER_ADDR if you exported it yourself"
-        )
-    if "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in env:
-        raise UsageError(
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would silently override "
-            "--accumulate: unset it"
-        )
-    if world_size > 1 and "RANK" not in env:
-        raise UsageError(
-            f"WORLD_SIZE is {world_size} but no launcher started this process (RANK is not set): "
-            "start it with accelerate launch, or unset WORLD_SIZE"
-        )
-    if "ACCELERATE_MIXED_PRECISION" in env and not use_cpu and num_devices == 0:  # by a launcher
-        raise UsageError(
-            f"this launch asks for {count(local_world_size, 'GPU')} and torch sees none here: "
-            "repair the driver (nvidia-smi), or use the CPU: start with `python` and no launcher, "
-            "or use accelerate_configs/2cpu.yaml or 1cpu_bf16.yaml"
-        )
-    if not use_cpu and 0 < num_devices < local_world_size:
-        raise UsageError(
-            f"{local_world_size} processes were started on this machine, which has "
-            f"{count(num_devices, 'GPU')}: use a YAML with num_processes: {num_devices}, or check "
-            "gpu_ids and CUDA_VISIBLE_DEVICES"
-        )
-    if env.get("ACCELERATE_MIXED_PRECISION") == "fp16" and (use_cpu or num_devices == 0):
-        raise UsageError(
-            "fp16 needs a GPU; on a CPU accelerate would silently train in float32: use "
-            "mixed_precision: bf16 or no"
-        )
 
 
 @contextmanager
@@ -267,9 +217,3 @@ def git_revision() -> str | None:
         return None
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
-def count(number: int, noun: str) -> str:
-    """A number and its noun: 1 process, 2 processes."""
-    plural = "es" if noun.endswith(("s", "batch")) else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
