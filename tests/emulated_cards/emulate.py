@@ -231,7 +231,13 @@ def execute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     def wrap(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or (device is not None and not to_card):
             return value
-        card = known[id(value)] if id(value) in known else Card(value, on_card[0].device)
+        if id(value) in known:
+            card = known[id(value)]
+        elif func.is_view and not on_card[0].is_inference():  # nor is its view, in any mode
+            with torch.inference_mode(False):
+                card = Card(value, on_card[0].device)
+        else:
+            card = Card(value, on_card[0].device)
         if card.shape != value.shape:
             raise NotImplementedError(f"{func} changes the shape of a tensor in place ({where()})")
         return card
