@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -64,5 +63,7 @@ def one_run(
 
 def _cpu_seconds() -> float:
     """Of all processes that were started here and have ended."""
+    import resource  # not on Windows, where the cost model alone can be used
+
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

@@ -25,6 +25,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and some tests start two proce
 for name in list(os.environ):
     if name.startswith("ACCELERATE_") or name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
         del os.environ[name]
+if sys.platform == "darwin":
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # not the GPU that a Mac has: these test a CPU
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs what only Linux has")
+posix_only = pytest.mark.skipif(os.name != "posix", reason="Windows has no signals, no bash, and "
+                                "lets not everybody make a link")  # fmt: skip
 
 NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them
 
@@ -59,6 +65,8 @@ def command(
     """
     start = [sys.executable]
     if config is not None:
+        if sys.platform == "win32":
+            pytest.skip("the launcher was never tried on Windows")
         path = config if isinstance(config, Path) else CONFIGS / f"{config}.yaml"
         start += ["-m", "accelerate.commands.launch", "--config_file", str(path)]
     return [*start, *launcher_flags, str(ROOT / script), *without_pictures(script, args)]
@@ -75,12 +83,15 @@ def start(
 ) -> subprocess.Popen:
     """Start a script; `processes` and `kill_all` then reach every process that comes of it."""
     mark = uuid.uuid4().hex
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_RUN": mark}
+    if config is not None:
+        environment.pop("ACCELERATE_USE_CPU", None)  # the YAML says it
     process = subprocess.Popen(
         command(script, *args, config=config, launcher_flags=options.pop("launcher_flags", ())),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TEST_RUN": mark, **options.pop("env", {})},
+        env=environment | options.pop("env", {}),
         **options,
     )
     process.mark = mark
@@ -189,6 +200,8 @@ def tiny_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def nursery(datasets_cache: None) -> Iterator[Any]:
     """tests/faults.py's process that forks runs."""
+    if sys.platform != "linux":
+        pytest.skip("forks processes with memfd_create and prctl, which only Linux has")
     from faults import Nursery
 
     with Nursery() as started:

@@ -16,7 +16,6 @@ import io
 import itertools
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -190,6 +189,8 @@ def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
                 MASTER_PORT=str(port),
             )  # fmt: skip
         if "limit" in request:
+            import resource  # not on Windows, where tests import this file for other things
+
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
         if request.get("double"):
             importlib.import_module("double").use_double()

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, linux_only
+
+pytestmark = linux_only  # they read /proc and use the module resource
 
 
 def benchmark(name: str, *args: object, timeout: float = 300) -> str:

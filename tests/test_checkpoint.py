@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import forget_accelerator
+from conftest import forget_accelerator, linux_only
 
 from trainkit.checkpoint import Checkpoints, Progress
 from trainkit.errors import RunFailure, UsageError
@@ -134,6 +134,7 @@ def test_only_the_newest_are_kept_and_nothing_else_is_left(tmp_path: Path) -> No
     assert names == ["step-0000000004", "step-0000000005"]
 
 
+@linux_only  # /proc says which file was synced
 def test_all_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,8 @@ def examine(folder: Path, illness: str, *args: str) -> subprocess.CompletedProce
 @pytest.fixture(scope="module")
 def ill(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The problems of a run with three faults."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux ties a process to a core, which makes it slow")
     result = examine(tmp_path_factory.mktemp("ill"), "version slow unshared", "--json")
     report = json.loads(result.stdout)
     assert report["num_processes"] == 2

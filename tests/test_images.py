@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import linux_only
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from PIL import Image
 
@@ -426,6 +427,7 @@ def test_the_classes_of_another_split_go_by_their_names(
     assert about["classes"] == NAMES and eval_set.tensors[1].tolist() == labels("test")
 
 
+@linux_only  # ru_maxrss, in kilobytes
 def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
     import resource
 

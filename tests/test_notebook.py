@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import NUM_TEST, ROOT, rows
+from conftest import NUM_TEST, ROOT, linux_only, rows
 
 # As cells of a notebook: in a process of their own, because the launcher forks it.
 CELLS = """
@@ -22,6 +22,7 @@ SCRIPTS = {
 }
 
 
+@linux_only  # elsewhere a fork after torch was imported is not safe, and a Mac trains on its GPU
 @pytest.mark.parametrize(
     "script", [pytest.param("train_mnist", marks=pytest.mark.slow), "train_regression"]
 )

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import NUM_TEST, ROOT, kill_all, rows, start
+from conftest import NUM_TEST, ROOT, kill_all, posix_only, rows, start
 from PIL import Image
 
 # In one process, because each start takes seconds.
@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@posix_only  # Windows has nothing that could be taken away
 def test_a_run_trains_stops_resumes_and_predicts_without_them(
     small_mnist: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import NUM_TEST, ROOT, rows, run, saved
+from conftest import NUM_TEST, ROOT, posix_only, rows, run, saved
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -216,6 +216,7 @@ def test_a_model_file_that_is_none_is_one_sentence(case: str, tmp_path: Path) ->
             plots.load_predictions(tmp_path / plots.PREDICTIONS)
 
 
+@posix_only  # links
 @pytest.mark.parametrize(
     "name", ["../evil", "/tmp/evil", "evil/evil", "evil.py", "a.b", "", 5, ["evil"], "link", None]
 )

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, command, kill_all, processes, run, start
+from conftest import ROOT, command, kill_all, linux_only, processes, run, start
 from faults import digests
+
+if os.name != "posix":
+    pytest.skip("Windows has no signals but Ctrl-C", allow_module_level=True)
 
 ENDLESS = ["--epochs", 1000, "--batch-size", 60, "--log-every", 1, "--save-every", 5,
            "--schedule", "constant", "--warmup", 0, "--eval-batch-size", 50]  # fmt: skip
@@ -126,6 +129,7 @@ def test_a_second_interrupt_ends_at_once(tiny_mnist: Path, tmp_path: Path) -> No
     assert "Traceback" not in errors
 
 
+@linux_only  # elsewhere nothing tells a process that its launcher died
 @pytest.mark.parametrize(
     ("config", "number"),
     [

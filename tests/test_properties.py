@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from conftest import posix_only
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
@@ -281,6 +282,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@posix_only  # links and pipes
 @settings(FIXED, max_examples=120)
 @given(
     st.sampled_from([*NAMES, "MANIFEST.json"]), st.sampled_from(sorted(CHANGES)),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, forget_accelerator, rows
+from conftest import ROOT, forget_accelerator, linux_only, rows
 from faults import Nursery, digests
 from safetensors.torch import load_file
 from torch import nn
@@ -191,6 +191,7 @@ def test_whatever_ends_the_body_signals_and_folder_are_given_back(
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+@linux_only  # os.kill would end this process on Windows, and a Mac has no sigtimedwait
 def test_a_second_interrupt_in_the_body_ends_it_at_once(tmp_path: Path) -> None:
     def interrupt(run: Run, number: int) -> None:
         if number == 3:

@@ -19,6 +19,7 @@ import pytest
 import test_checkpoint
 import test_images
 import torch
+from conftest import posix_only
 from PIL import Image
 
 import predict
@@ -72,6 +73,7 @@ def test_a_manifest_names_nothing_outside_its_folder(
     assert verify(folder) == f"{name} is missing" and untouched(outside)
 
 
+@posix_only  # links
 @pytest.mark.parametrize("target", [".", "file", "nothing"])
 def test_a_link_is_removed_and_never_what_it_names(
     target: str, tmp_path: Path, outside: Path
@@ -83,6 +85,7 @@ def test_a_link_is_removed_and_never_what_it_names(
     assert untouched(outside) and names(link.parent) == []
 
 
+@posix_only  # links
 def test_rotation_and_resume_keep_to_the_run_folder(tmp_path: Path) -> None:
     run = test_checkpoint.Run(tmp_path / "run")
     run.train(2)
@@ -102,6 +105,7 @@ LINKS = {"metrics.jsonl": "file", "timing.jsonl": "file", "run.json": "file", "c
          "tensorboard": ".", "wandb": ".", ".tmp-run.json": "nothing"}  # fmt: skip
 
 
+@posix_only  # links
 @pytest.mark.parametrize("name", LINKS)
 def test_a_run_does_not_write_through_a_link_in_its_folder(
     name: str, tmp_path: Path, outside: Path, accelerator: Any
@@ -114,6 +118,7 @@ def test_a_run_does_not_write_through_a_link_in_its_folder(
     assert untouched(outside)
 
 
+@posix_only  # links
 def test_a_file_is_replaced_where_a_link_was(tmp_path: Path, outside: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -211,6 +216,7 @@ def test_names_do_not_steer_the_terminal(
     assert names(tmp_path) == ["\x1b[31m.png", "run"]
 
 
+@posix_only  # links
 @pytest.mark.parametrize("name", ["hub", "hub/model.safetensors", "hub/model.py"])
 def test_an_export_does_not_write_through_a_link(name: str, run_dir: Path, outside: Path) -> None:
     (run_dir / name).parent.mkdir(exist_ok=True)

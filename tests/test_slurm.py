@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, linux_only
 
 STAND_INS = {
     "scontrol": """case "$2" in
@@ -19,6 +19,7 @@ SAVE = 'mkdir -p "$WHERE/run/checkpoints/step-0000000007"'
 DONE = 'mkdir -p "$WHERE/run"; touch "$WHERE/run/DONE"'
 
 
+@linux_only  # as is Slurm
 @pytest.mark.parametrize(
     ("job", "code", "earlier", "expected", "requeued"),
     [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, posix_only
 
 OPTIMIZER = """
 import sys, torch
@@ -196,6 +196,7 @@ def test_a_launcher_that_died_during_the_imports_is_found(
     in_fresh_process(ORPHAN, launched=launched)
 
 
+@posix_only  # Windows has another error for it
 def test_a_closed_pipe_ends_quietly() -> None:
     code = (
         "import time\nfrom trainkit import startup\n"

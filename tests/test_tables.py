@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import run
+from conftest import posix_only, run
 
 import predict
 import train_regression
@@ -350,6 +350,7 @@ def test_what_a_prediction_cannot_know_is_said(
         predict.main([str(table_run / "run"), str(path)])
 
 
+@posix_only  # links
 def test_predictions_are_safe_to_open_in_a_spreadsheet(table_run: Path, tmp_path: Path) -> None:
     risky = ["=1+1", "\r=1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1", "\n=1"]
     plain = ["-5", "+4.5", "-1e3", "a=b", "", "1-2", "me@home", "two\nlines"]
