@@ -331,31 +331,42 @@ for fused, kind in ((True, "AdamW"), (None, "AdamW"), (None, "SGD"), (None, "RMS
     assert result.stdout.splitlines() == expected, result.stderr
 
 
+@pytest.mark.parametrize(
+    ("precision", "calls"),
+    [("no", ["behind", "behind", "device"]), ("fp16", ["here", "device", "here", "device"])],
+)
 def test_a_lost_process_is_noticed_before_the_host_waits_for_the_device(
-    emulated_cards: dict[str, str], tmp_path: Path
+    emulated_cards: dict[str, str], tmp_path: Path, precision: str, calls: list[str]
 ) -> None:
-    """On a card the event would never come: the collective before it waits for the lost one."""
+    """On a card that would not end: its work waits for the lost process.
+
+    The guard looks at the step before, which all are known to have made; GradScaler at this one.
+    """
     program = """
+import sys
 from types import SimpleNamespace
 import torch
 from accelerate import Accelerator
+from emulate import ledger
 from trainkit.finite import FiniteGuard, Position
 from trainkit.run import Run
-accelerator = Accelerator()
+accelerator = Accelerator(mixed_precision=sys.argv[1])
 weight = torch.nn.Parameter(torch.ones(5, device="cuda"))
-optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1, fused=True))
-torch.Event.synchronize = lambda event: print("waits for the device")
+fused = None if accelerator.scaler else True
+optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1, fused=fused))
 run = Run(SimpleNamespace(clip_norm=float("inf")), "test")
 run.accelerator, run.guard = accelerator, FiniteGuard(accelerator)
-run.signals = SimpleNamespace(wait=lambda: print("meets the others"))
+run.signals = SimpleNamespace(wait=lambda: print("behind"), meet=lambda: print("here"))
 run.loss, run.position = weight.sum(), Position()
+ledger.wait = lambda what: print("device")
 for step in range(2):
-    weight.grad = torch.ones_like(weight)
+    accelerator.backward(weight.sum())
     run.clip_and_check(optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
 """
-    result, _ = emulate(emulated_cards, tmp_path, program)
-    meets, waits = "meets the others", "waits for the device"
-    assert result.stdout.splitlines() == [meets, meets, waits], result.stderr
+    result, _ = emulate(emulated_cards, tmp_path, program, precision)
+    assert result.stdout.split() == calls, result.stderr
 
 
 @pytest.mark.slow

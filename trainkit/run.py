@@ -268,6 +268,7 @@ class Run:
             if stopping:
                 self._stop()
         bar.close()
+        self.signals.meet()
         self.guard.finish(*self.optimizers)
         self.sums.flush()
         self.train_seconds = time.perf_counter() - self.started_at
@@ -294,7 +295,9 @@ class Run:
         nothing. Every process must call this. Raises RunFailure on all of them, weights untouched.
         """
         if self.accelerator.sync_gradients:
-            self.signals.wait()  # ends in time if a process died; a wait for the device may not
+            # They end in time if a process died, and a wait for the device may not. Under fp16
+            # optimizer.step() reads this step's gradients, else the guard those of the step before.
+            (self.signals.wait if self.accelerator.scaler is None else self.signals.meet)()
             norm = clip_gradients(self.accelerator, optimizer, self.args.clip_norm)
             self.guard.check(optimizer, norm, self.loss, self.position)
             self.checked = True
@@ -420,6 +423,7 @@ class Run:
         return not skipped
 
     def _log_window(self, bar: Any) -> None:
+        self.signals.meet()
         window = means(self.sums.flush())
         losses = {name: mean for name, mean in window.items() if name.startswith("train_loss")}
         for loss in losses.values():
@@ -437,6 +441,7 @@ class Run:
                        f"{self.num_used:,} samples, {self.last_loss or 'no loss yet'}")  # fmt: skip
 
     def _save(self) -> None:
+        self.signals.meet()
         self.guard.finish(*self.optimizers)
         self.checkpoints.save(self.progress)
 

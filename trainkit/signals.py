@@ -58,6 +58,16 @@ class Signals:
             self.pending.wait()
             self.pending = None
 
+    def meet(self) -> None:
+        """Wait until all processes have come here; every process must call this.
+
+        Call it, instead of wait, before the host reads what the device makes of this step: it ends
+        in time if another process was lost in it, whose share the device would wait for.
+        """
+        self.wait()
+        if self.group is not None:
+            torch.distributed.all_reduce(torch.zeros(1), group=self.group)
+
     def ignore_interrupts(self) -> None:
         """The run is ending: one more Ctrl-C would only change its exit code or leave a traceback.
 
