@@ -33,7 +33,7 @@ BECOMES = {
     "hand_all_reduce": ("--optimizer", "sgd", "--learning-rate", 0.05, "--momentum", 0,
                         "--schedule", "constant"),
 }  # fmt: skip
-QUICK = ("single_device", "hand_all_reduce")  # the others start processes or packages of their own
+QUICK = ("single_device",)  # the others start processes or packages of their own
 
 
 @pytest.fixture(scope="module")

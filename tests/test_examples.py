@@ -90,7 +90,7 @@ def by_example(**quick: set[int]) -> list[Any]:
     return [pytest.param(*case, marks=mark) for case, mark in marks.items()]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("name", "world"), by_example(text={3}, gan={2}, colour_pictures=set()))
 def test_losses_do_not_depend_on_processes_and_micro_batches(
     whole: Callable[..., Path], name: str, world: int, accumulate: int

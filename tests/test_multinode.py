@@ -169,6 +169,7 @@ def test_two_nodes_of_two_processes_train_as_one_process(
         assert len({rank for _, rank in counts}) == 1
 
 
+@pytest.mark.slow
 def test_a_node_with_another_seed_version_and_revision_is_named(
     small_mnist: Path, tmp_path: Path
 ) -> None:
