@@ -1,5 +1,7 @@
 """Draw in the browser and watch a trained model answer, on this machine and without a network.
 
+In a folder that predict.py --export hub wrote, this shows the model beside it.
+
 python app.py runs/mnist
 python app.py runs/regression
 """
@@ -14,49 +16,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import predict
-from modelkit import page
+from modelkit import answers, page
 from trainkit import arguments, plots, startup, tables
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, as_usage_error
 from trainkit.images import load_images, read_picture
 
-FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange and blue of trainkit.plots
+HERE = Path(__file__).resolve().parent
+EXPORTED = (HERE / "model.py").is_file()
 HINT = ["<p>Draw, and let go: the answer comes as the stroke ends.</p>", ""]
-
-
-@torch.inference_mode()
-def evidence(model: nn.Module, picture: torch.Tensor, answer: int) -> torch.Tensor:
-    """How much each place of a picture speaks for the answer, (size, size), from -1 to 1.
-
-    By occlusion: what the log of its probability loses if 6 x 6 pixels there are blackened.
-    """
-    size, places = len(picture), torch.arange(0.5, len(picture), 2)
-    near = (torch.arange(size) - places[:, None]).abs() <= 3
-    window = near[:, None, :, None] & near[None, :, None, :]
-    covered = picture.masked_fill(window.view(-1, 1, size, size), 0)
-    logs = torch.cat([model(part)[:, answer] for part in covered.split(64)]).clamp(1e-9).log()
-    loss = model(picture[None, None])[0, answer].clamp(1e-9).log() - logs
-    loss = F.interpolate(loss.view(1, 1, len(places), -1), (size, size), mode="bilinear")[0, 0]
-    return loss / loss.abs().max().clamp(0.01)
-
-
-@torch.inference_mode()
-def describe(model: nn.Module, classes: list[str], picture: torch.Tensor, note: str) -> list[str]:
-    """HTML: the answer with bars in the order of the classes; what is seen, and what speaks."""
-    probabilities = model(picture[None, None])[0]
-    answer = int(probabilities.argmax())
-    speaks = evidence(model, picture, answer)[..., None]
-    ink = picture[..., None] * 0.7 * (1 - speaks.abs())
-    overlay = ink + speaks.clamp(min=0) * FOR - speaks.clamp(max=0) * AGAINST
-    said = f"<h2>{escape(classes[answer])} <small>{escape(note)}</small></h2>"
-    views = {
-        "what the network sees": picture.numpy(),
-        f"orange speaks for {classes[answer]}, blue against": overlay.byte().numpy(),
-    }
-    return [said + page.bars(classes, probabilities.tolist()), page.views(views)]
 
 
 def first_examples(run_dir: Path, about: dict[str, Any]) -> tuple[torch.Tensor, list[int]]:
@@ -84,12 +53,12 @@ def classifier_page(gr: Any, run_dir: Path, model: nn.Module, about: dict[str, A
             picture = read_picture(Path(path), about["size"], about["pictures"])[0, 0]
         except UsageError as problem:
             return [f"<p>{escape(str(problem).replace(path, 'the picture'))}</p>", ""]
-        return describe(model, classes, picture, "")
+        return answers.describe(model, classes, picture, "")
 
     def shelf(title: str, name: str, pictures: torch.Tensor, notes: list[str]) -> None:
         def choose(event: gr.SelectData) -> list[str]:
             truth = f"(it {notes[event.index]})"
-            return describe(model, classes, pictures[event.index], truth)
+            return answers.describe(model, classes, pictures[event.index], truth)
 
         if notes:
             gallery = gr.Gallery(list(zip(pictures.numpy(), notes, strict=True)), label=title,
@@ -126,7 +95,7 @@ def classifier_page(gr: Any, run_dir: Path, model: nn.Module, about: dict[str, A
 
 
 def regression_page(gr: Any, run_dir: Path, model: nn.Module, about: dict[str, Any]) -> None:
-    """A control for each feature, the prediction, and its curve along one of them."""
+    """A control for each feature, the prediction, its curve along one or surface over two."""
     columns = [tables.Column(**column) for column in about["columns"]]
     ranges = {}  # three standard deviations of the training rows to each side, in round steps
     for column in columns:
@@ -135,6 +104,9 @@ def regression_page(gr: Any, run_dir: Path, model: nn.Module, about: dict[str, A
             mean, std = about["feature_mean"][number], about["feature_std"][number]
             step = 10.0 ** math.floor(math.log10(std / 5))
             ranges[column.name] = [step * round((mean + k * std) / step) for k in (-3, 3, 0)]
+
+    both = [[*ranges]] if len(ranges) == 2 else []
+    drawings = {" and ".join(names): names for names in [*both, *([name] for name in ranges)]}
 
     @torch.inference_mode()
     def outputs(rows: pd.DataFrame) -> np.ndarray:
@@ -146,19 +118,9 @@ def regression_page(gr: Any, run_dir: Path, model: nn.Module, about: dict[str, A
             return "<p>Fill in every field.</p>"
         pairs = zip(about["targets"], outputs(row)[0], strict=True)
         said = "".join(f"<h2>{escape(name)}: {value:,.6g}</h2>" for name, value in pairs)
-        return said + (curve(row, along) if along else "")
-
-    def curve(row: pd.DataFrame, along: str) -> str:
-        few = about["targets"][:4]
-        figure = plots.new_figure(4.4, 2.8 * len(few))
-        grid = figure.subplots(len(few), 1, squeeze=False)
-        x = np.linspace(ranges[along][0], ranges[along][1], 121)
-        y = outputs(row.loc[[0] * len(x)].reset_index(drop=True).assign(**{along: x}))
-        for number, (axes, name) in enumerate(zip(grid.flat, few, strict=True)):
-            axes.plot(x, y[:, number], color=plots.COLOURS[4])
-            axes.plot(row[along], outputs(row)[:, number], "o", color=plots.COLOURS[1])
-            axes.set(xlabel=along, ylabel=name)
-        return page.drawing(figure, f"the prediction along {along}")
+        if along is None:
+            return said
+        return said + answers.landscape(outputs, row, ranges, drawings[along], about["targets"])
 
     gr.Markdown(f"### Predict {', '.join(about['targets'])}")
     with gr.Row():
@@ -170,31 +132,49 @@ def regression_page(gr: Any, run_dir: Path, model: nn.Module, about: dict[str, A
                 for c in columns
             ]
         with gr.Column(min_width=300):
-            names = list(ranges)
-            along = gr.Dropdown(names, value=names[0] if names else None, label="curve along")
+            names = [*drawings]
+            along = gr.Dropdown(names, value=names[0] if names else None, label="drawn along")
             said = gr.HTML(elem_id="answer")
     inputs = [along, *controls]
     gr.on([c.change for c in inputs] + [gr.context.Context.root_block.load], answer, inputs, said,
           show_progress="hidden", trigger_mode="always_last")  # fmt: skip
 
 
+def load(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a run and what is saved about it, with predict.py or with an export's model.py.
+
+    Raises UsageError.
+    """
+    if not (run_dir / "model.safetensors").is_file():
+        raise UsageError(f"{run_dir} is not a finished run: make one with "
+                         f"`python train_mnist.py --run-dir {run_dir}`")  # fmt: skip
+    if not EXPORTED:
+        import predict
+
+        return predict.load_run(run_dir)
+    with as_usage_error(f"{run_dir} does not hold what model.py here can load"):
+        import model
+
+        return model.load(run_dir), json.loads((run_dir / "config.json").read_text())
+
+
 def main(argv: Sequence[str] | None = None) -> None:
+    """Open the page of a run."""
     parser = arguments.Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("run_dir", type=Path, nargs="?", default=Path("runs/mnist"), help="of a finished run")
-    add("--host", default="127.0.0.1", help="0.0.0.0: other machines may use the page too")
+    add("run_dir", type=Path, nargs="?", default=HERE if EXPORTED else Path("runs/mnist"),
+        help="of a finished run")  # fmt: skip
+    add("--host", default=None, help="0.0.0.0: other machines may use the page too; "
+        "None: GRADIO_SERVER_NAME, which a Space sets, or 127.0.0.1")  # fmt: skip
     add("--port", type=int, default=None, help="None: the first free one from 7860 on")
     args = parser.parse_args(argv)
-    if not (args.run_dir / "model.safetensors").is_file():
-        raise UsageError(f"{args.run_dir} is not a finished run: make one with "
-                                f"`python train_mnist.py --run-dir {args.run_dir}`")  # fmt: skip
-    model, about = predict.load_run(args.run_dir)
+    model, about = load(args.run_dir)
     pages = {"pictures": classifier_page, "columns": regression_page}
     build = next((pages[name] for name in pages if name in about), None)
     if build is None:
         raise UsageError(f"{args.run_dir}: app.py has no page for models of {about['script']}.py")
-    page.serve(lambda gr: build(gr, args.run_dir, model, about), str(args.run_dir), args.host,
-               args.port)  # fmt: skip
+    title = HERE.name if args.run_dir == HERE else str(args.run_dir)
+    page.serve(lambda gr: build(gr, args.run_dir, model, about), title, args.host, args.port)
 
 
 if __name__ == "__main__":

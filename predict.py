@@ -111,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--export", choices=("onnx", "hub"), default=None,
         help="also write RUN_DIR/model.onnx, or RUN_DIR/hub/ for others to load")  # fmt: skip
     add("--push", default=None, metavar="OWNER/NAME",
-        help="with --export hub: also upload it to the Hugging Face Hub")  # fmt: skip
+        help="with --export hub: also upload it to the Hugging Face Hub; "
+        "spaces/OWNER/NAME makes it a page there")  # fmt: skip
     args = parser.parse_intermixed_args(argv)
     if args.push and args.export != "hub":
         parser.error("--push goes with --export hub")

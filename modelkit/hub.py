@@ -1,6 +1,7 @@
 """A finished run as a folder for the Hugging Face Hub, and the way there.
 
-Whoever has the folder needs neither this repository nor more than torch and safetensors.
+Whoever has the folder needs neither this repository nor more than torch and safetensors; for the
+page, app.py, what requirements.txt names.
 """
 
 import importlib.util
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelkit.space import space_metadata, write_space
 from trainkit.compare import last_row
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.rundir import refuse_links, write_durably, write_json
@@ -78,6 +80,9 @@ from model import load
 model = load()
 {example}
 ```
+
+`pip install -r requirements.txt && python app.py` opens a page in the browser that asks the
+model. The folder is a Gradio Space as it is.
 """
 
 
@@ -108,7 +113,7 @@ class Regressor(nn.Module):
 
 
 def write_hub(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
-    """Write RUN_DIR/hub/: weights, config.json, model.py, README.md. Return the folder.
+    """Write RUN_DIR/hub/: weights, config.json, model.py, README.md, a page. Return the folder.
 
     model: what predict.load_run returns. model.py is loaded once and must give the same outputs.
     Raises UsageError if it is of no script that this knows, or if the run or a package is
@@ -120,7 +125,7 @@ def write_hub(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
         raise UsageError("--export hub needs the package huggingface_hub, not installed "
                                 "here: pip install huggingface_hub")  # fmt: skip
     folder = run_dir / "hub"
-    refuse_links([folder, *folder.glob("*")])
+    refuse_links([folder, *folder.rglob("*")])
     folder.mkdir(exist_ok=True)
     shutil.copyfile(run_dir / "model.safetensors", folder / "model.safetensors")
     write_json(folder / "config.json", about)
@@ -132,17 +137,24 @@ def write_hub(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
     _check(model, about, folder)
     card = _card(model, about, run_dir, pictures)
     write_durably(folder / "README.md", card.encode())
+    write_space(folder)
     return folder
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload a folder to OWNER/NAME on the Hub, which is made if need be. Return its address."""
+    """Upload a folder to OWNER/NAME on the Hub, which is made if need be. Return its address.
+
+    repo: a model; spaces/OWNER/NAME: a Gradio Space, which then runs the folder's app.py.
+    """
+    name = repo.removeprefix("spaces/")
+    kind, sdk = ("space", "gradio") if name != repo else ("model", None)
     with as_usage_error(f"--push {repo}"):
         from huggingface_hub import HfApi
 
         api = HfApi()
-        repo = api.create_repo(repo, exist_ok=True).repo_id
-        return str(api.upload_folder(repo_id=repo, folder_path=folder,
+        name = api.create_repo(name, repo_type=kind, space_sdk=sdk, exist_ok=True).repo_id
+        return str(api.upload_folder(repo_id=name, repo_type=kind, folder_path=folder,
+                                     ignore_patterns="*.pyc",
                                      commit_message="Upload a trained model"))  # fmt: skip
 
 
@@ -205,6 +217,7 @@ def _card(model: nn.Module, about: dict[str, Any], run_dir: Path, pictures: list
                        metric_value=last[f"eval_{metric}"])
             for metric in metrics
         ],
+        **space_metadata(),
     )  # fmt: skip
     shape = f"(1, 1, {about.get('size')}, {about.get('size')}), dtype=torch.uint8"
     body = CARD.format(

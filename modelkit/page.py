@@ -72,7 +72,7 @@ class SizeLimit:
         await self.app(scope, receive, send)
 
 
-def serve(build: Callable, title: str, host: str, port: int | None) -> None:
+def serve(build: Callable, title: str, host: str | None, port: int | None) -> None:
     """Show the page that `build(gradio)` fills until Ctrl-C or SIGTERM. port None: the first free.
 
     What is uploaded lies in a temporary folder, for ten minutes at most. Raises UsageError.

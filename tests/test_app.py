@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import kill_all, run, start
@@ -25,7 +26,7 @@ from PIL import Image
 
 import app
 import predict
-from modelkit import page
+from modelkit import answers, page
 from trainkit.errors import UsageError
 from trainkit.images import read_picture
 
@@ -71,15 +72,15 @@ def run_dir(
     return folder
 
 
-def served(run_dir: Path) -> Iterator[str]:
+def served(*arguments: object, script: str | Path = "app.py", **options: Any) -> Iterator[str]:
     """The address of the page of a run, and after the tests what SIGTERM leaves of it."""
     pytest.importorskip("gradio")
     if sys.platform == "win32":
         pytest.skip("the page is ended by SIGTERM, which Windows does not have")
-    started = start("app.py", run_dir)
+    started = start(script, *arguments, **options)
     try:
         for line in started.stdout:
-            if address := re.search(r"http://127\.0\.0\.1:\d+", line):
+            if address := re.search(r"http://[\w.]+:\d+", line):
                 break
         else:
             pytest.fail(started.stderr.read())
@@ -359,18 +360,18 @@ def test_a_missing_gradio_is_asked_for_by_name(
         app.main([str(run_dir)])
 
 
-def test_a_regression_answers_its_controls_and_draws_the_curve(
+def test_a_regression_answers_its_controls_and_draws_surface_and_curve(
     tmp_path: Path, run_main: Callable, open_page: Callable
 ) -> None:
     pytest.importorskip("gradio")
-    rows = [f"{area},{city},{area * 3 + 100 * (city == 'Rome')}" for area in range(20, 220)
-            for city in ("Bonn", "Rome")]  # fmt: skip
-    (tmp_path / "houses.csv").write_text("\n".join(["area,city,price", *rows]))
+    rows = [f"{area},{city},{area % 7},{area * 3 + 100 * (city == 'Rome')}"
+            for area in range(20, 220) for city in ("Bonn", "Rome")]  # fmt: skip
+    (tmp_path / "houses.csv").write_text("\n".join(["area,city,age,price", *rows]))
     run_main("train_regression", "--data", tmp_path / "houses.csv", "--target", "price",
              "--epochs", 5, "--run-dir", tmp_path / "run")  # fmt: skip
     for address in served(tmp_path / "run"):
         tab = open_page(address, viewport={"width": 390, "height": 844})
-        tab.wait_for_selector("#answer .curve img")
+        tab.wait_for_selector("#answer .curve img[alt='the prediction along area and age']")
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
         model, _ = predict.load_run(tmp_path / "run")
         before = tab.locator("#answer h2").inner_text()
@@ -380,10 +381,58 @@ def test_a_regression_answers_its_controls_and_draws_the_curve(
             "t => document.querySelector('#answer h2').innerText != t", arg=before
         )
         with torch.inference_mode():
-            expected = model(torch.tensor([[200.0, 1, 0]])).item()  # Bonn is chosen at first
+            expected = model(torch.tensor([[200.0, 1, 0, 3]])).item()  # Bonn is chosen at first
         shown = float(tab.locator("#answer h2").inner_text().split(":")[1].replace(",", ""))
         assert shown == pytest.approx(expected, rel=1e-4)
+        tab.get_by_label("drawn along").click()
+        tab.get_by_role("option", name="area", exact=True).click()
+        tab.wait_for_selector("#answer .curve img[alt='the prediction along area']")
         tab.close()  # before its server: a page that loses it logs an error
+
+
+@pytest.mark.parametrize("along", [["a"], ["b", "a"]])
+def test_curve_and_surface_show_what_the_model_answers(
+    along: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(page, "drawing", lambda figure, what: drawn.append(figure) or what)
+    row = pd.DataFrame({"a": [1.0], "kind": ["x"], "b": [2.0]})
+    answers.landscape(
+        lambda rows: (10 * rows[["a"]] + rows[["b"]].to_numpy() ** 2).to_numpy(),
+        row, {"a": (-1, 3, 0), "b": (0, 4, 2)}, along, ["price"],
+    )  # fmt: skip
+    axes, *bar = drawn[0].axes
+    assert [axes.get_xlabel(), axes.get_ylabel()] == [*along, "price"][:2]
+    assert axes.lines[-1].get_xydata().tolist() == [[2, 1] if bar else [1, 14]]
+    if bar:
+        surface = axes.collections[0]
+        assert bar[0].get_ylabel() == "price"
+        # -10 where a is -1 and b is 0; 46 where a is 3 and b is 4.
+        assert (surface.zmin, surface.zmax) == (-10, 46)
+        corner = surface.get_paths()[-1].vertices.max(0)  # of the highest area
+        assert corner.tolist() == [4, 3]
+    else:
+        x, y = axes.lines[0].get_data()
+        assert [x[0], x[-1]] == [-1, 3] and np.allclose(y, 10 * x + 4)
+
+
+@pytest.mark.slow
+def test_an_exported_folder_is_a_page_without_the_repository(
+    run_dir: Path, tmp_path: Path, open_page: Callable
+) -> None:
+    """As a Space starts it: from its own folder, without arguments, and every host may ask."""
+    predict.main([str(run_dir), "--export", "hub"])
+    shutil.copytree(run_dir / "hub", tmp_path / "space")
+    surroundings = {"PYTHONPATH": "", "GRADIO_SERVER_NAME": "0.0.0.0", "GRADIO_SERVER_PORT": "7991"}
+    for address in served(script=tmp_path / "space" / "app.py", cwd=tmp_path, env=surroundings):
+        assert address == "http://localhost:7991"  # how gradio prints 0.0.0.0
+        tab = open_page("http://127.0.0.1:7991")
+        draw(tab, 7)
+        shown = bars(tab)
+        model, _ = predict.load_run(run_dir)
+        assert list(shown.values()) == pytest.approx(answer(model, seen(tab)), abs=1e-4)
+        assert heading(tab) == "7"
+        tab.close()
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ import base64
 import http.server
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import torch
 from conftest import NUM_TEST, rows, run
 
 import predict
+from modelkit import hub
 from trainkit.errors import RunFailure, UsageError
 
 
@@ -40,8 +43,8 @@ def regression_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable)
 
 
 def test_the_card_has_valid_metadata_and_says_how_the_model_was_made(run_dir: Path) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    card = hub.ModelCard.load(run_dir / "hub" / "README.md")
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    card = huggingface_hub.ModelCard.load(run_dir / "hub" / "README.md")
     assert card.data.pipeline_tag == "image-classification"
     (result,) = card.data.eval_results
     last = rows(run_dir, "epochs")[-1]
@@ -61,8 +64,8 @@ def test_the_card_has_valid_metadata_and_says_how_the_model_was_made(run_dir: Pa
 def test_the_card_of_a_regression_and_of_the_shipped_data(
     regression_dir: Path, run_dir: Path
 ) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    card = hub.ModelCard.load(regression_dir / "hub" / "README.md")
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    card = huggingface_hub.ModelCard.load(regression_dir / "hub" / "README.md")
     assert card.data.pipeline_tag == "tabular-regression"
     last = rows(regression_dir, "epochs")[-1]
     found = {result.metric_type: result.metric_value for result in card.data.eval_results}
@@ -73,10 +76,31 @@ def test_the_card_of_a_regression_and_of_the_shipped_data(
         recorded["arguments"]["dataset"] = "/somewhere/data/mnist"
         (run_dir / "run.json").write_text(json.dumps(recorded))
         predict.main([str(run_dir), "--export", "hub"])
-        card = hub.ModelCard.load(run_dir / "hub" / "README.md")
+        card = huggingface_hub.ModelCard.load(run_dir / "hub" / "README.md")
         assert card.data.datasets == ["ylecun/mnist"]
     finally:
         (run_dir / "run.json").write_bytes(before)
+
+
+def test_the_card_is_that_of_a_space_too(run_dir: Path, tmp_path: Path) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    said = huggingface_hub.SpaceCard.load(run_dir / "hub" / "README.md").data
+    assert (said.sdk, said.app_file) == ("gradio", "app.py")
+    assert re.fullmatch(r"3\.\d+", said.to_dict()["python_version"])
+    needed = (run_dir / "hub" / "requirements.txt").read_text()
+    assert re.findall(r"^[\w-]+", needed, re.M) == [
+        "torch", "torchvision", "accelerate", "datasets", "matplotlib", "filelock",
+        "charset-normalizer", "gradio"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_app_py_imports_is_in_the_folder(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir / "hub", tmp_path / "hub")
+    result = subprocess.run([sys.executable, "app.py", "absent"], cwd=tmp_path / "hub", text=True,
+                            env=os.environ | {"PYTHONPATH": ""}, capture_output=True)  # fmt: skip
+    assert result.returncode == 2 and "absent is not a finished run" in result.stderr
+    for name in ("train_mnist.py", "predict.py", "trainkit/run.py", "modelkit/hub.py"):
+        assert not (tmp_path / "hub" / name).exists()
 
 
 def outside(folder: Path, tmp_path: Path, inputs: torch.Tensor) -> torch.Tensor:
@@ -124,7 +148,6 @@ def test_every_model_of_the_scripts_can_stand_alone(name: str, tmp_path: Path) -
 
     import train_mnist
     import train_regression
-    from modelkit import hub
 
     if name in train_mnist.MODELS:
         about = {"script": "train_mnist", "model": name, "classes": [*"abc"], "size": 28,
@@ -152,7 +175,7 @@ def test_every_model_of_the_scripts_can_stand_alone(name: str, tmp_path: Path) -
 @pytest.fixture
 def hub_server() -> Iterator[tuple[str, dict[str, Any]]]:
     """Speaks what an upload needs of the Hub; keeps what it was sent."""
-    received: dict[str, Any] = {"files": {}, "tokens": set(), "created": []}
+    received: dict[str, Any] = {"files": {}, "tokens": set(), "created": [], "commits": []}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
@@ -188,7 +211,8 @@ def hub_server() -> Iterator[tuple[str, dict[str, Any]]]:
                 names = [file["path"] for file in json.loads(body)["files"]]
                 self.answer({"files": [{"path": name, "uploadMode": "regular",
                                         "shouldIgnore": False} for name in names]})  # fmt: skip
-            elif self.path == "/api/models/someone/digits/commit/main":
+            elif self.path.endswith("s/someone/digits/commit/main"):
+                received["commits"].append(self.path.split("/")[2])
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "file":
                         content = base64.b64decode(line["value"]["content"])
@@ -218,10 +242,35 @@ def test_push_uploads_the_folder_and_only_when_asked(
     assert pushed.returncode == 0, pushed.stderr
     assert f"{address}/someone/digits" in pushed.stdout
     assert received["tokens"] == {"Bearer hf_of_a_test"}
-    assert received["created"][0]["name"] == "digits"
-    files = {path.name: path.read_bytes() for path in (run_dir / "hub").iterdir()}
+    assert received["created"][0]["name"] == "digits" and received["commits"] == ["models"]
+    folder = run_dir / "hub"
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*")}
     assert received["files"] == files
-    assert {"model.safetensors", "config.json", "model.py", "README.md"} < files.keys()
+    named = {"model.safetensors", "config.json", "model.py", "README.md", "app.py"}
+    assert named | {"requirements.txt", "modelkit/page.py", "trainkit/images.py"} < files.keys()
+
+
+def test_a_space_is_pushed_as_one(
+    run_dir: Path, hub_server: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    address, received = hub_server
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    folder = run_dir / "hub"
+    (folder / "modelkit" / "__pycache__").mkdir()  # as `python app.py` leaves one
+    try:
+        (folder / "modelkit" / "__pycache__" / "page.pyc").write_bytes(b"")
+        hub.push(folder, "spaces/someone/digits")
+    finally:
+        shutil.rmtree(folder / "modelkit" / "__pycache__")
+    (made,) = received["created"]
+    assert (made["name"], made["type"], made["sdk"]) == ("digits", "space", "gradio")
+    assert received["commits"] == ["spaces"]
+    assert {"app.py", "requirements.txt"} < received["files"].keys()
+    assert not any("__pycache__" in name for name in received["files"])
 
 
 def test_a_push_that_cannot_be_is_one_sentence(run_dir: Path) -> None:
@@ -254,7 +303,6 @@ def test_a_model_of_another_script_is_one_sentence(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import app
-    from modelkit import hub
 
     with pytest.raises(UsageError, match="export hub does not know the models of mine"):
         hub.write_hub(torch.nn.Identity(), {"script": "mine"}, tmp_path)
