@@ -244,7 +244,7 @@ def test_push_uploads_the_folder_and_only_when_asked(
     assert received["tokens"] == {"Bearer hf_of_a_test"}
     assert received["created"][0]["name"] == "digits" and received["commits"] == ["models"]
     folder = run_dir / "hub"
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*")}
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
     assert received["files"] == files
     named = {"model.safetensors", "config.json", "model.py", "README.md", "app.py"}
     assert named | {"requirements.txt", "modelkit/page.py", "trainkit/images.py"} < files.keys()
