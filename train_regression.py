@@ -175,16 +175,16 @@ class Predictor(nn.Module):
 
 @torch.inference_mode()
 def predict(
-    accelerator: Accelerator, model: nn.Module, loader: DataLoader, targets: torch.Tensor
+    accelerator: Accelerator, model: nn.Module, loader: DataLoader, num_outputs: int
 ) -> torch.Tensor:
-    """Return the outputs for all rows in their order, of the shape of targets, on the CPU.
+    """Return the outputs for all samples in their order, (samples, num_outputs), on the CPU.
 
     Every process must call this. Each sample counts once at any number of processes, or an
     AssertionError is raised.
     """
     model.eval()
     # Each process fills in its own samples; the sum over the processes is the whole table.
-    result = torch.zeros(len(targets), targets.shape[1] + 1, device=accelerator.device)
+    result = torch.zeros(len(loader.dataset), num_outputs + 1, device=accelerator.device)
     for features, *_, indices in loader:
         result[indices, :-1] = model(features).float()
         result[indices, -1] += 1
@@ -212,7 +212,7 @@ def validate(
     The second dict holds row numbers, predictions and targets. Every process must call this.
     """
     features, targets, rows = eval_set.tensors
-    outputs = predict(accelerator, model, loader, targets)
+    outputs = predict(accelerator, model, loader, targets.shape[1])
     prediction, target = in_own_unit(outputs, about), in_own_unit(targets, about)
     metric = Regression(keep_in_memory=True).compute(
         predictions=prediction, references=target, baseline=about["baseline"])  # fmt: skip
