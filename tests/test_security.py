@@ -22,6 +22,7 @@ import torch
 from conftest import posix_only
 from PIL import Image
 
+import app
 import predict
 import train_mnist
 from trainkit import arguments, images, plots, rundir, startup, tables
@@ -217,12 +218,20 @@ def test_names_do_not_steer_the_terminal(
 
 
 @posix_only  # links
-@pytest.mark.parametrize("name", ["hub", "hub/model.safetensors", "hub/model.py"])
+@pytest.mark.parametrize("name", ["hub", "hub/model.safetensors", "hub/trainkit/order.py"])
 def test_an_export_does_not_write_through_a_link(name: str, run_dir: Path, outside: Path) -> None:
-    (run_dir / name).parent.mkdir(exist_ok=True)
+    (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
     (run_dir / name).symlink_to(outside if name == "hub" else outside / "file")
     refused(lambda: predict.main([str(run_dir), "--export", "hub"]), f"{name} is a symbolic link")
     assert untouched(outside)
+
+
+def test_the_page_asks_no_network_for_the_data_that_a_run_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": {"dataset": "someone/pictures"}}))
+    monkeypatch.setattr(app, "load_images", lambda *args: pytest.fail(f"asked for {args[0]}"))
+    assert app.first_examples(tmp_path, {"size": 28, "classes": ["a", "b"]})[1] == []
 
 
 @pytest.mark.parametrize(
