@@ -264,6 +264,17 @@ def test_a_stopped_run_continues_to_the_same_bytes(tmp_path: Path, run_main: Cal
     assert again == metrics
 
 
+def test_r2_is_scikit_learns_also_of_a_target_that_does_not_vary() -> None:
+    generator = np.random.default_rng(0)
+    truth, guess = generator.normal(size=(2, 20, 4))
+    truth[:, 1] = guess[:, 1] = truth[:, 2] = 3.0  # met exactly; not met
+    metric = train_regression.Regression(keep_in_memory=True)
+    found = metric.compute(predictions=guess, references=truth, baseline=np.full(4, 0.5))
+    assert found["r2"] == pytest.approx(r2_score(truth, guess), rel=1e-6)
+    expected = 1 - ((truth - guess) ** 2).mean(0) / ((truth - 0.5) ** 2).mean(0)
+    assert found["r2_train_mean"] == pytest.approx(expected.mean(), rel=1e-6)
+
+
 def test_numbers_that_go_bad_end_the_run(tmp_path: Path, run_main: Callable) -> None:
     with pytest.raises(RunFailure, match="loss or gradient is not finite at step"):
         run_main("train_regression", "--run-dir", tmp_path / "run", "--optimizer", "sgd",
