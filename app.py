@@ -24,7 +24,7 @@ from trainkit.errors import UsageError, as_usage_error
 from trainkit.images import load_images, read_picture
 
 HERE = Path(__file__).resolve().parent
-EXPORTED = (HERE / "model.py").is_file()
+EXPORTED = all((HERE / name).is_file() for name in ("model.py", "config.json"))
 HINT = ["<p>Draw, and let go: the answer comes as the stroke ends.</p>", ""]
 
 
@@ -148,8 +148,8 @@ def load(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
     Raises UsageError.
     """
     if not (run_dir / "model.safetensors").is_file():
-        raise UsageError(f"{run_dir} is not a finished run: make one with "
-                         f"`python train_mnist.py --run-dir {run_dir}`")  # fmt: skip
+        raise UsageError(f"{run_dir} is not a finished run: make one with `python train_mnist.py "
+                         f"--run-dir {run_dir}`" + " in the repository" * EXPORTED)  # fmt: skip
     if not EXPORTED:
         import predict
 

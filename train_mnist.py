@@ -108,10 +108,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="shift, turn and warp each training picture anew in each epoch")  # fmt: skip
     add("--max-shift", type=float, default=1.0, help="of --augment, in pixels")
     add("--max-turn", type=float, default=5.0, help="of --augment, in degrees")
-    add("--max-warp", type=float, default=0.0, help="of each of 4 x 4 knots, in pixels")
+    add("--max-warp", type=float, default=0.0, help="of --augment, at 4 x 4 knots, in pixels")
     add("--validation-split", type=int, default=0, metavar="N",
         help="evaluate on N held-out training pictures, to choose settings by")  # fmt: skip
-    add("--target-accuracy", type=float, default=None, help="exit with 3 if the last is below")
+    add("--target-accuracy", type=float, default=None,
+        help="exit with 3 if the last evaluation is below this fraction")  # fmt: skip
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/mnist")
     parser.set_defaults(epochs=3, batch_size=128, learning_rate=None, schedule="onecycle",

@@ -56,7 +56,7 @@ class Regression(evaluate.Metric):
     """MSE, RMSE, MAE and R2, each the mean over the targets; no network.
 
     r2 is scikit-learn's r2_score; r2_train_mean compares with `baseline` instead of the references'
-    own mean. Where such a guess is exact, both are 0, or 1 if the predictions are exact too.
+    own mean. Both are 0 for a target that does not vary, or 1 if its predictions are exact.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -100,7 +100,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--hidden", type=arguments.whole_numbers, default=[64, 64], metavar="WIDTH[,WIDTH]",
         help="of --model mlp")  # fmt: skip
     add("--loss", choices=LOSSES, default="mse", help="huber: squared below 1, absolute above")
-    add("--target-r2", type=float, default=None, help="exit with 3 if the last is below")
+    add("--target-r2", type=float, default=None, help="exit with 3 if eval_r2 ends below")
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/regression")
     parser.set_defaults(epochs=30, batch_size=32, eval_batch_size=1024, learning_rate=3e-2,

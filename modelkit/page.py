@@ -96,7 +96,8 @@ def serve(build: Callable, title: str, host: str | None, port: int | None) -> No
                 app_kwargs={"middleware": [Middleware(SizeLimit, folder=Path(folder))]},
             )  # fmt: skip
         except OSError as problem:
-            raise UsageError(f"--host {host} --port {port}: {problem}") from problem
+            given = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
+            raise UsageError(f"{given}: {problem}") from problem
         print(f"{title}: {url} (Ctrl-C ends it)", flush=True)
         page.block_thread()
 

@@ -22,8 +22,10 @@ CONFIGS = ROOT / "accelerate_configs"
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and some tests start two processes
+OF_LAUNCHERS = ("ACCELERATE_", "OMPI_", "MV2_", "PMI_", "MPI_", "MASTER_", "LOCAL_", "WORLD_SIZE",
+                "RANK", "NPROC", "MIXED_PRECISION")  # fmt: skip
 for name in list(os.environ):
-    if name.startswith("ACCELERATE_") or name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
+    if name.startswith(OF_LAUNCHERS):
         del os.environ[name]
 if sys.platform == "darwin":
     os.environ["ACCELERATE_USE_CPU"] = "true"  # not the GPU that a Mac has: these test a CPU
@@ -214,10 +216,10 @@ def in_fresh_process() -> Iterator[Callable[..., None]]:
 
     Such processes are forked from one that imported them once.
     """
-    context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     context.set_forkserver_preload(["torch", "accelerate", "datasets", "evaluate"])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        yield lambda code, **names: pool.submit(exec, code, names).result(timeout=60)
+        yield lambda code, **names: pool.submit(exec, code, names).result(timeout=300)
 
 
 @pytest.fixture(scope="session")

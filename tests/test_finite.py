@@ -108,8 +108,8 @@ def test_fp16_may_skip_steps_but_not_for_ever(accelerator: Accelerator) -> None:
             guard.check(optimizer, nan, nan, Position(5, 0.1))
 
 
-# The sixth step: five are in an epoch, whose evaluation has three batches. A step has two losses,
-# of which the first is the one that is minimised.
+# A step has two losses, of which the first is minimised, and an evaluation three. So the 9th is of
+# the fifth step, and after the evaluation the 14th of the sixth.
 @pytest.mark.parametrize(("bad", "call"), [("nan", 9), ("inf", 14)])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_bad_number_on_the_last_process_stops_all_in_that_step(

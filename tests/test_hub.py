@@ -82,7 +82,7 @@ def test_the_card_of_a_regression_and_of_the_shipped_data(
         (run_dir / "run.json").write_bytes(before)
 
 
-def test_the_card_is_that_of_a_space_too(run_dir: Path, tmp_path: Path) -> None:
+def test_the_card_is_that_of_a_space_too(run_dir: Path) -> None:
     huggingface_hub = pytest.importorskip("huggingface_hub")
     said = huggingface_hub.SpaceCard.load(run_dir / "hub" / "README.md").data
     assert (said.sdk, said.app_file) == ("gradio", "app.py")

@@ -135,6 +135,9 @@ TRAINS = [
     ("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", 0, "no"),
     (f"{OMPI[:-1]}1 MASTER_ADDR=10.0.0.1", 0, "no"),  # two machines
     ("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 MASTER_ADDR=10.0.0.1", 8, "no"),
+    ("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1", 8, "no"),
+    ("MASTER_PORT=tcp://10.0.0.1:80", 0, "no"),  # Kubernetes, where a service is called master
+    ("ACCELERATE_DYNAMO_MODE=default", 0, "no"),
     (f"{WORLD} CUDA_VISIBLE_DEVICES=-1,-1 {LAUNCHED}no", 0, "no"),
     (f"{WORLD} CUDA_VISIBLE_DEVICES=-1,-1 {LAUNCHED}bf16", 0, "bf16"),
     (f"{WORLD} {LAUNCHED}fp16", 2, "fp16"),
@@ -168,7 +171,7 @@ REFUSED = [
     ("RANK=5 WORLD_SIZE=2", 0, "of 2 processes none is number 5"),
     ("WORLD_SIZE=0", 0, "start with accelerate launch, or unset"),
     ("RANK=first", 0, "unset it"),
-    ("MASTER_PORT=http", 0, "unset it"),
+    ("MASTER_PORT=http WORLD_SIZE=2 RANK=0 MASTER_ADDR=::1", 0, "unset it"),
     ("MASTER_ADDR=10.0.0.1", 1, "only this one was started"),
     (f"MASTER_ADDR=127.0.0.1 {ON_CPU}no", 0, "use MULTI_GPU as in accelerate_configs/2cpu.yaml"),
     ("ACCELERATE_USE_FSDP=true", 0, "distributed_type: MULTI_GPU"),

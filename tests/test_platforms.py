@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 
 @posix_only  # Windows has nothing that could be taken away
-def test_a_run_trains_stops_resumes_and_predicts_without_them(
+def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(
     small_mnist: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -46,14 +46,14 @@ def test_a_run_trains_stops_resumes_and_predicts_without_them(
     environment = {"PYTHONPATH": f"{ROOT / 'tests' / 'platform_without'}{os.pathsep}{ROOT}",
                    "HF_HOME": str(tmp_path / "hf")}  # fmt: skip
     process = start("train_mnist.py", *flags, env=environment)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not list(run_dir.glob("checkpoints/step-*")) and process.poll() is None:
         if time.monotonic() > deadline:
             kill_all(process)
             pytest.fail(str(process.communicate()))
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 75 and "stopped by SIGINT" in output, errors
     stopped_at = rows(run_dir)[-1]["step"]
 
@@ -63,7 +63,7 @@ def test_a_run_trains_stops_resumes_and_predicts_without_them(
     again = [sys.executable, program, run_dir, tmp_path / "black.png", *flags, "--resume", "auto",
              "--no-pictures", "--num-workers", 1, "--stop-after-steps", stopped_at + 5]  # fmt: skip
     done = subprocess.run([*map(str, again)], env={**os.environ, **environment}, cwd=ROOT,
-                          capture_output=True, text=True, timeout=100)  # fmt: skip
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stdout and f"{tmp_path / 'black.png'}: " in done.stdout
     assert rows(run_dir)[-1]["eval_samples"] == NUM_TEST

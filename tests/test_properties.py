@@ -27,7 +27,7 @@ from trainkit.order import EpochBatches, key, keyed_uniform
 # The same examples in every run, so that a change that has nothing to do with them cannot fail.
 FIXED = settings(
     derandomize=True, database=None, deadline=None, max_examples=60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 NUMBERS_63 = st.integers(0, 2**63 - 1)
 

@@ -7,6 +7,7 @@ the script), test_images.py (pictures), test_tables.py (formulas for a spreadshe
 import argparse
 import json
 import pickle
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -151,7 +152,10 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_a_pickle_under_any_name_is_not_executed(name: str, kind: str, tmp_path: Path) -> None:
     path, mark = tmp_path / name, tmp_path / "executed"
     test_checkpoint.write_hostile(path, kind, mark)
-    refused(lambda: READERS[name](path), "with @|argument" if name == "arguments" else str(path))
+    refused(
+        lambda: READERS[name](path),
+        "with @|argument" if name == "arguments" else re.escape(str(path)),
+    )
     assert not mark.exists()
     if kind == "raw":
         pickle.loads(path.read_bytes())
@@ -169,11 +173,14 @@ def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_a_parquet_file_of_few_bytes_and_many_rows_takes_no_memory(tmp_path: Path) -> None:
+def test_a_parquet_file_of_few_bytes_and_many_rows_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "NO_BOMB", 2**24)
     nothing = pa.nulls(2**23, pa.int8())
     pq.write_table(pa.table({"a": nothing, "y": nothing}), tmp_path / "t.parquet")
     refused(lambda: tables.read_table(str(tmp_path / "t.parquet"), "--data t.parquet"),
-            "t.parquet cannot be read: .*8388608 rows, more than 500 times its size")  # fmt: skip
+            "t.parquet cannot be read: .*8388608 rows would take more than 500 times")  # fmt: skip
 
 
 def test_a_file_of_arguments_that_names_itself_is_one_sentence(tmp_path: Path) -> None:
@@ -202,6 +209,7 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
+@posix_only  # such names of files
 def test_names_do_not_steer_the_terminal(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -259,6 +267,6 @@ def test_predictions_that_lack_something_are_one_sentence(
 @pytest.mark.parametrize("row", ["{}", "[]", "1", '{"step": "x", "train_loss": [1]}'])
 def test_a_log_that_lacks_something_is_one_sentence(row: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"eval_loss": 1}}\n{row}\n')
-    refused(lambda: plots.main([str(tmp_path)]), str(tmp_path))
+    refused(lambda: plots.main([str(tmp_path)]), re.escape(str(tmp_path)))
     shutil.copytree(tmp_path, tmp_path / "other")
-    refused(lambda: plots.main([str(tmp_path), str(tmp_path / "other")]), str(tmp_path))
+    refused(lambda: plots.main([str(tmp_path), str(tmp_path / "other")]), re.escape(str(tmp_path)))

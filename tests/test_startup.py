@@ -68,6 +68,7 @@ for step in range(5):
 def test_numbers_are_the_same_without_the_compiler(in_fresh_process: Callable) -> None:
     plain: dict[str, torch.Tensor] = {}
     exec(STEPS, plain)
+    assert "torch._dynamo" in sys.modules  # this process is as torch made it
     in_fresh_process(
         "from trainkit import startup\nstartup.spare_the_compiler()"
         + STEPS
@@ -172,7 +173,7 @@ if os.fork() == 0:
     os.dup2(writer, 2)
     os.close(writer)
     if launched:
-        os.environ["ACCELERATE_DYNAMO_MODE"] = "default"
+        os.environ |= {"ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_MIXED_PRECISION": "no"}
     while os.getppid() == launcher:
         time.sleep(0.01)
     try:

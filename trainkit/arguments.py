@@ -3,6 +3,7 @@
 import argparse
 import csv
 import difflib
+import io
 import math
 import os
 import sys
@@ -89,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 
 def names(text: str) -> list[str]:
     """The names in `a,b`, as a flag takes them; one with a comma inside in quotes, `"a, b",c`."""
-    found = next(csv.reader([text], skipinitialspace=True), [])
+    found = next(csv.reader(io.StringIO(text, newline=""), skipinitialspace=True), [])
     return [name.strip() for name in found if name.strip()]
 
 

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unicodedata import category
 
 import torch
 from accelerate import Accelerator
@@ -39,7 +40,9 @@ def is_main_rank() -> bool:
 
 def printable(text: str) -> str:
     """The text without what could steer a terminal: names and labels are other people's words."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    fine = "\n\t\u200c\u200d"  # the last two join letters in some scripts
+    return "".join(c if c.isprintable() or category(c) == "Zs" or c in fine else ascii(c)[1:-1]
+                   for c in text)  # fmt: skip
 
 
 @contextmanager

@@ -30,7 +30,7 @@ TRUTH = (f"{TRUE}|{FALSE}", "use true or false")
 NO_SHARDS = (f"{FALSE}|", "these scripts keep the whole model on each card: start them without it, "
              "with distributed_type: MULTI_GPU as in accelerate_configs/4gpu.yaml")  # fmt: skip
 # The variables by which Accelerate 1.15 takes wishes: the values that a run follows, and the remedy
-# for all others. From its launchers.py, commands/launch.py, utils/launch.py, state.py,
+# for all others. From Accelerate's launchers.py, commands/launch.py, utils/launch.py, state.py,
 # accelerator.py and utils/dataclasses.py. It reads FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*,
 # ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only where one of these asks for it.
 WISHES = {
@@ -67,7 +67,7 @@ def adopt_ranks() -> None:
     Raises UsageError for ranks that are none.
     """
     env = os.environ
-    for name in (*RANKS, *sum(MPI_RANKS, ()), "MASTER_PORT"):
+    for name in (*RANKS, *sum(MPI_RANKS, ())):
         if not env.get(name, "0").isdecimal():
             raise UsageError(f"{name}={env.pop(name)} is not a number from 0: unset it")
     if joined() and "RANK" not in env:  # by debug_launcher
@@ -94,14 +94,16 @@ def check_ranks() -> None:
     env = os.environ
     size = int(env.get("WORLD_SIZE", "1"))
     if size > 1 or "LOCAL_RANK" in env:
-        env.setdefault("MASTER_PORT", "29500")
+        if not env.setdefault("MASTER_PORT", "29500").isdecimal():
+            raise UsageError(f"MASTER_PORT={env['MASTER_PORT']} is not a number: unset it")
         sign = "WORLD_SIZE" if "WORLD_SIZE" in env else "LOCAL_RANK"
         needed = () if joined() else ("RANK", "WORLD_SIZE", "MASTER_ADDR")
         missing = [name for name in needed if name not in env]
     else:  # what Accelerate would take for a launch by MPI
         names = next((n for n in MPI_RANKS if env.get(n[1], "1") != "1"), ("", "", "", ""))
         sign, missing = names[1], [name for name in names if name and name not in env]
-        env.update({"RANK": env[names[0]]} if names[0] in env else {})  # so that one speaks
+        if names[0] in env:
+            env["RANK"] = env[names[0]]  # so that one speaks
     if missing:
         raise UsageError(
             f"{sign}={env[sign]}, but no launcher started this process ({missing[0]} is not set): "
@@ -126,11 +128,13 @@ def check_launch() -> str:
     # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
     if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
         raise UsageError(
-            f"MASTER_ADDR={env['MASTER_ADDR']} asks for more processes but only this one was "
-            "started, as distributed_type NO and MULTI_CPU do: use MULTI_GPU as in "
-            "accelerate_configs/2cpu.yaml, or unset MASTER_ADDR if you exported it yourself"
+            f"MASTER_ADDR={env['MASTER_ADDR']} is set but only this one was started: for several "
+            "processes use MULTI_GPU as in accelerate_configs/2cpu.yaml (distributed_type NO and "
+            "MULTI_CPU start one), for one unset MASTER_ADDR"
         )
-    local_size = int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1")))
+    # A Slurm script or a cloud may set LOCAL_RANK and no LOCAL_WORLD_SIZE.
+    at_least = int(env.get("LOCAL_RANK", int(env.get("WORLD_SIZE", "1")) - 1)) + 1
+    local_size = int(env.get("LOCAL_WORLD_SIZE", at_least))
     num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     # There are two signs of a CPU launch: accelerate's one-process launcher exports
     # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all cards with gpu_ids.
@@ -139,8 +143,8 @@ def check_launch() -> str:
     if by_accelerate() and not use_cpu and num_devices == 0:
         raise UsageError(
             f"this launch asks for {count(local_size, 'GPU')} and torch sees none here: repair the "
-            "driver (nvidia-smi), or use the CPU: start with `python` and no launcher, or use "
-            "accelerate_configs/2cpu.yaml or 1cpu_bf16.yaml"
+            "driver (nvidia-smi), or use the CPU: start with `python` and no launcher, with "
+            "accelerate launch --cpu, or with accelerate_configs/2cpu.yaml or 1cpu_bf16.yaml"
         )
     if not use_cpu and 0 < num_devices < local_size:
         raise UsageError(
@@ -149,8 +153,8 @@ def check_launch() -> str:
             "gpu_ids and CUDA_VISIBLE_DEVICES"
         )
     precision = notebook_precision() or env.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision == "fp8":
-        raise UsageError("mixed_precision fp8 is not supported: use bf16, fp16 or no")
+    if precision not in ("no", "fp16", "bf16"):
+        raise UsageError(f"mixed_precision {precision} is not supported: use bf16, fp16 or no")
     if precision == "fp16" and (use_cpu or num_devices == 0):
         raise UsageError(
             "fp16 needs a GPU; on a CPU accelerate would silently train in float32: use "
@@ -165,8 +169,8 @@ def joined() -> bool:
 
 
 def by_accelerate() -> bool:
-    """True if `accelerate launch` started this process: only it sets such a variable."""
-    return "ACCELERATE_DYNAMO_MODE" in os.environ
+    """True if `accelerate launch` started this process: it sets these, where a person sets one."""
+    return {"ACCELERATE_DYNAMO_MODE", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
 
 
 def check_launcher_flags() -> None:
@@ -185,7 +189,9 @@ def check_launcher_flags() -> None:
         if flag.startswith(UNHEARD):
             given = " ".join(words[number : number + (1 if "=" in word else 2)])
             remedy = f"give {SLIPS[flag]} to the script" if flag in SLIPS else "leave it out"
-            raise UsageError(f"accelerate launch {given}: it tells this to nobody, {remedy}")
+            raise UsageError(
+                f"accelerate launch {given}: the launcher ignores this flag here, {remedy}"
+            )
 
 
 def notebook_precision() -> str | None:

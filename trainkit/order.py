@@ -288,7 +288,9 @@ def data_md5(*sets: Dataset) -> str:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 leaf = leaf.cpu().contiguous().numpy()
-            digest.update(leaf.data if isinstance(leaf, np.ndarray) else repr(leaf).encode())
+            is_plain = isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
+            digest.update(np.ascontiguousarray(leaf).view(np.uint8).data if is_plain
+                          else repr(leaf).encode())  # fmt: skip
     return digest.hexdigest()
 
 

@@ -145,7 +145,7 @@ def refuse_links(paths: Iterable[Path]) -> None:
     for path in paths:
         if path.is_symlink():
             raise UsageError(f"{path} is a symbolic link, and a run writes into its own folder "
-                             "alone: put there what it names")  # fmt: skip
+                             "alone: replace the link by what it names")  # fmt: skip
 
 
 def _holds_a_run(run_dir: Path) -> bool:

@@ -30,6 +30,7 @@ LIKELY = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "cp1252"]  # tried befor
 INDICES = {"Unnamed: 0", "__index_level_0__"}  # an index that pandas wrote with the table
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 TRUTH = {"True": 1.0, "False": 0.0}
+NO_BOMB = 2**32  # bytes in memory, up to which a Parquet file may be as small as it likes
 # 12_000, 1,234.5, $0, 12 km, 01/02/2020, 3 Jan 2020 10:00
 NUMBER_LIKE = re.compile(
     r"(?=.*\d)([\d\s.,_':/+()%$\u20ac\u00a3\u00a5-]|(?<=\d)T(?=\d)|(jan|feb|mar|apr|may|jun|jul|aug|sep"
@@ -104,8 +105,9 @@ def _kind(path: Path) -> str:
 def _read_file(path: Path, separator: str | None, encoding: str | None) -> tuple[pd.DataFrame, str]:
     if _kind(path) == ".parquet":
         about = pyarrow.parquet.read_metadata(path)
-        if 8 * about.num_rows * about.num_columns > 2**24 + 500 * path.stat().st_size:
-            raise ValueError(f"it unpacks to {about.num_rows} rows, more than 500 times its size")
+        if 8 * about.num_rows * about.num_columns > NO_BOMB + 500 * path.stat().st_size:
+            raise ValueError(f"its {about.num_rows} rows would take more than 500 times its size: "
+                             "write it with fewer rows or columns")  # fmt: skip
         return pyarrow.parquet.read_table(path).to_pandas(ignore_metadata=True), ""
     content = path.read_bytes()
     if path.name.lower().endswith(".gz"):
