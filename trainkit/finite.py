@@ -77,8 +77,8 @@ class FiniteGuard:
 
         Only CUDA's fused kernels are known to; those of other devices do in newer releases alone.
         """
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        return fused and self.accelerator.device.type == "cuda"
+        on_cuda = self.accelerator.device.type == "cuda"  # first: the other takes 5 us on a CPU
+        return on_cuda and all(group.get("fused") for group in optimizer.param_groups)
 
     def finish(self, *optimizers: AcceleratedOptimizer) -> None:
         """Look at what is still on its way, and at the weights. Call before a checkpoint."""
