@@ -137,8 +137,9 @@ def load_images(
         source = {"path": name}
         if (Path(name) / "state.json").is_file():  # one data set that save_to_disk wrote
             source = {"path": "arrow", "data_files": str(Path(name) / "*.arrow")}
-        splits = datasets.load_dataset(**source)
-        files = Path(name).exists() and datasets.load_dataset_builder(**source).config.data_files
+        builder = datasets.load_dataset_builder(**source)
+        builder.download_and_prepare()
+        splits, files = builder.as_dataset(), Path(name).exists() and builder.config.data_files
     if split not in splits:
         raise UsageError(f"{where}: there are only {sorted(splits)}; to evaluate on held "
                          "out training pictures use --validation-split N")  # fmt: skip
