@@ -26,7 +26,7 @@ from trainkit import arguments, plots, startup
 from trainkit.errors import EXIT_TARGET_MISSED
 from trainkit.images import learn_framing, load_images, read_picture
 from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import InMemory, keyed_uniform, make_loaders
+from trainkit.order import Dropout, InMemory, keyed_uniform, make_loaders
 from trainkit.run import Run
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
@@ -62,22 +62,22 @@ class Wide(nn.Sequential):
         super().__init__(
             nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(),
             nn.Conv2d(64, 128, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),  # (n, 128, 14, 14)
-            nn.Flatten(), nn.Linear(25088, 1024), nn.ReLU(), nn.Dropout(0.5),
+            nn.Flatten(), nn.Linear(25088, 1024), nn.ReLU(), Dropout(0.5),
             nn.Linear(1024, num_classes),
         )  # fmt: skip
 
 
 class Deep(nn.Sequential):
-    """Four convolutions with BatchNorm, whose numbers depend on how a batch is split."""
+    """Four convolutions and dropout: the most accurate of the four, given time."""
 
     def __init__(self, num_classes: int):
         super().__init__(
-            nn.Conv2d(1, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.Conv2d(16, 16, 3, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.Conv2d(16, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(),  # (n, 64, 10, 10)
-            nn.Conv2d(64, 64, 3, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(64), nn.ReLU(),
-            nn.Flatten(), nn.Dropout(0.3), nn.Linear(1024, 256, bias=False), nn.BatchNorm1d(256),
-            nn.ReLU(), nn.Dropout(0.3), nn.Linear(256, num_classes),
+            nn.Conv2d(1, 16, 3), nn.ReLU(),
+            nn.Conv2d(16, 16, 3), nn.MaxPool2d(2), nn.ReLU(),  # (n, 16, 12, 12)
+            nn.Conv2d(16, 64, 3), nn.ReLU(),
+            nn.Conv2d(64, 64, 3), nn.MaxPool2d(2), nn.ReLU(),  # (n, 64, 4, 4)
+            nn.Flatten(), Dropout(0.3), nn.Linear(1024, 256), nn.ReLU(),
+            Dropout(0.3), nn.Linear(256, num_classes),
         )  # fmt: skip
 
 

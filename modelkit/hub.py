@@ -27,6 +27,7 @@ IMPORTS = {
     "pairwise": "from itertools import pairwise",
     "Any": "from typing import Any",
     "F": "import torch.nn.functional as F",
+    "Dropout": "from torch.nn import Dropout",  # for trainkit.order's: in use both do nothing
 }
 LOADER = '''"""{name}, with torch and safetensors alone: `model = load()`."""
 

@@ -196,7 +196,7 @@ def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
             importlib.import_module("double").use_double()
         script, fault = importlib.import_module(request["script"]), request.get("fault", {})
         if hasattr(script, "Wide"):
-            script.MODELS["wide"] = _narrow
+            script.MODELS |= {"wide": _narrow, "normed": normed}
         if "indices" in request:
             _log_indices(script, f"{request['indices']}.{rank}")
         _install(script, fault if rank == fault.get("rank", 0) else {}, rank)
@@ -214,12 +214,22 @@ def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
 
 
 def _narrow(num_classes: int) -> Any:
-    """In the place of --model wide: dropout, and small enough for a sweep."""
+    """In the place of --model wide: torch's own dropout, and small enough for a sweep."""
     from torch import nn
 
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5),
         nn.Linear(512, num_classes),
+    )  # fmt: skip
+
+
+def normed(num_classes: int) -> Any:
+    """--model normed: two layers of BatchNorm, which the script's own models do without."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 5, stride=3, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Flatten(), nn.BatchNorm1d(512), nn.Linear(512, num_classes),
     )  # fmt: skip
 
 

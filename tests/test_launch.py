@@ -471,12 +471,11 @@ def test_wrong_arguments_are_all_told_once_and_end_with_2(
 @pytest.mark.parametrize(
     ("model", "accumulate"),
     [
-        pytest.param("compact", 1, marks=pytest.mark.slow),
-        ("compact", 3),
-        pytest.param("lenet", 1, marks=pytest.mark.slow),
-        pytest.param("lenet", 3, marks=pytest.mark.slow),
+        ("deep", 3),  # with dropout
+        *(pytest.param(*case, marks=pytest.mark.slow)
+          for case in (("deep", 1), ("compact", 1), ("compact", 3), ("lenet", 1), ("lenet", 3))),
     ],
-)
+)  # fmt: skip
 def test_one_two_and_three_processes_give_the_same_numbers(
     model: str, accumulate: int, small_mnist: Path, tmp_path: Path, train_in_double: Callable
 ) -> None:

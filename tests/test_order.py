@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from trainkit.order import EpochBatches, WholeBatches, keyed_uniform, seed_dropout
+from trainkit.order import (
+    Dropout,
+    EpochBatches,
+    WholeBatches,
+    keyed_uniform,
+    placed,
+    seed_dropout,
+)
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
@@ -27,14 +34,50 @@ def test_keyed_uniform_numbers_look_random() -> None:
     assert torch.corrcoef(u.T).fill_diagonal_(0).abs().max() < 4 / 20_000**0.5
 
 
-def test_dropout_is_seeded_by_position_and_process() -> None:
-    def mask(*position: int) -> tuple[float, ...]:
-        seed_dropout(torch.device("cpu"), *position)
+CPU = torch.device("cpu")
+
+
+def test_what_draws_is_seeded_by_position_and_first_sample() -> None:
+    def mask(first: int, *position: int) -> tuple[float, ...]:
+        seed_dropout([], CPU, first, *position)
         return tuple(torch.rand(4).tolist())
 
-    places = [(0, 0, 0, 0, 0), *(tuple(int(i == j) for j in range(5)) for i in range(5))]
+    places = [(0, 0, 0, 0), *(tuple(int(i == j) for j in range(4)) for i in range(4))]
     assert len({mask(*place) for place in places}) == len(places)
-    assert mask(3, 2, 9, 0, 1) == mask(3, 2, 9, 0, 1)
+    assert mask(3, 2, 9, 0) == mask(3, 2, 9, 0)
+
+
+def test_dropout_draws_the_same_masks_however_a_step_is_split() -> None:
+    layers = [Dropout(0.3), Dropout(0.3)]
+    ones = torch.ones(600, 5, 7).bfloat16()
+
+    def masks(sizes: list[int], *position: int) -> torch.Tensor:
+        parts, first = [], 0
+        for size in sizes:
+            seed_dropout(places, CPU, first, *position)
+            parts.append(torch.stack([layer(ones[:size]) for layer in layers], 1))
+            first += size
+        return torch.cat(parts)
+
+    with placed(layers, CPU) as places:
+        whole = masks([600], 1, 2, 3)
+        for sizes in ([300, 300], [100, 0, 500]):
+            assert torch.equal(masks(sizes, 1, 2, 3), whole)
+        # Another layer, sample, seed, epoch or step: another mask; 42 % of two masks differ.
+        shifted = torch.cat((whole[1:], whole[:1]))
+        others = [masks([600], *place) for place in ((0, 2, 3), (1, 0, 3), (1, 2, 0))]
+        for other in (whole.flip(1), shifted, *others):
+            assert (other != whole).float().mean() == pytest.approx(0.42, abs=0.01)
+        kept = whole[whole != 0]
+        assert len(kept) / whole.numel() == pytest.approx(0.7, abs=0.01)  # 7 standard errors
+        torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.7))
+        layers[0].eval()
+        assert torch.equal(layers[0](ones), ones)
+        layers[0].train()
+    torch.manual_seed(0)  # outside of a run it is nn.Dropout
+    outside = layers[0](ones)
+    torch.manual_seed(0)
+    assert torch.equal(outside, torch.nn.Dropout(0.3)(ones))
 
 
 class Noisy(Dataset):

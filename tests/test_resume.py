@@ -69,7 +69,7 @@ def test_resume_grid(
 
 @pytest.mark.slow
 def test_resume_is_exact_with_batchnorm(nursery: Nursery, arguments: dict, tmp_path: Path) -> None:
-    args = [*arguments["train_mnist"], "--model", "deep", "--max-warp", 1]
+    args = [*arguments["train_mnist"], "--model", "normed", "--max-warp", 1]
     compare(nursery, "train_mnist", args, tmp_path, 1, [3, 5, LAST])
 
 

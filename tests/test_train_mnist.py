@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import yaml
 from conftest import CONFIGS, ROOT, assert_num_processes, rows, run, saved
 from double import SAME
+from faults import normed
 from safetensors.torch import load_file
 from torch import nn
 
@@ -259,16 +260,22 @@ def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch: pytest.Monke
 
 
 def test_batchnorm_is_named_where_a_batch_is_split_and_refused_a_batch_of_one(
-    small_mnist: Path, tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
+    small_mnist: Path,
+    tmp_path: Path,
+    run_main: Callable,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(train_mnist.MODELS, "normed", normed)
     run = ["--dataset", small_mnist, "--run-dir", tmp_path / "run", "--stop-after-steps", 1]
-    for flags in (["--model", "deep"], ["--accumulate", 2], ["--model", "deep", "--accumulate", 2]):
+    norms, parts = ["--model", "normed"], ["--accumulate", 2]
+    for flags in (norms, parts, norms + parts):
         run_main("train_mnist", *run, *flags)
-        named = "5 BatchNorm2d layers: its numbers depend on how a batch is split"
+        named = "2 BatchNorm2d layers: its numbers depend on how a batch is split"
         assert (named in capfd.readouterr().out) == (len(flags) == 4)
     for flags in (["--batch-size", 1], ["--no-drop-last", "--batch-size", 56]):  # 1009 % 56 is 1
         with pytest.raises(UsageError, match="BatchNorm2d needs more than a batch of 1"):
-            run_main("train_mnist", *run, "--model", "deep", *flags)
+            run_main("train_mnist", *run, "--model", "normed", *flags)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").iterdir()), ids=lambda path: path.name)

@@ -6,14 +6,17 @@ same samples in the same order with the same augmentation.
 
 import argparse
 import hashlib
+import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import (
     DataLoader,
@@ -250,26 +253,56 @@ def keyed_uniform(seed: int, epoch: int, indices: torch.Tensor, num: int) -> tor
     Returns:
         float32 of shape (n, num) on the device of `indices`.
     """
-    columns = torch.arange(num, device=indices.device)
-    x = indices.unsqueeze(1) * num + columns + _signed(key(seed, epoch))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ _shift_right(x, shift)) * _signed(factor)
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 40).float() / 2**24  # 24 bits: all that a float32 below 1 can hold
+    return _uniform(key(seed, epoch), indices, num)
 
 
-def seed_dropout(device: torch.device, *position: int) -> None:
-    """Seed what a forward pass draws (dropout) by seed, epoch, batch, micro-batch and process.
+class Dropout(nn.Dropout):
+    """nn.Dropout with the same masks at any number of processes and micro-batches.
 
-    Different processes draw different masks, so with dropout the numbers depend on the number of
-    processes; without it this changes nothing.
+    In a model that Run trains, a mask depends on seed, epoch, step and the sample's place in the
+    step, whoever has the sample; elsewhere this is nn.Dropout.
+    """
+
+    # In a run: key of step and layer, and where in the step its first sample is; int64 (2,).
+    place: torch.Tensor | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.place is None or not self.training:
+            return super().forward(inputs)
+        rows = self.place[1] + torch.arange(len(inputs), device=inputs.device)
+        numbers = _uniform(self.place[0], rows, math.prod(inputs.shape[1:]))
+        return inputs * (numbers >= self.p).view_as(inputs) / (1 - self.p)
+
+
+@contextmanager
+def placed(layers: Sequence[Dropout], device: torch.device) -> Iterator[list[torch.Tensor]]:
+    """Inside, these layers draw what seed_dropout makes of their places, which this yields."""
+    places = [torch.zeros(2, dtype=torch.int64, device=device) for _ in layers]
+    for layer, place in zip(layers, places, strict=True):
+        layer.place = place
+    try:
+        yield places
+    finally:
+        for layer in layers:
+            layer.place = None
+
+
+def seed_dropout(
+    places: Sequence[torch.Tensor], device: torch.device, first: int, *position: int
+) -> None:
+    """Seed what a forward pass draws by seed, epoch and step, and by where its samples begin.
+
+    nn.Dropout, and whatever else draws, has other numbers for another `first`: its numbers depend
+    on the processes and micro-batches, those of Dropout do not.
     """
     # The device's generator alone: torch.manual_seed walks through every kind of device, and one
     # that is not initialised keeps each call, with its stack, for later.
     if device.type == "cpu":
-        torch.default_generator.manual_seed(key(*position))
+        torch.default_generator.manual_seed(key(*position, first))
     else:
-        torch.get_device_module(device).manual_seed(key(*position))
+        torch.get_device_module(device).manual_seed(key(*position, first))
+    for number, place in enumerate(places):
+        place[0], place[1] = key(*position, number), first
 
 
 def data_md5(*sets: Dataset) -> str:
@@ -303,6 +336,15 @@ def key(*numbers: int) -> int:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         mixed ^= mixed >> 31
     return mixed >> 1
+
+
+def _uniform(offset: int | torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
+    columns = torch.arange(num, device=rows.device)
+    x = rows.unsqueeze(1) * num + columns + offset
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ _shift_right(x, shift)) * _signed(factor)
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 40).float() / 2**24  # 24 bits: all that a float32 below 1 can hold
 
 
 def _signed(number: int) -> int:

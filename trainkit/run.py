@@ -51,7 +51,7 @@ from trainkit.finite import FiniteGuard, Position
 from trainkit.history import History, RunningSums, epoch_bar, means
 from trainkit.manifest import sha256_of
 from trainkit.optim import clip_gradients, fix_bucket_order
-from trainkit.order import Indices, batches_of, data_md5, seed_dropout
+from trainkit.order import Dropout, Indices, batches_of, data_md5, placed, seed_dropout
 from trainkit.rundir import open_run, record_run, write_durably, write_tensors
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
@@ -200,6 +200,9 @@ class Run:
             self.models[0].load_state_dict(weights, strict=False)
             self.print(notice)
         record_run(accelerator, args)
+        layers = (layer for model in self.models for layer in model.modules())
+        dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
+        self.places = self.resources.enter_context(placed(dropouts, accelerator.device))
         for model in prepared:
             fix_bucket_order(model)
         accelerator.init_trackers(self.project, vars(args))
@@ -233,14 +236,15 @@ class Run:
         self.resources.callback(bar.close)
         self.said_at, self.last_loss = time.monotonic(), ""
         self.batches.set_position(progress.epoch, progress.batch * args.batch_size)
-        micro_batches = itertools.count(1)
+        micro_batches = itertools.count()
+        share = args.batch_size // (args.accumulate * accelerator.num_processes)
         for batch in self.loader:
             # Samples in this step, over all processes and micro-batches: fewer at an epoch's end.
             self.num_samples = min(args.batch_size, self.num_used - self._num_done())
             self.position = Position(progress.step + 1, self._learning_rate())
-            micro_batch = next(micro_batches) % args.accumulate
-            seed_dropout(accelerator.device, args.seed, progress.epoch, progress.batch,
-                         micro_batch, accelerator.process_index)  # fmt: skip
+            part = next(micro_batches) * accelerator.num_processes + accelerator.process_index
+            seed_dropout(self.places, accelerator.device, part * share,
+                         args.seed, progress.epoch, progress.batch)  # fmt: skip
             self.loss, self.checked = None, False
             yield batch
             if self.loss is None:
@@ -251,7 +255,7 @@ class Run:
                 raise RuntimeError(
                     "a step was not checked: each needs run.clip_and_check(optimizer)"
                 )
-            micro_batches = itertools.count(1)
+            micro_batches = itertools.count()
             if not self._count_step():
                 continue  # fp16 skipped the step
             bar.update(self.num_samples)
