@@ -1,0 +1,100 @@
+"""MNIST in the shape of Accelerate's examples/cv_example.py, in a process without this project.
+
+benchmarks/peers.py starts it. The example trains a ResNet on photos of pets; this one has the
+network, batches, optimizer, schedule and epochs of train_mnist.py's defaults. As in the example, a
+Dataset opens a picture per sample with PIL, four workers load, the batch is normalised and the loss
+is plain: no augmentation, no label smoothing.
+"""
+
+import argparse
+import io
+from pathlib import Path
+
+import PIL.Image
+import pyarrow.parquet
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import ToTensor
+
+EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED = 3, 128, 6e-3, 0
+MEAN, STD = 0.1307, 0.3081
+
+
+class Digits(Dataset):
+    """The pictures of one Parquet file, decoded whenever one is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        rows = pyarrow.parquet.read_table(path)
+        self.files = [picture["bytes"] for picture in rows["image"].to_pylist()]
+        self.labels = rows["label"].to_pylist()
+        self.transform = ToTensor()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict:
+        picture = PIL.Image.open(io.BytesIO(self.files[index]))
+        return {"image": self.transform(picture), "label": self.labels[index]}
+
+
+def make_model() -> nn.Module:
+    """Compact of train_mnist.py."""
+    return nn.Sequential(
+        nn.Conv2d(1, 24, 5, stride=2), nn.ReLU(),
+        nn.Conv2d(24, 32, 3), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(800, 256), nn.ReLU(), nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+def train(data_dir: Path) -> None:
+    accelerator = Accelerator()
+    set_seed(SEED)
+    train_set, eval_set = Digits(data_dir / "train.parquet"), Digits(data_dir / "test.parquet")
+    train_loader = DataLoader(train_set, BATCH_SIZE, shuffle=True, num_workers=4)
+    eval_loader = DataLoader(eval_set, BATCH_SIZE, num_workers=4)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    scheduler = OneCycleLR(optimizer, LEARNING_RATE, EPOCHS * len(train_loader), pct_start=0.2,
+                           cycle_momentum=False)  # fmt: skip
+    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader, scheduler
+    )
+
+    for epoch in range(EPOCHS):
+        # The lines that benchmarks/peers.py reads, in the words of the other examples.
+        accelerator.print(f"Train Epoch: {epoch} [0/{len(train_set)}]")
+        model.train()
+        for batch in train_loader:
+            outputs = model((batch["image"] - MEAN) / STD)
+            loss = F.cross_entropy(outputs, batch["label"])
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        accelerator.print(f"Train Epoch: {epoch} [{len(train_set)}/{len(train_set)}]")
+
+        model.eval()
+        correct, total = 0, 0
+        for batch in eval_loader:
+            with torch.no_grad():
+                predictions = model((batch["image"] - MEAN) / STD).argmax(dim=-1)
+            predictions, labels = accelerator.gather_for_metrics((predictions, batch["label"]))
+            correct += (predictions == labels).sum().item()
+            total += len(labels)
+        accelerator.print(f"Test set: Accuracy: {correct}/{total}")
+    accelerator.end_training()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data_dir", type=Path, required=True)
+    train(parser.parse_args().data_dir)
+
+
+if __name__ == "__main__":
+    main()
