@@ -6,8 +6,10 @@
 Each row is train_mnist.py itself, started through the launcher with one OpenMP thread per process
 (on a machine with GPUs: one GPU per process). The columns behind it are medians of the same step on
 a resident batch, taken by this program in the same number of processes: forward, backward without
-and with gradient averaging, optimizer. `data` is what train_mnist.py's step takes beyond them. The
-verdict says what limits. --json writes what `benchmarks.scaling_model check` reads.
+and with gradient averaging, optimizer. `data` is what train_mnist.py's step takes beyond them.
+`apart` is what as many runs give together that know nothing of each other, each with its share of
+the batch, started at once: more than that the machine does not have. The rounds take turns.
+The verdict says what limits. --json writes what `benchmarks.scaling_model check` reads.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import json
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -84,21 +87,28 @@ def time_parts(model: str, batch_size: int, steps: int, path: Path) -> None:
     accelerator.end_training()
 
 
-def measure(num_processes: int, args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """One row of the table."""
-    config = write_config(folder, num_processes)
-    flags = ("--model", args.model, "--batch-size", args.batch_size)
-    run = (MNIST, *flags, "--no-augment", "--stop-after-steps", args.steps, "--no-pictures")
-    rate = statistics.median(
-        one_run(*run, config=config, env=ONE_THREAD)["samples_per_second"]
-        for _ in range(args.rounds)
-    )
+def rates(num_processes: int, args: argparse.Namespace, folder: Path) -> tuple[float, float]:
+    """Images per second of one run of so many processes, and of so many runs of one process."""
+    run = (MNIST, "--model", args.model, "--no-augment", "--stop-after-steps", args.steps,
+           "--no-pictures", "--batch-size")  # fmt: skip
+    config, alone = (write_config(folder, number) for number in (num_processes, 1))
+    together = one_run(*run, args.batch_size, config=config, env=ONE_THREAD)
+    if num_processes == 1:
+        return (together["samples_per_second"],) * 2
+    share = args.batch_size // num_processes
+    with ThreadPoolExecutor(num_processes) as pool:
+        runs = [pool.submit(one_run, *run, share, config=alone, env=ONE_THREAD)
+                for _ in range(num_processes)]  # fmt: skip
+        return together["samples_per_second"], sum(r.result()["samples_per_second"] for r in runs)
+
+
+def parts_of(num_processes: int, args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Seconds of the parts of a step."""
     path = folder / "parts.json"
-    finish(start("-m", "benchmarks.scaling", "--parts", path, *flags, "--steps", args.steps,
-                 config=config, env=ONE_THREAD))  # fmt: skip
-    parts = json.loads(path.read_text())
-    data = max(0.0, args.batch_size / rate - sum(parts.values()))
-    return {"num_processes": num_processes, "images_per_second": rate, **parts, "data": data}
+    finish(start("-m", "benchmarks.scaling", "--parts", path, "--model", args.model,
+                 "--batch-size", args.batch_size, "--steps", args.steps,
+                 config=write_config(folder, num_processes), env=ONE_THREAD))  # fmt: skip
+    return json.loads(path.read_text())
 
 
 def verdict(rows: list[dict[str, float]]) -> str:
@@ -113,8 +123,10 @@ def verdict(rows: list[dict[str, float]]) -> str:
     if share > 0.1:
         return (f"too small to scale: {gain:.2f} times on {wanted:.0f} times the processes, as "
                 f"{share:.0%} of a step is gradient averaging: use larger batches")  # fmt: skip
+    apart = last["apart"] / first["images_per_second"]
     return (f"{gain:.2f} times on {wanted:.0f} times the processes; gradient averaging is only "
-            f"{share:.0%} of a step: the processes compete for cores or memory")  # fmt: skip
+            f"{share:.0%} of a step, and runs without any give {apart:.2f} times: the processes "
+            "compete for cores or memory")  # fmt: skip
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
@@ -156,16 +168,23 @@ def main() -> None:
     print(
         f"{args.model}, batch {args.batch_size} over all processes, median of {args.rounds} rounds"
     )
-    print(f"{'processes':>9} {'images/s':>9} {'efficiency':>10}"
+    print(f"{'processes':>9} {'images/s':>9} {'efficiency':>10} {'apart':>9}"
           + "".join(f"{part:>11}" for part in parts) + "   ms per step")  # fmt: skip
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for num_processes in args.processes:
-            row = measure(num_processes, args, Path(folder))
+        found: dict[int, list[tuple[float, float]]] = {number: [] for number in args.processes}
+        for _ in range(args.rounds):
+            for number in args.processes:
+                found[number].append(rates(number, args, Path(folder)))
+        for number in args.processes:
+            rate, apart = map(statistics.median, zip(*found[number], strict=True))
+            row = {"num_processes": number, "images_per_second": rate, "apart": apart,
+                   **parts_of(number, args, Path(folder))}  # fmt: skip
+            row["data"] = max(0.0, args.batch_size / rate - sum(row[part] for part in PARTS))
             rows.append(row)
             scale = row["num_processes"] / rows[0]["num_processes"]
             efficiency = row["images_per_second"] / rows[0]["images_per_second"] / scale
-            print(f"{num_processes:9} {row['images_per_second']:9,.0f} {efficiency:10.2f}"
+            print(f"{number:9} {rate:9,.0f} {efficiency:10.2f} {apart:9,.0f}"
                   + "".join(f"{1000 * row[part]:11.2f}" for part in parts), flush=True)  # fmt: skip
     print(verdict(rows))
     if args.json:
