@@ -68,7 +68,7 @@ class Wide(nn.Sequential):
 
 
 class Deep(nn.Sequential):
-    """Four convolutions and dropout: the most accurate of the four, given time."""
+    """Four convolutions; LayerNorm and Dropout do not see how a batch is split either."""
 
     def __init__(self, num_classes: int):
         super().__init__(
@@ -76,7 +76,7 @@ class Deep(nn.Sequential):
             nn.Conv2d(16, 16, 3), nn.MaxPool2d(2), nn.ReLU(),  # (n, 16, 12, 12)
             nn.Conv2d(16, 64, 3), nn.ReLU(),
             nn.Conv2d(64, 64, 3), nn.MaxPool2d(2), nn.ReLU(),  # (n, 64, 4, 4)
-            nn.Flatten(), Dropout(0.3), nn.Linear(1024, 256), nn.ReLU(),
+            nn.Flatten(), Dropout(0.3), nn.Linear(1024, 256), nn.LayerNorm(256), nn.ReLU(),
             Dropout(0.3), nn.Linear(256, num_classes),
         )  # fmt: skip
 

@@ -7,8 +7,8 @@
 For each model and precision three things are timed in turn, round by round:
 
     loop        train_mnist.main, from an epoch's first batch to its last (timing.jsonl)
-    limit       the same model, optimizer and precision on one resident batch: no loader, no
-                Accelerate
+    limit       the same model, loss, optimizer and precision on one resident batch: no loader,
+                no Accelerate
     per-sample  the same model and optimizer behind PIL -> ToTensor -> Normalize, a call per picture
 
 The per-sample pipeline (benchmarks/_habit.py) runs in float32 and contiguous memory, as it is
@@ -90,7 +90,7 @@ def resident_step(
     def step() -> None:
         with torch.autocast(DEVICE, dtype, enabled=precision != "no"):
             logits = net(pixels)
-        loss = F.cross_entropy(logits.float(), labels)
+        loss = F.cross_entropy(logits.float(), labels, label_smoothing=0.1)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
