@@ -9,7 +9,7 @@ from trainkit.order import (
     EpochBatches,
     WholeBatches,
     keyed_uniform,
-    placed,
+    release_dropout,
     seed_dropout,
 )
 
@@ -54,26 +54,28 @@ def test_dropout_draws_the_same_masks_however_a_step_is_split() -> None:
     def masks(sizes: list[int], *position: int) -> torch.Tensor:
         parts, first = [], 0
         for size in sizes:
-            seed_dropout(places, CPU, first, *position)
+            seed_dropout(layers, CPU, first, *position)
             parts.append(torch.stack([layer(ones[:size]) for layer in layers], 1))
             first += size
         return torch.cat(parts)
 
-    with placed(layers, CPU) as places:
-        whole = masks([600], 1, 2, 3)
-        for sizes in ([300, 300], [100, 0, 500]):
-            assert torch.equal(masks(sizes, 1, 2, 3), whole)
-        # Another layer, sample, seed, epoch or step: another mask; 42 % of two masks differ.
-        shifted = torch.cat((whole[1:], whole[:1]))
-        others = [masks([600], *place) for place in ((0, 2, 3), (1, 0, 3), (1, 2, 0))]
-        for other in (whole.flip(1), shifted, *others):
-            assert (other != whole).float().mean() == pytest.approx(0.42, abs=0.01)
-        kept = whole[whole != 0]
-        assert len(kept) / whole.numel() == pytest.approx(0.7, abs=0.01)  # 7 standard errors
-        torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.7))
-        layers[0].eval()
-        assert torch.equal(layers[0](ones), ones)
-        layers[0].train()
+    whole = masks([600], 1, 2, 3)
+    for sizes in ([300, 300], [100, 0, 500]):
+        assert torch.equal(masks(sizes, 1, 2, 3), whole)
+    # Another layer, sample, seed, epoch or step: another mask; 42 % of two masks differ.
+    shifted = torch.cat((whole[1:], whole[:1]))
+    others = [masks([600], *place) for place in ((0, 2, 3), (1, 0, 3), (1, 2, 0))]
+    for other in (whole.flip(1), shifted, *others):
+        assert (other != whole).float().mean() == pytest.approx(0.42, abs=0.01)
+    kept = whole[whole != 0]
+    assert len(kept) / whole.numel() == pytest.approx(0.7, abs=0.01)  # 7 standard errors
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.7))
+    layers[0].eval()
+    assert torch.equal(layers[0](ones), ones)
+    layers[0].train()
+    with pytest.raises(RuntimeError, match="twice in a step"):
+        layers[0](ones)
+    release_dropout(layers)
     torch.manual_seed(0)  # outside of a run it is nn.Dropout
     outside = layers[0](ones)
     torch.manual_seed(0)

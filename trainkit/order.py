@@ -10,7 +10,6 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -260,40 +259,32 @@ class Dropout(nn.Dropout):
     """nn.Dropout with the same masks at any number of processes and micro-batches.
 
     In a model that Run trains, a mask depends on seed, epoch, step and the sample's place in the
-    step, whoever has the sample; elsewhere this is nn.Dropout.
+    step, whoever has the sample; elsewhere this is nn.Dropout. Such a layer draws once a step: a
+    RuntimeError is raised where it would draw the same mask again.
     """
 
     # In a run: key of step and layer, and where in the step its first sample is; int64 (2,).
     place: torch.Tensor | None = None
+    drawn = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.place is None or not self.training:
             return super().forward(inputs)
+        if self.drawn:
+            raise RuntimeError("order.Dropout was used twice in a step: use nn.Dropout there")
+        self.drawn = True
         rows = self.place[1] + torch.arange(len(inputs), device=inputs.device)
         numbers = _uniform(self.place[0], rows, math.prod(inputs.shape[1:]))
         return inputs * (numbers >= self.p).view_as(inputs) / (1 - self.p)
 
 
-@contextmanager
-def placed(layers: Sequence[Dropout], device: torch.device) -> Iterator[list[torch.Tensor]]:
-    """Inside, these layers draw what seed_dropout makes of their places, which this yields."""
-    places = [torch.zeros(2, dtype=torch.int64, device=device) for _ in layers]
-    for layer, place in zip(layers, places, strict=True):
-        layer.place = place
-    try:
-        yield places
-    finally:
-        for layer in layers:
-            layer.place = None
-
-
 def seed_dropout(
-    places: Sequence[torch.Tensor], device: torch.device, first: int, *position: int
+    layers: Sequence[Dropout], device: torch.device, first: int, *position: int
 ) -> None:
     """Seed what a forward pass draws by seed, epoch and step, and by where its samples begin.
 
-    nn.Dropout, and whatever else draws, has other numbers for another `first`: its numbers depend
-    on the processes and micro-batches, those of Dropout do not.
+    nn.Dropout, and whatever else draws, has other numbers for another `first`: they depend on the
+    processes and micro-batches, the masks of these layers do not.
     """
     # The device's generator alone: torch.manual_seed walks through every kind of device, and one
     # that is not initialised keeps each call, with its stack, for later.
@@ -301,8 +292,17 @@ def seed_dropout(
         torch.default_generator.manual_seed(key(*position, first))
     else:
         torch.get_device_module(device).manual_seed(key(*position, first))
-    for number, place in enumerate(places):
-        place[0], place[1] = key(*position, number), first
+    for number, layer in enumerate(layers):
+        if layer.place is None:
+            layer.place = torch.zeros(2, dtype=torch.int64, device=device)
+        layer.place[0], layer.place[1] = key(*position, number), first
+        layer.drawn = False
+
+
+def release_dropout(layers: Sequence[Dropout]) -> None:
+    """Make them nn.Dropout again."""
+    for layer in layers:
+        layer.place = None
 
 
 def data_md5(*sets: Dataset) -> str:

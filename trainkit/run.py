@@ -51,7 +51,7 @@ from trainkit.finite import FiniteGuard, Position
 from trainkit.history import History, RunningSums, epoch_bar, means
 from trainkit.manifest import sha256_of
 from trainkit.optim import clip_gradients, fix_bucket_order
-from trainkit.order import Dropout, Indices, batches_of, data_md5, placed, seed_dropout
+from trainkit.order import Dropout, Indices, batches_of, data_md5, release_dropout, seed_dropout
 from trainkit.rundir import open_run, record_run, write_durably, write_tensors
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
@@ -201,8 +201,8 @@ class Run:
             self.print(notice)
         record_run(accelerator, args)
         layers = (layer for model in self.models for layer in model.modules())
-        dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
-        self.places = self.resources.enter_context(placed(dropouts, accelerator.device))
+        self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
+        self.resources.callback(release_dropout, self.dropouts)
         for model in prepared:
             fix_bucket_order(model)
         accelerator.init_trackers(self.project, vars(args))
@@ -243,7 +243,7 @@ class Run:
             self.num_samples = min(args.batch_size, self.num_used - self._num_done())
             self.position = Position(progress.step + 1, self._learning_rate())
             part = next(micro_batches) * accelerator.num_processes + accelerator.process_index
-            seed_dropout(self.places, accelerator.device, part * share,
+            seed_dropout(self.dropouts, accelerator.device, part * share,
                          args.seed, progress.epoch, progress.batch)  # fmt: skip
             self.loss, self.checked = None, False
             yield batch
