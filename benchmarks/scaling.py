@@ -82,8 +82,18 @@ def time_parts(model: str, batch_size: int, steps: int, path: Path) -> None:
         seconds["backward"].append(backward_at - forward_at)
         seconds["all_reduce"].append((synced_at - again_at) - (backward_at - forward_at))
         seconds["update"].append(updated_at - synced_at)
+    row = {part: statistics.median(values) for part, values in seconds.items()}
+    if accelerator.num_processes > 1:
+        gradients = torch.ones(sum(p.numel() for p in net.parameters()), device=accelerator.device)
+        alone = []
+        for _ in range(200):
+            started_at = now()
+            torch.distributed.all_reduce(gradients)
+            alone.append(now() - started_at)
+            gradients.fill_(1)
+        row["alone"], row["alone_slow"] = statistics.median(alone), sorted(alone)[180]
     if accelerator.is_main_process:
-        path.write_text(json.dumps({k: statistics.median(v) for k, v in seconds.items()}))
+        path.write_text(json.dumps(row))
     accelerator.end_training()
 
 
@@ -124,9 +134,12 @@ def verdict(rows: list[dict[str, float]]) -> str:
         return (f"too small to scale: {gain:.2f} times on {wanted:.0f} times the processes, as "
                 f"{share:.0%} of a step is gradient averaging: use larger batches")  # fmt: skip
     apart = last["apart"] / first["images_per_second"]
+    reason = ("they wait for each other" if apart >= 0.95 * wanted else
+              "the processes compete for cores or memory")  # fmt: skip
     return (f"{gain:.2f} times on {wanted:.0f} times the processes; gradient averaging is only "
-            f"{share:.0%} of a step, and runs without any give {apart:.2f} times: the processes "
-            "compete for cores or memory")  # fmt: skip
+            f"{share:.0%} of a step, and as many runs apart give {apart:.2f} times: {reason}; "
+            f"one all-reduce of the gradients alone takes {1000 * last['alone']:.2f} ms, one in "
+            f"ten {1000 * last['alone_slow']:.2f} ms or more")  # fmt: skip
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:

@@ -260,6 +260,10 @@ SOURCES = {
     "the loop over a per-sample PIL pipeline": [
         B, "| compact, float32 | loop", "| lenet, float32 | loop", "batch 256, two threads;",
     ],
+    "`python -m benchmarks.peers`": [
+        "## Peers", "| pytorch: `mnist/main.py`", "| fabric:", "| accelerate:",
+        "| ours |", "| fast |",
+    ],
     "the `mp.spawn` template": (test_regression.TEMPLATE_TOLERANCE,),
     "the DDP + two schedules template": (test_regression.TEMPLATE_TOLERANCE,),
     "1 process and `2cpu.yaml`": (test_launch.LOSS_TOLERANCE, 100 * test_launch.ACCURACY_TOLERANCE),
