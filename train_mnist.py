@@ -68,7 +68,7 @@ class Wide(nn.Sequential):
 
 
 class Deep(nn.Sequential):
-    """Four convolutions; LayerNorm and Dropout do not see how a batch is split either."""
+    """Four convolutions, LayerNorm and dropout: of these models the most accurate, given time."""
 
     def __init__(self, num_classes: int):
         super().__init__(

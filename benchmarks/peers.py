@@ -4,7 +4,8 @@
     python -m benchmarks.peers --only accelerate ours fast --rounds 3
 
 CLONE is a git repository (bare or not) of pytorch/examples and of Lightning-AI/pytorch-lightning,
-whose HEAD is run unmodified; a peer without its clone is left out. Each has its own defaults:
+whose HEAD is run unmodified; a peer without its clone is left out. Each has its own defaults but
+for the epochs:
 
     pytorch     mnist/main.py, 4 epochs
     fabric      examples/fabric/image_classifier/train_fabric.py, 4 epochs; `pip install lightning`
@@ -175,6 +176,8 @@ def main() -> None:
                         help="of each split, 700 or more, to try it out; None: all")  # fmt: skip
     parser.add_argument("--json", type=Path, default=None, help="also write the figures there")
     args = parser.parse_args()
+    if args.pictures is not None and args.pictures < 700:
+        parser.error("--pictures: 700 or more, or a peer prints too little")
     clones = {name: getattr(args, name) for name in IN_CLONES}
     names = args.only or [name for name in COMMANDS if clones.get(name, ROOT)]
     for name in names:

@@ -107,8 +107,9 @@ def rates(num_processes: int, args: argparse.Namespace, folder: Path) -> tuple[f
         return (together["samples_per_second"],) * 2
     share = args.batch_size // num_processes
     with ThreadPoolExecutor(num_processes) as pool:
-        runs = [pool.submit(one_run, *run, share, config=alone, env=ONE_THREAD)
-                for _ in range(num_processes)]  # fmt: skip
+        runs = [pool.submit(one_run, *run, share, config=alone,
+                            env={**ONE_THREAD, "CUDA_VISIBLE_DEVICES": str(card)})
+                for card in range(num_processes)]  # fmt: skip
         return together["samples_per_second"], sum(r.result()["samples_per_second"] for r in runs)
 
 
@@ -136,10 +137,10 @@ def verdict(rows: list[dict[str, float]]) -> str:
     apart = last["apart"] / first["images_per_second"]
     reason = ("they wait for each other" if apart >= 0.95 * wanted else
               "the processes compete for cores or memory")  # fmt: skip
-    return (f"{gain:.2f} times on {wanted:.0f} times the processes; gradient averaging is only "
-            f"{share:.0%} of a step, and as many runs apart give {apart:.2f} times: {reason}; "
-            f"one all-reduce of the gradients alone takes {1000 * last['alone']:.2f} ms, one in "
-            f"ten {1000 * last['alone_slow']:.2f} ms or more")  # fmt: skip
+    return (
+        f"{gain:.2f} times on {wanted:.0f} times the processes; gradient averaging is only "
+        f"{share:.0%} of a step, and as many runs apart give {apart:.2f} times: {reason}"
+    )
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
@@ -200,6 +201,11 @@ def main() -> None:
             print(f"{number:9} {rate:9,.0f} {efficiency:10.2f} {apart:9,.0f}"
                   + "".join(f"{1000 * row[part]:11.2f}" for part in parts), flush=True)  # fmt: skip
     print(verdict(rows))
+    for row in rows:
+        if "alone" in row:
+            print(f"{row['num_processes']} processes: an all-reduce of the gradients alone takes "
+                  f"{1000 * row['alone']:.2f} ms, one in ten {1000 * row['alone_slow']:.2f} ms or "
+                  "more")  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "batch_size": args.batch_size,
                                          "rows": rows}, indent=1) + "\n")  # fmt: skip

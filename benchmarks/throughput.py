@@ -8,7 +8,7 @@ For each model and precision three things are timed in turn, round by round:
 
     loop        train_mnist.main, from an epoch's first batch to its last (timing.jsonl)
     limit       the same model, loss, optimizer and precision on one resident batch: no loader,
-                no Accelerate
+                no Accelerate, torch's own dropout
     per-sample  the same model and optimizer behind PIL -> ToTensor -> Normalize, a call per picture
 
 The per-sample pipeline (benchmarks/_habit.py) runs in float32 and contiguous memory, as it is
@@ -118,7 +118,9 @@ class Habit:
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
 
     def __call__(self, model: str, batch_size: int, steps: int, num_workers: int) -> float:
-        net = nn.Sequential(*train_mnist.MODELS[model](10))  # of torch's classes alone
+        layers = train_mnist.MODELS[model](10)
+        net = nn.Sequential(*(nn.Dropout(layer.p) if isinstance(layer, nn.Dropout) else layer
+                              for layer in layers))  # fmt: skip # of torch's classes alone
         pickle.dump((net, batch_size, steps, num_workers), self.process.stdin)
         self.process.stdin.flush()
         return float(self.process.stdout.readline())

@@ -214,11 +214,13 @@ def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
 
 
 def _narrow(num_classes: int) -> Any:
-    """In the place of --model wide: torch's own dropout, and small enough for a sweep."""
+    """In the place of --model wide: both kinds of dropout, and small enough for a sweep."""
     from torch import nn
 
+    from trainkit.order import Dropout
+
     return nn.Sequential(
-        nn.Conv2d(1, 8, 5, stride=3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5),
+        nn.Conv2d(1, 8, 5, stride=3), nn.Dropout(0.2), nn.ReLU(), nn.Flatten(), Dropout(0.5),
         nn.Linear(512, num_classes),
     )  # fmt: skip
 

@@ -469,15 +469,19 @@ def test_wrong_arguments_are_all_told_once_and_end_with_2(
 
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    ("model", "accumulate"),
+    ("model", "accumulates"),  # of two and of three processes
     [
-        ("deep", 3),  # with dropout
-        *(pytest.param(*case, marks=pytest.mark.slow)
-          for case in (("deep", 1), ("compact", 1), ("compact", 3), ("lenet", 1), ("lenet", 3))),
+        ("deep", (1, 3)),  # with dropout
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("deep", (3, 1)), ("compact", (1, 1)), ("compact", (3, 3)), ("lenet", (1, 3)))),
     ],
 )  # fmt: skip
 def test_one_two_and_three_processes_give_the_same_numbers(
-    model: str, accumulate: int, small_mnist: Path, tmp_path: Path, train_in_double: Callable
+    model: str,
+    accumulates: tuple[int, int],
+    small_mnist: Path,
+    tmp_path: Path,
+    train_in_double: Callable,
 ) -> None:
     # 1009 = 9 x 108 + 37: with --no-drop-last one process ends each epoch with an empty batch.
     arguments = ["--dataset", small_mnist, "--model", model, "--batch-size", 108, "--epochs", 2,
@@ -485,7 +489,7 @@ def test_one_two_and_three_processes_give_the_same_numbers(
     train_in_double("train_mnist", *arguments, "--run-dir", tmp_path / "1")
     one = rows(tmp_path / "1")
     assert len(one) == 2 * 10 + 2 and one[-1]["eval_samples"] == NUM_TEST
-    for num_processes in (2, 3):
+    for num_processes, accumulate in zip((2, 3), accumulates, strict=True):
         run_dir = tmp_path / str(num_processes)
         train_in_double("train_mnist", *arguments, "--run-dir", run_dir, "--accumulate", accumulate,
                         world=num_processes)  # fmt: skip

@@ -73,13 +73,16 @@ def test_dropout_draws_the_same_masks_however_a_step_is_split() -> None:
     layers[0].eval()
     assert torch.equal(layers[0](ones), ones)
     layers[0].train()
-    with pytest.raises(RuntimeError, match="twice in a step"):
+    with pytest.raises(RuntimeError, match="twice for a batch"):
         layers[0](ones)
     release_dropout(layers)
     torch.manual_seed(0)  # outside of a run it is nn.Dropout
     outside = layers[0](ones)
     torch.manual_seed(0)
     assert torch.equal(outside, torch.nn.Dropout(0.3)(ones))
+    everything = Dropout(1.0)
+    seed_dropout([everything], CPU, 0, 1)
+    assert not everything(ones).any()
 
 
 class Noisy(Dataset):

@@ -48,10 +48,15 @@ class Indices:
 
     def __getitem__(self, part: slice) -> "Indices":
         first, last, _ = part.indices(self.size)
-        if len(self.values) > self.size - (last - first):
-            return Indices(self.values[part], last - first)
-        ends = (-(-len(self.values) * end // self.size) for end in (first, last))
+        ends = dealt(len(self.values), self.size, first, last)
         return Indices(self.values[slice(*ends)], last - first)
+
+
+def dealt(num_samples: int, size: int, first: int, last: int) -> tuple[int, int]:
+    """Which of its samples a batch, which counts as `size`, gives to its part first:last."""
+    if num_samples > size - (last - first):
+        return first, last  # the last part gets what is left
+    return -(-num_samples * first // size), -(-num_samples * last // size)
 
 
 class EpochBatches(Sampler):
@@ -259,8 +264,9 @@ class Dropout(nn.Dropout):
     """nn.Dropout with the same masks at any number of processes and micro-batches.
 
     In a model that Run trains, a mask depends on seed, epoch, step and the sample's place in the
-    step, whoever has the sample; elsewhere this is nn.Dropout. Such a layer draws once a step: a
-    RuntimeError is raised where it would draw the same mask again.
+    step, whoever has the sample; elsewhere this is nn.Dropout. Inputs are (samples, ...), with the
+    same sizes on all processes. It draws once a micro-batch, so that gradient checkpointing, which
+    calls it again, needs nn.Dropout: else a RuntimeError is raised.
     """
 
     # In a run: key of step and layer, and where in the step its first sample is; int64 (2,).
@@ -268,10 +274,13 @@ class Dropout(nn.Dropout):
     drawn = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.place is None or not self.training:
+        if self.place is None or not self.training or self.p == 1:
             return super().forward(inputs)
         if self.drawn:
-            raise RuntimeError("order.Dropout was used twice in a step: use nn.Dropout there")
+            raise RuntimeError(
+                "order.Dropout was used twice for a batch, or outside of run.steps(): use "
+                "nn.Dropout there"
+            )
         self.drawn = True
         rows = self.place[1] + torch.arange(len(inputs), device=inputs.device)
         numbers = _uniform(self.place[0], rows, math.prod(inputs.shape[1:]))

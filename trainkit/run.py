@@ -51,7 +51,15 @@ from trainkit.finite import FiniteGuard, Position
 from trainkit.history import History, RunningSums, epoch_bar, means
 from trainkit.manifest import sha256_of
 from trainkit.optim import clip_gradients, fix_bucket_order
-from trainkit.order import Dropout, Indices, batches_of, data_md5, release_dropout, seed_dropout
+from trainkit.order import (
+    Dropout,
+    Indices,
+    batches_of,
+    data_md5,
+    dealt,
+    release_dropout,
+    seed_dropout,
+)
 from trainkit.rundir import open_run, record_run, write_durably, write_tensors
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
@@ -237,13 +245,16 @@ class Run:
         self.said_at, self.last_loss = time.monotonic(), ""
         self.batches.set_position(progress.epoch, progress.batch * args.batch_size)
         micro_batches = itertools.count()
-        share = args.batch_size // (args.accumulate * accelerator.num_processes)
+        size = args.batch_size // args.accumulate
+        share = size // accelerator.num_processes
+        start = share * accelerator.process_index
         for batch in self.loader:
             # Samples in this step, over all processes and micro-batches: fewer at an epoch's end.
             self.num_samples = min(args.batch_size, self.num_used - self._num_done())
             self.position = Position(progress.step + 1, self._learning_rate())
-            part = next(micro_batches) * accelerator.num_processes + accelerator.process_index
-            seed_dropout(self.dropouts, accelerator.device, part * share,
+            before = next(micro_batches) * size
+            first, _ = dealt(min(size, self.num_samples - before), size, start, start + share)
+            seed_dropout(self.dropouts, accelerator.device, before + first,
                          args.seed, progress.epoch, progress.batch)  # fmt: skip
             self.loss, self.checked = None, False
             yield batch
