@@ -248,7 +248,7 @@ SOURCES = {
         "# Records", "| default run, 3 epochs |", "of the last epoch on the 10,000 test pictures",
     ],
     "@recipes/fast`, 1 epoch": [B, "| `recipes/fast`, 1 epoch |"],
-    "@recipes/best`, 40 epochs": [B, "| `recipes/best`, bfloat16, 40 epochs"],
+    "@recipes/best`, 15 epochs": [B, "| `recipes/best`, bfloat16, 15 epochs"],
     "--optimizer sgd --batch-size 256 --epochs 5`": [
         B, "| LeNet, SGD, Fashion-MNIST, 5 epochs |", "5 epochs, no augmentation |",
     ],
