@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from trainkit import arguments
 from trainkit.errors import RunFailure, UsageError
 from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import make_loaders
+from trainkit.order import Dropout, make_loaders
 from trainkit.run import Run
 
 NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
@@ -52,13 +52,14 @@ def train(
     *argv: object,
     body: Callable[[Run, int], str | None] = lambda run, number: None,
     groups: Callable[[nn.Module], list] = lambda model: [{"params": model.parameters()}],
+    make_first: Callable[[], nn.Module] = lambda: nn.Linear(2, 4),
 ) -> list[float]:
     """A small run with two models and two optimizers; `body` may disturb it. Losses by step."""
     args, losses, numbers = parse(*argv), [], count(1)
     with Run(args, "test", lambda args, num: arguments.refuse([])) as run:
         train_set, eval_set = run.load(lambda args: (Numbers(), Numbers()))
         train_loader, eval_loader = make_loaders(run.accelerator, train_set, eval_set, args)
-        first, second = nn.Linear(2, 4), nn.Linear(4, 1)
+        first, second = make_first(), nn.Linear(4, 1)
         optimizers = [
             make_optimizer(run.accelerator, groups(model), args) for model in (first, second)
         ]
@@ -123,6 +124,21 @@ def test_two_models_and_two_optimizers_are_saved_and_resumed_to_the_same_bytes(
         killed, whole = (tmp_path / run / name for run in ("killed", "whole"))
         assert killed.read_bytes() == whole.read_bytes(), name
     assert list(load_file(tmp_path / "whole" / "model_1.safetensors")) == ["bias", "weight"]
+
+
+def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_run(
+    tmp_path: Path,
+) -> None:
+    layer, places = Dropout(0.5), []
+    train("--run-dir", tmp_path / "run", "--accumulate", 2,
+          make_first=lambda: nn.Sequential(nn.Linear(2, 4), layer),
+          body=lambda run, number: places.append(tuple(layer.place.tolist())))  # fmt: skip
+    # Per epoch 5 steps of 4 + 4 samples and one of 3; each step has a key of its own.
+    assert [first for _, first in places] == [*([0, 4] * 5), 0] * 2
+    keys = [key for key, first in places if first == 0]
+    assert len({*keys}) == 12
+    assert [key for key, first in places if first == 4] == keys[:5] + keys[6:11]
+    assert layer.place is None
 
 
 def test_the_first_weights_depend_on_the_seed_whatever_loading_drew(tmp_path: Path) -> None:
