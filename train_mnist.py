@@ -248,14 +248,13 @@ def validate(
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
     args = parse_args(argv)
-    with Run(args, "mnist", check_arguments) as run:  # makes the Accelerator; gives all back
+    with Run(args, "mnist", check_arguments) as run:  # creates run.accelerator; cleans up on exit
         accelerator = run.accelerator
         train_set, eval_set, about = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
         model = MODELS[args.model](len(about["classes"])).to(memory_format=torch.channels_last)
         optimizer = make_optimizer(accelerator, model.parameters(), args)
-        steps_per_epoch = math.ceil(len(train_loader) / args.accumulate)
-        scheduler = make_scheduler(optimizer, args, steps_per_epoch)
+        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
@@ -263,28 +262,27 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                   "size": SIZE, "mean": MEAN, "std": STD}  # fmt: skip
         plan = {"data": f"{args.dataset}, {len(about['classes'])} classes",
                 "pictures": about["pictures"]["read_as"]}  # fmt: skip
-        run.begin(model, train_loader, about, plan)  # takes the run folder; resumes
+        run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
 
         for epoch in run.epochs():
-            for images, labels, indices in run.steps():  # InMemory adds the sample indices
+            for images, labels, indices in run.steps(train_loader):
                 with accelerator.accumulate(model):
                     if args.augment:
                         images = augment(images, indices, epoch, args)
                     logits = model(normalise(images))
-                    loss_sum = F.cross_entropy(
-                        logits, labels, reduction="sum", label_smoothing=args.label_smoothing
+                    losses = F.cross_entropy(
+                        logits, labels, reduction="none", label_smoothing=args.label_smoothing
                     )
                     # The mean over the whole step, whatever the processes and micro-batches.
-                    accelerator.backward(run.step_mean(loss_sum))
+                    accelerator.backward(run.step_mean(losses))
                     run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(
-                    len(labels),
-                    loss=F.cross_entropy(logits.detach(), labels, reduction="sum"),  # as eval_loss
-                    loss_smoothed=loss_sum,  # what is minimised
-                    accuracy=(logits.argmax(1) == labels).sum(),
+                    loss=F.cross_entropy(logits.detach(), labels, reduction="none"),  # as eval_loss
+                    loss_smoothed=losses,  # what is minimised
+                    accuracy=logits.argmax(1) == labels,
                 )
             metrics, predictions = validate(accelerator, model, eval_loader, eval_set)
             run.end_epoch(metrics, predictions, classes=about["classes"])

@@ -254,15 +254,14 @@ def compare(model: nn.Module, train_set: InMemory, about: dict, noise: float) ->
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
     args = parse_args(argv)
-    with Run(args, "regression", check_arguments) as run:  # the world that the YAML asks for
+    with Run(args, "regression", check_arguments) as run:  # creates run.accelerator
         accelerator = run.accelerator
         train_set, eval_set, about = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
-        num_targets = len(about["targets"])
-        model = MODELS[args.model](len(about["features"]), num_targets, args.hidden)
+        sizes = len(about["features"]), len(about["targets"])
+        model = MODELS[args.model](*sizes, args.hidden)
         optimizer = make_optimizer(accelerator, model.parameters(), args)
-        steps_per_epoch = math.ceil(len(train_loader) / args.accumulate)
-        scheduler = make_scheduler(optimizer, args, steps_per_epoch)
+        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
@@ -272,18 +271,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 "features": f"{len(about['features'])} (constant and left out: "
                             f"{', '.join(about['constant']) or 'none'})",
                 "targets": ", ".join(about["targets"])}  # fmt: skip
-        run.begin(model, train_loader, about, plan)  # takes the run folder; resumes
+        run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
 
         for _ in run.epochs():
-            for features, targets, *_ in run.steps():
+            for features, targets, *_ in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    loss_sum = LOSSES[args.loss](model(features), targets, reduction="sum")
-                    accelerator.backward(run.step_mean(loss_sum, per_sample=num_targets))
+                    losses = LOSSES[args.loss](model(features), targets, reduction="none")
+                    accelerator.backward(run.step_mean(losses))
                     run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                run.add(targets.numel(), loss=loss_sum)
+                run.add(loss=losses)
             results = validate(accelerator, model, eval_loader, eval_set, args.loss, about)
             run.end_epoch(*results, targets=about["targets"], feature=about["features"][0])
 

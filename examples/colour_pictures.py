@@ -6,7 +6,6 @@ python examples/colour_pictures.py --norm batch
 
 import argparse
 import functools
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
@@ -94,20 +93,12 @@ def make_model(accelerator: Accelerator, norm: str) -> nn.Module:
     return model
 
 
-@torch.inference_mode()
-def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
-    """Every process must call this. Sums and a count: each sample counts once, whoever has it."""
-    model.eval()
-    sums = torch.zeros(3, device=accelerator.device)
-    for pictures, labels, _ in loader:
-        logits = model(pictures)
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
-    model.train()
-    loss_sum, num_right, num_samples = accelerator.reduce(sums, reduction="sum").tolist()
-    return {"eval_loss": loss_sum / num_samples, "eval_accuracy": num_right / num_samples,
-            "eval_samples": int(num_samples)}  # fmt: skip
+def judge(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """The loss of each sample, and whether it was recognised."""
+    pictures, labels, _ = batch
+    logits = model(pictures)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return {"loss": losses, "accuracy": logits.argmax(1) == labels}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -119,25 +110,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
         model = make_model(accelerator, args.norm)
         optimizer = make_optimizer(accelerator, model.parameters(), args)
-        steps_per_epoch = math.ceil(len(train_loader) / args.accumulate)
-        scheduler = make_scheduler(optimizer, args, steps_per_epoch)
+        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        run.begin(model, train_loader, {"script": Path(__file__).stem, "classes": LETTERS})
+        run.begin(model, {"script": Path(__file__).stem, "classes": LETTERS})
 
         for _ in run.epochs():
-            for pictures, labels, _ in run.steps():
+            for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    logits = model(pictures)
-                    loss_sum = F.cross_entropy(logits, labels, reduction="sum")
-                    accelerator.backward(run.step_mean(loss_sum))
+                    values = judge(model, batch)
+                    accelerator.backward(run.step_mean(values["loss"]))
                     run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                run.add(len(labels), loss=loss_sum, accuracy=(logits.argmax(1) == labels).sum())
-            run.end_epoch(validate(accelerator, model, eval_loader))
+                run.add(**values)
+            run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
         return run.finish()
 
 

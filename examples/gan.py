@@ -5,16 +5,13 @@ accelerate launch --config_file accelerate_configs/2cpu.yaml examples/gan.py --a
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader
 from torchvision.utils import save_image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
@@ -77,20 +74,14 @@ def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory]:
     return tuple(InMemory(pictures) for pictures, _ in (part.tensors for part in sets))
 
 
-@torch.inference_mode()
-def validate(
-    accelerator: Accelerator, generator: nn.Module, discriminator: nn.Module, loader: DataLoader
-) -> dict[str, float]:
-    """The discriminator on held-out pictures and as many drawn ones. Every process must call it."""
-    sums = torch.zeros(3, device=accelerator.device)
-    for pictures, indices in loader:
-        real = discriminator(scale(pictures))
-        fake = discriminator(generator(make_noise(FIXED_SEED, 0, indices)))
-        sums[0] += F.softplus(-real).sum() + F.softplus(fake).sum()
-        sums[1] += (fake > 0).sum()
-        sums[2] += len(pictures)
-    loss, num_fooled, num = accelerator.reduce(sums, reduction="sum").tolist()
-    return {"eval_loss": loss / num, "eval_fooled": num_fooled / num, "eval_samples": int(num)}
+def judge(
+    generator: nn.Module, discriminator: nn.Module, batch: tuple[torch.Tensor, ...]
+) -> dict[str, torch.Tensor]:
+    """The discriminator on held-out pictures and as many drawn ones."""
+    pictures, indices = batch
+    real = discriminator(scale(pictures))
+    fake = discriminator(generator(make_noise(FIXED_SEED, 0, indices)))
+    return {"loss": F.softplus(-real) + F.softplus(fake), "fooled": fake > 0}
 
 
 @torch.inference_mode()
@@ -111,36 +102,36 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         # DCGAN's betas: a group may bring any option of its optimizer.
         groups = ([{"params": model.parameters(), "betas": (0.5, 0.999)}] for model in models)
         optimizers = [make_optimizer(accelerator, group, args) for group in groups]
-        steps_per_epoch = math.ceil(len(train_loader) / args.accumulate)
-        schedulers = [make_scheduler(each, args, steps_per_epoch) for each in optimizers]
+        schedulers = [make_scheduler(each, args, run.steps_per_epoch) for each in optimizers]
         generator, discriminator, *both, train_loader, eval_loader = accelerator.prepare(
             *models, *optimizers, *schedulers, train_loader, eval_loader
         )
         optimizers, schedulers = both[:2], both[2:]
-        run.begin((generator, discriminator), train_loader, {"script": Path(__file__).stem})
+        run.begin((generator, discriminator), {"script": Path(__file__).stem})
 
         for epoch in run.epochs():
-            for pictures, indices in run.steps():
+            for pictures, indices in run.steps(train_loader):
                 with accelerator.accumulate(generator, discriminator):
                     drawn = generator(make_noise(args.seed, epoch, indices))
                     logits = discriminator(torch.cat((scale(pictures), drawn.detach())))
                     real, fake = logits.tensor_split(2)
                     # softplus(-x) is the cross-entropy of a logit that should say real
-                    loss_d = F.softplus(-real).sum() + F.softplus(fake).sum()
-                    accelerator.backward(run.step_mean(loss_d))
-                    loss_g = F.softplus(-discriminator(drawn)).sum()
+                    losses_d = F.softplus(-real) + F.softplus(fake)
+                    accelerator.backward(run.step_mean(losses_d))
+                    losses_g = F.softplus(-discriminator(drawn))
                     # `inputs`: nothing is added to the discriminator's gradients.
-                    accelerator.backward(run.step_mean(loss_g), inputs=[*models[0].parameters()])
+                    accelerator.backward(run.step_mean(losses_g), inputs=[*models[0].parameters()])
                     # Both steps come after both passes: --accumulate then changes no number.
                     for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                         run.clip_and_check(optimizer)
                         optimizer.step()
                         scheduler.step()
                         optimizer.zero_grad()
-                run.add(len(pictures), loss_discriminator=loss_d, loss_generator=loss_g)
+                run.add(loss_discriminator=losses_d, loss_generator=losses_g)
             if accelerator.is_main_process:
                 draw(models[0], accelerator.device, args.run_dir / f"samples-{epoch + 1:03d}.png")
-            run.end_epoch(validate(accelerator, generator, discriminator, eval_loader))
+            metrics = run.evaluate(eval_loader, lambda b: judge(generator, discriminator, b))
+            run.end_epoch(metrics)
         return run.finish()
 
 

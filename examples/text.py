@@ -6,7 +6,6 @@ accelerate launch --config_file accelerate_configs/2cpu.yaml examples/text.py --
 
 import argparse
 import importlib.util
-import math
 import re
 import sys
 import zlib
@@ -15,10 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
@@ -93,20 +90,12 @@ def load_data(args: argparse.Namespace) -> tuple[list, list]:
     return tuple(part[: args.num_lines] for part in parts)
 
 
-@torch.inference_mode()
-def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
-    """Every process must call this. Sums and a count: each sample counts once, whoever has it."""
-    model.eval()
-    sums = torch.zeros(3, device=accelerator.device)
-    for tokens, lengths, labels in loader:
-        logits = model(tokens, lengths)
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
-    model.train()
-    loss_sum, num_right, num_samples = accelerator.reduce(sums, reduction="sum").tolist()
-    return {"eval_loss": loss_sum / num_samples, "eval_accuracy": num_right / num_samples,
-            "eval_samples": int(num_samples)}  # fmt: skip
+def judge(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """The loss of each sample, and whether it was recognised."""
+    tokens, lengths, labels = batch
+    logits = model(tokens, lengths)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return {"loss": losses, "accuracy": logits.argmax(1) == labels}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -122,25 +111,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         rate = peak_learning_rate(args) / 3
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": rate}]
         optimizer = make_optimizer(accelerator, groups, args)
-        steps_per_epoch = math.ceil(len(train_loader) / args.accumulate)
-        scheduler = make_scheduler(optimizer, args, steps_per_epoch)
+        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        run.begin(model, train_loader, {"script": Path(__file__).stem, "classes": PACKAGES})
+        run.begin(model, {"script": Path(__file__).stem, "classes": PACKAGES})
 
         for _ in run.epochs():
-            for tokens, lengths, labels in run.steps():
+            for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    logits = model(tokens, lengths)
-                    loss_sum = F.cross_entropy(logits, labels, reduction="sum")
-                    accelerator.backward(run.step_mean(loss_sum))
+                    values = judge(model, batch)
+                    accelerator.backward(run.step_mean(values["loss"]))
                     run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                run.add(len(labels), loss=loss_sum, accuracy=(logits.argmax(1) == labels).sum())
-            run.end_epoch(validate(accelerator, model, eval_loader))
+                run.add(**values)
+            run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
         return run.finish()
 
 

@@ -10,9 +10,14 @@ import accelerate
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from conftest import rows
+from conftest import forget_accelerator, rows
 
 import trainkit.run
+from trainkit import arguments
+from trainkit.optim import make_optimizer, make_scheduler
+from trainkit.order import InMemory, make_loaders
+from trainkit.run import Run
+from trainkit.step import Step
 
 SCALE = 2.0**21  # gradients overflow at first
 GROWTH_INTERVAL = 3  # steps after which the scale is doubled
@@ -46,7 +51,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
     run_main: Any, tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, steps = tmp_path / "run", []
-    step = AcceleratedOptimizer.step
+    step, finish = AcceleratedOptimizer.step, Step.finish
 
     def watched(self: AcceleratedOptimizer, *args: Any) -> None:
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -55,9 +60,14 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
         step(self, *args)
         same = all(map(torch.equal, before, weights))
         assert same == self.step_was_skipped
-        steps.append((not same, float(self.scaler.get_scale())))
+
+    def finished(self: Step) -> bool:
+        made = finish(self)
+        steps.append((made, float(self.accelerator.scaler.get_scale())))
+        return made
 
     monkeypatch.setattr(AcceleratedOptimizer, "step", watched)
+    monkeypatch.setattr(Step, "finish", finished)
     monkeypatch.setattr(trainkit.run, "Accelerator", accelerator_in_fp16)
     flags = ["--dataset", tiny_mnist, "--model", "lenet", "--batch-size", 8, "--log-every", 1]
     flags += ["--save-every", 2, "--stop-after-steps", LAST, "--keep", 9, "--run-dir", run_dir]
@@ -80,3 +90,73 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
     run_main("train_mnist", *flags, "--resume", run_dir / "checkpoints" / "step-0000000004")
     assert steps == made[4 + middle["progress"]["num_skipped"] :]
     assert checkpoint(run_dir, LAST)["bytes"] == whole["bytes"]
+
+
+def train_two(tmp_path: Path, order: str, overflows: tuple[int, ...] = ()) -> list[float]:
+    """Two models and optimizers that are clipped and stepped in this order; losses by step.
+
+    In the batches of these numbers the gradients of both overflow.
+    """
+    forget_accelerator()
+    parser = arguments.Parser()
+    arguments.add_training_arguments(parser)
+    arguments.add_run_arguments(parser, "runs/test")
+    parser.set_defaults(batch_size=8, epochs=4, learning_rate=0.03, clip_norm=0.1, pictures=False)
+    args = parser.parse_args(["--run-dir", str(tmp_path / "run")])
+    losses, numbers = [], itertools.count()
+    with Run(args, "test") as run:
+        x = torch.linspace(-1, 1, 64)[:, None]
+        train_set, eval_set = run.load(lambda args: [InMemory(x, x.sin())] * 2)
+        loaders = make_loaders(run.accelerator, train_set, eval_set, args)
+        models = torch.nn.Linear(1, 8), torch.nn.Linear(8, 1)
+        optimizers = [make_optimizer(run.accelerator, m.parameters(), args) for m in models]
+        schedulers = [make_scheduler(each, args, run.steps_per_epoch) for each in optimizers]
+        first, second, *both, train_loader, _ = run.accelerator.prepare(
+            *models, *optimizers, *schedulers, *loaders
+        )
+        optimizers = both[:2]
+        run.begin((first, second), {})
+        for _ in run.epochs():
+            for x, y, _ in run.steps(train_loader):
+                with run.accelerator.accumulate(first, second):
+                    loss = (second(first(x).tanh()) - y).square()
+                    overflow = next(numbers) in overflows
+                    run.accelerator.backward(run.step_mean(loss * (1e38 if overflow else 1)))
+                    if order == "clip, clip, step, step":
+                        for each in optimizers:
+                            run.clip_and_check(each)
+                        for each in optimizers:
+                            each.step()
+                    else:
+                        for each in optimizers:
+                            run.clip_and_check(each)
+                            each.step()
+                    for each in both[2:]:
+                        each.step()
+                    for each in optimizers:
+                        each.zero_grad()
+                assert [each.step_was_skipped for each in optimizers] == [overflow] * 2
+                losses += [] if overflow else [loss.mean().item()]
+                run.add(loss=loss)
+            run.end_epoch({"eval_loss": 0.0})
+        run.finish()
+    return losses
+
+
+@pytest.mark.parametrize("order", ["clip, step, clip, step", "clip, clip, step, step"])
+def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch is the same, so that it does not matter which ones are skipped."""
+    monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
+    plain = train_two(tmp_path, order)
+
+    def scaled_float32(**options: Any) -> accelerate.Accelerator:
+        options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
+        accelerator = accelerator_in_fp16(**options)
+        return accelerator
+
+    monkeypatch.setattr(trainkit.run, "Accelerator", scaled_float32)
+    scaled = train_two(tmp_path, order, overflows=(0, 5, 6, 13))
+    assert len(scaled) == len(plain) - 4
+    assert scaled == pytest.approx(plain[:-4], abs=1e-5)

@@ -2,10 +2,11 @@
 
 import argparse
 import ast
-import math
+import inspect
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, forget_accelerator, linux_only, rows
 from faults import Nursery, digests
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
@@ -63,21 +66,20 @@ def train(
         optimizers = [
             make_optimizer(run.accelerator, groups(model), args) for model in (first, second)
         ]
-        steps = math.ceil(len(train_loader) / args.accumulate)
-        schedules = [make_scheduler(optimizer, args, steps) for optimizer in optimizers]
+        schedules = [make_scheduler(each, args, run.steps_per_epoch) for each in optimizers]
         first, second, *optimizers, train_loader, eval_loader, one, two = run.accelerator.prepare(
             first, second, *optimizers, train_loader, eval_loader, *schedules
         )
-        run.begin((first, second), train_loader, {"script": "test"})
+        run.begin((first, second), {"script": "test"})
         for _ in run.epochs():
-            for batch in run.steps():
+            for batch in run.steps(train_loader):
                 what = body(run, next(numbers))
                 if what == "break":
                     break
                 if what == "leave out":
                     continue
                 with run.accelerator.accumulate(first, second):
-                    loss = (second(first(batch["x"])) - batch["y"]).square().sum()
+                    loss = (second(first(batch["x"])) - batch["y"]).square()
                     run.accelerator.backward(run.step_mean(loss))
                     for optimizer in optimizers[: 0 if what == "unchecked" else 2]:
                         run.clip_and_check(optimizer)
@@ -85,8 +87,8 @@ def train(
                         part.step()
                     for optimizer in optimizers:
                         optimizer.zero_grad()
-                losses.append(loss.item())
-                run.add(len(batch["x"]), loss=loss)
+                losses.append(loss.sum().item())
+                run.add(loss=loss)
                 if what == "continue":
                     continue
             seen = torch.zeros(NUM_SAMPLES)
@@ -163,9 +165,9 @@ def test_continue_after_the_step_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("break", "run.steps\\(\\) was not run to its end"),
-        ("leave out", "a batch was left out"),
-        ("unchecked", "a step was not checked"),
+        ("break", "run.end_epoch.* is out of order: what comes next is accelerator.backward"),
+        ("leave out", "the next batch is .* what comes next is accelerator.backward"),
+        ("unchecked", "the next batch is .* what comes next is run.clip_and_check"),
     ],
 )
 def test_a_body_that_would_lose_a_step_is_told_so(tmp_path: Path, what: str, sentence: str) -> None:
@@ -173,20 +175,154 @@ def test_a_body_that_would_lose_a_step_is_told_so(tmp_path: Path, what: str, sen
         train("--run-dir", tmp_path, body=lambda run, number: what if number == 3 else None)
 
 
-def test_a_break_out_of_the_epochs_ends_the_run_whole(tmp_path: Path) -> None:
-    epochs = Run.epochs
+@pytest.mark.parametrize("number", [3, 6])
+def test_stop_ends_the_run_whole_and_a_resume_ends_too(tmp_path: Path, number: int) -> None:
+    flags = ["--run-dir", tmp_path, "--epochs", 5, "--save-every", 100]
+    losses = train(*flags, body=lambda run, n: run.stop() if n == number else None)
+    assert len(losses) == number
+    names = "DONE", "predictions.safetensors", "model.safetensors", "metrics.jsonl"
+    before = [(tmp_path / name).read_bytes() for name in names]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{number:010d}"]
+    for killed in ("DONE", "model.safetensors"):
+        (tmp_path / killed).unlink()  # as if killed before it was written
+    forget_accelerator()
+    assert train(*flags, "--resume", "auto") == []
+    assert before == [(tmp_path / name).read_bytes() for name in names]
 
-    class Early(Run):
-        def epochs(self) -> Iterator[int]:
-            yield next(epochs(self))
 
-    globals()["Run"], kept = Early, Run
-    try:
-        train("--run-dir", tmp_path, "--epochs", 5, "--save-every", 100)
-    finally:
-        globals()["Run"] = kept
-    assert (tmp_path / "DONE").exists() and (tmp_path / "predictions.safetensors").exists()
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000000006"]
+# Which calls each stage of a run takes, beside those that every stage takes.
+ALLOWED = {
+    "entered": {"load"},
+    "loaded": {"begin"},
+    "between": {"epochs", "evaluate", "state"},
+    "epoch": {"steps", "evaluate", "state"},
+    "batch": {"step_mean", "add", "gather", "stop", "state"},
+    "backward": {"step_mean", "clip_and_check", "add", "gather", "stop", "state"},
+    "checked": {"step_mean", "clip_and_check", "next", "add", "gather", "stop", "state"},
+    "trained": {"end_epoch", "evaluate", "stop", "state"},
+    "over": {"state"},
+}
+CALLS = sorted({*set().union(*ALLOWED.values()), "finish"})
+
+
+class Caller:
+    """Calls the methods of a Run in any order, with what each of them takes."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.values = torch.ones(1, requires_grad=True)
+        self.batches = (None for _ in ())
+        next(self.batches, None)
+
+    def load(self) -> None:
+        self.run.load(lambda args: ([{"x": torch.ones(2)}] * 2, [{"x": torch.ones(2)}]))
+        sets = self.run.train_set, self.run.eval_set
+        loaders = make_loaders(self.run.accelerator, *sets, self.run.args)
+        self.model = nn.Linear(2, 1)
+        optimizer = make_optimizer(self.run.accelerator, self.model.parameters(), self.run.args)
+        self.model, self.optimizer, self.train_loader, self.eval_loader = (
+            self.run.accelerator.prepare(self.model, optimizer, *loaders)
+        )
+
+    def begin(self) -> None:
+        self.run.begin(getattr(self, "model", nn.Linear(2, 1)), {})
+
+    def epochs(self) -> None:
+        if next(self.run.epochs(), None) is None:
+            assert self.run.progress.ended or self.run.progress.epoch == 2
+
+    def steps(self) -> None:
+        self.batches = self.run.steps(getattr(self, "train_loader", None))
+        next(self.batches)
+
+    def next(self) -> None:
+        if inspect.getgeneratorstate(self.batches) == inspect.GEN_CLOSED:
+            raise RuntimeError("out of order: the loop over run.steps(...) has ended")
+        next(self.batches, None)
+
+    def step_mean(self) -> None:
+        with self.run.accelerator.accumulate(self.model):
+            self.run.accelerator.backward(self.run.step_mean(self.model(torch.ones(1, 2))))
+
+    def clip_and_check(self) -> None:
+        self.run.clip_and_check(getattr(self, "optimizer", None))
+
+    def add(self) -> None:
+        self.run.add(loss=self.values)
+
+    def gather(self) -> None:
+        self.run.gather(self.values)
+
+    def state(self) -> None:
+        self.run.state["calls"] = 1
+
+    def stop(self) -> None:
+        self.run.stop()
+
+    def evaluate(self) -> None:
+        def judge(batch: dict) -> dict:
+            return {"loss": batch["x"].sum(1)}
+
+        self.run.evaluate(getattr(self, "eval_loader", None), judge)
+
+    def end_epoch(self) -> None:
+        self.run.end_epoch({"eval_loss": 0.0})
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+STEP = ["step_mean", "clip_and_check", "next"]
+RIGHT = ["load", "begin", "epochs", "steps", *STEP, *STEP, "end_epoch"]
+RIGHT += [*RIGHT[2:], "finish"]
+
+
+def call_in_any_order(folder: Path, first: int, calls: list[str]) -> None:
+    forget_accelerator()
+    args = parse("--run-dir", folder / "run", "--batch-size", 1, "--epochs", 2)
+    expected = pytest.raises(RuntimeError, match="out of order")
+    with ExitStack() as stack:
+        run = Run(args, "test")
+        for name in (*CALLS, *ALLOWED["between"]):  # before the body
+            with expected:
+                getattr(Caller(run), name if name not in ("load", "begin") else "stop")()
+        run.__enter__()
+        stack.callback(run.resources.close)
+        caller = Caller(run)
+        for name in [*RIGHT[:first], *calls]:
+            done = name == "finish" and run.stage == "between" and run._is_over()
+            if done or name in ALLOWED[run.stage]:
+                if name in ("step_mean", "steps") and run.stage in ("backward", "checked"):
+                    continue  # a second loss is fine, but here it is the same
+                getattr(caller, name)()
+            else:
+                with expected:
+                    getattr(caller, name)()
+        if run.stage != "over":
+            with expected:
+                run.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_call_out_of_order_is_one_sentence_whatever_came_before(
+    num: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    @settings(max_examples=num, deadline=None, derandomize=True, database=None)
+    @given(st.integers(0, len(RIGHT)), st.lists(st.sampled_from(CALLS), max_size=12))
+    def check(first: int, calls: list[str]) -> None:
+        call_in_any_order(tmp_path_factory.mktemp("run"), first, calls)
+
+    check()
+
+
+def test_a_body_that_forgets_to_finish_is_told_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"the end of `with Run.* what comes next is run\.load"),
+        Run(parse("--run-dir", tmp_path), "test"),
+    ):
+        pass
+    with pytest.raises(AttributeError):
+        Run(parse(), "test").no_such_thing  # noqa: B018
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, RunFailure])
@@ -346,11 +482,11 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
 
 
 ROWS = (
-    {"errors", "launch", "startup", "arguments"},
+    {"errors", "internals", "launch", "startup", "arguments"},
     {"order", "optim", "finite", "world"},
     {"rundir", "manifest", "history"},
-    {"checkpoint", "signals"},
-    {"plots", "compare", "trackers", "images", "tables"},
+    {"checkpoint", "signals", "average"},
+    {"plots", "compare", "trackers", "images", "tables", "plan", "step"},
     {"run"},
     {"doctor"},
 )

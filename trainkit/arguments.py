@@ -37,7 +37,7 @@ OF_THE_LAUNCH = {"--fp16", "--bf16", "--amp", "--precision", "--device", "--gpu"
 NOT_THE_EXPERIMENT = {
     "run_dir", "resume", "save_every", "keep", "keep_best", "log_every", "tracker", "num_workers",
     "timeout", "stop_after_steps", "target_accuracy", "target_r2", "accumulate", "pictures",
-    "eval_batch_size", "dataset", "data",  # instead of their names the md5 of the data is compared
+    "eval_batch_size", "eval_every", "patience", "dataset", "data",  # instead of their names the md5 of the data is compared
 }  # fmt: skip
 
 
@@ -113,6 +113,10 @@ def add_training_arguments(parser: Parser) -> None:
     add("--schedule", choices=SCHEDULES, default="constant", help="learning rate of each step")
     add("--warmup", type=float, default=0.0,
         help="fraction of all steps in which the learning rate rises to its peak")  # fmt: skip
+    add("--min-learning-rate", type=float, default=0.0,
+        help="lowest learning rate of the onecycle and cosine schedules")  # fmt: skip
+    add("--ema", type=float, default=None,
+        help="evaluate and write a moving average of the weights, with this decay per step")  # fmt: skip
     add("--gamma", type=float, default=0.9, help="decay per epoch of the exponential schedules")
     add("--cosine-epochs", type=float, default=None,
         help="half a period of the cosine, in epochs; None: the whole run")  # fmt: skip
@@ -139,6 +143,8 @@ def add_run_arguments(parser: Parser, run_dir: str) -> None:
     add("--keep-best", default=None, metavar="METRIC",
         help="also keep the checkpoint with the best METRIC, such as eval_accuracy, and its "
         "weights as best.safetensors; of a loss or error the smallest is best")  # fmt: skip
+    add("--patience", type=int, default=None, help="evaluations without a better --keep-best")
+    add("--eval-every", type=int, default=None, help="steps between evaluations")
     add("--start-from", type=Path, default=None, metavar="FILE",
         help="begin with the weights in this safetensors file, by name; no resume")  # fmt: skip
     add("--stop-after-steps", type=int, default=None,
@@ -146,7 +152,7 @@ def add_run_arguments(parser: Parser, run_dir: str) -> None:
     add("--pictures", action=argparse.BooleanOptionalAction, default=True,
         help="draw curves and results into the run folder at the end")  # fmt: skip
     add = parser.add_argument_group("watching and loading").add_argument
-    add("--log-every", type=int, default=50, help="steps between rows of metrics.jsonl")
+    add("--log-every", type=int, default=None, help="steps between rows of metrics.jsonl")
     add("--tracker", choices=TRACKERS, default=None, help="log there as well")
     add("--num-workers", type=int, default=0, help="loader processes per training process")
     add("--timeout", type=int, default=300,

@@ -24,7 +24,8 @@ from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file
 
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
-from trainkit.history import History, RunningSums
+from trainkit.history import History, RunningMeans
+from trainkit.internals import prepared_optimizers
 from trainkit.manifest import verify, write_manifest
 from trainkit.rundir import remove_tree, rename_free, sync
 
@@ -43,6 +44,9 @@ class Progress:
         metrics: the metrics of the last evaluation.
         metrics_step: the step of that evaluation.
         best, best_step: the best value of the metric of --keep-best, and its step.
+        num_worse: evaluations since then.
+        ended: run.stop() or --patience has ended the run, whatever is left of it.
+        state: run.state, the script's own.
     """
 
     step: int = 0
@@ -53,6 +57,9 @@ class Progress:
     metrics_step: int = 0
     best: float | None = None
     best_step: int = 0
+    num_worse: int = 0
+    ended: bool = False
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -61,18 +68,22 @@ class Checkpoints:
     Args:
         fingerprint: names and values that must be equal for a checkpoint to continue this run.
         keep: how many checkpoints to keep, at least 2.
-        steps_per_epoch: batches of --batch-size samples in an epoch.
     """
 
     def __init__(
-        self, accelerator: Accelerator, run_dir: Path, history: History, sums: RunningSums,
-        fingerprint: dict[str, Any], keep: int, steps_per_epoch: int,
-    ):  # fmt: skip
+        self,
+        accelerator: Accelerator,
+        run_dir: Path,
+        history: History,
+        means: RunningMeans,
+        fingerprint: dict[str, Any],
+        keep: int,
+    ):
         self.accelerator, self.directory = accelerator, run_dir / "checkpoints"
-        self.history, self.sums = history, sums
+        self.history, self.means, self.keep = history, means, keep
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
-        self.keep, self.steps_per_epoch = keep, steps_per_epoch
         self.last_step = -1
+        accelerator.register_save_state_pre_hook(copy_tied_weights)
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
@@ -85,7 +96,7 @@ class Checkpoints:
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         final = self.directory / f"step-{progress.step:010d}"
         temporary = self.directory / f".tmp-{final.name}"
-        sums = self.sums.state()
+        sums = self.means.state()
         disk = next(path for path in self.directory.parents if path.exists())
         what = (f"saving {final} failed, the older checkpoints are untouched, "
                 f"{shutil.disk_usage(disk).free // 2**20} MiB were free")  # fmt: skip
@@ -121,7 +132,7 @@ class Checkpoints:
         with failing_together(accelerator, f"{path} cannot be loaded"):
             if path:
                 self._load_state(path / "state")
-                self.sums.load(trainer["sums"])
+                self.means.load(trainer["sums"])
                 self.last_step = progress.step
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
@@ -147,7 +158,7 @@ class Checkpoints:
         was saved under. The step counts of an optimizer that is not fused belong on the CPU, where
         reading them does not wait for the device.
         """
-        optimizers = [wrapped.optimizer for wrapped in self.accelerator._optimizers]
+        optimizers = [wrapped.optimizer for wrapped in prepared_optimizers(self.accelerator)]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         names = ("fused", "foreach", "capturable")
         kernels = [{name: group[name] for name in names if name in group} for group in groups]
@@ -214,26 +225,13 @@ class Checkpoints:
                         f"{name} was {before[name]!r} and is {now[name]!r}: the run continues at "
                         "the same sample, but bits may differ from here"
                     )
-            progress, totals = Progress(**trainer["progress"]), trainer["sums"]["totals"]
-            counts = [progress.step, progress.epoch, progress.batch, progress.num_skipped]
-            counts += [progress.metrics_step, trainer["log_bytes"]]
-            if any(type(count) is not int or count < 0 for count in counts):
-                raise ValueError("a count is not a whole number")
-            num_batches = progress.epoch * self.steps_per_epoch + progress.batch
-            too_many = progress.batch > self.steps_per_epoch
-            if too_many or progress.step + progress.num_skipped != num_batches:
-                raise ValueError("its counts contradict each other")
-            ended = progress.step == progress.metrics_step == last_step
-            if progress.step >= last_step and not ended:
+            progress = Progress(**trainer["progress"])
+            over = progress.ended or progress.step == progress.metrics_step == last_step
+            if progress.step >= last_step and not over:
                 raise UsageError(
                     f"{path} is of step {progress.step} and this run ends at step {last_step}: "
                     "raise --epochs or --stop-after-steps, or resume from an older checkpoint"
                 )
-            numbers = [*progress.metrics.values(), *totals.values(), progress.best or 0]
-            if next(iter(totals)) != "samples" or {*map(type, numbers)} - {int, float}:
-                raise ValueError("a sum or metric is not a number")
-            if any(len(row) != len(totals) for row in trainer["sums"]["rows"]):
-                raise ValueError("its sums contradict each other")
         return trainer
 
     def world(self) -> dict[str, Any]:
@@ -248,8 +246,13 @@ class Checkpoints:
         }
 
     def _commit(self, temporary: Path, final: Path, progress: Progress, sums: dict) -> None:
-        trainer = {"progress": asdict(progress), "sums": sums, "log_bytes": self.history.sync(),
-                   "fingerprint": self.fingerprint, "world": self.world()}  # fmt: skip
+        trainer = {
+            "progress": asdict(progress),
+            "sums": sums,
+            "log_bytes": self.history.sync(),
+            "fingerprint": self.fingerprint,
+            "world": self.world(),
+        }
         (temporary / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
         write_manifest(temporary, progress.step)
         os.rename(temporary, final)
@@ -262,20 +265,41 @@ class Checkpoints:
         return sorted(p for p in self.directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
 
 
-def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of a safetensors file that fit the model by name and shape, and a line about it.
+def copy_tied_weights(models: list, weights: list[dict[str, torch.Tensor]], folder: str) -> None:
+    """Let a weight that has two names be saved under both: a hook of accelerator.save_state.
 
-    Raises UsageError if none fits.
+    Accelerate would leave one out, and warn of it at each save.
     """
+    for state in weights:
+        seen = set()
+        for name, tensor in state.items():
+            memory = tensor.untyped_storage().data_ptr()
+            state[name] = tensor.clone() if memory in seen else tensor
+            seen.add(memory)
+
+
+def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a safetensors file that fit the model, and a line about what did not.
+
+    They fit by name, shape and kind of number. Raises UsageError if none does, or if one is not
+    finite.
+    """
+
+    def kind(value: torch.Tensor) -> tuple:
+        return value.shape, value.is_complex(), value.is_floating_point()
+
     with as_usage_error(f"--start-from {path} cannot be read"):
         given = load_file(path)
     own = model.state_dict()
-    fits = {n: v for n, v in given.items() if n in own and v.shape == own[n].shape}
+    fits = {n: v for n, v in given.items() if n in own and kind(v) == kind(own[n])}
     if not fits:
         raise UsageError(
             f"--start-from {path}: none of its {len(given)} tensors has the name and shape of one "
             f"of the model's {len(own)}, of which the first is {next(iter(own))!r}"
         )
+    for name, value in fits.items():
+        if not value.isfinite().all():
+            raise UsageError(f"--start-from {path}: {name} holds numbers that are not finite")
     missed = ", ".join(n for n in own if n not in fits) or "none"
     unused = ", ".join(n for n in given if n not in fits) or "none"
     return fits, (

@@ -1,7 +1,9 @@
-"""Numbers that are not finite are noticed before they reach the weights."""
+"""Numbers that are not finite end the run before they reach a checkpoint."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -25,65 +27,52 @@ class Position:
 
 
 class FiniteGuard:
-    """Stops all processes at the first step whose gradient is not finite, weights untouched.
+    """Stops all processes at the first step whose gradient is not finite.
 
-    Gradients are already averaged over the processes, so all of them see the same norm. Reading
-    the norm makes the host wait for the device in every step. A fused optimizer on CUDA is instead
-    told to skip the update on the device if the norm is not finite (the contract that it has with
-    torch.amp.GradScaler), and the norm is read while the next step runs. Under fp16 GradScaler does
-    all that itself and an overflow is no error; MAX_SKIPPED in a row are one.
+    Gradients are already averaged over the processes, so all of them see the same norm. On a card
+    the norm is read one step late, because reading it makes the host wait for the device: the
+    weights in memory may be lost by then, the checkpoints are not. Under fp16 an overflow is no
+    error, GradScaler skips the step; MAX_SKIPPED in a row are one.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.position = Position()
-        # Per optimizer: loss and norm on their way to the host, when they are there, their step.
-        self.pending: dict[int, tuple[torch.Tensor, torch.Event, Position]] = {}
-        self.num_skipped: dict[int, int] = {}  # in a row, under fp16
+        # Norms and losses on their way to the host, when they are there, and their step.
+        self.pending: list[tuple[torch.Tensor, torch.Event, Position]] = []
+        self.num_skipped = 0  # in a row, under fp16
 
     def check(
-        self,
-        optimizer: AcceleratedOptimizer,
-        grad_norm: torch.Tensor,
-        loss: torch.Tensor,
-        position: Position,
+        self, grad_norm: torch.Tensor, losses: Sequence[torch.Tensor], position: Position
     ) -> None:
         """Call between backward and optimizer.step(), in every process, when gradients are synced.
 
-        `loss` is this process's share: the sum over the processes is reported. Raises RunFailure on
-        all processes.
+        `losses` are this process's shares: their sums over the processes are reported. Raises
+        RunFailure on all processes.
         """
-        self._read_pending(id(optimizer))
+        self._read_pending(before=position.step)
         self.position = position
         if self.accelerator.scaler is not None:
-            skipped = optimizer.step_was_skipped  # the step before this one
-            num_skipped = self.num_skipped.get(id(optimizer), 0) + 1 if skipped else 0
-            self.num_skipped[id(optimizer)] = num_skipped
-            if num_skipped >= MAX_SKIPPED:
-                self._fail(position, loss, grad_norm)
-        elif self.skips_on_device(optimizer):
-            optimizer.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()
-            values = torch.stack((loss.detach().float(), grad_norm.float()))
-            copy = torch.empty(2, pin_memory=values.device.type == "cuda")
-            copy.copy_(values, non_blocking=True)
-            event = torch.Event(device=values.device)
-            event.record()
-            self.pending[id(optimizer)] = copy, event, position
-        elif not math.isfinite(grad_norm.item()):
-            self._fail(position, loss, grad_norm)
+            return
+        if grad_norm.device.type == "cpu":
+            if not math.isfinite(grad_norm.item()):
+                self._fail(torch.stack((grad_norm.detach(), *losses)), position)
+            return
+        numbers = torch.stack((grad_norm.detach().float(), *(loss.float() for loss in losses)))
+        event = torch.Event(device=numbers.device)
+        self.pending.append((numbers.to("cpu", non_blocking=True), event, position))
+        event.record()
 
-    def skips_on_device(self, optimizer: AcceleratedOptimizer) -> bool:
-        """True if the optimizer itself leaves the weights as they are when told of a bad norm.
-
-        Only CUDA's fused kernels are known to; those of other devices do in newer releases alone.
-        """
-        on_cuda = self.accelerator.device.type == "cuda"  # first: the other takes 5 us on a CPU
-        return on_cuda and all(group.get("fused") for group in optimizer.param_groups)
+    def count_skipped(self, skipped: bool, losses: Sequence[torch.Tensor]) -> None:
+        """Raise RunFailure on all processes if fp16 skipped MAX_SKIPPED steps in a row."""
+        self.num_skipped = self.num_skipped + 1 if skipped else 0
+        if self.num_skipped == MAX_SKIPPED:
+            self._fail(torch.stack((torch.full_like(losses[0], math.inf), *losses)), self.position)
 
     def finish(self, *optimizers: AcceleratedOptimizer) -> None:
         """Look at what is still on its way, and at the weights. Call before a checkpoint."""
+        self._read_pending()
         for optimizer in optimizers:
-            self._read_pending(id(optimizer))
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             norm = torch.nn.utils.get_total_norm(weights).item()
             if not math.isfinite(norm):
@@ -100,20 +89,19 @@ class FiniteGuard:
                 f"{REMEDY}"
             )
 
-    def _read_pending(self, optimizer: int) -> None:
-        if optimizer in self.pending:
-            copy, event, position = self.pending.pop(optimizer)
+    def _read_pending(self, before: int | None = None) -> None:
+        while self.pending and self.pending[0][2].step != before:
+            numbers, event, position = self.pending.pop(0)
             event.synchronize()
-            if not math.isfinite(copy[1].item()):
-                self._fail(position, copy[0], copy[1])
+            if not math.isfinite(numbers[0].item()):
+                self._fail(numbers, position)
 
-    def _fail(self, position: Position, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+    def _fail(self, numbers: torch.Tensor, position: Position) -> NoReturn:
         # All processes come here in the same step, so they may communicate.
-        loss = self.accelerator.reduce(loss.detach().float().to(self.accelerator.device))
-        self._raise(position, loss.item(), grad_norm.item())
-
-    def _raise(self, position: Position, loss: float, grad_norm: float) -> None:
+        norm, shares = numbers[0].item(), numbers[1:].float().to(self.accelerator.device)
+        losses = self.accelerator.reduce(shares, reduction="sum").tolist()
         raise RunFailure(
-            f"loss or gradient is not finite at {position}: loss {loss:.4g}, gradient norm "
-            f"{grad_norm:.4g}; the weights and checkpoints hold the last good step: {REMEDY}"
+            f"loss or gradient is not finite at {position}: loss "
+            f"{' and '.join(f'{loss:.4g}' for loss in losses)}, gradient norm {norm:.4g}; the "
+            f"checkpoints hold the last good step: {REMEDY}"
         )

@@ -1,8 +1,7 @@
-"""What a run measured: metrics.jsonl as an Accelerate tracker, and sums that give exact means."""
+"""What a run measured: metrics.jsonl as an Accelerate tracker, and exact running means."""
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,49 +66,52 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
 
-class RunningSums:
-    """Sums over the samples of an epoch; adding to them never waits for the device.
+class RunningMeans:
+    """Means of the values of an epoch, over all processes; adding to them waits for no device.
 
-    `add` adds to a float32 window on the device. `flush` sums the window over the processes, adds
-    that to the epoch's totals, which are float64 on the host, and empties the window; it waits
-    once. The first `add` names the sums; "samples" comes before them.
+    `add` sums and counts them on the device, each name by itself. `flush` adds that up over the
+    processes and adds it to the epoch's totals, float64 on the host; it waits once. Every process
+    must add the same names in the same order.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.count = 0
-        # One tensor each: adding two numbers to two tensors is faster than stacking them.
-        self.window: dict[str, torch.Tensor] = {}
-        self.totals = {"samples": 0.0}
+        # Since the last flush. One tensor each: adding to two tensors is faster than stacking them.
+        self.sums: dict[str, torch.Tensor] = {}
+        self.counts: dict[str, int | torch.Tensor] = {}
+        self.totals: dict[str, tuple[float, float]] = {}  # sum and count of the epoch, flushed
 
-    def add(self, count: int, **sums: torch.Tensor) -> None:
-        """Add `count` samples of this process and scalar sums over them."""
-        if not self.window:
-            self._open(sums)
-        if sums.keys() != self.window.keys():
-            raise ValueError(f"the sums were {[*self.window]}, they cannot become {[*sums]}")
-        self.count += count
-        for name, value in sums.items():
-            self.window[name] += value.detach()
+    def add(self, name: str, total: torch.Tensor, count: int | torch.Tensor) -> None:
+        """Add the sum of `count` values of this process, a scalar on the device."""
+        if name not in self.sums:
+            self._open(name)
+        self.sums[name] += total.detach()
+        self.counts[name] += count
 
-    def flush(self) -> dict[str, float]:
-        """Return the sums since the last flush. Every process must call this."""
-        row = self.accelerator.reduce(self._row(), reduction="sum").tolist()
-        sums = dict(zip(self.totals, row, strict=True))
-        self.totals = {name: total + sums[name] for name, total in self.totals.items()}
-        self._open(self.window)
-        return sums
+    def flush(self, prefix: str) -> dict[str, float]:
+        """PREFIX_NAME: the means since the last flush. Every process must call this."""
+        window = self._reduce()
+        for name, pair in window.items():
+            self.totals[name] = add_pairs(self.totals[name], pair)
+            self._open(name)
+        return means(prefix, window)
 
-    def means(self) -> dict[str, float]:
-        """train_NAME: the mean over all samples of the epoch that were flushed so far."""
-        return means(self.totals)
+    def means(self, prefix: str) -> dict[str, float]:
+        """PREFIX_NAME: the means of the epoch so far. Every process must call this.
+
+        It flushes nothing: the sums of a run that evaluates here are those of one that does not.
+        """
+        window = self._reduce()
+        return means(prefix, {n: add_pairs(self.totals[n], window[n]) for n in window})
 
     def clear(self) -> None:
         """Start a new epoch."""
-        self.totals = dict.fromkeys(self.totals, 0.0)
+        for name in self.sums:
+            self._open(name)
+            self.totals[name] = 0.0, 0.0
 
     def state(self) -> dict[str, Any]:
-        """Everything, as JSON. Every process must call this; it flushes nothing."""
+        """Everything, as JSON. Every process must call this."""
         # Each process fills in its own row; the sum over the processes is the whole table.
         row, accelerator = self._row(), self.accelerator
         rows = row.new_zeros(accelerator.num_processes, len(row))
@@ -118,33 +120,50 @@ class RunningSums:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from state(), also with another number of processes."""
-        rows, accelerator = torch.tensor(state["rows"], dtype=torch.float32), self.accelerator
+        rows, accelerator = torch.tensor(state["rows"], dtype=torch.float64), self.accelerator
         if len(rows) == accelerator.num_processes:
             row = rows[accelerator.process_index]
         else:
             row = rows.sum(0) * accelerator.is_main_process
-        self.totals = dict(state["totals"])
-        _, *names = self.totals
-        self.count = int(row[0])
-        self.window = dict(zip(names, row[1:].to(accelerator.device), strict=True))
+        self.totals = {name: tuple(pair) for name, pair in state["totals"].items()}
+        for name, (total, count) in zip(self.totals, row.view(-1, 2), strict=True):
+            self.sums[name] = total.float().to(accelerator.device)
+            self.counts[name] = int(count)
 
-    def _open(self, names: Iterable[str]) -> None:
-        self.count = 0
-        self.window = {name: torch.zeros((), device=self.accelerator.device) for name in names}
-        self.totals |= {name: self.totals.get(name, 0.0) for name in names}
+    def _open(self, name: str) -> None:
+        self.sums[name] = torch.zeros((), device=self.accelerator.device)
+        self.counts[name] = 0
+        self.totals.setdefault(name, (0.0, 0.0))
 
     def _row(self) -> torch.Tensor:
-        count = torch.tensor(float(self.count), device=self.accelerator.device)
-        return torch.stack((count, *self.window.values()))
+        """Sum and count of each name, one after another; float64, as a count may exceed 2**24."""
+        device = self.accelerator.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # a Mac's GPU has no other
+        pairs = zip(self.sums.values(), self.counts.values(), strict=True)
+        numbers = [torch.as_tensor(x, dtype=dtype, device=device) for pair in pairs for x in pair]
+        return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
+
+    def _reduce(self) -> dict[str, tuple[float, float]]:
+        row = self.accelerator.reduce(self._row(), reduction="sum").tolist()
+        return dict(zip(self.sums, zip(row[::2], row[1::2], strict=True), strict=True))
 
 
-def means(sums: dict[str, float]) -> dict[str, float]:
-    """train_NAME: each sum divided by the number of samples, which is the first entry."""
-    (_, samples), *others = sums.items()
-    return {f"train_{name}": total / max(samples, 1) for name, total in others}
+def add_pairs(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
+    return first[0] + second[0], first[1] + second[1]
 
 
-def epoch_bar(accelerator: Accelerator, epoch: int, total: int, initial: int, unit: str) -> tqdm:
+def means(prefix: str, pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """PREFIX_NAME: each sum divided by its own count; nothing where nothing was counted."""
+    return {f"{prefix}_{name}": total / count for name, (total, count) in pairs.items() if count}
+
+
+def epoch_bar(accelerator: Accelerator, epoch: int, total: int, initial: int) -> tqdm:
     """A progress bar over the samples of one epoch: main process only, and only on a terminal."""
-    return tqdm(desc=f"epoch {epoch + 1}", total=total, initial=initial, unit=f" {unit}",
-                leave=False, disable=None if accelerator.is_main_process else True)  # fmt: skip
+    return tqdm(
+        desc=f"epoch {epoch + 1}",
+        total=total,
+        initial=initial,
+        unit=" samples",
+        leave=False,
+        disable=None if accelerator.is_main_process else True,
+    )

@@ -13,7 +13,7 @@ from trainkit.rundir import sync
 FORMAT = 2
 # What save_state writes of models, optimizers and schedules, of which there may be several.
 FILE_NAME = re.compile(
-    r"trainer\.json|state/(model(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
+    r"trainer\.json|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl)"
 )
 

@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import lr_scheduler
 
+from trainkit.internals import total_norm
+
 
 def make_optimizer(
     accelerator: Accelerator,
@@ -41,23 +43,34 @@ def peak_learning_rate(args: argparse.Namespace) -> float:
     return args.learning_rate * (args.batch_size / args.scale_lr if args.scale_lr else 1.0)
 
 
-def clip_gradients(
-    accelerator: Accelerator, optimizer: torch.optim.Optimizer, max_norm: float
-) -> torch.Tensor:
-    """Clip the gradients of one prepared optimizer to max_norm; return their norm before that.
+def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The weights that these optimizers train."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [weight for group in groups for weight in group["params"]]
 
-    Under fp16 the loss scale is taken out of them first, as accelerator.clip_grad_norm_ does for
-    all optimizers at once. Where nothing is to be clipped they are not multiplied by 1: the same
-    bits, sooner.
+
+def scale_gradients(factor: torch.Tensor, *optimizers: torch.optim.Optimizer) -> None:
+    """Multiply the gradients of these optimizers by a number that is on their device."""
+    for weight in weights_of(*optimizers):
+        if weight.grad is not None:
+            weight.grad.mul_(factor)
+
+
+def clip_gradients(
+    accelerator: Accelerator, max_norm: float, *optimizers: torch.optim.Optimizer
+) -> torch.Tensor:
+    """Clip the gradients of prepared optimizers to one norm; return that norm before clipping.
+
+    Under fp16 the loss scale is taken out of them first, as accelerator.clip_grad_norm_ does.
     """
     if accelerator.scaler is not None:
-        accelerator.unscale_gradients(optimizer)
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if max_norm < math.inf:
-        return nn.utils.clip_grad_norm_(weights, max_norm)
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    # What nn.utils.get_total_norm does with tensors of one device, in half of its time.
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        for optimizer in optimizers:
+            accelerator.unscale_gradients(optimizer)
+    weights = weights_of(*optimizers)
+    norm = total_norm([weight.grad for weight in weights if weight.grad is not None])
+    if max_norm < math.inf:  # else multiplying by 1 would take time
+        nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
+    return norm
 
 
 def make_scheduler(
@@ -69,9 +82,10 @@ def make_scheduler(
     The others are products of: a line up to 1 in the warm-up; gamma per epoch (ExponentialLR);
     half a period of a cosine down to 0, and up again (CosineAnnealingLR, Loshchilov and Hutter
     2016). At the end of each epoch they have the value of those schedulers stepped together, once
-    per epoch.
+    per epoch. With --min-learning-rate they go down to that instead of 0.
     """
     total_steps = args.epochs * steps_per_epoch
+    floor = args.min_learning_rate / peak_learning_rate(args)
     if args.schedule == "onecycle":
         return lr_scheduler.OneCycleLR(
             optimizer,
@@ -80,14 +94,15 @@ def make_scheduler(
             pct_start=args.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
             # Momentum stays: cycling it as well is an ingredient of its own.
             cycle_momentum=False,
+            # The rate begins at a 25th of the peak and ends at that over this factor.
+            final_div_factor=1 / (25 * floor) if floor else 1e4,
         )
     warmup_steps = math.ceil(args.warmup * total_steps)
     cosine_epochs = args.cosine_epochs or args.epochs
 
     def factor(step: int) -> float:
         epoch, value = step / steps_per_epoch, 1.0
-        if step < warmup_steps:
-            value *= (step + 1) / warmup_steps
+        warmup = min(1.0, (step + 1) / max(1, warmup_steps))
         if "cosine" in args.schedule:
             value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
             # CosineAnnealingLR leaves each 0 of the cosine with the first learning rate: whatever
@@ -97,29 +112,6 @@ def make_scheduler(
                 epoch -= (2 * num_zeros - 1) * cosine_epochs + 1
         if "exponential" in args.schedule:
             value *= args.gamma**epoch
-        return value
+        return warmup * (floor + (1 - floor) * value)
 
     return lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def fix_bucket_order(model: nn.Module) -> None:
-    """Let DistributedDataParallel add up gradients in one order from the first step on.
-
-    It lays out its buckets anew after its first backward pass. A number's place in its bucket
-    decides in which order the processes are added to it, and with three or more the order decides
-    the last bit: a resumed run would add in another order in its first step. So one backward pass
-    comes before, through a stand-in for the model that touches every parameter, and no gradient of
-    it stays. Every process must call this; without DistributedDataParallel it does nothing.
-    """
-    parallel = getattr(model, "_orig_mod", model)  # of a compiled model
-    if not isinstance(parallel, nn.parallel.DistributedDataParallel):
-        return
-    module, forward = parallel.module, parallel.module.forward
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    module.forward = lambda: sum(parameter.sum() for parameter in parameters)
-    try:
-        parallel().backward()
-    finally:
-        module.forward = forward
-    for parameter in parameters:
-        parameter.grad = None

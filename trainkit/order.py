@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    IterableDataset,
     Sampler,
     StackDataset,
     Subset,
@@ -27,17 +27,20 @@ from torch.utils.data import (
     default_collate,
 )
 
-RESIDENT_BYTES = 2**30  # data sets up to this size are moved to the device once
+from trainkit.errors import UsageError
+from trainkit.internals import tree_leaves, tree_map_only
+
+MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
 NUM_PROBED = 16  # samples that identify a data set which makes its samples one by one
 
 
 class Indices:
-    """Sample indices of one batch, which counts as full even if it holds fewer samples.
+    """Sample indices of one batch; len() is its nominal size: Accelerate needs equal batches.
 
-    Accelerate gives each process its slice of a batch and wants all batches to be equally long. A
-    short one is dealt out in that order, the last process getting what is left; or evenly, where
-    that would leave a process without a sample. One gets none only if there are fewer samples than
-    processes, and the main process always gets one.
+    Accelerate gives each process its slice of a batch. A short batch is dealt out in order, the
+    last process getting what is left; or evenly, where that would leave a process without a sample.
+    One gets none only if there are fewer samples than processes, and the main process always gets
+    one.
     """
 
     def __init__(self, values: torch.Tensor, size: int):
@@ -53,7 +56,7 @@ class Indices:
 
 
 def dealt(num_samples: int, size: int, first: int, last: int) -> tuple[int, int]:
-    """Which of its samples a batch, which counts as `size`, gives to its part first:last."""
+    """Which of its samples a batch of nominal size `size` gives to its part first:last."""
     if num_samples > size - (last - first):
         return first, last  # the last part gets what is left
     return -(-num_samples * first // size), -(-num_samples * last // size)
@@ -71,8 +74,12 @@ class EpochBatches(Sampler):
         num_samples: size of the data set.
         batch_size: samples per optimizer step over all processes.
         seed: of the shuffle; None yields the samples in their own order.
+        weights: float64, one per sample: an epoch draws num_samples samples by them, with
+            replacement; None: each sample comes once.
         drop_last: leave out the last num_samples % batch_size samples of each epoch.
         accumulate: micro-batches per optimizer step; divides batch_size.
+
+    Attributes:
         device: where the indices are.
     """
 
@@ -82,17 +89,17 @@ class EpochBatches(Sampler):
         batch_size: int,
         *,
         seed: int | None = None,
+        weights: torch.Tensor | None = None,
         drop_last: bool = False,
         accumulate: int = 1,
-        device: torch.device | str = "cpu",
     ):
         assert batch_size % accumulate == 0
         self.num_samples = num_samples
         self.batch_size = batch_size // accumulate  # read by Accelerate, which splits it
-        self.seed = seed
+        self.seed, self.weights = seed, weights
         self.drop_last = False  # read by Accelerate: every batch that arrives there is full
-        self.num_used = num_samples - (num_samples % batch_size if drop_last else 0)
-        self.device = device
+        self.num_used = num_used(num_samples, batch_size, drop_last)
+        self.device = torch.device("cpu")
         self.start = 0
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # loader workers see it
 
@@ -118,7 +125,17 @@ class EpochBatches(Sampler):
         if self.seed is None:
             return torch.arange(self.num_samples)
         generator = torch.Generator().manual_seed(key(self.seed, epoch))
-        return torch.randperm(self.num_samples, generator=generator)
+        if self.weights is None:
+            return torch.randperm(self.num_samples, generator=generator)
+        # torch.multinomial takes at most 2**24 weights.
+        ends = self.weights.cumsum(0)
+        draws = torch.rand(self.num_samples, generator=generator, dtype=torch.float64) * ends[-1]
+        return torch.searchsorted(ends, draws, right=True).clamp(max=self.num_samples - 1)
+
+
+def num_used(num_samples: int, batch_size: int, drop_last: bool) -> int:
+    """Samples that an epoch uses."""
+    return num_samples - (num_samples % batch_size if drop_last else 0)
 
 
 class InMemory(TensorDataset):
@@ -144,7 +161,9 @@ class WholeBatches(Dataset):
     Of a short batch a process may get no sample at all. It then gets a batch of zero rows, so that
     it takes part in the step. Before each sample that `dataset.__getitem__` makes, the generators
     of torch, numpy and random are seeded by (seed, epoch, sample index): random transforms give the
-    same in every run, whatever the workers and processes are.
+    same in every run, whatever the workers and processes are. Before each batch that
+    `dataset.__getitems__` makes they are seeded by (seed, epoch, first sample index, length): the
+    same in every run with this number of processes and micro-batches.
     """
 
     def __init__(
@@ -173,17 +192,32 @@ class WholeBatches(Dataset):
         # leave random transforms unseeded.
         passes_on = isinstance(self.dataset, Subset | StackDataset)
         if hasattr(self.dataset, "__getitems__") and not passes_on:
+            self._seed(int(indices[0]), len(indices))
             samples = self.dataset.__getitems__(indices.tolist())
         else:
             samples = [self._sample(index) for index in indices.tolist()]
         return self.collate_fn(samples)
 
     def _sample(self, index: int) -> Any:
-        number = key(self.seed, int(self.epoch), index)
+        self._seed(index)
+        return self.dataset[index]
+
+    def _seed(self, *position: int) -> None:
+        number = key(self.seed, int(self.epoch), *position)
         torch.default_generator.manual_seed(number)
         np.random.seed(number % 2**32)
         random.seed(number)
-        return self.dataset[index]
+
+
+def check_indexable(dataset: Any, name: str) -> None:
+    """Raise UsageError unless samples can be read by their index."""
+    by_index = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if isinstance(dataset, IterableDataset) or not (by_index and hasattr(dataset, "__len__")):
+        raise UsageError(
+            f"the {name} is a {type(dataset).__name__}, whose samples have no index: an exact "
+            "resume begins in the middle of an epoch, so use what has len() and reads by index: a "
+            "list, numpy.memmap, datasets.Dataset, an index of files"
+        )
 
 
 def make_loaders(
@@ -192,40 +226,63 @@ def make_loaders(
     eval_set: Dataset,
     args: argparse.Namespace,
     collate_fn: Callable[[list], Any] | None = None,
+    weights: Sequence[float] | torch.Tensor | None = None,
 ) -> tuple[DataLoader, DataLoader]:
     """The loaders for training, shuffled, and for evaluation, in order; prepare both.
 
     A data set has `__len__` and `__getitem__`, or `__getitems__`, which takes a list of indices.
     collate_fn makes a batch of a list of samples (None: PyTorch's own); with InMemory it is not
     used. Batch sizes are over all processes; --eval-batch-size is rounded up to a multiple of them.
+    weights, one per training sample: how often each is drawn, with replacement, in relation to the
+    others. Raises UsageError for weights that are none.
     """
+    if weights is not None:
+        weights = torch.as_tensor(weights, dtype=torch.float64).cpu()
+        good = weights.shape == (len(train_set),) and (weights >= 0).all()
+        if not good or not 0 < weights.sum() < math.inf:
+            raise UsageError(
+                f"weights= of shape {tuple(weights.shape)} must be {len(train_set)} numbers of at "
+                "least 0, not all of them 0: one for each training sample"
+            )
     num_processes = accelerator.num_processes
     eval_batch_size = -(-args.eval_batch_size // num_processes) * num_processes
-    loaders = []
-    for dataset, size, options in (
-        (train_set, args.batch_size, {"seed": args.seed, "drop_last": args.drop_last,
-                                      "accumulate": args.accumulate}),
-        (eval_set, eval_batch_size, {}),
-    ):  # fmt: skip
-        device = torch.device("cpu")
-        if isinstance(dataset, InMemory) and args.num_workers == 0:
-            num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
-            if accelerator.device.type == "cuda" and num_bytes <= RESIDENT_BYTES:
-                device, dataset = accelerator.device, dataset.to(accelerator.device)
-        batches = EpochBatches(len(dataset), size, device=device, **options)
-        loaders.append(
-            DataLoader(
-                WholeBatches(dataset, collate_fn, args.seed, batches.epoch),
-                batch_sampler=batches,
-                collate_fn=whole,
-                num_workers=args.num_workers,
-                persistent_workers=args.num_workers > 0,
-                pin_memory=accelerator.device.type == "cuda" and device.type == "cpu",
-                worker_init_fn=_leave_process_group,
-                generator=torch.Generator(),  # else each iterator draws from the global generator
-            )
-        )
-    return tuple(loaders)
+    train_batches = EpochBatches(
+        len(train_set),
+        args.batch_size,
+        seed=args.seed,
+        weights=weights,
+        drop_last=args.drop_last,
+        accumulate=args.accumulate,
+    )
+    eval_batches = EpochBatches(len(eval_set), eval_batch_size)
+    return (
+        make_loader(accelerator, train_set, train_batches, args, collate_fn),
+        make_loader(accelerator, eval_set, eval_batches, args, collate_fn),
+    )
+
+
+def make_loader(
+    accelerator: Accelerator,
+    dataset: Dataset,
+    batches: EpochBatches,
+    args: argparse.Namespace,
+    collate_fn: Callable[[list], Any] | None,
+) -> DataLoader:
+    """A loader of these batches; it reads from the device what fits there."""
+    if isinstance(dataset, InMemory) and args.num_workers == 0:
+        num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
+        if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
+            batches.device, dataset = accelerator.device, dataset.to(accelerator.device)
+    return DataLoader(
+        WholeBatches(dataset, collate_fn, args.seed, batches.epoch),
+        batch_sampler=batches,
+        collate_fn=whole,
+        num_workers=args.num_workers,
+        persistent_workers=args.num_workers > 0,
+        pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
+        worker_init_fn=_leave_process_group,
+        generator=torch.Generator(),  # else each iterator draws from the global generator
+    )
 
 
 def whole(batch: Any) -> Any:
@@ -233,10 +290,11 @@ def whole(batch: Any) -> Any:
     return batch
 
 
-def batches_of(loader: DataLoader) -> EpochBatches:
-    """The EpochBatches of a prepared loader, which Accelerate may have put into a shard."""
-    batches = loader.batch_sampler
-    return getattr(batches, "batch_sampler", batches)
+def batches_of(loader: Any) -> EpochBatches | None:
+    """The EpochBatches of a prepared loader; None if make_loaders did not make it."""
+    batches = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # Accelerate may have put it into a shard
+    return batches if isinstance(batches, EpochBatches) else None
 
 
 def _leave_process_group(worker: int) -> None:
@@ -330,9 +388,10 @@ def data_md5(*sets: Dataset) -> str:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 leaf = leaf.cpu().contiguous().numpy()
-            is_plain = isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
-            digest.update(np.ascontiguousarray(leaf).view(np.uint8).data if is_plain
-                          else repr(leaf).encode())  # fmt: skip
+            if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+                digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
+            else:
+                digest.update(repr(leaf).encode())
     return digest.hexdigest()
 
 

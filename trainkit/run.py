@@ -3,24 +3,25 @@
     with Run(args, "mnist", check_arguments) as run:
         train_set, eval_set, classes = run.load(load_data)
         ...  # loaders, model, optimizer, scheduler; accelerator.prepare(the five)
-        run.begin(model, train_loader, about={...})
+        run.begin(model, about={...})
         for epoch in run.epochs():
-            for batch in run.steps():
+            for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    ...  # forward
-                    accelerator.backward(run.step_mean(loss_sum))
+                    ...  # forward; the losses of the samples: reduction="none"
+                    accelerator.backward(run.step_mean(losses))
                     run.clip_and_check(optimizer)
                     ...  # optimizer.step, scheduler.step, optimizer.zero_grad
-                run.add(num_samples, loss=loss_sum)
+                run.add(loss=losses, accuracy=prediction == labels)
             run.end_epoch(metrics, predictions)
         metrics = run.finish()
 
-Run never calls the model, backward or step, never looks into a batch, and does not know what a
-metric means. Between two of the script's lines it counts, logs, saves and stops.
+Values in, means out: the script hands over what each sample (or token) has, Run divides, over
+processes and micro-batches. Run never calls the model, backward or step, never looks into a batch,
+and does not know what a metric means. Between two of the script's lines it counts, logs, saves and
+stops.
 """
 
 import argparse
-import itertools
 import math
 import sys
 import time
@@ -32,12 +33,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DynamoBackend, set_seed
+from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from trainkit import arguments, launch, plots, world
-from trainkit.checkpoint import Checkpoints, read_weights
+from trainkit.average import Average
+from trainkit.checkpoint import Checkpoints, Progress, read_weights
 from trainkit.errors import (
     EXIT_STOPPED,
     RunFailure,
@@ -47,47 +50,97 @@ from trainkit.errors import (
     first_sentence,
     printable,
 )
-from trainkit.finite import FiniteGuard, Position
-from trainkit.history import History, RunningSums, epoch_bar, means
+from trainkit.finite import Position
+from trainkit.history import History, RunningMeans, epoch_bar
+from trainkit.internals import (
+    fix_bucket_order,
+    prepared_loaders,
+    prepared_models,
+    prepared_optimizers,
+    registered_objects,
+)
 from trainkit.manifest import sha256_of
-from trainkit.optim import clip_gradients, fix_bucket_order
 from trainkit.order import (
     Dropout,
-    Indices,
     batches_of,
+    check_indexable,
     data_md5,
-    dealt,
+    num_used,
     release_dropout,
-    seed_dropout,
 )
+from trainkit.plan import describe, num_parameters, smallest_is_best
 from trainkit.rundir import open_run, record_run, write_durably, write_tensors
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
+from trainkit.step import Step, masked_sum
 from trainkit.trackers import add_pictures, make_trackers
 
-SMALLEST_IS_BEST = ("loss", "error", "mse", "mae")  # parts of names of metrics, of --keep-best
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 QUIET_SECONDS = 60.0  # off a terminal, an epoch says where it is at least this often
+
+# The stages of a run, and what comes next in each.
+NEXT = {
+    "new": "`with Run(...) as run`",
+    "entered": "run.load(load_data)",
+    "loaded": "accelerator.prepare(...), then run.begin(model, ...)",
+    "between": "the next epoch of run.epochs(), or run.finish() when there is none left",
+    "epoch": "`for batch in run.steps(train_loader)`, to its end",
+    "batch": "accelerator.backward(run.step_mean(losses)), in every batch",
+    "backward": "run.clip_and_check(optimizer), then the next batch of run.steps(...)",
+    "checked": "the next batch of run.steps(...); to end the run early, run.stop()",
+    "trained": "run.end_epoch(metrics)",
+    "over": "nothing, the run is over",
+}
+IN_BATCH = ("batch", "backward", "checked")
 
 
 class Run:
     """Use as a context manager, then call its methods in the order of the lines above.
 
-    Whatever ends the body, signals are given back, the progress bar is closed and the run folder is
-    released. It takes whatever accelerator.prepare was given: one model or several, one optimizer
-    or several, with their schedules. The learning rate that is logged is that of the first
-    optimizer's first group; --start-from and --keep-best are about the first model.
+    A call out of order raises RuntimeError, which names the call that comes next. Whatever ends the
+    body, signal handlers are restored, the progress bar is closed and the run folder is released.
+    It takes whatever accelerator.prepare was given: one model or several, one optimizer or several,
+    with their schedules. --start-from and --keep-best are about the first model.
 
     Args:
         args: the flags of arguments.add_training_arguments and add_run_arguments, and the script's.
         project: the name under which trackers keep the runs of this script.
         check: check(args, num_processes) raises UsageError for flags that do not fit together;
             None checks the flags of trainkit.arguments alone.
-
-    Attributes:
-        accelerator: made when the body is entered.
-        progress: step, epoch and batch reached, and the last metrics.
     """
+
+    args: argparse.Namespace
+    project: str
+    check: Callable[[argparse.Namespace, int], None] | None
+    stage: str  # see NEXT
+    resources: ExitStack  # what is given back at the end
+    # Since the body was entered.
+    accelerator: Accelerator
+    history: History
+    signals: Signals
+    # Since load().
+    train_set: Any
+    eval_set: Any
+    data_md5: str
+    num_used: int  # samples that an epoch uses
+    steps_per_epoch: int
+    last_step: int  # of the run, by --epochs and --stop-after-steps
+    log_every: int
+    # Since begin().
+    models: list[nn.Module]  # without the wrappers of DDP and torch.compile
+    optimizers: list[AcceleratedOptimizer]
+    about: dict[str, Any]
+    means: RunningMeans
+    average: Average | None  # of --ema
+    checkpoints: Checkpoints
+    progress: Progress
+    step: Step
+    # Since steps().
+    bar: tqdm
+    num_before: int  # samples of this epoch that were trained on before
+    started_at: float
+    train_seconds: float  # without the evaluation
+    said_at: float  # when a line was last printed where there is no bar
+    last_loss: str
 
     def __init__(
         self,
@@ -95,11 +148,25 @@ class Run:
         project: str,
         check: Callable[[argparse.Namespace, int], None] | None = None,
     ):
-        self.args, self.project, self.check = args, project, check
-        self.resources = ExitStack()
-        self.stage, self.ended_together = "new", False
+        self.args, self.project = args, project
+        self.check = check or arguments.check_shared
+        self.stage, self.resources = "new", ExitStack()
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not there; not yet, if it is declared above."""
+        if name in Run.__annotations__:
+            raise self._out_of_order(f"run.{name}")
+        raise AttributeError(f"Run has no attribute {name!r}")
+
+    def _need(self, call: str, *stages: str) -> None:
+        if self.stage not in stages:
+            raise self._out_of_order(call)
+
+    def _out_of_order(self, call: str) -> RuntimeError:
+        return RuntimeError(f"{call} is out of order: what comes next is {NEXT[self.stage]}")
 
     def __enter__(self) -> "Run":
+        self._need("`with run`", "new")
         refuse_pickled_code()
         compute_float32_in_full()
         precision = launch.check_launch()
@@ -117,19 +184,21 @@ class Run:
             )
         world.check_world(self.accelerator)
         world.check_nodes(self.accelerator, args)
-        check = self.check or arguments.check_shared
-        check(args, self.accelerator.num_processes)
+        self.check(args, self.accelerator.num_processes)
         self.signals = Signals(self.accelerator, timeout)
         self.resources.callback(self.signals.restore)
         set_seed(args.seed)
+        self.stage = "entered"
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Give everything back. No collectives after an error: other processes may be gone."""
+        """Clean up. No collectives after an error: other processes may be gone."""
         with self.resources:
-            if self.ended_together:
+            if self.stage == "over":
                 self.signals.wait()
                 self.accelerator.end_training()
+            elif error is None:
+                raise self._out_of_order("the end of `with Run(...)`")
 
     def print(self, text: str) -> None:
         """Print on the main process."""
@@ -142,188 +211,305 @@ class Run:
         Its first two items are the training set and the evaluation set. Every process must call
         this. Raises UsageError on all processes if one of them does, or if the data differ.
         """
-        data = world.first_on_each_node(self.accelerator, lambda: load_data(self.args))
+        self._need("run.load(...)", "entered")
+        args = self.args
+        data = world.first_on_each_node(self.accelerator, lambda: load_data(args))
         self.train_set, self.eval_set = data[:2]
+        check_indexable(self.train_set, "training set")
+        check_indexable(self.eval_set, "evaluation set")
         self.data_md5 = data_md5(self.train_set, self.eval_set)
         world.check_same(self.accelerator, {"the data's md5": self.data_md5})
-        arguments.refuse(arguments.size_problems(self.args, len(self.train_set)))
-        set_seed(self.args.seed)  # whatever loading drew, the first weights depend on --seed alone
+        arguments.refuse(arguments.size_problems(args, len(self.train_set)))
+        self.num_used = num_used(len(self.train_set), args.batch_size, args.drop_last)
+        self.steps_per_epoch = math.ceil(self.num_used / args.batch_size)
+        last_step = args.epochs * self.steps_per_epoch
+        self.last_step = min(last_step, args.stop_after_steps or sys.maxsize)
+        self.log_every = args.log_every or min(50, max(1, self.last_step // 50))
+        set_seed(args.seed)  # whatever loading drew, the first weights depend on --seed alone
+        self.stage = "loaded"
         return data
 
     def begin(
         self,
         model: nn.Module | Sequence[nn.Module],
-        train_loader: DataLoader,
         about: dict[str, Any],
         plan: dict[str, str] | None = None,
     ) -> None:
-        """Say what is about to happen, take the run folder, resume. Call after accelerator.prepare.
+        """Print the plan, lock the run folder, load the checkpoint. Call after accelerator.prepare.
 
         Every process must call this. Raises UsageError on all of them.
 
         Args:
             model: what accelerator.prepare returned for the model, or for each of them.
-            train_loader: the prepared loader that steps() reads.
             about: what a reader of model.safetensors must know, as JSON.
             plan: lines to print, by name, for example where the data come from.
         """
+        self._need("run.begin(...)", "loaded")
         args, accelerator = self.args, self.accelerator
-        # The models without their wrappers; Accelerate has no public name for these.
-        self.models, self.optimizers = accelerator._models, accelerator._optimizers
         prepared = [model] if isinstance(model, nn.Module) else list(model)
-        if len(prepared) != len(self.models):
+        if len(prepared) != len(prepared_models(accelerator)):
             raise RuntimeError(
                 "run.begin(...) needs every model that accelerator.prepare was given"
             )
-        if accelerator._custom_objects:
+        if registered_objects(accelerator):
             raise UsageError(
                 "register_for_checkpointing is not supported, because reading it back could "
-                "execute code: keep the state in a buffer of a module that is prepared"
+                "execute code: keep numbers in run.state, tensors in a buffer of a prepared module"
             )
-        self.about, self.loader = about, train_loader
-        self.batches = batches_of(train_loader)
-        self.num_used = self.batches.num_used
-        self.steps_per_epoch = -(-self.num_used // args.batch_size)
-        last_step = args.epochs * self.steps_per_epoch
-        self.last_step = min(last_step, args.stop_after_steps or sys.maxsize)
-        self._print_plan(plan or {})
-        facts = {}
-        if args.start_from is not None:
-            with failing_together(accelerator, f"--start-from {args.start_from} cannot be read"):
-                weights, notice = read_weights(args.start_from, self.models[0])
-                facts = {"start_from": sha256_of(args.start_from)}
-            world.check_same(accelerator, facts)
+        self.about, self.optimizers = about, prepared_optimizers(accelerator)
+        self.models = [accelerator.unwrap_model(m, keep_torch_compile=False) for m in prepared]
+        self.print(describe(self, plan or {}))
+        facts, notice = self._start_from()
+        world.check_same(accelerator, facts)
         held = open_run(accelerator, args)
         if held is not None:
             self.resources.callback(held.release)
-        self.sums, self.guard = RunningSums(accelerator), FiniteGuard(accelerator)
-        num_parameters = sum(p.numel() for model in self.models for p in model.parameters())
-        self.checkpoints = Checkpoints(
-            accelerator, args.run_dir, self.history, self.sums,
-            arguments.experiment(args) | {"data": self.data_md5, "size": num_parameters} | facts,
-            args.keep, self.steps_per_epoch,
-        )  # fmt: skip
+        self._make_state(facts)
         self.progress = self.checkpoints.resume(args.resume, self.last_step)
-        if args.start_from is not None and self.progress.step == 0:
-            self.models[0].load_state_dict(weights, strict=False)
+        if notice and self.progress.step == 0:
             self.print(notice)
+        if self.progress.ended:
+            self.print("this run has ended early, as run.stop() or --patience asked for")
         record_run(accelerator, args)
-        layers = (layer for model in self.models for layer in model.modules())
-        self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
-        self.resources.callback(release_dropout, self.dropouts)
-        for model in prepared:
-            fix_bucket_order(model)
+        for each in prepared:
+            fix_bucket_order(each)
         accelerator.init_trackers(self.project, vars(args))
+        self.stage = "between"
+
+    def _start_from(self) -> tuple[dict[str, Any], str]:
+        """Facts that a resumed run must have in common, and what --start-from has loaded."""
+        args, loaders = self.args, prepared_loaders(self.accelerator)
+        facts = {
+            "data": self.data_md5,
+            "weights of samples": data_md5(
+                [getattr(batches_of(x), "weights", None) for x in loaders]
+            ),
+            "size": num_parameters(self.models),
+        }
+        if args.start_from is None:
+            return facts, ""
+        what = f"--start-from {args.start_from} cannot be read"
+        with failing_together(self.accelerator, what):
+            tensors, notice = read_weights(args.start_from, self.models[0])
+            facts["start_from"] = sha256_of(args.start_from)
+        self.models[0].load_state_dict(tensors, strict=False)
+        return facts, notice
+
+    def _make_state(self, facts: dict[str, Any]) -> None:
+        """Create what counts, averages and saves; a resumed run must have the facts in common."""
+        args, accelerator = self.args, self.accelerator
+        layers = (layer for model in self.models for layer in model.modules())
+        dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
+        self.resources.callback(release_dropout, dropouts)
+        self.step = Step(accelerator, args, self.num_used, self.signals, dropouts)
+        self.bar = tqdm(disable=True)
+        self.resources.callback(lambda: self.bar.close())
+        self.means = RunningMeans(accelerator)
+        self.average = Average(accelerator, self.models, args.ema) if args.ema else None
+        self.checkpoints = Checkpoints(
+            accelerator,
+            args.run_dir,
+            self.history,
+            self.means,
+            arguments.experiment(args) | facts,
+            args.keep,
+        )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """A dict of the script's own, saved with each checkpoint and back after begin().
+
+        Its values are JSON, equal on all processes.
+        """
+        self._need("run.state", "between", "epoch", *IN_BATCH, "trained", "over")
+        return self.progress.state
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are left, from 0. The body runs steps() to its end, then end_epoch().
 
-        `break` after end_epoch() ends the run early; an exception ends it where it is.
+        With --eval-every an epoch comes several times, each time up to the next evaluation. To end
+        the run early call stop(); an exception ends it where it is.
         """
-        progress = self.progress
-        while progress.epoch < self.args.epochs and progress.step < self.last_step:
-            self.stage = "new"
-            yield progress.epoch
-            if self.stage != "ended":
-                raise RuntimeError("the body of run.epochs() must call run.end_epoch(...) last")
+        self._need("run.epochs()", "between")
+        while not self._is_over():
+            self.stage = "epoch"
+            yield self.progress.epoch
+            self._need("the next epoch", "between")
 
-    def steps(self) -> Iterator[Any]:
-        """The batches that are left of this epoch, this process's share of each.
+    def stop(self) -> None:
+        """End the run with this step and its evaluation: it stays ended when it is resumed.
+
+        Every process must call this, in the same step, before end_epoch().
+        """
+        self._need("run.stop()", *IN_BATCH, "trained")
+        self.progress.ended = True
+
+    def steps(self, loader: DataLoader) -> Iterator[Any]:
+        """The batches of `loader` up to the next evaluation, this process's share of each.
 
         What a step owes the run (count, log, checkpoint, stop) is done when the body asks for the
         next batch. `continue` is therefore fine once the step is made, and a RuntimeError before,
-        because a step that one process leaves out leaves the others waiting. `break` would lose the
-        last step, so end_epoch() then raises RuntimeError: use --stop-after-steps. An exception, or
-        a second Ctrl-C, ends the run without saving: a resume repeats what came after the newest
-        checkpoint.
+        because a step that one process leaves out leaves the others waiting; `break` would lose the
+        last step and is a RuntimeError too: use stop(). An exception, or a second Ctrl-C, ends the
+        run without saving: a resume repeats what came after the newest checkpoint.
+
+        Args:
+            loader: the training loader of order.make_loaders, prepared.
         """
-        args, accelerator, progress = self.args, self.accelerator, self.progress
-        self.stage, self.started_at = "training", time.perf_counter()
-        self.num_before = self._num_done()  # of a run that was resumed
-        bar = epoch_bar(accelerator, progress.epoch, self.num_used, self.num_before, "samples")
-        self.resources.callback(bar.close)
-        self.said_at, self.last_loss = time.monotonic(), ""
-        self.batches.set_position(progress.epoch, progress.batch * args.batch_size)
-        micro_batches = itertools.count()
-        size = args.batch_size // args.accumulate
-        share = size // accelerator.num_processes
-        start = share * accelerator.process_index
-        for batch in self.loader:
-            # Samples in this step, over all processes and micro-batches: fewer at an epoch's end.
-            self.num_samples = min(args.batch_size, self.num_used - self._num_done())
-            self.position = Position(progress.step + 1, self._learning_rate())
-            before = next(micro_batches) * size
-            first, _ = dealt(min(size, self.num_samples - before), size, start, start + share)
-            seed_dropout(self.dropouts, accelerator.device, before + first,
-                         args.seed, progress.epoch, progress.batch)  # fmt: skip
-            self.loss, self.checked = None, False
+        self._need("run.steps(...)", "epoch")
+        batches = batches_of(loader)
+        if batches is None or loader not in prepared_loaders(self.accelerator):
+            raise RuntimeError(
+                f"run.steps(...) got a {type(loader).__name__} whose order cannot be resumed: give "
+                "it the training loader that make_loaders(...) made and accelerator.prepare "
+                "returned (for a sampler of your own see its weights=)"
+            )
+        progress, step = self.progress, self.step
+        self.num_before = self._num_done()
+        self.said_at, self.started_at, self.last_loss = time.monotonic(), time.perf_counter(), ""
+        self.bar = epoch_bar(self.accelerator, progress.epoch, self.num_used, self.num_before)
+        batches.set_position(progress.epoch, self.num_before)
+        is_new = True
+        for batch in () if self._must_evaluate() else loader:
+            if is_new:
+                position = Position(progress.step + 1, self._learning_rate())
+                step.start(progress.epoch, progress.batch, position)
+            step.start_micro_batch()
+            self.stage = "batch"
             yield batch
-            if self.loss is None:
-                raise RuntimeError("a batch was left out: each needs backward(run.step_mean(...))")
-            if not accelerator.sync_gradients:
-                continue  # inside an accumulation window
-            if not self.checked:
-                raise RuntimeError(
-                    "a step was not checked: each needs run.clip_and_check(optimizer)"
-                )
-            micro_batches = itertools.count()
-            if not self._count_step():
-                continue  # fp16 skipped the step
-            bar.update(self.num_samples)
-            if progress.step % args.log_every == 0:
-                self._log_window(bar)
-            self._say_where(bar)
-            if progress.step == self.last_step:
+            is_new = self.accelerator.sync_gradients  # else inside an accumulation window
+            self._need("the next batch", "checked" if is_new else "backward")
+            step.finish_micro_batch()
+            if is_new and self._finish_step():
+                loader.end()  # Accelerate's own, at an end that comes before the loader's
                 break
-            stopping = self.signals.requested()
-            due = args.save_every and progress.step % args.save_every == 0
-            # At an epoch's end it is saved after evaluating.
-            if stopping or (due and progress.batch < self.steps_per_epoch):
-                self._save()
-            if stopping:
-                self._stop()
-        bar.close()
+        self.bar.close()
         self.signals.meet()
-        self.guard.finish(*self.optimizers)
-        self.sums.flush()
+        step.guard.finish(*self.optimizers)
         self.train_seconds = time.perf_counter() - self.started_at
+        if self.average is not None:
+            self.average.swap()  # end_epoch() swaps it back
         self.stage = "trained"
 
-    def step_mean(self, loss_sum: torch.Tensor, per_sample: int = 1) -> torch.Tensor:
-        """This process's share of the mean loss of the step, for accelerator.backward.
+    def _finish_step(self) -> bool:
+        """Count, log and save after a step; True if an evaluation comes next."""
+        args, progress = self.args, self.progress
+        progress.batch += 1
+        if not self.step.finish():
+            progress.num_skipped += 1
+            return self._must_evaluate()
+        progress.step += 1
+        if self.average is not None:
+            self.average.update(progress.step)
+        self.bar.update(self.step.num_samples)
+        if progress.step % self.log_every == 0:
+            self._log_window()
+        self._say_where()
+        if self._is_over():
+            return True
+        stopping = self.signals.requested()
+        due = args.save_every and progress.step % args.save_every == 0
+        # Where an evaluation is due, it is saved after that.
+        if stopping or (due and not self._must_evaluate()):
+            self.signals.meet()
+            self.step.guard.finish(*self.optimizers)
+            self.checkpoints.save(progress)
+        if stopping:
+            self._leave()
+        return self._must_evaluate()
 
-        `loss_sum` is the sum over the samples of this process's batch; where a sample has several
-        targets, and the mean is over them too, per_sample is their number. The gradient becomes
-        that of the mean over all samples of the step, of all processes and micro-batches: DDP
-        divides by the number of processes and Accelerate by that of micro-batches, so both are
-        multiplied in. A loss that is not finite gives NaN gradients on all processes.
+    def step_mean(self, values: torch.Tensor, where: torch.Tensor | None = None) -> torch.Tensor:
+        """This process's share of the mean of `values` in the step, for accelerator.backward.
+
+        The gradient becomes that of the mean over the whole step, of all processes and
+        micro-batches: DDP divides by the number of processes and Accelerate by that of
+        micro-batches, so both are multiplied in. A value that is not finite gives NaN gradients on
+        all processes.
+
+        Args:
+            values: (samples, ...), the losses of this process's batch, with reduction="none".
+            where: bool of the same shape, which values count: the mean is then over all that count
+                in the step, wherever they are (the tokens of an answer, say), of any shape. How
+                many they are is added up after the last backward, and clip_and_check() divides by
+                it, so a step can have one such mean and no other. If none counts, the gradient is
+                0.
+
+        Raises RuntimeError if values are reduced already, or not of this batch.
         """
-        num_values = self.num_samples * per_sample
-        self.loss = loss = loss_sum.detach() / num_values
-        scale = self.accelerator.num_processes * self.args.accumulate / num_values
-        return loss_sum * (scale + 0 * loss)  # 0 * inf is NaN
+        self._need("run.step_mean(...)", *IN_BATCH)
+        self.stage = "backward"
+        return self.step.mean(values, where)
 
-    def clip_and_check(self, optimizer: AcceleratedOptimizer) -> None:
+    def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
 
         Call it between backward and optimizer.step(); inside an accumulation window it does
-        nothing. Every process must call this. Raises RunFailure on all of them, weights untouched.
+        nothing. Several optimizers in one call are clipped by the norm of all their gradients.
+        Every process must call this. Raises RunFailure on all of them.
         """
+        self._need("run.clip_and_check(...)", "backward", "checked")
         if self.accelerator.sync_gradients:
-            # They end in time if a process died, and a wait for the device may not. Under fp16
-            # optimizer.step() reads this step's gradients, else the guard those of the step before.
-            (self.signals.wait if self.accelerator.scaler is None else self.signals.meet)()
-            norm = clip_gradients(self.accelerator, optimizer, self.args.clip_norm)
-            self.guard.check(optimizer, norm, self.loss, self.position)
-            self.checked = True
+            self.step.clip_and_check(*optimizers)
+            self.stage = "checked"
 
-    def add(self, num_samples: int, **sums: torch.Tensor) -> None:
-        """Add samples of this process and sums over them, scalars on the device.
+    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The rows of the whole batch, of all processes, and where those of this process begin.
 
-        Their means over all samples become train_NAME in metrics.jsonl, at an epoch's end; those
-        whose name begins with "loss" also at every --log-every steps. Waits for nothing.
+        For losses that compare the samples of a batch with each other. Gradients flow back to the
+        process that a row came from. Every process must call this. Raises UsageError with
+        --accumulate, RuntimeError for rows that are not those of this batch.
+
+        Args:
+            rows: (samples, ...) of this process's batch.
         """
-        self.sums.add(num_samples, **sums)
+        self._need("run.gather(...)", *IN_BATCH)
+        return self.step.gather(rows)
+
+    def add(self, where: torch.Tensor | None = None, **values: torch.Tensor) -> None:
+        """Add values of this process's batch: (samples, ...), unreduced; any shape with `where`.
+
+        Their means over all processes become train_NAME in metrics.jsonl, at an evaluation; those
+        whose name begins with "loss" also at every --log-every steps. where: bool of their shape,
+        which values count. Waits for nothing. Raises RuntimeError for values that are reduced.
+        """
+        self._need("run.add(...)", *IN_BATCH)
+        for name, value in values.items():
+            if where is None:
+                self.step.check_rows(f"run.add({name}=...)", value)
+                self.means.add(name, value.detach().sum(), value.numel())
+            else:
+                self.means.add(name, *masked_sum(f"run.add({name}=...)", value.detach(), where))
+
+    def evaluate(
+        self, loader: DataLoader, judge: Callable[[Any], dict[str, torch.Tensor]]
+    ) -> dict[str, float]:
+        """eval_NAME: the mean of what judge(batch) says of each sample of `loader`; eval_samples.
+
+        judge returns what add() takes: unreduced values by name, and perhaps "where". The models
+        are in evaluation mode, without gradients. Each sample counts once, whoever has it. Every
+        process must call this.
+        """
+        self._need("run.evaluate(...)", "between", "epoch", "trained")
+        layers = [layer for model in self.models for layer in model.modules()]
+        modes = [layer.training for layer in layers]
+        means, num_samples = RunningMeans(self.accelerator), len(loader.dataset)
+        for model in self.models:
+            model.eval()
+        with torch.inference_mode():
+            for batch in loader:
+                values = judge(batch)
+                where = values.pop("where", None)
+                for name, value in values.items():
+                    if value.ndim == 0:
+                        raise RuntimeError(
+                            f"run.evaluate(...) got a single number for {name}: let it be one "
+                            'value for each sample, as losses with reduction="none" are'
+                        )
+                    mask = torch.ones_like(value, dtype=torch.bool) if where is None else where
+                    means.add(name, *masked_sum("run.evaluate(...)", value, mask))
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.training = mode
+        return {**means.means("eval"), "eval_samples": num_samples}
 
     def end_epoch(
         self,
@@ -336,23 +522,141 @@ class Run:
         Every process must call this, with the same values. The predictions of the last evaluation,
         if there are any, are written to predictions.safetensors, with `about` as metadata.
         """
-        if self.stage != "trained":
-            raise RuntimeError("run.steps() was not run to its end: its last step is not counted")
-        self.stage = "ended"
+        self._need("run.end_epoch(...)", "trained")
         args, progress = self.args, self.progress
         eval_seconds = time.perf_counter() - self.started_at - self.train_seconds
         num_trained = self._num_done() - self.num_before
         if progress.batch == self.steps_per_epoch:
             progress.epoch, progress.batch = progress.epoch + 1, 0
-        progress.metrics = {"epoch": progress.epoch, **self.sums.means(), **metrics}
+        progress.metrics = {"epoch": progress.epoch, **self.means.means("train"), **metrics}
         progress.metrics_step = progress.step
         for name, value in progress.metrics.items():
             if name.startswith("train_loss"):
-                self.guard.check_mean(value, Position(progress.step, self._learning_rate()))
+                self.step.guard.check_mean(value, Position(progress.step, self._learning_rate()))
         self.accelerator.log(progress.metrics, step=progress.step)
-        self.history.log_timing({"step": progress.step, "train_seconds": self.train_seconds,
-                                 "eval_seconds": eval_seconds,
-                                 "train_samples": num_trained})  # fmt: skip
+        self.history.log_timing(
+            {
+                "step": progress.step,
+                "train_seconds": self.train_seconds,
+                "eval_seconds": eval_seconds,
+                "train_samples": num_trained,
+            }
+        )
+        self._print_metrics(num_trained)
+        if progress.batch == 0:  # else the epoch goes on, perhaps after a resume
+            self.means.clear()
+        is_best = args.keep_best is not None and self._keep_best()
+        if self._is_over() and predictions is not None:
+            # Before the last checkpoint: a resume from it does not evaluate again.
+            self._write(plots.PREDICTIONS, predictions, about)
+        if self.average is not None:
+            self.average.swap()
+        due = not args.save_every or progress.step % args.save_every == 0
+        if self._is_over() or is_best or due:
+            self.checkpoints.save(progress)
+        self.stage = "between"
+
+    def finish(self) -> dict[str, float]:
+        """Write the weights and DONE, draw the pictures; return the metrics of the last evaluation.
+
+        Every process must call this, last in the body. Raises RunFailure on all of them if the
+        disk is full. A picture that cannot be drawn is a sentence, not a failed run.
+        """
+        if self.stage != "between" or not self._is_over():
+            raise self._out_of_order("run.finish()")
+        args, accelerator, progress = self.args, self.accelerator, self.progress
+        if self.average is not None:
+            self._write_weights("raw")
+            self.average.swap()  # for good: what comes after uses what is written
+        self._write_weights("model")
+        with failing_together(accelerator, f"{args.run_dir} cannot be written", RunFailure):
+            if accelerator.is_main_process:
+                write_durably(args.run_dir / "DONE", b"")
+        if args.pictures and accelerator.is_main_process:
+            try:
+                add_pictures(accelerator, plots.draw_run(args.run_dir), progress.step)
+            except Exception as problem:  # no matplotlib, no memory, no disk
+                self.print(f"the pictures were not drawn: {first_sentence(problem)}")
+        self.print(
+            f"done: {count(progress.step, 'step')}; weights, metrics and checkpoints are in "
+            f"{args.run_dir}"
+        )
+        self.stage = "over"
+        return dict(progress.metrics)
+
+    def _write_weights(self, stem: str) -> None:
+        """Write the weights of every model: STEM.safetensors, STEM_1.safetensors, ..."""
+        for number, model in enumerate(self.models):
+            name = f"{stem}_{number}" if number else stem
+            self._write(f"{name}.safetensors", model.state_dict(), self.about)
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+        """Write a safetensors file into the run folder. Every process must call this."""
+        path = self.args.run_dir / name
+        with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
+            if self.accelerator.is_main_process:
+                write_tensors(path, tensors, about)
+
+    def _keep_best(self) -> bool:
+        """Write best.safetensors if this evaluation is the best so far; True if it is."""
+        name, progress, patience = self.args.keep_best, self.progress, self.args.patience
+        if name not in progress.metrics:
+            raise UsageError(f"--keep-best {name}: there are only {', '.join(progress.metrics)}")
+        value, best = progress.metrics[name], progress.best
+        better = best is None or (value < best if smallest_is_best(name) else value > best)
+        if not (better and math.isfinite(value)):
+            progress.num_worse += 1
+            progress.ended |= patience is not None and progress.num_worse >= patience
+            return False
+        progress.best, progress.best_step, progress.num_worse = value, progress.step, 0
+        self._write("best.safetensors", self.models[0].state_dict(), self.about)
+        return True
+
+    def _is_over(self) -> bool:
+        """Is there nothing left to train?"""
+        progress = self.progress
+        done = progress.epoch == self.args.epochs or progress.step == self.last_step
+        return done or progress.ended
+
+    def _must_evaluate(self) -> bool:
+        """Is an evaluation due before the next step? Not if a checkpoint has it already."""
+        progress, every = self.progress, self.args.eval_every
+        due = progress.batch == self.steps_per_epoch or (every and progress.step % every == 0)
+        return bool(due) and progress.step > progress.metrics_step
+
+    def _num_done(self) -> int:
+        """Samples of this epoch trained on so far."""
+        return min(self.progress.batch * self.args.batch_size, self.num_used)
+
+    def _learning_rate(self, number: int = 0) -> float:
+        return self.optimizers[number].param_groups[0]["lr"]
+
+    def _log_window(self) -> None:
+        self.signals.meet()
+        means, position = self.means.flush("train"), self.step.position
+        losses = {name: mean for name, mean in means.items() if name.startswith("train_loss")}
+        for loss in losses.values():
+            self.step.guard.check_mean(loss, position)
+        rates = {"learning_rate": position.learning_rate}
+        for number in range(1, len(self.optimizers)):
+            rates[f"learning_rate_{number}"] = self._learning_rate(number)
+        self.accelerator.log(
+            {"epoch": self.progress.epoch, **losses, **rates}, step=self.progress.step
+        )
+        self.last_loss = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        self.bar.set_postfix_str(self.last_loss)
+
+    def _say_where(self) -> None:
+        """Print a line a minute where there is no progress bar."""
+        if self.bar.disable and time.monotonic() - self.said_at > QUIET_SECONDS:
+            self.said_at = time.monotonic()
+            self.print(
+                f"epoch {self.progress.epoch + 1}: {self._num_done():,} of {self.num_used:,} "
+                f"samples, {self.last_loss or 'no loss yet'}"
+            )
+
+    def _print_metrics(self, num_trained: int) -> None:
+        progress = self.progress
         inside = f"in epoch {progress.epoch + 1}" if progress.batch else f"epoch {progress.epoch}"
         numbers = "  ".join(
             f"{name} {value if isinstance(value, int) else f'{value:.5g}'}"
@@ -360,189 +664,16 @@ class Run:
             if name != "epoch"
         )
         self.print(
-            f"{inside}/{args.epochs}  {numbers}  {self.train_seconds:.1f} s  "
+            f"{inside}/{self.args.epochs}  {numbers}  {self.train_seconds:.1f} s  "
             f"{num_trained / self.train_seconds:,.0f} samples/s"
         )
-        self.predictions = predictions, about
-        if progress.batch == 0:  # else the run ends inside an epoch, which a resume goes on with
-            self.sums.clear()
-        done = progress.epoch == args.epochs or progress.step == self.last_step
-        best = args.keep_best is not None and self._keep_best()
-        if done:  # before the last checkpoint: a resume from it does not evaluate again
-            self._write_predictions()
-        if done or best or not args.save_every or progress.step % args.save_every == 0:
-            self.checkpoints.save(progress)
 
-    def finish(self) -> dict[str, float]:
-        """Write the weights and DONE, draw the pictures; return the metrics of the last epoch.
-
-        Every process must call this, last in the body. Raises RunFailure on all of them if the
-        disk is full. A picture that cannot be drawn is a sentence, not a failed run.
-        """
-        args, accelerator, progress = self.args, self.accelerator, self.progress
-        if self.stage in ("training", "trained"):
-            raise RuntimeError("run.finish() comes after run.end_epoch(...)")
-        early = progress.epoch < args.epochs and progress.step < self.last_step
-        if early:  # the script left run.epochs() by a break
-            self._write_predictions()
-            self.checkpoints.save(progress)
-        with failing_together(accelerator, f"{args.run_dir} cannot be written", RunFailure):
-            if accelerator.is_main_process:
-                for number, model in enumerate(self.models):
-                    name = f"model_{number}.safetensors" if number else "model.safetensors"
-                    write_tensors(args.run_dir / name, model.state_dict(), self.about)
-                write_durably(args.run_dir / "DONE", b"")
-        if args.pictures and accelerator.is_main_process:
-            try:
-                add_pictures(accelerator, plots.draw_run(args.run_dir), progress.step)
-            except Exception as problem:  # no matplotlib, no memory, no disk
-                self.print(f"the pictures were not drawn: {first_sentence(problem)}")
-        self.print(f"done: {count(progress.step, 'step')}; weights, metrics and checkpoints are in "
-                   f"{args.run_dir}")  # fmt: skip
-        self.ended_together = True
-        return dict(progress.metrics)
-
-    def _keep_best(self) -> bool:
-        """Write best.safetensors if this evaluation is the best so far; True if it is."""
-        name, progress = self.args.keep_best, self.progress
-        if name not in progress.metrics:
-            self.checkpoints.save(progress)  # the epoch is not lost
-            raise UsageError(f"--keep-best {name}: there are only {', '.join(progress.metrics)}")
-        value, best = progress.metrics[name], progress.best
-        better = best is None or (value < best if self._smallest_is_best() else value > best)
-        if not (better and math.isfinite(value)):
-            return False
-        progress.best, progress.best_step = value, progress.step
-        path = self.args.run_dir / "best.safetensors"
-        with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
-            if self.accelerator.is_main_process:
-                write_tensors(path, self.models[0].state_dict(), self.about)
-        return True
-
-    def _smallest_is_best(self) -> bool:
-        return any(part in self.args.keep_best for part in SMALLEST_IS_BEST)
-
-    def _num_done(self) -> int:
-        """Samples of this epoch trained on so far."""
-        return min(self.progress.batch * self.args.batch_size, self.num_used)
-
-    def _learning_rate(self) -> float:
-        return self.optimizers[0].param_groups[0]["lr"]
-
-    def _count_step(self) -> bool:
-        """Count the batch whose gradients were just used. True if an optimizer step was made."""
-        skipped = self.accelerator.optimizer_step_was_skipped
-        self.progress.batch += 1
-        self.progress.step += not skipped
-        self.progress.num_skipped += skipped
-        return not skipped
-
-    def _log_window(self, bar: Any) -> None:
-        self.signals.meet()
-        window = means(self.sums.flush())
-        losses = {name: mean for name, mean in window.items() if name.startswith("train_loss")}
-        for loss in losses.values():
-            self.guard.check_mean(loss, self.position)
-        row = {"epoch": self.progress.epoch, **losses, "learning_rate": self.position.learning_rate}
-        self.accelerator.log(row, step=self.progress.step)
-        self.last_loss = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-        bar.set_postfix_str(self.last_loss)
-
-    def _say_where(self, bar: Any) -> None:
-        """Print a line a minute where there is no progress bar."""
-        if bar.disable and time.monotonic() - self.said_at > QUIET_SECONDS:
-            self.said_at = time.monotonic()
-            self.print(f"epoch {self.progress.epoch + 1}: {self._num_done():,} of "
-                       f"{self.num_used:,} samples, {self.last_loss or 'no loss yet'}")  # fmt: skip
-
-    def _save(self) -> None:
-        self.signals.meet()
-        self.guard.finish(*self.optimizers)
-        self.checkpoints.save(self.progress)
-
-    def _stop(self) -> None:
+    def _leave(self) -> None:
         """End every process with exit code 75, after a checkpoint of this step."""
         self.signals.ignore_interrupts()
         self.print(
             f"stopped by {self.signals.signal_name or 'a signal to another process'} at step "
             f"{self.progress.step}, saved: start the same command with --resume auto to continue"
         )
-        self.ended_together = True
+        self.stage = "over"
         sys.exit(EXIT_STOPPED)
-
-    def _write_predictions(self) -> None:
-        path = self.args.run_dir / plots.PREDICTIONS
-        with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
-            tensors, about = self.predictions
-            if self.accelerator.is_main_process and tensors is not None:
-                write_tensors(path, tensors, about)
-
-    def _print_plan(self, plan: dict[str, str]) -> None:
-        """What is about to happen, read from the objects that will do it, one line per item."""
-        args, accelerator = self.args, self.accelerator
-        num_parts = accelerator.num_processes * args.accumulate
-        left_out = len(self.train_set) - self.num_used
-        steps = f"{count(args.epochs, 'epoch')} x {count(self.steps_per_epoch, 'step')}"
-        ends = f"{self.last_step} (--stop-after-steps) of " if args.stop_after_steps else ""
-        lines = {
-            "device": world.describe_world(accelerator),
-            **plan,
-            "samples": f"{len(self.train_set)} to train on (the last {left_out} of each shuffle "
-                       f"are left out), {len(self.eval_set)} to evaluate on",
-            "model": "; ".join(map(self._describe_model, self.models)),
-            "batch": f"{args.batch_size} per step = {count(accelerator.num_processes, 'process')} "
-                     f"x {count(args.accumulate, 'micro-batch')} x {args.batch_size // num_parts}",
-            "updates": f"{ends}{args.epochs * self.steps_per_epoch} = {steps}",
-            "optimizer": "; ".join(map(self._describe_optimizer, self.optimizers)),
-            "run folder": str(args.run_dir),
-        }  # fmt: skip
-        if args.keep_best is not None:
-            kind = "smallest" if self._smallest_is_best() else "largest"
-            lines["kept too"] = f"the checkpoint with the {kind} {args.keep_best}"
-        norms = [m for model in self.models for m in model.modules() if isinstance(m, BATCH_NORMS)]
-        if norms and num_parts > 1:
-            kind = type(norms[0]).__name__
-            lines["note"] = (
-                f"{count(len(norms), kind + ' layer')}: its numbers depend on how a batch is "
-                "split, so other processes or micro-batches give other losses"
-            )
-        self._check_batch_norm(norms)
-        width = max(map(len, lines))
-        self.print("\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
-
-    def _check_batch_norm(self, norms: list[nn.Module]) -> None:
-        """Refuse a share of a batch that a BatchNorm layer cannot normalise, before training."""
-        args, num_processes = self.args, self.accelerator.num_processes
-        size = args.batch_size // args.accumulate  # of a micro-batch, over all processes
-        share = size // num_processes
-        last = Indices(torch.arange(self.num_used % size or size), size)
-        smallest = min(len(last[n : n + share].values) for n in range(0, size, share))
-        if norms and smallest < 2:
-            raise UsageError(
-                f"--batch-size {args.batch_size}: {type(norms[0]).__name__} needs more than a "
-                f"batch of {smallest}, which a process gets here: use another --batch-size or "
-                "--drop-last"
-            )
-
-    def _describe_model(self, model: nn.Module) -> str:
-        backend = self.accelerator.state.dynamo_plugin.backend
-        compiled = ""
-        if backend != DynamoBackend.NO:
-            compiled = f", compiled with {backend.value.lower()} (the first step waits for it)"
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        return f"{type(model).__name__}, {num_parameters:,} parameters{compiled}"
-
-    def _describe_optimizer(self, optimizer: AcceleratedOptimizer) -> str:
-        schedules = [
-            type(wrapped.scheduler).__name__
-            for wrapped in self.accelerator._schedulers
-            if optimizer in wrapped.optimizers
-        ]
-        groups = optimizer.param_groups
-        peaks = [group.get("max_lr", group.get("initial_lr", group["lr"])) for group in groups]
-        rates = " and ".join(f"{peak:g}" for peak in dict.fromkeys(peaks))
-        fused = " fused" if all(group.get("fused") for group in groups) else ""
-        return (
-            f"{type(optimizer.optimizer).__name__}{fused}, {', '.join(schedules) or 'no schedule'},"
-            f" learning rate {rates} at its peak"
-        )

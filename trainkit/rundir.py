@@ -88,7 +88,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     Its metadata have one entry, "trainkit", `metadata` as JSON: one, because safetensors writes
     several in random order.
     """
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    # Copied: safetensors refuses two names of one memory, which tied weights are.
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     write_durably(path, save(tensors, metadata={"trainkit": json.dumps(metadata)}))
 
 

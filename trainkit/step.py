@@ -1,0 +1,166 @@
+"""The optimizer step at hand: how many samples it has, its losses, its gradients."""
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.nn.functional import all_gather
+
+from trainkit.errors import UsageError
+from trainkit.finite import FiniteGuard, Position
+from trainkit.optim import clip_gradients, scale_gradients
+from trainkit.order import Dropout, dealt, seed_dropout
+from trainkit.signals import Signals
+
+
+class Step:
+    """What is known of the step that is being made. Run starts it and finishes it.
+
+    Attributes:
+        position: the number of the step and its learning rate, for error messages.
+        num_samples: samples of the step, over all processes and micro-batches.
+        num_before: of them those in the micro-batches before the one at hand.
+        num_rows: samples of this process in the micro-batch at hand.
+        losses: this process's share of each mean of the micro-batch at hand.
+        num_counted: values that where= counted so far in this process; None without where=.
+        factor: num_samples / values counted in the whole step; None until that is known.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: argparse.Namespace,
+        num_used: int,
+        signals: Signals,
+        dropouts: Sequence[Dropout],
+    ):
+        self.accelerator, self.args, self.num_used = accelerator, args, num_used
+        self.signals, self.dropouts = signals, dropouts
+        self.guard = FiniteGuard(accelerator)
+        self.size = args.batch_size // args.accumulate  # of a micro-batch, over all processes
+        self.key: tuple[int, ...] = ()
+        self.position = Position()
+        self.num_samples = self.num_before = self.num_rows = 0
+        self.losses: list[torch.Tensor] = []
+        self.num_counted: torch.Tensor | None = None
+        self.factor: torch.Tensor | None = None
+        self.update_scale = None
+        if accelerator.scaler is not None:
+            # Accelerate updates the loss scale after each optimizer's step: a second optimizer
+            # would then unscale by a scale that has just changed. finish() updates it, once.
+            self.update_scale = accelerator.scaler.update
+            accelerator.scaler.update = lambda: None
+
+    def start(self, epoch: int, batch: int, position: Position) -> None:
+        """Start the step of this batch of the epoch."""
+        num_done = batch * self.args.batch_size
+        self.num_samples = min(self.args.batch_size, self.num_used - num_done)
+        self.key, self.position = (self.args.seed, epoch, batch), position
+        self.num_before, self.num_counted, self.factor = 0, None, None
+
+    def start_micro_batch(self) -> None:
+        """Seed what the next forward pass draws, by its place in the step."""
+        first, self.num_rows = self.rows_of(self.accelerator.process_index)
+        seed_dropout(self.dropouts, self.accelerator.device, self.num_before + first, *self.key)
+        self.losses = []
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """Where the rows of a process begin in the micro-batch at hand, and how many they are."""
+        num, share = self._num_here(), self.size // self.accelerator.num_processes
+        first, last = dealt(num, self.size, rank * share, (rank + 1) * share)
+        return min(first, num), max(0, min(last, num) - first)
+
+    def finish_micro_batch(self) -> None:
+        self.num_before += self._num_here()
+
+    def finish(self) -> bool:
+        """Update the loss scale; return False if fp16 skipped the step because it overflowed."""
+        if self.update_scale is not None:
+            self.update_scale()
+        skipped = self.accelerator.optimizer_step_was_skipped
+        self.guard.count_skipped(skipped, self.losses)
+        return not skipped
+
+    def check_rows(self, call: str, values: torch.Tensor) -> None:
+        """Raise RuntimeError if these are not values of the samples of the micro-batch at hand."""
+        if values.ndim == 0 or len(values) != self.num_rows:
+            got = "a single number" if values.ndim == 0 else f"{len(values)} rows"
+            raise RuntimeError(
+                f"{call} got {got} for a batch of {self.num_rows} samples: give it the values "
+                'of each sample, as losses with reduction="none" are, or say which values count '
+                "with where="
+            )
+
+    def mean(self, values: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
+        """See Run.step_mean."""
+        num = self.num_samples
+        if (self.losses or self.num_before) and (where is None) != (self.num_counted is None):
+            self._refuse_second_mean()
+        if where is None:
+            self.check_rows("run.step_mean(...)", values)
+            num *= values.shape[1:].numel()
+            total = values.sum()
+        else:
+            if self.losses:
+                self._refuse_second_mean()
+            total, counted = masked_sum("run.step_mean(...)", values, where)
+            self.num_counted = counted + (0 if self.num_counted is None else self.num_counted)
+        loss = total.detach() / num
+        self.losses.append(loss)
+        scale = self.accelerator.num_processes * self.args.accumulate / num
+        return total * (scale + 0 * loss)  # 0 * inf is NaN
+
+    def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
+        """See Run.clip_and_check."""
+        # These end in time if a process died, and a wait for the device may not. Under fp16
+        # optimizer.step() reads this step's gradients, else the guard those of the step before.
+        (self.signals.wait if self.accelerator.scaler is None else self.signals.meet)()
+        if self.num_counted is not None and self.factor is None:
+            num_counted = self.accelerator.reduce(self.num_counted, reduction="sum")
+            self.factor = self.num_samples / num_counted.clamp(min=1)
+            self.losses = [loss * self.factor for loss in self.losses]
+        if self.factor is not None:
+            scale_gradients(self.factor, *optimizers)
+        norm = clip_gradients(self.accelerator, self.args.clip_norm, *optimizers)
+        self.guard.check(norm, self.losses, self.position)
+
+    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """See Run.gather."""
+        if self.args.accumulate > 1:
+            raise UsageError(
+                f"--accumulate {self.args.accumulate}: this loss compares the samples of a whole "
+                "batch with each other, and a micro-batch is not one: use --accumulate 1"
+            )
+        self.check_rows("run.gather(...)", rows)
+        world = range(self.accelerator.num_processes)
+        first = self.rows_of(self.accelerator.process_index)[0]
+        if len(world) == 1:
+            return rows, first
+        nums = [self.rows_of(rank)[1] for rank in world]
+        # All processes must send equally many rows: those that are missing are zeros.
+        padded = torch.cat((rows, rows.new_zeros(max(nums) - len(rows), *rows.shape[1:])))
+        shares = all_gather(padded.contiguous())
+        return torch.cat([share[:num] for share, num in zip(shares, nums, strict=True)]), first
+
+    def _num_here(self) -> int:
+        return min(self.size, self.num_samples - self.num_before)
+
+    def _refuse_second_mean(self) -> None:
+        raise RuntimeError(
+            "a step can have only one mean with where=, because its gradients are divided once: "
+            "add up the losses before run.step_mean(...)"
+        )
+
+
+def masked_sum(
+    call: str, values: torch.Tensor, where: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum and number of the values that count, as tensors: the host does not wait for them."""
+    if where.shape != values.shape or where.dtype != torch.bool:
+        raise RuntimeError(
+            f"{call} got values of shape {tuple(values.shape)} and where= of shape "
+            f"{tuple(where.shape)} and {where.dtype}: it must be bool and of the same shape"
+        )
+    return torch.where(where, values, 0).sum(), where.sum()
