@@ -6,7 +6,6 @@ page, app.py, what requirements.txt names.
 
 import importlib.util
 import inspect
-import json
 import re
 import shutil
 from pathlib import Path
@@ -16,8 +15,8 @@ import torch
 from torch import nn
 
 from modelkit.space import space_metadata, write_space
-from trainkit.compare import last_row
 from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.records import last_evaluation, read_run_json
 from trainkit.rundir import refuse_links, write_durably, write_json
 
 # What the source of a model may use.
@@ -196,8 +195,7 @@ def _card(model: nn.Module, about: dict[str, Any], run_dir: Path, pictures: list
     from huggingface_hub import EvalResult, ModelCardData
 
     with as_usage_error(f"{run_dir} is not complete"):
-        run = json.loads((run_dir / "run.json").read_text())
-        last = last_row(run_dir)
+        run, last = read_run_json(run_dir), last_evaluation(run_dir)
         samples = last["eval_samples"]
     arguments, name = run["arguments"], f"{about['script'].removeprefix('train_')}-{about['model']}"
     source = Path(arguments.get("dataset") or arguments.get("data") or "synthetic")

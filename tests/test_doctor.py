@@ -9,6 +9,8 @@ from pathlib import Path
 import conftest
 import pytest
 
+from trainkit import doctor
+
 # Rank 1 of a doctor's run, made ill in the ways that sys.argv[1] names.
 PATIENT = """
 import importlib.metadata, os, subprocess, sys, time
@@ -83,30 +85,54 @@ def test_an_unshared_run_folder_is_named(ill: list[str]) -> None:
     assert any(problem.startswith("runs is not the same folder") for problem in ill), ill
 
 
-def test_a_rank_that_never_comes_is_named_with_what_to_type(tmp_path: Path) -> None:
-    result = examine(tmp_path, "absent", "--wait", "2")
-    lines = result.stdout.splitlines()
-    assert lines[0].startswith("problem: rank 1 never came (node 0, local rank 1): type `nc -vz ")
-    assert lines[1].startswith("verdict: do not train") and len(lines) == 2
-    assert result.returncode == 1
+def test_a_rank_that_never_comes_ends_the_doctor_with_one_sentence(tmp_path: Path) -> None:
+    result = examine(tmp_path, "absent", "--timeout", "2")
+    assert result.returncode == 1 and not result.stdout
+    assert "error: process 0 did not meet the other processes" in result.stderr
 
 
 def test_healthy_ranks_are_measured_and_called_healthy(tmp_path: Path) -> None:
     command = [*conftest.command("", config="2cpu")[:-1], "-m", "trainkit.doctor", "--json"]
     result = subprocess.run(
-        [*command, "--run-dir", tmp_path], cwd=conftest.ROOT, capture_output=True, text=True,
-        timeout=60, env=os.environ,
-    )  # fmt: skip
+        [*command, "--run-dir", tmp_path],
+        cwd=conftest.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ,
+    )
     report = json.loads(result.stdout)
-    assert report["format"] == 1 and report["num_processes"] == 2
+    assert report["format"] == 2 and report["num_processes"] == 2
     # Other work on this machine may slow a rank down; nothing else may be wrong.
     assert all("slow" in problem for problem in report["problems"]), report["problems"]
     assert [entry["bytes"] for entry in report["all_reduce"]] == [2**12, 2**22, 100 * 2**20]
     assert all(entry["correct"] and entry["seconds"] > 0 for entry in report["all_reduce"])
     for rank in report["ranks"]:
-        assert rank["backend"] == "gloo" and abs(rank["clock_skew_seconds"]) < 1
-        assert rank["matmul_flops"]["float32"] > 1e8
+        assert rank["backend"] == "gloo" and rank["matmul_flops"]["float32"] > 1e8
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_text_has_79_columns_whatever_the_names_and_the_number_of_ranks() -> None:
+    rank = {
+        "host": "a-host-with-a-long-name.example.org",
+        "device": "AMD EPYC 9B45 128-Core Processor",
+        "driver": "none",
+        "backend": "gloo",
+        "threads": 64,
+        "free_bytes": 2**41,
+        "facts": {"torch": "2.15.0", "accelerate": "1.15.0"},
+        "matmul_flops": {"float32": 1e15, "bfloat16": 1e15, "float16": 1e15},
+    }
+    sums = {"bytes": 100 * 2**20, "seconds": 100.0, "bus_bytes_per_second": 1e11, "correct": False}
+    report = {
+        "ranks": [rank] * 1000,
+        "all_reduce": [sums],
+        "problems": ["rank 3 is slow " * 9],
+        "run_dir": "runs/mnist",
+    }
+    lines = doctor.as_text(report).splitlines()
+    assert max(map(len, lines)) <= 79 and len(lines) < 50
+    assert lines[-1].startswith("verdict: do not train")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from conftest import NUM_TEST, rows, saved
 from PIL import Image
 
-from trainkit import plots
+from trainkit import plots, records
 from trainkit.errors import UsageError
 from trainkit.images import load_images
 from trainkit.rundir import write_tensors
@@ -39,7 +39,7 @@ def test_a_run_leaves_its_pictures_and_a_resume_leaves_the_same_numbers(
         with Image.open(whole / name) as picture:
             assert min(picture.size) > 500, name
     assert not (whole / "fit.png").exists()
-    assert (whole / plots.PREDICTIONS).read_bytes() == (parts / plots.PREDICTIONS).read_bytes()
+    assert (whole / records.PREDICTIONS).read_bytes() == (parts / records.PREDICTIONS).read_bytes()
     assert (whole / "confusion.png").read_bytes() == (parts / "confusion.png").read_bytes()
 
 
@@ -99,8 +99,8 @@ def test_mistakes_are_the_most_confident_of_the_mistakes(
     data, *_ = load_images(str(small_mnist), "test", 28)
     assert torch.equal(tensors["mistake_images"], data.tensors[0][worst])
     assert torch.equal(tensors["target"], data.tensors[1])
-    texts = plots.draw_mistakes(tensors, metadata["classes"]).axes[0].texts
-    assert [text.get_text() for text in texts] == [
+    panels = plots.draw_mistakes(tensors, metadata["classes"]).axes
+    assert [axes.get_title() for axes in panels if axes.images] == [
         f"said {tensors['prediction'][i]}, {tensors['probability'][i]:.1%}\nis "
         f"{tensors['target'][i]}"
         for i in worst
@@ -137,8 +137,41 @@ def test_redrawing_needs_the_files_alone_and_several_runs_share_one_picture(
     assert str(whole.parent / "comparison.png") in capsys.readouterr().out
     assert (whole.parent / "comparison.png").stat().st_size > 10_000
     labels = [text.get_text() for text in plots.draw_curves(folders).axes[0].get_legend().texts]
-    assert labels == [f"{folder}: {kind}" for kind in ("training", "evaluation")
-                      for folder in folders]  # fmt: skip
+    assert labels == [
+        f"{folder}: {kind}" for kind in ("training", "evaluation") for folder in folders
+    ]
+
+
+def write_log(folder: Path, losses: list[float], **others: float) -> Path:
+    """A run folder with a row and an evaluation at each step."""
+    folder.mkdir()
+    lines = []
+    for step, loss in enumerate(losses, 1):
+        lines.append({"step": step, "train_loss": loss, "learning_rate": 0.1})
+        lines.append({"step": step, "epoch": 0, "eval_loss": loss, **others})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_run_without_a_score_has_two_panels(tmp_path: Path) -> None:
+    loss, rate = plots.draw_curves([write_log(tmp_path / "run", [3.0, 2.0, 1.5])]).axes
+    assert [list(line.get_xdata()) for line in loss.lines] == [[1, 2, 3]] * 2
+    assert rate.get_ylabel() == "learning rate" and loss.get_yscale() == "linear"
+
+
+def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
+    loss, *_ = plots.draw_curves([write_log(tmp_path / "run", [2.0, 0.3], eval_accuracy=1)]).axes
+    assert loss.get_yscale() == "log"
+
+
+def test_a_short_run_lies_above_a_longer_one_and_shows_its_points(tmp_path: Path) -> None:
+    long = write_log(tmp_path / "long", [1.0] * 30)
+    short = write_log(tmp_path / "short", [1.0])
+    lines = plots.draw_curves([short, long]).axes[0].lines
+    short_train, short_eval, long_train, long_eval = lines
+    assert min(line.zorder for line in (short_train, short_eval)) > long_eval.zorder
+    assert short_train.get_marker() == "." and long_train.get_marker() == ""
+    assert short_eval.get_marker() != long_eval.get_marker()
 
 
 @pytest.mark.parametrize("content", [None, "not json\n"])
@@ -155,7 +188,7 @@ def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: 
     feature = torch.tensor([[2.0], [0.0], [1.0]])
     tensors = {"prediction": 3 * feature + 1, "target": 3 * feature, "feature": feature}
     about = {"targets": ["price"], "feature": "area"}
-    write_tensors(tmp_path / plots.PREDICTIONS, tensors, about)
+    write_tensors(tmp_path / records.PREDICTIONS, tensors, about)
     log = {"step": 1, "epoch": 1, "train_loss": 1.0, "eval_loss": 1.0, "eval_rmse": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(log) + "\n")
     assert [path.name for path in plots.draw_run(tmp_path)] == ["curves.png", "fit.png"]
@@ -169,10 +202,15 @@ def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: 
 
 def test_mistakes_are_shown_in_colour_if_they_have_colours() -> None:
     images = torch.arange(3 * 20 * 20, dtype=torch.uint8).view(1, 3, 20, 20)
-    tensors = {"prediction": torch.tensor([0, 1]), "target": torch.tensor([1, 1]),
-               "probability": torch.tensor([0.9, 0.8]), "mistake_images": images}  # fmt: skip
-    axes = plots.draw_mistakes(tensors, ["top left", "top right"]).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["said top left, 90.0%\nis top right"]
+    tensors = {
+        "prediction": torch.tensor([0, 1]),
+        "target": torch.tensor([1, 1]),
+        "probability": torch.tensor([0.9, 0.8]),
+        "mistake_images": images,
+    }
+    axes, *others = plots.draw_mistakes(tensors, ["top left", "top right"]).axes
+    assert axes.get_title() == "said top left, 90.0%\nis top right"
+    assert not any(other.images or other.get_title() for other in others)
     (shown,) = axes.images
     assert shown.get_array().shape == (20, 20, 3)
     assert torch.equal(torch.from_numpy(shown.get_array().data), images[0].permute(1, 2, 0))

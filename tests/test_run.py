@@ -484,7 +484,7 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
 ROWS = (
     {"errors", "internals", "launch", "startup", "arguments"},
     {"order", "optim", "finite", "world"},
-    {"rundir", "manifest", "history"},
+    {"records", "rundir", "manifest", "history"},
     {"checkpoint", "signals", "average"},
     {"plots", "compare", "trackers", "images", "tables", "plan", "step"},
     {"run"},

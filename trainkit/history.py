@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 from tqdm import tqdm
 
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import UsageError
+from trainkit.records import read_rows
 
 
 class History(GeneralTracker):
@@ -58,12 +59,6 @@ class History(GeneralTracker):
     def rows(self) -> list[dict[str, Any]]:
         """All rows so far."""
         return read_rows(self.path)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl or timing.jsonl, none if there is no such file. UsageError."""
-    with as_usage_error(f"{path} cannot be read"):
-        return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
 
 class RunningMeans:

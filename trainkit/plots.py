@@ -1,30 +1,30 @@
 """Pictures of runs, drawn from the files in their folders and nothing else.
 
-python -m trainkit.plots runs/mnist            redraws the pictures of one run
-python -m trainkit.plots runs/a runs/b         compares several: their curves, and what differs
+python -m trainkit.plots runs/mnist         draws the pictures of one run again
+python -m trainkit.plots runs/a runs/b      compares runs: what differs, curves in comparison.png
 """
 
 import itertools
-import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
-from trainkit import startup
+from trainkit import compare, startup
 from trainkit.arguments import Parser
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.history import read_rows
+from trainkit.records import PREDICTIONS, load_predictions, read_rows
 
 if TYPE_CHECKING:  # imported where it is used, because it takes a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PREDICTIONS = "predictions.safetensors"
 NUM_MISTAKES = 24
+FEW = 20  # points: so few are drawn one by one, as a line alone may be too short to see
+SCORES = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}
 MAX_CELLS = 32  # classes for which confusion.png has room for the numbers and every name
 # Okabe and Ito's colours, which colour-blind people can tell apart; styles and markers do it in
 # black and white.
@@ -53,15 +53,13 @@ def confusion_matrix(
 def draw_run(run_dir: Path) -> list[Path]:
     """Draw every picture that the files of a run folder allow and return their paths."""
     figures = {"curves.png": draw_curves([run_dir])}
-    path = run_dir / PREDICTIONS
-    if path.exists():
-        tensors, metadata = load_predictions(path)
-        if "classes" in metadata:
-            figures["confusion.png"] = draw_confusion(tensors, metadata["classes"])
-            if "mistake_images" in tensors:
-                figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
-        else:
-            figures["fit.png"] = draw_fit(tensors, metadata)
+    tensors, metadata = load_predictions(run_dir / PREDICTIONS)
+    if "classes" in metadata:
+        figures["confusion.png"] = draw_confusion(tensors, metadata["classes"])
+        if "mistake_images" in tensors:
+            figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
+    elif tensors:
+        figures["fit.png"] = draw_fit(tensors, metadata)
     for name, figure in figures.items():
         (run_dir / name).unlink(missing_ok=True)  # a link is replaced, not written through
         figure.savefig(run_dir / name)
@@ -69,57 +67,86 @@ def draw_run(run_dir: Path) -> list[Path]:
 
 
 def draw_curves(run_dirs: Sequence[Path]) -> "Figure":
-    """Loss, accuracy (or error) and learning rate over steps, of one run or of several."""
-    from matplotlib.ticker import LogLocator
-
+    """Loss, accuracy or error if there is one, and learning rate over steps, of one run or more."""
     several = len(run_dirs) > 1
     logs = [read_rows(run_dir / "metrics.jsonl") for run_dir in run_dirs]
-    score = "accuracy" if any("eval_accuracy" in row for row in logs[0]) else "rmse"
-    figure = new_figure(8, 9)
-    panels = loss, quality, rate = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1.3))
+    measured = {name for rows in logs for row in rows for name in row}
+    score = next((name for name in SCORES if f"eval_{name}" in measured), None)
+    heights = {"loss": 3, "rate": 1.3} if score is None else {"loss": 3, "score": 3, "rate": 1.3}
+    figure = new_figure(8, 1.7 + sum(heights.values()))
+    panels = figure.subplot_mosaic(
+        [[name] for name in heights], sharex=True, height_ratios=list(heights.values())
+    )
     for number, (run_dir, rows) in enumerate(zip(run_dirs, logs, strict=True)):
-        steps = [row for row in rows if "learning_rate" in row]
-        epochs = [row for row in rows if "eval_loss" in row]
-        name = f"{run_dir}: " if several else ""
-        colour, style, marker = (kind[number % 6] for kind in (COLOURS, STYLES, MARKERS))
-        train = {"color": colour, "linewidth": 1, "linestyle": style}
-        held_out = {"color": colour, "linewidth": 2, "linestyle": style, "marker": marker}
-        if not several:
-            held_out |= {"color": COLOURS[1], "linestyle": STYLES[1]}
-        few = {"marker": "."} if len(steps) < 3 else {}  # a line of one point cannot be seen
-        loss.plot(*_points(steps, "train_loss"), **few, label=f"{name}training", **train)
-        loss.plot(*_points(epochs, "eval_loss"), label=f"{name}evaluation", **held_out)
-        if not several and any(f"train_{score}" in row for row in epochs):
-            quality.plot(*_points(epochs, f"train_{score}"), marker=marker, markerfacecolor="white",
-                         label="training, mean of the epoch", **train)  # fmt: skip
-        quality.plot(*_points(epochs, f"eval_{score}"), label="evaluation", **held_out)
-        rate.plot(*_points(steps, "learning_rate"), color=colour, linestyle=style, **few)
-    if not several:
-        timing = read_rows(run_dirs[0] / "timing.jsonl")
-        resumed_at = sorted({row["resumed_at"] for row in timing if "resumed_at" in row})
-        for axes, step in itertools.product(panels, resumed_at):
-            axes.axvline(step, color="0.45", linestyle=":", zorder=0,
-                         label="resumed" if step == resumed_at[0] else None)  # fmt: skip
-    low, high = loss.dataLim.intervaly
-    if 0 < 20 * low < high:
-        loss.set_yscale("log")
-        loss.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)),
-                       major_formatter="{x:g}", minor_formatter="")  # fmt: skip
-    loss.set_ylabel("loss")
-    quality.set_ylabel({"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}[score])
-    rate.set(xlabel="optimizer steps", ylabel="learning rate")
-    rate.set_ylim(bottom=0)
+        _draw_log(panels, rows, score, number, f"{run_dir}: " if several else "")
     if several:
-        lines = loss.get_lines()  # one column of the legend for training, one for evaluation
-        _legend_above(loss, ncols=2, handles=lines[::2] + lines[1::2])
+        lines = panels["loss"].get_lines()  # one column of the legend for training
+        _legend_above(panels["loss"], ncols=2, handles=lines[::2] + lines[1::2])
     else:
-        _legend_above(loss, ncols=3)
-        _legend_above(quality, ncols=3)
+        _mark_resumes(panels.values(), run_dirs[0])
+        for name in panels.keys() - {"rate"}:
+            _legend_above(panels[name], ncols=3)
+    _scale_loss(panels["loss"])
+    panels["loss"].set_ylabel("loss")
+    if score is not None:
+        panels["score"].set_ylabel(SCORES[score])
+    panels["rate"].set(
+        xlabel="optimizer steps", ylabel="learning rate", xlim=(0, None), ylim=(0, None)
+    )
     figure.align_ylabels()
-    for axes in panels:
+    for axes in panels.values():
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
     return figure
+
+
+def _draw_log(
+    panels: dict[str, "Axes"], rows: Sequence[dict], score: str | None, number: int, name: str
+) -> None:
+    """Draw one run; a name means that there are others, each with its own colour and dashes."""
+    steps = [row for row in rows if "learning_rate" in row]
+    evaluations = [row for row in rows if "eval_loss" in row]
+    colour, dashes, marker = (kind[number % 6] for kind in (COLOURS, STYLES, MARKERS))
+    # A shorter run may be equal to the beginning of a longer one: it lies above.
+    both: dict[str, Any] = {"color": colour, "linestyle": dashes, "zorder": 2 + 1 / (1 + len(rows))}
+    train = both | {"linewidth": 1, "marker": "." if len(steps) < FEW else ""}
+    held_out = both | {
+        "linewidth": 2,
+        "marker": marker,
+        "markersize": 7,
+        "markeredgecolor": "white",
+    }
+    if not name:
+        held_out |= {"color": COLOURS[1], "linestyle": STYLES[1]}
+    panels["loss"].plot(*_points(steps, "train_loss"), label=f"{name}training", **train)
+    panels["loss"].plot(*_points(evaluations, "eval_loss"), label=f"{name}evaluation", **held_out)
+    panels["rate"].plot(*_points(steps, "learning_rate"), **train)
+    if score is None:
+        return
+    if not name and any(f"train_{score}" in row for row in evaluations):
+        mean = train | {"marker": marker, "markerfacecolor": "white"}
+        points = _points(evaluations, f"train_{score}")
+        panels["score"].plot(*points, label="training, mean of the epoch", **mean)
+    panels["score"].plot(*_points(evaluations, f"eval_{score}"), label="evaluation", **held_out)
+
+
+def _mark_resumes(panels: Iterable["Axes"], run_dir: Path) -> None:
+    timing = read_rows(run_dir / "timing.jsonl")
+    resumed_at = sorted({row["resumed_at"] for row in timing if "resumed_at" in row})
+    for axes, step in itertools.product(panels, resumed_at):
+        label = "resumed" if step == resumed_at[0] else None
+        axes.axvline(step, color="0.45", linestyle=":", zorder=0, label=label)
+
+
+def _scale_loss(axes: "Axes") -> None:
+    """Make the axis logarithmic if that shows more, with a number at each 1, 2 and 5."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = axes.dataLim.intervaly
+    if 0 < 4 * low < high:
+        axes.set_yscale("log")
+        locator = LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
+        axes.yaxis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
 
 
 def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
@@ -140,9 +167,16 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     if num <= MAX_CELLS:
         for row, column in zip(*matrix.nonzero(), strict=True):
             share = shares[row, column]
-            axes.text(column, row, f"{matrix[row, column]}\n{share:.{0 if share > 0.9995 else 1}%}",
-                      ha="center", va="center", fontsize=font, linespacing=0.95,
-                      color="white" if share > 0.08 else "black")  # fmt: skip
+            axes.text(
+                column,
+                row,
+                f"{matrix[row, column]}\n{share:.{0 if share > 0.9995 else 1}%}",
+                ha="center",
+                va="center",
+                fontsize=font,
+                linespacing=0.95,
+                color="white" if share > 0.08 else "black",
+            )
         lines = np.arange(num + 1) - 0.5
         axes.set_xticks(lines, minor=True)
         axes.set_yticks(lines, minor=True)
@@ -162,22 +196,16 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "
     """The most confident errors: picture, predicted and true class, probability."""
     worst = worst_mistakes(tensors["prediction"], tensors["target"], tensors["probability"])
     images = tensors["mistake_images"].permute(0, 2, 3, 1).numpy()  # channels last
-    num, columns = len(images), 6
-    rows = max(1, -(-num // columns))
-    font = 9 if max(map(len, classes)) < 6 else 7
-    size = images.shape[1]
-    width, height = 1.06 * size, 1.42 * size  # a picture, a gap and above it two lines of text
-    figure = new_figure(9, 0.3 + 9 * rows * height / (columns * width))
-    axes = figure.subplots()
-    axes.set_axis_off()
-    for number, index in enumerate(worst.tolist()):
-        left, top = number % columns * width, number // columns * height
-        axes.imshow(images[number].squeeze(), cmap="gray", vmin=0, vmax=255,
-                    extent=(left, left + size, top + size, top))  # fmt: skip
+    num, rows = len(images), max(1, math.ceil(len(images) / 6))
+    figure = new_figure(9, 0.4 + 1.9 * rows)
+    grid = figure.subplots(rows, 6, squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, image, index in zip(grid.flat, images, worst.tolist(), strict=False):
+        axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
         said, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
         text = f"said {said}, {tensors['probability'][index]:.1%}\nis {true}"
-        axes.text(left + size / 2, top - 0.03 * size, text, ha="center", va="bottom", fontsize=font)
-    axes.set(xlim=(-0.5, columns * width), ylim=(rows * height - 0.42 * size, -0.42 * size))
+        axes.set_title(text, fontsize=9 if max(map(len, classes)) < 6 else 7)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {num} most confident of " if num < all_mistakes else ""
     figure.suptitle(f"{shown}{all_mistakes} mistake{'s' * (all_mistakes != 1)}", fontsize=11)
@@ -226,34 +254,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Draw the pictures of one run folder, or the curves of several in one picture."""
     parser = Parser(prog="python -m trainkit.plots", description=__doc__.splitlines()[0])
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--output", type=Path, default=None,
-                        help="of several runs; None: comparison.png beside the first")  # fmt: skip
-    args = parser.parse_args(argv)
-    from trainkit import compare  # here: it imports this module
-
-    for run_dir in args.run_dirs:
+    run_dirs = parser.parse_args(argv).run_dirs
+    for run_dir in run_dirs:
         if not (run_dir / "metrics.jsonl").exists():
             raise UsageError(f"{run_dir} is not a run folder: it has no metrics.jsonl")
-    if len(args.run_dirs) == 1 and args.output is not None:
-        raise UsageError("--output is for several runs; those of one go into its folder")
-    with as_usage_error(f"{' and '.join(map(str, args.run_dirs))} cannot be drawn"):
-        if len(args.run_dirs) == 1:
-            print(*draw_run(args.run_dirs[0]), sep="\n")
+    with as_usage_error(f"{' and '.join(map(str, run_dirs))} cannot be drawn"):
+        if len(run_dirs) == 1:
+            print(*draw_run(run_dirs[0]), sep="\n")
         else:
-            output = args.output or args.run_dirs[0].parent / "comparison.png"
-            draw_curves(args.run_dirs).savefig(output)
-            print(compare.compare_runs(args.run_dirs), output, sep="\n")
-
-
-def load_predictions(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and metadata of a predictions.safetensors. Raises UsageError."""
-    with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
-        metadata = json.loads((file.metadata() or {}).get("trainkit", "{}"))
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        needed = ["prediction", "target", *["probability"] * ("mistake_images" in tensors)]
-        if missing := [name for name in needed if name not in tensors]:
-            raise UsageError(f"{path} holds no {' and no '.join(missing)}: remove it, or run again")
-        return tensors, metadata
+            output = run_dirs[0].parent / "comparison.png"
+            draw_curves(run_dirs).savefig(output)
+            print(compare.compare_runs(run_dirs), output, sep="\n")
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -270,8 +281,14 @@ def _points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[
 
 def _legend_above(axes: "Axes", **options: Any) -> None:
     """Outside the axes, where no line can run beneath it."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9,
-                borderaxespad=0.2, **options)  # fmt: skip
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        frameon=False,
+        fontsize=9,
+        borderaxespad=0.2,
+        **options,
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from trainkit import arguments, launch, plots, world
+from trainkit import arguments, launch, plots, records, world
 from trainkit.average import Average
 from trainkit.checkpoint import Checkpoints, Progress, read_weights
 from trainkit.errors import (
@@ -548,7 +548,7 @@ class Run:
         is_best = args.keep_best is not None and self._keep_best()
         if self._is_over() and predictions is not None:
             # Before the last checkpoint: a resume from it does not evaluate again.
-            self._write(plots.PREDICTIONS, predictions, about)
+            self._write(records.PREDICTIONS, predictions, about)
         if self.average is not None:
             self.average.swap()
         due = not args.save_every or progress.step % args.save_every == 0

@@ -1,10 +1,9 @@
-"""TensorBoard, trackio and W&B as mirrors of metrics.jsonl: the same curve after any resume.
+"""TensorBoard, trackio and W&B through Accelerate's own trackers, also after a resume.
 
-When a run is killed, a tracker has seen rows that the newest checkpoint does not know. So at each
-start a mirror forgets what it has and logs all rows of metrics.jsonl anew: TensorBoard is told to
-drop every step (purge_step), trackio's run is deleted, and W&B gets a new offline folder while the
-earlier ones are renamed. A row of a step is logged as steps/NAME and one of an epoch as
-epochs/NAME, because both may have the same step.
+A killed run has logged steps that its newest checkpoint does not know and that are made again. So
+at each start a tracker is told all rows of metrics.jsonl anew, which a resume has cut by then:
+TensorBoard drops what it had (purge_step), trackio's run is deleted, and W&B opens another offline
+folder. Online, W&B drops a row of a step that it already has; both have the same numbers.
 """
 
 import argparse
@@ -14,133 +13,74 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
 from trainkit.errors import UsageError
 from trainkit.history import History
 from trainkit.rundir import write_durably
 
 
-class Mirror(GeneralTracker):
-    """Keeps a tracker equal to metrics.jsonl. A subclass has open(), which starts an empty one.
+class Tracker(GeneralTracker):
+    """What the three have in common. Accelerate's class is the next base."""
 
-    open() knows the arguments of the run, which some trackers want before the first row.
-    """
+    def __init__(self, history: History, *args: Any, **options: Any):
+        self.history, self.run_dir = history, history.path.parent
+        super().__init__(*args, **options)
 
-    requires_logging_directory = False
-    tracker: Any = None  # what open() returned
-    picture: Any = None  # makes of a path what the tracker shows as a picture
-
-    def __init__(self, args: argparse.Namespace, history: History, project: str):
-        super().__init__()
-        self.run_dir, self.history, self.project = args.run_dir, history, project
-        self.arguments = {
-            name: value if isinstance(value, bool | int | float | str) else str(value)
-            for name, value in vars(args).items()
-        }
-
-    @on_main_process
-    def start(self) -> None:
-        """Log the rows of metrics.jsonl, which a resume has already cut."""
-        self.tracker = self.open()
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Log the arguments, and all rows so far."""
+        if self.name != "tensorboard":  # Accelerate would make them a run of their own there
+            super().store_init_configuration(values)
         for row in self.history.rows():
             self.log(row, row["step"])
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log one row."""
+        """Log a row of metrics.jsonl: a step as steps/NAME, an evaluation as epochs/NAME."""
         group = "epochs" if "eval_loss" in values else "steps"
-        self.write({f"{group}/{name}": values[name] for name in values if name != "step"}, step)
-
-    def write(self, values: dict[str, float], step: int | None) -> None:
-        self.tracker.log(values, step=step)
-
-    def add_pictures(self, paths: list[Path], step: int) -> None:
-        self.tracker.log({path.stem: self.picture(str(path)) for path in paths}, step=step)
-
-    @on_main_process
-    def finish(self) -> None:
-        self.tracker.finish()
+        super().log({f"{group}/{name}": values[name] for name in values if name != "step"}, step)
 
     def run_id(self) -> str:
         """A name that only this run has, even after its folder was moved; kept in the folder."""
         path = self.run_dir / "tracker_id"
         if not path.exists():
-            write_durably(path, secrets.token_hex(4).encode())
+            write_durably(path, f"{self.run_dir.name}-{secrets.token_hex(4)}".encode())
         return path.read_text()
 
 
-class TensorBoard(Mirror):
-    name = "tensorboard"
-
-    def open(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
-
-        writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=0, flush_secs=5)
-        for summary in hparams(self.arguments, {}):  # add_hparams opens a run of its own
-            writer.file_writer.add_summary(summary)
-        return writer
-
-    def write(self, values: dict[str, float], step: int | None) -> None:
-        for name, value in values.items():
-            self.tracker.add_scalar(name, value, step)
-
-    def add_pictures(self, paths: list[Path], step: int) -> None:
-        import numpy as np
-        from PIL import Image
-
-        for path in paths:
-            pixels = np.array(Image.open(path).convert("RGB"))
-            self.tracker.add_image(path.stem, pixels, step, dataformats="HWC")
-
-    @on_main_process
-    def finish(self) -> None:
-        self.tracker.close()
+class TensorBoard(Tracker, TensorBoardTracker):
+    """In RUN_DIR/tensorboard."""
 
 
-class Trackio(Mirror):
-    name = "trackio"
+class Trackio(Tracker, TrackioTracker):
+    """In TRACKIO_DIR, which is below the home folder unless set."""
 
-    def open(self) -> Any:
-        import trackio
+    def start(self) -> None:
         from trackio.sqlite_storage import SQLiteStorage
 
-        self.picture = trackio.Image
-        name = f"{self.run_dir.name}-{self.run_id()}"
-        SQLiteStorage.delete_run(self.project, name)
-        return trackio.init(project=self.project, name=name, config=self.arguments, embed=False)
+        self.init_kwargs = {"name": self.run_id(), "embed": False}
+        SQLiteStorage.delete_run(self.run_name, self.run_id())
+        super().start()
 
-    @on_main_process
     def finish(self) -> None:
         import trackio
 
         trackio.finish()  # run.finish() would be called and announced once more at the exit
 
 
-class WandB(Mirror):
-    """Offline unless WANDB_MODE says otherwise; `wandb sync RUN_DIR/wandb/offline-run-*` sends it.
+class WandB(Tracker, WandBTracker):
+    """Offline unless WANDB_MODE says otherwise; `wandb sync` sends RUN_DIR/wandb/offline-run-*."""
 
-    Online, a resume sends the same rows again, and the service drops those that it already has.
-    """
-
-    name = "wandb"
-
-    def open(self) -> Any:
-        import wandb
-
-        self.picture = wandb.Image
-        for earlier in (self.run_dir / "wandb").glob("offline-run-*"):
-            earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
-        return wandb.init(
-            project=self.project, id=self.run_id(), name=self.run_dir.name, dir=self.run_dir,
-            config=self.arguments, resume="allow", mode=os.environ.get("WANDB_MODE", "offline"),
-            settings=wandb.Settings(console="off", silent=True),
-        )  # fmt: skip
-
-
-KINDS = {kind.name: kind for kind in (TensorBoard, Trackio, WandB)}
+    def start(self) -> None:
+        self.init_kwargs = {
+            "id": self.run_id(),
+            "name": self.run_dir.name,
+            "dir": self.run_dir,
+            "mode": os.environ.get("WANDB_MODE", "offline"),
+            "resume": "allow",
+        }
+        super().start()
 
 
 def make_trackers(args: argparse.Namespace, history: History, project: str) -> list[GeneralTracker]:
@@ -155,11 +95,16 @@ def make_trackers(args: argparse.Namespace, history: History, project: str) -> l
         raise UsageError(
             f"--tracker {name} needs the package {name}, which is not installed: pip install {name}"
         )
-    return [history, KINDS[name](args, history, project)]
+    if name == "tensorboard":
+        return [history, TensorBoard(history, "", args.run_dir / "tensorboard", purge_step=0)]
+    return [history, (Trackio if name == "trackio" else WandB)(history, project)]
 
 
 def add_pictures(accelerator: Accelerator, paths: list[Path], step: int) -> None:
-    """Log pictures where a tracker shows them. Main process only."""
+    """Log pictures where Accelerate's tracker takes them, which trackio's does not."""
+    from PIL import Image
+
     for tracker in accelerator.trackers:
-        if isinstance(tracker, Mirror):
-            tracker.add_pictures(paths, step)
+        if hasattr(tracker, "log_images"):
+            images = {path.stem: np.array(Image.open(path).convert("RGB"))[None] for path in paths}
+            tracker.log_images(images, step, dataformats="NHWC")

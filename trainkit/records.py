@@ -1,0 +1,51 @@
+"""Readers of a run folder: what the run was, what it measured, what it predicted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from trainkit.errors import UsageError, as_usage_error
+
+PREDICTIONS = "predictions.safetensors"
+
+
+def read_run_json(run_dir: Path) -> dict[str, Any]:
+    """run.json: arguments, versions, hardware. Raises UsageError."""
+    path = run_dir / "run.json"
+    with as_usage_error(f"{path} cannot be read"):
+        return json.loads(path.read_text())
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl or timing.jsonl, empty without the file. UsageError."""
+    with as_usage_error(f"{path} cannot be read"):
+        return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
+
+def last_evaluation(run_dir: Path) -> dict[str, Any]:
+    """The last evaluation in metrics.jsonl, empty if there was none. Raises UsageError."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    return next((row for row in reversed(rows) if "eval_loss" in row), {})
+
+
+def read_seconds(run_dir: Path) -> dict[str, float]:
+    """Seconds of training and of evaluation, empty if there is no timing.jsonl. UsageError."""
+    rows = read_rows(run_dir / "timing.jsonl")
+    names = ("train_seconds", "eval_seconds")
+    return {name: sum(row.get(name, 0) for row in rows) for name in names if rows}
+
+
+def load_predictions(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and metadata of a predictions.safetensors, empty without the file. UsageError."""
+    if not path.exists():
+        return {}, {}
+    with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
+        metadata = json.loads((file.metadata() or {}).get("trainkit", "{}"))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        needed = ["prediction", "target", *["probability"] * ("mistake_images" in tensors)]
+        if missing := [name for name in needed if name not in tensors]:
+            raise UsageError(f"{path} holds no {' and no '.join(missing)}: remove it, or run again")
+        return tensors, metadata
