@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             metrics, predictions = validate(accelerator, model, eval_loader, eval_set)
             run.end_epoch(metrics, predictions, classes=about["classes"])
 
-        metrics = run.finish()
+        metrics = run.finish(f"python app.py {args.run_dir}")
     if args.target_accuracy is not None and metrics["eval_accuracy"] < args.target_accuracy:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics

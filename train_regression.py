@@ -286,10 +286,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             results = validate(accelerator, model, eval_loader, eval_set, args.loss, about)
             run.end_epoch(*results, targets=about["targets"], feature=about["features"][0])
 
-        metrics = run.finish()
+        metrics = run.finish(f"python app.py {args.run_dir}")
         if args.model == "linear":
-            metrics |= compare(run.models[0], train_set, about, args.noise)
-            run.print("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+            found = compare(run.models[0], train_set, about, args.noise)
+            run.print("  ".join(f"{name} {value:.6g}" for name, value in found.items()))
+            metrics |= found
     if args.target_r2 is not None and metrics["eval_r2"] < args.target_r2:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics

@@ -486,7 +486,7 @@ ROWS = (
     {"order", "optim", "finite", "world"},
     {"records", "rundir", "manifest", "history"},
     {"checkpoint", "signals", "average"},
-    {"plots", "compare", "trackers", "images", "tables", "plan", "step"},
+    {"plots", "compare", "trackers", "images", "tables", "console", "step"},
     {"run"},
     {"doctor"},
 )

@@ -152,13 +152,16 @@ def means(prefix: str, pairs: dict[str, tuple[float, float]]) -> dict[str, float
     return {f"{prefix}_{name}": total / count for name, (total, count) in pairs.items() if count}
 
 
-def epoch_bar(accelerator: Accelerator, epoch: int, total: int, initial: int) -> tqdm:
-    """A progress bar over the samples of one epoch: main process only, and only on a terminal."""
+def epoch_bar(accelerator: Accelerator, epoch: int, num_epochs: int, num_samples: int) -> tqdm:
+    """A progress bar over the whole run, at the start of an epoch.
+
+    On the main process only, and only on a terminal. Its unit is a sample.
+    """
     return tqdm(
-        desc=f"epoch {epoch + 1}",
-        total=total,
-        initial=initial,
-        unit=" samples",
+        desc=f"epoch {epoch + 1}/{num_epochs}",
+        total=num_epochs * num_samples,
+        initial=epoch * num_samples,
+        bar_format="{desc} {percentage:3.0f} %|{bar}| {remaining} left{postfix}",
         leave=False,
         disable=None if accelerator.is_main_process else True,
     )

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ from tqdm import tqdm
 from trainkit import arguments, launch, plots, records, world
 from trainkit.average import Average
 from trainkit.checkpoint import Checkpoints, Progress, read_weights
+from trainkit.console import (
+    MetricsTable,
+    describe,
+    fit,
+    num_parameters,
+    show_best,
+    smallest_is_best,
+)
 from trainkit.errors import (
     EXIT_STOPPED,
     RunFailure,
@@ -68,7 +77,6 @@ from trainkit.order import (
     num_used,
     release_dropout,
 )
-from trainkit.plan import describe, num_parameters, smallest_is_best
 from trainkit.rundir import open_run, record_run, write_durably, write_tensors
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
@@ -136,6 +144,7 @@ class Run:
     step: Step
     # Since steps().
     bar: tqdm
+    table: MetricsTable
     num_before: int  # samples of this epoch that were trained on before
     started_at: float
     train_seconds: float  # without the evaluation
@@ -203,7 +212,7 @@ class Run:
     def print(self, text: str) -> None:
         """Print on the main process."""
         if self.accelerator.is_main_process:
-            print(printable(text), flush=True)
+            print(fit(printable(text)), flush=True)
 
     def load(self, load_data: Callable[[argparse.Namespace], tuple]) -> tuple:
         """Return load_data(args), called first by one process per file system, to fill caches.
@@ -222,9 +231,9 @@ class Run:
         arguments.refuse(arguments.size_problems(args, len(self.train_set)))
         self.num_used = num_used(len(self.train_set), args.batch_size, args.drop_last)
         self.steps_per_epoch = math.ceil(self.num_used / args.batch_size)
-        last_step = args.epochs * self.steps_per_epoch
-        self.last_step = min(last_step, args.stop_after_steps or sys.maxsize)
-        self.log_every = args.log_every or min(50, max(1, self.last_step // 50))
+        num_steps = args.epochs * self.steps_per_epoch
+        self.last_step = min(num_steps, args.stop_after_steps or num_steps)
+        self.log_every = args.log_every or min(50, max(1, num_steps // 50))
         set_seed(args.seed)  # whatever loading drew, the first weights depend on --seed alone
         self.stage = "loaded"
         return data
@@ -257,7 +266,7 @@ class Run:
                 "execute code: keep numbers in run.state, tensors in a buffer of a prepared module"
             )
         self.about, self.optimizers = about, prepared_optimizers(accelerator)
-        self.models = [accelerator.unwrap_model(m, keep_torch_compile=False) for m in prepared]
+        self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
         self.print(describe(self, plan or {}))
         facts, notice = self._start_from()
         world.check_same(accelerator, facts)
@@ -302,7 +311,7 @@ class Run:
         dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.resources.callback(release_dropout, dropouts)
         self.step = Step(accelerator, args, self.num_used, self.signals, dropouts)
-        self.bar = tqdm(disable=True)
+        self.bar, self.table = tqdm(disable=True), MetricsTable()
         self.resources.callback(lambda: self.bar.close())
         self.means = RunningMeans(accelerator)
         self.average = Average(accelerator, self.models, args.ema) if args.ema else None
@@ -367,7 +376,8 @@ class Run:
         progress, step = self.progress, self.step
         self.num_before = self._num_done()
         self.said_at, self.started_at, self.last_loss = time.monotonic(), time.perf_counter(), ""
-        self.bar = epoch_bar(self.accelerator, progress.epoch, self.num_used, self.num_before)
+        self.bar = epoch_bar(self.accelerator, progress.epoch, self.args.epochs, self.num_used)
+        self.bar.update(self.num_before)
         batches.set_position(progress.epoch, self.num_before)
         is_new = True
         for batch in () if self._must_evaluate() else loader:
@@ -542,7 +552,10 @@ class Run:
                 "train_samples": num_trained,
             }
         )
-        self._print_metrics(num_trained)
+        done = progress.epoch + progress.batch / self.steps_per_epoch
+        rate = num_trained / self.train_seconds
+        where = f"{done:.4g}/{args.epochs}"
+        self.print(self.table.line(where, progress.metrics, self.train_seconds, rate))
         if progress.batch == 0:  # else the epoch goes on, perhaps after a resume
             self.means.clear()
         is_best = args.keep_best is not None and self._keep_best()
@@ -556,10 +569,10 @@ class Run:
             self.checkpoints.save(progress)
         self.stage = "between"
 
-    def finish(self) -> dict[str, float]:
+    def finish(self, next_command: str = "") -> dict[str, float]:
         """Write the weights and DONE, draw the pictures; return the metrics of the last evaluation.
 
-        Every process must call this, last in the body. Raises RunFailure on all of them if the
+        next_command is printed last: what a person may type now. Every process must call this, last in the body. Raises RunFailure on all of them if the
         disk is full. A picture that cannot be drawn is a sentence, not a failed run.
         """
         if self.stage != "between" or not self._is_over():
@@ -572,15 +585,20 @@ class Run:
         with failing_together(accelerator, f"{args.run_dir} cannot be written", RunFailure):
             if accelerator.is_main_process:
                 write_durably(args.run_dir / "DONE", b"")
+        drawn: list[Path] = []
         if args.pictures and accelerator.is_main_process:
             try:
-                add_pictures(accelerator, plots.draw_run(args.run_dir), progress.step)
+                drawn = plots.draw_run(args.run_dir)
+                add_pictures(accelerator, drawn, progress.step)
             except Exception as problem:  # no matplotlib, no memory, no disk
                 self.print(f"the pictures were not drawn: {first_sentence(problem)}")
+        names = ", ".join(path.name for path in drawn)
         self.print(
-            f"done: {count(progress.step, 'step')}; weights, metrics and checkpoints are in "
-            f"{args.run_dir}"
+            f"done: {count(progress.step, 'step')}, {show_best(progress.metrics)}; in "
+            f"{args.run_dir}: weights, metrics, checkpoints{f', {names}' if names else ''}"
         )
+        if next_command:
+            self.print(f"next: {next_command}")
         self.stage = "over"
         return dict(progress.metrics)
 
@@ -655,22 +673,10 @@ class Run:
                 f"samples, {self.last_loss or 'no loss yet'}"
             )
 
-    def _print_metrics(self, num_trained: int) -> None:
-        progress = self.progress
-        inside = f"in epoch {progress.epoch + 1}" if progress.batch else f"epoch {progress.epoch}"
-        numbers = "  ".join(
-            f"{name} {value if isinstance(value, int) else f'{value:.5g}'}"
-            for name, value in progress.metrics.items()
-            if name != "epoch"
-        )
-        self.print(
-            f"{inside}/{self.args.epochs}  {numbers}  {self.train_seconds:.1f} s  "
-            f"{num_trained / self.train_seconds:,.0f} samples/s"
-        )
-
     def _leave(self) -> None:
         """End every process with exit code 75, after a checkpoint of this step."""
         self.signals.ignore_interrupts()
+        self.bar.close()  # or the sentence would begin on its line
         self.print(
             f"stopped by {self.signals.signal_name or 'a signal to another process'} at step "
             f"{self.progress.step}, saved: start the same command with --resume auto to continue"

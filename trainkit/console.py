@@ -1,6 +1,10 @@
-"""What a run is about to do, read from the objects that will do it: the lines it prints first."""
+"""What a run prints: its plan, read from the objects that will carry it out, and its metrics."""
 
 import argparse
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +20,26 @@ from trainkit.order import Indices
 from trainkit.world import describe_world
 
 SMALLEST_IS_BEST = ("loss", "error", "mse", "mae")  # parts of names of metrics, of --keep-best
+WIDTH = 79
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def fit(text: str) -> str:
+    """The text with long lines broken between words, if a terminal shows it; else as it is."""
+    if not sys.stdout.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns - 1)
+    lines = []
+    for line in text.split("\n"):
+        name = re.match(r"[^ ].*?  +", line)  # of a line of the plan: the rest is indented alike
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" " * (name.end() if name else 0),
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines)
 
 
 def describe(run: Any, plan: dict[str, str]) -> str:
@@ -25,12 +48,12 @@ def describe(run: Any, plan: dict[str, str]) -> str:
     num_processes = accelerator.num_processes
     num_parts = num_processes * args.accumulate
     left_out = len(run.train_set) - run.num_used
+    unused = f" (the last {left_out} of each shuffle are left out)" if left_out else ""
     ends = f"{run.last_step} (--stop-after-steps) of " if args.stop_after_steps else ""
     lines = {
         "device": describe_world(accelerator),
         **plan,
-        "samples": f"{len(run.train_set)} to train on (the last {left_out} of each shuffle are "
-        f"left out), {len(run.eval_set)} to evaluate on",
+        "samples": f"{len(run.train_set)} to train on{unused}, {len(run.eval_set)} to evaluate on",
         "model": "; ".join(describe_model(accelerator, model) for model in run.models),
         "batch": f"{args.batch_size} per step = {count(num_processes, 'process')} x "
         f"{count(args.accumulate, 'micro-batch')} x {args.batch_size // num_parts}",
@@ -44,12 +67,55 @@ def describe(run: Any, plan: dict[str, str]) -> str:
         lines["kept too"] = f"the checkpoint with the {kind} {args.keep_best}"
     if args.ema:
         buffers = [name for model in run.models for name, _ in model.named_buffers()]
-        newest = f"; its buffers ({buffers[0]}, ...) are the newest" if buffers else ""
+        newest = f"; buffers ({buffers[0]}, ...) are not averaged" if buffers else ""
         lines["average"] = f"of the weights, decay {args.ema}: evaluated and written{newest}"
     if note := describe_batch_norm(args, num_processes, run.num_used, run.models):
         lines["note"] = note
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+class MetricsTable:
+    """The metrics of each evaluation on a line of at most WIDTH columns, below one header.
+
+    What does not fit stands in metrics.jsonl alone.
+    """
+
+    def __init__(self):
+        self.names: list[str] = []
+
+    def line(self, epoch: str, metrics: dict[str, float], seconds: float, rate: float) -> str:
+        """The next line, the first time with the header above it."""
+        header = ""
+        if not self.names:
+            # train_loss first; then what is evaluated, then what else is trained on, if it fits.
+            names = sorted(metrics, key=lambda name: (name != "train_loss", name[:5] != "eval_"))
+            room = WIDTH - len("0.001/100   seconds  samples/s")
+            for name in (n for n in names if n not in ("epoch", "eval_samples")):
+                room -= max(9, len(name)) + 2
+                self.names += [name] if room >= 0 else []
+            header = self._join("epoch", self.names, "seconds", "samples/s") + "\n"
+        numbers = [show(name, metrics[name]) if name in metrics else "" for name in self.names]
+        return header + self._join(epoch, numbers, f"{seconds:.1f}", f"{rate:,.0f}")
+
+    def _join(self, epoch: str, cells: list[str], seconds: str, rate: str) -> str:
+        widths = [max(9, len(name)) for name in self.names]
+        row = "".join(f"  {c:>{width}}" for c, width in zip(cells, widths, strict=True))
+        return f"{epoch:<9}{row}  {seconds:>8}  {rate:>9}"
+
+
+def show(name: str, value: float) -> str:
+    """A metric with the digits that a person reads: an accuracy in percent."""
+    if "accuracy" in name:
+        return f"{value:.2%}".replace("%", " %")
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def show_best(metrics: dict[str, float]) -> str:
+    """The first metrics of an evaluation in words, an accuracy before a loss."""
+    names = [name for name in metrics if name.startswith("eval_") and name != "eval_samples"]
+    names.sort(key=lambda name: "accuracy" not in name)
+    return ", ".join(f"{name} {show(name, metrics[name])}" for name in names[:2])
 
 
 def smallest_is_best(metric: str) -> bool:
