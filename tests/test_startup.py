@@ -6,122 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
 from conftest import ROOT, posix_only
-
-OPTIMIZER = """
-import sys, torch
-from trainkit import startup
-weight = torch.ones(3, requires_grad=True)
-"""
-
-
-def test_optimizers_work_without_the_compiler_and_call_their_hooks(
-    in_fresh_process: Callable,
-) -> None:
-    in_fresh_process(
-        OPTIMIZER
-        + """
-startup.spare_the_compiler()
-calls = []
-for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-    optimizer = kind([weight], lr=0.1, fused=True)
-    optimizer.register_step_post_hook(lambda *args: calls.append(kind))
-    state = optimizer.state_dict()
-    for step in range(2):
-        weight.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.load_state_dict(state)
-assert len(calls) == 6, calls
-assert "torch._dynamo" not in sys.modules, "the compiler was imported"
-"""
-    )
-
-
-def test_an_optimizer_that_was_there_before_keeps_its_hooks(in_fresh_process: Callable) -> None:
-    in_fresh_process(
-        OPTIMIZER
-        + """
-calls = []
-optimizer = torch.optim.Adam([weight], lr=0.1)
-optimizer.register_step_post_hook(lambda *args: calls.append(1))
-startup.spare_the_compiler()
-weight.sum().backward()
-optimizer.step()
-assert calls == [1]
-"""
-    )
-
-
-STEPS = """
-import torch
-weight = torch.linspace(0, 1, 50).requires_grad_()
-optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
-for step in range(5):
-    weight.square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def test_numbers_are_the_same_without_the_compiler(in_fresh_process: Callable) -> None:
-    plain: dict[str, torch.Tensor] = {}
-    exec(STEPS, plain)
-    assert "torch._dynamo" in sys.modules  # this process is as torch made it
-    in_fresh_process(
-        "from trainkit import startup\nstartup.spare_the_compiler()"
-        + STEPS
-        + "import sys\nassert 'torch._dynamo' not in sys.modules and weight.tolist() == plain",
-        plain=plain["weight"].tolist(),
-    )
-
-
-def test_preparing_a_model_looks_for_no_sharded_weights_unless_there_can_be_some(
-    in_fresh_process: Callable,
-) -> None:
-    in_fresh_process("""
-import sys, torch
-from accelerate import Accelerator
-from trainkit import startup
-startup.spare_sharded_tensors()
-accelerator = Accelerator(cpu=True)
-accelerator.prepare(torch.nn.Linear(1, 1))
-assert "torch.distributed.tensor" not in sys.modules, "it was imported"
-import accelerate.accelerator, torch.distributed.tensor
-assert accelerate.accelerator.model_has_dtensor(torch.nn.Linear(1, 1)) is False
-""")
-
-
-def test_a_step_searches_the_disk_for_no_package(in_fresh_process: Callable) -> None:
-    in_fresh_process("""
-import importlib.util, torch
-from accelerate import Accelerator
-from trainkit import startup
-startup.spare_lookups()
-weight = torch.ones(3, requires_grad=True)
-accelerator = Accelerator(cpu=True)
-optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1))
-def step():
-    weight.sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-step()
-def find_spec(name, *args):
-    raise AssertionError(f"searched for {name}")
-importlib.util.find_spec = find_spec
-step()
-""")
-
-
-def test_the_plain_way_is_taken_where_a_target_is_gone(in_fresh_process: Callable) -> None:
-    in_fresh_process("""
-import accelerate.accelerator, accelerate.optimizer
-from trainkit import startup
-del accelerate.accelerator.model_has_dtensor, accelerate.optimizer.is_lomo_available
-startup.spare_sharded_tensors()
-startup.spare_lookups()
-""")
 
 
 def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
@@ -166,7 +51,6 @@ else:
 
 def test_float32_is_float32_however_main_was_started(in_fresh_process: Callable) -> None:
     in_fresh_process("""
-import torch
 import train_regression
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 try:

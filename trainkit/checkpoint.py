@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
 from trainkit.history import History, RunningSums
+from trainkit.internals import prepared_optimizers
 from trainkit.manifest import verify, write_manifest
 from trainkit.rundir import remove_tree, rename_free, sync
 
@@ -147,7 +148,7 @@ class Checkpoints:
         was saved under. The step counts of an optimizer that is not fused belong on the CPU, where
         reading them does not wait for the device.
         """
-        optimizers = [wrapped.optimizer for wrapped in self.accelerator._optimizers]
+        optimizers = [wrapped.optimizer for wrapped in prepared_optimizers(self.accelerator)]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         names = ("fused", "foreach", "capturable")
         kernels = [{name: group[name] for name in names if name in group} for group in groups]

@@ -5,6 +5,7 @@ Launchers tell a process their wishes by variables. Accelerate drops some of the
 
 import contextlib
 import difflib
+import inspect
 import os
 import re
 import sys
@@ -200,7 +201,7 @@ def notebook_precision() -> str | None:
     It sets MIXED_PRECISION, which Accelerate does not read, and with one process nothing at all.
     """
     given = "no"
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = inspect.currentframe()
     if "NPROC" in os.environ:
         given = os.environ.get("MIXED_PRECISION", "no")
     while frame is not None:

@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import lr_scheduler
 
+from trainkit.internals import total_norm
+
 
 def make_optimizer(
     accelerator: Accelerator,
@@ -56,8 +58,7 @@ def clip_gradients(
     if max_norm < math.inf:
         return nn.utils.clip_grad_norm_(weights, max_norm)
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    # What nn.utils.get_total_norm does with tensors of one device, in half of its time.
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return total_norm(gradients)
 
 
 def make_scheduler(
@@ -100,26 +101,3 @@ def make_scheduler(
         return value
 
     return lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def fix_bucket_order(model: nn.Module) -> None:
-    """Let DistributedDataParallel add up gradients in one order from the first step on.
-
-    It lays out its buckets anew after its first backward pass. A number's place in its bucket
-    decides in which order the processes are added to it, and with three or more the order decides
-    the last bit: a resumed run would add in another order in its first step. So one backward pass
-    comes before, through a stand-in for the model that touches every parameter, and no gradient of
-    it stays. Every process must call this; without DistributedDataParallel it does nothing.
-    """
-    parallel = getattr(model, "_orig_mod", model)  # of a compiled model
-    if not isinstance(parallel, nn.parallel.DistributedDataParallel):
-        return
-    module, forward = parallel.module, parallel.module.forward
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    module.forward = lambda: sum(parameter.sum() for parameter in parameters)
-    try:
-        parallel().backward()
-    finally:
-        module.forward = forward
-    for parameter in parameters:
-        parameter.grad = None

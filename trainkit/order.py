@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -26,6 +25,8 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+
+from trainkit.internals import tree_leaves, tree_map_only
 
 RESIDENT_BYTES = 2**30  # data sets up to this size are moved to the device once
 NUM_PROBED = 16  # samples that identify a data set which makes its samples one by one

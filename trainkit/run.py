@@ -49,8 +49,15 @@ from trainkit.errors import (
 )
 from trainkit.finite import FiniteGuard, Position
 from trainkit.history import History, RunningSums, epoch_bar, means
+from trainkit.internals import (
+    fix_bucket_order,
+    prepared_models,
+    prepared_optimizers,
+    prepared_schedulers,
+    registered_objects,
+)
 from trainkit.manifest import sha256_of
-from trainkit.optim import clip_gradients, fix_bucket_order
+from trainkit.optim import clip_gradients
 from trainkit.order import (
     Dropout,
     Indices,
@@ -168,14 +175,14 @@ class Run:
             plan: lines to print, by name, for example where the data come from.
         """
         args, accelerator = self.args, self.accelerator
-        # The models without their wrappers; Accelerate has no public name for these.
-        self.models, self.optimizers = accelerator._models, accelerator._optimizers
+        self.models = prepared_models(accelerator)
+        self.optimizers = prepared_optimizers(accelerator)
         prepared = [model] if isinstance(model, nn.Module) else list(model)
         if len(prepared) != len(self.models):
             raise RuntimeError(
                 "run.begin(...) needs every model that accelerator.prepare was given"
             )
-        if accelerator._custom_objects:
+        if registered_objects(accelerator):
             raise UsageError(
                 "register_for_checkpointing is not supported, because reading it back could "
                 "execute code: keep the state in a buffer of a module that is prepared"
@@ -535,7 +542,7 @@ class Run:
     def _describe_optimizer(self, optimizer: AcceleratedOptimizer) -> str:
         schedules = [
             type(wrapped.scheduler).__name__
-            for wrapped in self.accelerator._schedulers
+            for wrapped in prepared_schedulers(self.accelerator)
             if optimizer in wrapped.optimizers
         ]
         groups = optimizer.param_groups

@@ -1,14 +1,11 @@
-"""Every setting of the whole process and every patch of another package, one function each.
+"""Every setting of the whole process, one function each, and how a script ends.
 
 run(main) applies them before main. What is about safety or numbers, refuse_pickled_code and
-compute_float32_in_full, is applied by Run, so that it holds in a notebook too. A patch whose target
-has changed does nothing: the plain way is taken then. benchmarks/startup.py measures them.
+compute_float32_in_full, is applied by Run, so that it holds in a notebook too.
 """
 
 import ctypes
-import functools
 import gc
-import inspect
 import os
 import signal
 import sys
@@ -18,9 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import accelerate
-import accelerate.accelerator
-import accelerate.optimizer
 import torch
 
 from trainkit.errors import (
@@ -35,6 +29,7 @@ from trainkit.errors import (
     printable,
     what_befell,
 )
+from trainkit.internals import spare_lookups, spare_sharded_tensors, spare_the_compiler
 from trainkit.launch import adopt_ranks, by_accelerate
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
@@ -132,64 +127,6 @@ def keep_memory() -> None:
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         for name, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
             libc.mallopt(name, value)
-
-
-def spare_the_compiler() -> None:
-    """Let optimizers work without importing torch's compiler: a start is 1.1 to 1.3 s sooner.
-
-    torch imports it to mark some methods as not to be compiled, and in each step to end a graph
-    that is being compiled. Accelerate compiles the model alone, so here these methods are their
-    uncompiled selves from the start. Hooks on a step are called as ever.
-    """
-    if "torch._dynamo" in sys.modules or compiled_by_launch():
-        return
-    optimizer = torch.optim.Optimizer
-    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        plain = inspect.unwrap(getattr(optimizer, name))
-        plain.__dynamo_disable = plain  # where torch._compile keeps the marked version
-    for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's step
-        if not hasattr(kind.step, "hooked"):  # the first optimizer of a kind wraps step for hooks
-            kind.step = _without_graph_breaks(inspect.unwrap(kind.step))
-
-
-def _without_graph_breaks(step: Callable) -> Callable:
-    @functools.wraps(step)
-    def plain(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
-            return step(self, *args, **kwargs)
-
-    return plain
-
-
-def compiled_by_launch() -> bool:
-    """True if the launcher asked for torch.compile."""
-    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
-
-
-def spare_sharded_tensors() -> None:
-    """Let accelerator.prepare(...) see no sharded weights where none can be: 0.5 s sooner.
-
-    It imports torch.distributed.tensor to ask whether a weight is a DTensor. Nobody can have made
-    one before that import.
-    """
-    asks = getattr(accelerate.accelerator, "model_has_dtensor", None)
-    if asks is not None:
-        accelerate.accelerator.model_has_dtensor = lambda model: (
-            "torch.distributed.tensor" in sys.modules and asks(model)
-        )
-
-
-def spare_lookups() -> None:
-    """Let Accelerate's optimizer look things up once that it looks up in every step.
-
-    It searches the disk for the package lomo_optim twice, 53 us, and works out the signature of
-    zero_grad, 20 us: together a sixth of a step of train_regression.py.
-    """
-    looks = getattr(accelerate.optimizer, "is_lomo_available", None)
-    if looks is not None:
-        accelerate.optimizer.is_lomo_available = functools.cache(looks)
-    zero_grad = torch.optim.Optimizer.zero_grad
-    zero_grad.__signature__ = inspect.signature(zero_grad)  # inspect takes one that is stored
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:

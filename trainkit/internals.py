@@ -1,0 +1,135 @@
+"""Private names of torch and Accelerate, all of them: what has a public name uses that instead.
+
+tests/test_internals.py fails when a new release changes one. What only saves time does nothing
+then; benchmarks/startup.py measures it.
+"""
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import accelerate.accelerator
+import accelerate.optimizer
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader
+
+__all__ = ["tree_leaves", "tree_map_only"]
+
+
+def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
+    """Every model that accelerator.prepare was given, in order, without DDP around it."""
+    return accelerator._models
+
+
+def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
+    """What accelerator.prepare returned for each optimizer, in order."""
+    return accelerator._optimizers
+
+
+def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+    """What accelerator.prepare returned for each learning rate schedule, in order."""
+    return accelerator._schedulers
+
+
+def prepared_loaders(accelerator: Accelerator) -> list[DataLoader]:
+    """What accelerator.prepare returned for each data loader, in order."""
+    return accelerator._dataloaders
+
+
+def registered_objects(accelerator: Accelerator) -> list[Any]:
+    """What accelerator.register_for_checkpointing was given."""
+    return accelerator._custom_objects
+
+
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """nn.utils.get_total_norm for tensors of one device, in half of its time."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def fix_bucket_order(model: nn.Module) -> None:
+    """Let DistributedDataParallel add up gradients in one order from the first step on.
+
+    It lays out its buckets anew after its first backward pass. A number's place in its bucket
+    decides in which order the processes are added to it, and with three or more the order decides
+    the last bit: a resumed run would add in another order in its first step. So one backward pass
+    comes before, through a stand-in for the model that touches every parameter, and no gradient of
+    it stays. Every process must call this; without DistributedDataParallel it does nothing.
+    """
+    parallel = getattr(model, "_orig_mod", model)  # of a compiled model
+    if not isinstance(parallel, nn.parallel.DistributedDataParallel):
+        return
+    module, forward = parallel.module, parallel.module.forward
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    module.forward = lambda: sum(parameter.sum() for parameter in parameters)
+    try:
+        parallel().backward()
+    finally:
+        module.forward = forward
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def spare_the_compiler() -> None:
+    """Let optimizers work without importing torch's compiler: a start is 1.1 to 1.3 s shorter.
+
+    torch imports it to mark some methods as not to be compiled, and in each step to end a graph
+    that is being compiled. Accelerate compiles the model alone, so here these methods are their
+    uncompiled selves from the start. Hooks on a step are called as ever.
+    """
+    if "torch._dynamo" in sys.modules or compiled_by_launch():
+        return
+    optimizer = torch.optim.Optimizer
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        plain = inspect.unwrap(getattr(optimizer, name))
+        plain.__dynamo_disable = plain  # where torch._compile keeps the marked version
+    for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's step
+        if not hasattr(kind.step, "hooked"):  # the first optimizer of a kind wraps step for hooks
+            kind.step = _without_graph_breaks(inspect.unwrap(kind.step))
+
+
+def _without_graph_breaks(step: Callable) -> Callable:
+    @functools.wraps(step)
+    def plain(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return plain
+
+
+def compiled_by_launch() -> bool:
+    """True if the launcher asked for torch.compile."""
+    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+
+
+def spare_sharded_tensors() -> None:
+    """Let accelerator.prepare(...) look for no sharded weights where none can be: 0.5 s saved.
+
+    It imports torch.distributed.tensor to ask whether a weight is a DTensor. Nobody can have made
+    one before that import.
+    """
+    asks = getattr(accelerate.accelerator, "model_has_dtensor", None)
+    if asks is not None:
+        accelerate.accelerator.model_has_dtensor = lambda model: (
+            "torch.distributed.tensor" in sys.modules and asks(model)
+        )
+
+
+def spare_lookups() -> None:
+    """Let Accelerate's optimizer look things up once that it looks up in every step.
+
+    It searches the disk for the package lomo_optim twice, 53 us, and works out the signature of
+    zero_grad, 20 us: together a sixth of a step of train_regression.py.
+    """
+    looks = getattr(accelerate.optimizer, "is_lomo_available", None)
+    if looks is not None:
+        accelerate.optimizer.is_lomo_available = functools.cache(looks)
+    zero_grad = torch.optim.Optimizer.zero_grad
+    zero_grad.__signature__ = inspect.signature(zero_grad)  # inspect takes one that is stored
