@@ -347,6 +347,7 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
 
 ROWS = (
     {"internals"},
+    {"text"},
     {"errors", "launch", "startup", "arguments"},
     {"order", "optim", "finite", "world"},
     {"rundir", "manifest", "history"},

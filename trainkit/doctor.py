@@ -172,7 +172,7 @@ def examine(accelerator: Accelerator, run_dir: Path, report: dict[str, Any]) -> 
             notes.append(f"{name} has {rank['shm_bytes'] / 2**20:.0f} MiB of /dev/shm: loader "
                          "workers and NCCL need it (docker run --shm-size)")  # fmt: skip
     try:
-        world.check_shared(accelerator, run_dir)
+        world.check_shared_folder(accelerator, run_dir)
     except UsageError as error:
         problems.append(str(error))
     if len(ranks) > 1:

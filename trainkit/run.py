@@ -42,10 +42,7 @@ from trainkit.errors import (
     EXIT_STOPPED,
     RunFailure,
     UsageError,
-    count,
     failing_together,
-    first_sentence,
-    printable,
 )
 from trainkit.finite import FiniteGuard, Position
 from trainkit.history import History, RunningSums, epoch_bar, means
@@ -70,6 +67,7 @@ from trainkit.order import (
 from trainkit.rundir import open_run, record_run, write_durably, write_tensors
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
+from trainkit.text import count, first_sentence, printable
 from trainkit.trackers import add_pictures, make_trackers
 
 SMALLEST_IS_BEST = ("loss", "error", "mse", "mae")  # parts of names of metrics, of --keep-best
@@ -153,7 +151,7 @@ class Run:
         self.train_set, self.eval_set = data[:2]
         self.data_md5 = data_md5(self.train_set, self.eval_set)
         world.check_same(self.accelerator, {"the data's md5": self.data_md5})
-        arguments.refuse(arguments.size_problems(self.args, len(self.train_set)))
+        arguments.check_size(self.args, len(self.train_set))
         set_seed(self.args.seed)  # whatever loading drew, the first weights depend on --seed alone
         return data
 
@@ -193,6 +191,7 @@ class Run:
         self.steps_per_epoch = -(-self.num_used // args.batch_size)
         last_step = args.epochs * self.steps_per_epoch
         self.last_step = min(last_step, args.stop_after_steps or sys.maxsize)
+        self.log_every = args.log_every or max(1, min(50, last_step // 50))
         self._print_plan(plan or {})
         facts = {}
         if args.start_from is not None:
@@ -277,7 +276,7 @@ class Run:
             if not self._count_step():
                 continue  # fp16 skipped the step
             bar.update(self.num_samples)
-            if progress.step % args.log_every == 0:
+            if progress.step % self.log_every == 0:
                 self._log_window(bar)
             self._say_where(bar)
             if progress.step == self.last_step:

@@ -24,7 +24,7 @@ LOCK_WAIT_SECONDS = 10.0
 
 
 def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock | None:
-    """Make --run-dir this run's own until the returned lock is released or the process ends.
+    """Lock --run-dir for this run until the returned lock is released or the process ends.
 
     An earlier run in the folder is moved aside to `RUN_DIR.1`, `.2`, ... without --resume, or if it
     is done and its checkpoints are gone; nothing is deleted. Every process must call this. Raises
@@ -59,6 +59,10 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
     try:
         held.acquire(timeout=wait_seconds, poll_interval=0.2)
     except Timeout as problem:
+        if not path.exists():
+            raise UsageError(
+                f"--run-dir {run_dir} cannot be used: no file can be made in {path.parent}"
+            ) from problem
         holder = "another process"
         with contextlib.suppress(OSError):  # Windows lets nobody else read a locked file
             holder = path.read_text().strip() or holder
