@@ -20,8 +20,6 @@ from accelerate.utils.other import get_free_port
 from conftest import CONFIGS, NUM_TEST, ROOT, assert_num_processes, rows, run, start
 from double import SAME
 
-import train_mnist
-import train_regression
 from trainkit import launch
 from trainkit.errors import UsageError, is_main_rank
 
@@ -211,6 +209,7 @@ def environment(variables: str, num_gpus: int = 0) -> Iterator[None]:
         os.environ.update(pair.split("=", 1) for pair in variables.split())
         patch.setattr(torch.accelerator, "is_available", lambda: num_gpus > 0)
         patch.setattr(torch.accelerator, "device_count", lambda: num_gpus)
+        patch.setattr(launch, "is_initialized", lambda: False)
         yield
 
 
@@ -236,6 +235,14 @@ def test_a_launch_that_cannot_be_is_refused_in_one_sentence(
         assert is_main_rank()  # whose sentence is printed
     assert ".*" in words or "asks for" in words or variables.split()[0] in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_second_run_of_a_process_cannot_have_another_precision(accelerator: object) -> None:
+    assert launch.check_launch() == "no"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        with pytest.raises(UsageError, match=r"has trained with mixed_precision no.*new process"):
+            launch.check_launch()
 
 
 @pytest.mark.parametrize(
@@ -272,35 +279,6 @@ def test_one_process_of_a_notebook_trains_in_the_precision_that_it_asked_for() -
         with pytest.raises(UsageError, match="fp16 needs a GPU"):
             notebook_launcher(launch.check_launch, (), 1, mixed_precision="fp16")
     assert asked == ["bf16", "no"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("--lr 0.1", "instead of --lr use --learning-rate"),
-        ("-lr 0.1", "instead of -lr use --learning-rate"),
-        ("--batch_size 3", "instead of --batch_size use --batch-size"),
-        ("--learning_rate=1", "instead of --learning_rate use --learning-rate"),
-        ("--Epochs 3", "instead of --Epochs use --epochs"),
-        ("--epoch 3", "instead of --epoch perhaps --epochs"),
-        ("--optimiser sgd", "instead of --optimiser perhaps --optimizer"),
-        ("--gradient_accumulation_steps 4", "steps use --accumulate"),
-        ("--max_grad_norm 1", "norm use --clip-norm"),
-        ("--output_dir x", "instead of --output_dir use --run-dir"),
-        ("--mixed_precision bf16", "--mixed_precision is for the launch"),
-        ("--fp16", "--fp16 is for the launch: the YAML, accelerate launch or torchrun"),
-        ("--num_processes 2", "--num_processes is for the launch"),
-        ("--cpu", "--cpu is for the launch"),
-        ("--local-rank=0", "--local-rank is for the launch"),  # torch.distributed.launch
-        ("--config_file accelerate_configs/2cpu.yaml", "--config_file is for the launch"),
-        ("--xyzzy 3", "--xyzzy 3 .see"),
-    ],
-)
-def test_a_slip_in_a_flag_gets_a_hint(typed: str, words: str) -> None:
-    for script in (train_mnist, train_regression):
-        with pytest.raises(UsageError, match=words) as refused:
-            script.parse_args(typed.split())
-        assert len(str(refused.value).splitlines()) == 1 and "--help)" in str(refused.value)
 
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import ROOT, posix_only
+from conftest import ROOT, linux_only, posix_only
 
 
 def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
@@ -51,6 +51,7 @@ else:
 
 def test_float32_is_float32_however_main_was_started(in_fresh_process: Callable) -> None:
     in_fresh_process("""
+import torch
 import train_regression
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 try:
@@ -94,6 +95,64 @@ def test_a_launcher_that_died_during_the_imports_is_found(
     launched: bool, in_fresh_process: Callable
 ) -> None:
     in_fresh_process(ORPHAN, launched=launched)
+
+
+# How startup.run ends what main does: main, exit code, words of the one line on stderr.
+ENDS = [
+    ("raise UsageError('wrong')", 2, "error: wrong"),
+    ("raise RunFailure('broken')", 1, "error: broken"),
+    ("raise Stopped('stopped by SIGTERM')", 75, "error: stopped by SIGTERM"),
+    ("raise KeyboardInterrupt", 130, "error: interrupted at once, without saving"),
+    ("raise OSError(24, 'Too many open files')", 1, "may open no more files, raise ulimit -n"),
+    ("raise OSError(28, 'No space left on device')", 1, "found the disk full"),
+    ("raise RuntimeError('basic_ios::clear: iostream error')", 1, "found the disk full"),
+    ("raise RuntimeError('[a/gloo/pair.cc:545] Read error')", 1, "did not meet the other proc"),
+    ("in_a_thread(launch.check_launch)", 2, "error: a run needs the main thread"),
+    ("close(1, 2)", 0, ""),
+]
+IN_A_PROCESS_OF_ITS_OWN = """
+import os, sys, threading
+sys.path.insert(0, root)
+from trainkit import launch, startup
+from trainkit.errors import RunFailure, Stopped, UsageError
+
+def in_a_thread(function):
+    thread = threading.Thread(target=lambda: startup.run(function))
+    thread.start()
+    thread.join()
+    os._exit(9)
+
+def close(*streams):
+    print("to nobody", file=sys.stderr)
+
+def main():
+    exec(what)
+
+if what.startswith("close"):
+    sys.stdout = sys.stderr = None  # what Python makes of >&- and 2>&-
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    os.dup2(writer, 2)
+    try:
+        startup.run(main)
+    except SystemExit as end:
+        os._exit(end.code)
+    os._exit(0)
+os.close(writer)
+said = os.fdopen(reader).read()
+ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+line = said.splitlines()[-1] if said else ""
+assert (ended, words in line) == (expected, True), (ended, said)
+"""
+
+
+@linux_only
+@pytest.mark.parametrize(("what", "code", "words"), ENDS)
+def test_every_end_has_its_code_and_its_sentence(
+    what: str, code: int, words: str, in_fresh_process: Callable
+) -> None:
+    in_fresh_process(IN_A_PROCESS_OF_ITS_OWN, what=what, expected=code, words=words, root=str(ROOT))
 
 
 @posix_only  # Windows has another error for it

@@ -36,7 +36,7 @@ from accelerate.utils import DynamoBackend, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit import arguments, launch, plots, world
+from trainkit import arguments, launch, plots, rundir, world
 from trainkit.checkpoint import Checkpoints, read_weights
 from trainkit.errors import (
     EXIT_STOPPED,
@@ -132,6 +132,8 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Give everything back. No collectives after an error: other processes may be gone."""
         with self.resources:
+            if isinstance(error, FileNotFoundError):
+                rundir.check_still_there(self.args.run_dir)
             if self.ended_together:
                 self.signals.wait()
                 self.accelerator.end_training()

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from filelock import BaseFileLock, FileLock, Timeout
 from safetensors.torch import save
 
-from trainkit.errors import UsageError, failing_together
+from trainkit.errors import RunFailure, UsageError, failing_together
 from trainkit.world import describe_run
 
 LOCK_WAIT_SECONDS = 10.0
@@ -46,6 +46,15 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
             sync(run_dir)
             sync(run_dir.parent)
     return held
+
+
+def check_still_there(run_dir: Path) -> None:
+    """Raise RunFailure if somebody moved or removed the run folder while the run wrote into it."""
+    if not run_dir.exists():
+        raise RunFailure(
+            f"{run_dir} was moved or removed during the run: its checkpoints are whole where it is "
+            "now, so give that place as --run-dir, with --resume auto"
+        )
 
 
 def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
