@@ -24,7 +24,9 @@ EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 
 LATE_START_SECONDS = 60.0
-FULL_DISK = re.compile("No space left|iostream error|enforce fail at inline_container")
+FULL_DISK = re.compile(
+    "No space left|quota exceeded|iostream error|enforce fail at inline_container"
+)
 # How gloo and NCCL begin their messages; torch raises some of gloo's as a plain RuntimeError.
 LIBRARY_MESSAGE = re.compile(r"\[[^\]]*gloo/|gloo |nccl ", re.IGNORECASE)
 
@@ -111,16 +113,17 @@ def explain_failure(problem: Exception) -> str | None:
     lost = isinstance(problem, getattr(torch.distributed, "DistError", ()))
     if lost or (type(problem) is RuntimeError and LIBRARY_MESSAGE.match(text)):
         if torch.distributed.is_initialized():
-            return ("lost contact with another process of this run (it ended, see its output, or "
-                    "its own code calls other collectives than this one's)")  # fmt: skip
+            return (
+                "lost contact with another process of this run (see its output; or the script "
+                "calls a collective there that it does not call here)"
+            )
         return "did not meet the other processes (see their output, or ask trainkit.doctor)"
     return None
 
 
 def is_disk_full(problem: Exception) -> bool:
     """True if this is how the system, safetensors or torch.save says so."""
-    of_system = getattr(problem, "errno", None) in (errno.ENOSPC, getattr(errno, "EDQUOT", -1))
-    return of_system or FULL_DISK.search(str(problem)) is not None
+    return FULL_DISK.search(str(problem)) is not None
 
 
 def leave(code: int) -> NoReturn:

@@ -30,8 +30,11 @@ MPI_RANKS = (  # the same four, as Open MPI, MVAPICH and MPICH (with Intel MPI) 
 )  # fmt: skip
 
 NOT_SET = "(?i:n|no|f|false|off|0|)"
-NO_SHARDS = (NOT_SET, "these scripts keep the whole model on each card: start them without it, "
-             "with distributed_type: MULTI_GPU as in accelerate_configs/4gpu.yaml")  # fmt: skip
+NO_SHARDS = (
+    NOT_SET,
+    "these scripts keep the whole model on each card: start them without it, with "
+    "distributed_type: MULTI_GPU as in accelerate_configs/4gpu.yaml",
+)
 # Environment variables that would silently change what is trained: the values that are allowed, and
 # the remedy for all others. Accelerate 1.15 reads FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*,
 # ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only where one of these asks for it.
@@ -50,8 +53,9 @@ VARIABLES = {
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
 }
 # Flags that its launcher passes on only together with what NO_SHARDS refuses, or on a TPU.
-IGNORED_FLAGS = ("--gradient-", "--zero", "--offload-", "--deepspeed-", "--fsdp-", "--megatron-lm-",
-                 "--parallelism-config-", "--fp8-", "--downcast-")  # fmt: skip
+IGNORED_FLAGS = re.compile(
+    "--(gradient|zero|offload|deepspeed|fsdp|megatron-lm|parallelism-config|fp8|downcast)"
+)
 
 
 def adopt_ranks() -> None:
@@ -181,7 +185,7 @@ def check_launcher_flags() -> None:
     with contextlib.suppress(psutil.Error, AttributeError):  # the launcher may be gone
         words = psutil.Process().parent().cmdline()
     for word in takewhile(lambda word: word != sys.argv[0], words):
-        if word.replace("_", "-").startswith(IGNORED_FLAGS):
+        if IGNORED_FLAGS.match(word.replace("_", "-")):
             raise UsageError(
                 f"accelerate launch {word}: the launcher ignores this flag here: leave it out, or "
                 "give --accumulate or --clip-norm to the script"

@@ -157,8 +157,10 @@ def refuse_links(paths: Iterable[Path]) -> None:
     """Raise UsageError if one is a symbolic link: what a run writes stays in its own folder."""
     for path in paths:
         if path.is_symlink():
-            raise UsageError(f"{path} is a symbolic link, and a run writes into its own folder "
-                             "alone: replace the link by what it names")  # fmt: skip
+            raise UsageError(
+                f"{path} is a symbolic link, and a run writes into its own folder "
+                "alone: replace the link by what it names"
+            )
 
 
 def _holds_a_run(run_dir: Path) -> bool:

@@ -6,8 +6,9 @@ from unicodedata import category
 def printable(text: str) -> str:
     """The text without what could steer a terminal: names and labels are other people's words."""
     fine = "\n\t\u200c\u200d"  # the last two join letters in some scripts
-    return "".join(c if c.isprintable() or category(c) == "Zs" or c in fine else ascii(c)[1:-1]
-                   for c in text)  # fmt: skip
+    return "".join(
+        c if c.isprintable() or category(c) == "Zs" or c in fine else ascii(c)[1:-1] for c in text
+    )
 
 
 def count(number: int, noun: str) -> str:

@@ -42,8 +42,12 @@ def deadline(timeout: timedelta) -> Iterator[None]:
 
     def give_up() -> None:
         rank, seconds = os.environ.get("RANK", "0"), timeout.total_seconds()
-        print(f"error: process {rank} did not meet the other processes within {seconds:.0f} s (see "
-              "their output, or run trainkit.doctor)", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"error: process {rank} did not meet the other processes within {seconds:.0f} s (see "
+            "their output, or run trainkit.doctor)",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
     timer = threading.Timer(timeout.total_seconds() + 5, give_up)
