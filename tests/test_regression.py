@@ -245,7 +245,8 @@ def test_bad_flags_are_named_at_once(tmp_path: Path, run_main: Callable) -> None
 
 
 def test_a_stopped_run_continues_to_the_same_bytes(tmp_path: Path, run_main: Callable) -> None:
-    flags = ["--num-samples", 130, "--batch-size", 10, "--epochs", 3, "--save-every", 4]
+    flags = ["--num-samples", 130, "--batch-size", 10, "--epochs", 3, "--save-every", 4,
+             "--log-every", 50]  # fmt: skip
     run_main("train_regression", "--run-dir", tmp_path / "whole", *flags)
     run_main("train_regression", "--run-dir", tmp_path / "parts", *flags,
              "--stop-after-steps", 16)  # fmt: skip
