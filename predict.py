@@ -34,7 +34,8 @@ from torch import nn
 
 from modelkit import hub
 from trainkit import arguments, startup
-from trainkit.errors import RunFailure, UsageError, as_usage_error, printable
+from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.text import printable
 
 TOLERANCE = 1e-5  # between PyTorch and the exported model, relative to the largest output
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")

@@ -114,7 +114,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--target-accuracy", type=float, default=None,
         help="exit with 3 if the last evaluation is below this fraction")  # fmt: skip
     arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, run_dir="runs/mnist")
+    arguments.add_run_arguments(
+        parser, "runs/mnist", not_the_experiment=["dataset", "target_accuracy"]
+    )
     parser.set_defaults(epochs=3, batch_size=128, learning_rate=None, schedule="onecycle",
                         warmup=0.2, drop_last=True, eval_batch_size=512)  # fmt: skip
     args = parser.parse_args(argv)

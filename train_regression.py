@@ -102,7 +102,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--loss", choices=LOSSES, default="mse", help="huber: squared below 1, absolute above")
     add("--target-r2", type=float, default=None, help="exit with 3 if eval_r2 ends below")
     arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, run_dir="runs/regression")
+    arguments.add_run_arguments(parser, "runs/regression", not_the_experiment=["data", "target_r2"])
     parser.set_defaults(epochs=30, batch_size=32, eval_batch_size=1024, learning_rate=3e-2,
                         schedule="cosine")  # fmt: skip
     return parser.parse_args(argv)

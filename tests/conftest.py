@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and some tests start two processes
 OF_LAUNCHERS = ("ACCELERATE_", "OMPI_", "MV2_", "PMI_", "MPI_", "MASTER_", "LOCAL_", "WORLD_SIZE",
-                "RANK", "NPROC", "MIXED_PRECISION")  # fmt: skip
+                "RANK", "NPROC", "MIXED_PRECISION", "SLURM_")  # fmt: skip
 for name in list(os.environ):
     if name.startswith(OF_LAUNCHERS):
         del os.environ[name]

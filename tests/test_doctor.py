@@ -74,7 +74,7 @@ def ill(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_a_wrong_version_is_named(ill: list[str]) -> None:
-    assert any("torch is 0.1 on rank 1 " in problem for problem in ill), ill
+    assert any("and 0.1 on rank 1 " in problem for problem in ill), ill
 
 
 def test_a_slow_rank_is_named(ill: list[str]) -> None:

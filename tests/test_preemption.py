@@ -5,12 +5,18 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+from accelerate import Accelerator
 from conftest import ROOT, command, kill_all, linux_only, processes, run, start
 from faults import digests
+
+from trainkit.errors import Stopped, UsageError
+from trainkit.rundir import lock
+from trainkit.signals import Signals
 
 if os.name != "posix":
     pytest.skip("Windows has no signals but Ctrl-C", allow_module_level=True)
@@ -82,6 +88,25 @@ def test_sigterm_to_a_group_with_loader_workers_saves_and_a_second_run_is_refuse
     assert gone(process, 6)
 
 
+@pytest.mark.parametrize("flags", [[], ["--save-every", 1, "--log-every", 9999]])
+def test_a_run_folder_that_is_moved_away_ends_the_run_in_one_sentence(
+    flags: list, started: object, tmp_path: Path
+) -> None:
+    process = started(*flags)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    _output, errors = process.communicate(timeout=60)
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert process.returncode == 1 and "Traceback" not in errors, errors
+    assert "/run was moved or removed during the run" in line or "saving" in line, line
+    assert not (tmp_path / "run").exists()
+
+
+@linux_only
+def test_a_run_folder_where_no_file_can_be_made_is_not_in_use(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="/proc/x cannot be used: no file can be made in /proc"):
+        lock(Path("/proc/x"), 0.0)
+
+
 @pytest.mark.slow
 def test_sigkill_of_a_run_ends_its_loader_workers(started: object) -> None:
     process = started("--num-workers", 2)
@@ -127,6 +152,62 @@ def test_a_second_interrupt_ends_at_once(tiny_mnist: Path, tmp_path: Path) -> No
         kill_all(process)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (signal.SIGTERM, Stopped),
+        (signal.SIGUSR1, Stopped),
+        (signal.SIGINT, KeyboardInterrupt),
+    ],
+)
+def test_before_the_first_step_a_signal_ends_at_once_and_later_it_waits_for_the_step(
+    number: int, kind: type, accelerator: Accelerator
+) -> None:
+    signals = Signals(accelerator, timedelta(seconds=9))
+    try:
+        with pytest.raises(kind):
+            os.kill(os.getpid(), number)
+    finally:
+        signals.restore()
+    signals = Signals(accelerator, timedelta(seconds=9))
+    try:
+        assert not signals.requested()
+        os.kill(os.getpid(), number)
+        assert signals.requested()
+    finally:
+        signals.restore()
+
+
+# A training whose data take a minute to load.
+LOADING = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import train_mnist
+from trainkit import startup
+
+def load_data(args):
+    print("loading", flush=True)
+    time.sleep(60)
+
+train_mnist.load_data = load_data
+startup.run(train_mnist.main)
+"""
+
+
+def test_sigterm_while_data_are_loaded_ends_at_once_with_75(tmp_path: Path) -> None:
+    (tmp_path / "load_slowly.py").write_text(LOADING)
+    process = start(str(tmp_path / "load_slowly.py"), "--run-dir", tmp_path / "run")
+    try:
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        _output, errors = process.communicate(timeout=10)
+    finally:
+        kill_all(process)
+    assert process.returncode == 75
+    assert errors.startswith("error: stopped by SIGTERM before the first step"), errors
+    assert len(errors.splitlines()) == 1
 
 
 @linux_only  # elsewhere nothing tells a process that its launcher died

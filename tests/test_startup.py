@@ -6,122 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
-from conftest import ROOT, posix_only
-
-OPTIMIZER = """
-import sys, torch
-from trainkit import startup
-weight = torch.ones(3, requires_grad=True)
-"""
-
-
-def test_optimizers_work_without_the_compiler_and_call_their_hooks(
-    in_fresh_process: Callable,
-) -> None:
-    in_fresh_process(
-        OPTIMIZER
-        + """
-startup.spare_the_compiler()
-calls = []
-for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-    optimizer = kind([weight], lr=0.1, fused=True)
-    optimizer.register_step_post_hook(lambda *args: calls.append(kind))
-    state = optimizer.state_dict()
-    for step in range(2):
-        weight.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.load_state_dict(state)
-assert len(calls) == 6, calls
-assert "torch._dynamo" not in sys.modules, "the compiler was imported"
-"""
-    )
-
-
-def test_an_optimizer_that_was_there_before_keeps_its_hooks(in_fresh_process: Callable) -> None:
-    in_fresh_process(
-        OPTIMIZER
-        + """
-calls = []
-optimizer = torch.optim.Adam([weight], lr=0.1)
-optimizer.register_step_post_hook(lambda *args: calls.append(1))
-startup.spare_the_compiler()
-weight.sum().backward()
-optimizer.step()
-assert calls == [1]
-"""
-    )
-
-
-STEPS = """
-import torch
-weight = torch.linspace(0, 1, 50).requires_grad_()
-optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
-for step in range(5):
-    weight.square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def test_numbers_are_the_same_without_the_compiler(in_fresh_process: Callable) -> None:
-    plain: dict[str, torch.Tensor] = {}
-    exec(STEPS, plain)
-    assert "torch._dynamo" in sys.modules  # this process is as torch made it
-    in_fresh_process(
-        "from trainkit import startup\nstartup.spare_the_compiler()"
-        + STEPS
-        + "import sys\nassert 'torch._dynamo' not in sys.modules and weight.tolist() == plain",
-        plain=plain["weight"].tolist(),
-    )
-
-
-def test_preparing_a_model_looks_for_no_sharded_weights_unless_there_can_be_some(
-    in_fresh_process: Callable,
-) -> None:
-    in_fresh_process("""
-import sys, torch
-from accelerate import Accelerator
-from trainkit import startup
-startup.spare_sharded_tensors()
-accelerator = Accelerator(cpu=True)
-accelerator.prepare(torch.nn.Linear(1, 1))
-assert "torch.distributed.tensor" not in sys.modules, "it was imported"
-import accelerate.accelerator, torch.distributed.tensor
-assert accelerate.accelerator.model_has_dtensor(torch.nn.Linear(1, 1)) is False
-""")
-
-
-def test_a_step_searches_the_disk_for_no_package(in_fresh_process: Callable) -> None:
-    in_fresh_process("""
-import importlib.util, torch
-from accelerate import Accelerator
-from trainkit import startup
-startup.spare_lookups()
-weight = torch.ones(3, requires_grad=True)
-accelerator = Accelerator(cpu=True)
-optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1))
-def step():
-    weight.sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-step()
-def find_spec(name, *args):
-    raise AssertionError(f"searched for {name}")
-importlib.util.find_spec = find_spec
-step()
-""")
-
-
-def test_the_plain_way_is_taken_where_a_target_is_gone(in_fresh_process: Callable) -> None:
-    in_fresh_process("""
-import accelerate.accelerator, accelerate.optimizer
-from trainkit import startup
-del accelerate.accelerator.model_has_dtensor, accelerate.optimizer.is_lomo_available
-startup.spare_sharded_tensors()
-startup.spare_lookups()
-""")
+from conftest import ROOT, linux_only, posix_only
 
 
 def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
@@ -210,6 +95,64 @@ def test_a_launcher_that_died_during_the_imports_is_found(
     launched: bool, in_fresh_process: Callable
 ) -> None:
     in_fresh_process(ORPHAN, launched=launched)
+
+
+# How startup.run ends what main does: main, exit code, words of the one line on stderr.
+ENDS = [
+    ("raise UsageError('wrong')", 2, "error: wrong"),
+    ("raise RunFailure('broken')", 1, "error: broken"),
+    ("raise Stopped('stopped by SIGTERM')", 75, "error: stopped by SIGTERM"),
+    ("raise KeyboardInterrupt", 130, "error: interrupted at once, without saving"),
+    ("raise OSError(24, 'Too many open files')", 1, "may open no more files, raise ulimit -n"),
+    ("raise OSError(28, 'No space left on device')", 1, "found the disk full"),
+    ("raise RuntimeError('basic_ios::clear: iostream error')", 1, "found the disk full"),
+    ("raise RuntimeError('[a/gloo/pair.cc:545] Read error')", 1, "did not meet the other proc"),
+    ("in_a_thread(launch.check_launch)", 2, "error: a run needs the main thread"),
+    ("close(1, 2)", 0, ""),
+]
+IN_A_PROCESS_OF_ITS_OWN = """
+import os, sys, threading
+sys.path.insert(0, root)
+from trainkit import launch, startup
+from trainkit.errors import RunFailure, Stopped, UsageError
+
+def in_a_thread(function):
+    thread = threading.Thread(target=lambda: startup.run(function))
+    thread.start()
+    thread.join()
+    os._exit(9)
+
+def close(*streams):
+    print("to nobody", file=sys.stderr)
+
+def main():
+    exec(what)
+
+if what.startswith("close"):
+    sys.stdout = sys.stderr = None  # what Python makes of >&- and 2>&-
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    os.dup2(writer, 2)
+    try:
+        startup.run(main)
+    except SystemExit as end:
+        os._exit(end.code)
+    os._exit(0)
+os.close(writer)
+said = os.fdopen(reader).read()
+ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+line = said.splitlines()[-1] if said else ""
+assert (ended, words in line) == (expected, True), (ended, said)
+"""
+
+
+@linux_only
+@pytest.mark.parametrize(("what", "code", "words"), ENDS)
+def test_every_end_has_its_code_and_its_sentence(
+    what: str, code: int, words: str, in_fresh_process: Callable
+) -> None:
+    in_fresh_process(IN_A_PROCESS_OF_ITS_OWN, what=what, expected=code, words=words, root=str(ROOT))
 
 
 @posix_only  # Windows has another error for it

@@ -6,63 +6,125 @@ import difflib
 import io
 import math
 import os
+import re
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainkit.errors import UsageError, is_main_rank
+from trainkit.errors import UsageError, as_usage_error
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 # What other programs call our flags, where the words are not alike.
-SLIPS = {
-    "--lr": "--learning-rate", "--wd": "--weight-decay", "--bs": "--batch-size",
-    "--per-device-train-batch-size": "--batch-size", "--num-train-epochs": "--epochs",
-    "--gradient-accumulation-steps": "--accumulate", "--gradient-clipping": "--clip-norm",
-    "--max-grad-norm": "--clip-norm", "--grad-clip": "--clip-norm", "--lr-scheduler": "--schedule",
-    "--lr-scheduler-type": "--schedule", "--output-dir": "--run-dir", "--out": "--run-dir",
-    "--resume-from-checkpoint": "--resume", "--checkpointing-steps": "--save-every",
-    "--save-steps": "--save-every", "--logging-steps": "--log-every", "--workers": "--num-workers",
-    "--report-to": "--tracker", "--with-tracking": "--tracker", "--data-dir": "--dataset",
-}  # fmt: skip
-# What the launch decides, though no launcher has such a flag.
-OF_THE_LAUNCH = {"--fp16", "--bf16", "--amp", "--precision", "--device", "--gpu", "--gpus",
-                 "--no-cuda", "--use-cpu", "--compile", "--distributed-type", "--world-size",
-                 "--local-rank", "--nproc-per-node", "--nnodes"}  # fmt: skip
+FLAG_ALIASES = {
+    "--lr": "--learning-rate",
+    "--wd": "--weight-decay",
+    "--bs": "--batch-size",
+    "--per-device-train-batch-size": "--batch-size",
+    "--num-train-epochs": "--epochs",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--max-grad-norm": "--clip-norm",
+    "--gradient-clipping": "--clip-norm",
+    "--lr-scheduler-type": "--schedule",
+    "--output-dir": "--run-dir",
+    "--resume-from-checkpoint": "--resume",
+    "--save-steps": "--save-every",
+    "--eval-steps": "--eval-every",
+    "--logging-steps": "--log-every",
+    "--report-to": "--tracker",
+    "--data-dir": "--dataset",
+}
+# What the launch decides, though `accelerate launch` has no such flag.
+OF_THE_LAUNCH = re.compile(
+    "--(fp16|bf16|amp|precision|device|gpus?|no-cuda|compile|world-size|local-rank|nproc-per-node)"
+)
 
-# Flags that may differ when a run is resumed; all others are the experiment and must be equal.
-NOT_THE_EXPERIMENT = {
-    "run_dir", "resume", "save_every", "keep", "keep_best", "log_every", "tracker", "num_workers",
-    "timeout", "stop_after_steps", "target_accuracy", "target_r2", "accumulate", "pictures",
-    "eval_batch_size", "eval_every", "patience", "dataset", "data",  # instead of their names the md5 of the data is compared
-}  # fmt: skip
+AT_LEAST_0 = (lambda value: 0 <= value < math.inf, "a number of at least 0")
+AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
+AT_LEAST_2 = (lambda value: value >= 2, "at least 2")
+POSITIVE = (lambda value: 0 < value < math.inf, "a number above 0")
+POSITIVE_OR_INF = (lambda value: value > 0, "above 0")
+DECAY = (lambda value: 0 < value < 1, "above 0 and below 1")
+FRACTION = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+SEED = (lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
+
+# Flag, type or choices, default, what a value must be, help.
+EXPERIMENT_FLAGS = (
+    ("--epochs", int, 10, AT_LEAST_1, "passes over the training data"),
+    ("--batch-size", int, 128, AT_LEAST_1,
+     "samples per optimizer step, over all processes and micro-batches"),
+    ("--learning-rate", float, 1e-3, POSITIVE, "peak learning rate; None: by optimizer"),
+    ("--optimizer", OPTIMIZERS, "adamw", None, "fused where torch offers it"),
+    ("--momentum", float, 0.9, AT_LEAST_0, "of --optimizer sgd"),
+    ("--weight-decay", float, 0.0, AT_LEAST_0, "decoupled for adamw, else an L2 penalty"),
+    ("--schedule", SCHEDULES, "constant", None, "learning rate of each step"),
+    ("--warmup", float, 0.0, FRACTION,
+     "fraction of all steps in which the learning rate rises to its peak"),
+    ("--min-learning-rate", float, 0.0, AT_LEAST_0,
+     "lowest learning rate of the onecycle and cosine schedules"),
+    ("--gamma", float, 0.9, POSITIVE, "decay per epoch of the exponential schedules"),
+    ("--cosine-epochs", float, None, POSITIVE,
+     "half a period of the cosine, in epochs; None: the whole run"),
+    ("--scale-lr", int, None, AT_LEAST_1,
+     "a reference batch size: multiply the learning rate by --batch-size / this"),
+    ("--clip-norm", float, math.inf, POSITIVE_OR_INF, "largest norm of the gradient; inf: any"),
+    ("--ema", float, None, DECAY,
+     "evaluate and write a moving average of the weights, with this decay per step"),
+    ("--drop-last", bool, False, None, "leave out the last short batch of each epoch"),
+    ("--seed", int, 0, SEED, "of weights, order, augmentation and dropout"),
+)  # fmt: skip
+# The same, of flags that may differ when a run is resumed: they change no number of a step.
+RUN_FLAGS = (
+    ("--run-dir", Path, None, None,
+     "folder of this run; an earlier run in it is moved aside, never deleted"),
+    ("--resume", str, None, None,
+     "auto: continue from the newest whole checkpoint if there is one; latest: fail if there is "
+     "none; a path: from exactly this one; None: start a new run"),
+    ("--save-every", int, None, AT_LEAST_1, "steps between checkpoints; None: each epoch"),
+    ("--keep", int, 2, AT_LEAST_2, "checkpoints to keep, at least 2"),
+    ("--keep-best", str, None, None,
+     "a metric, such as eval_accuracy: also keep the checkpoint where it is best, and its weights "
+     "as best.safetensors; of a loss or error the smallest is best"),
+    ("--patience", int, None, AT_LEAST_1,
+     "end the run after this many evaluations in a row that are not the best by --keep-best"),
+    ("--start-from", Path, None, None,
+     "begin with the weights in this safetensors file, by name; no resume"),
+    ("--stop-after-steps", int, None, AT_LEAST_1,
+     "end the run after this many optimizer steps as if it were done"),
+    ("--pictures", bool, True, None, "draw curves and results into the run folder at the end"),
+    ("--log-every", int, None, AT_LEAST_1,
+     "steps between rows of metrics.jsonl; None: 50, or fewer for at least 50 rows in a run"),
+    ("--eval-every", int, None, AT_LEAST_1,
+     "steps between evaluations, besides those at an epoch's end"),
+    ("--eval-batch-size", int, 1024, AT_LEAST_1, "in evaluations; changes no result"),
+    ("--accumulate", int, 1, AT_LEAST_1,
+     "micro-batches per optimizer step: less memory, the same numbers"),
+    ("--tracker", TRACKERS, None, None, "log there as well"),
+    ("--num-workers", int, 0, AT_LEAST_0, "loader processes per training process"),
+    ("--timeout", int, 300, AT_LEAST_1,
+     "seconds after which a process that does not answer counts as lost"),
+)  # fmt: skip
+# A comment in a file of flags; group 1: what only looks like one, in quotes or inside a word.
+COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.|(?<=\S)#)|#.*""")
 
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that prints once per run, not once per process, and reads flags from @FILE.
 
-    Such a file may hold several flags to a line; # starts a comment.
+    Such a file is read as a shell would: several flags to a line, quotes, # for comments.
     """
 
     def __init__(self, **kwargs: Any):
-        super().__init__(
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter, fromfile_prefix_chars="@",
-            allow_abbrev=False, **kwargs,
-        )  # fmt: skip
+        kind = argparse.ArgumentDefaultsHelpFormatter
+        super().__init__(formatter_class=kind, allow_abbrev=False, **kwargs)
 
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return arg_line.split("#")[0].split()
-
-    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
-        try:
-            return super()._read_args_from_files(arg_strings)
-        except UsageError:
-            raise
-        except (RecursionError, ValueError) as problem:
-            self.error(f"a file named with @ is no text or names itself: {problem}")
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = with_files(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(list(words), namespace)
 
     def error(self, message: str) -> NoReturn:
         unknown = message.split() if message.startswith("unrecognized") else []
@@ -74,18 +136,30 @@ class Parser(argparse.ArgumentParser):
         """What somebody who typed this unknown flag may have meant, or nothing."""
         from accelerate.commands.launch import launch_command_parser  # 0.1 s
 
-        typed, flags = word.split("=")[0], self._option_string_actions
+        typed, flags = word.split("=")[0], flags_of(self)
         flag = "--" + typed.strip("-").replace("_", "-").lower()
-        if SLIPS.get(flag, flag) in flags:
-            return f"instead of {typed} use {SLIPS.get(flag, flag)}"
-        if flag in OF_THE_LAUNCH or flag in launch_command_parser()._option_string_actions:
+        if FLAG_ALIASES.get(flag, flag) in flags:
+            return f"instead of {typed} use {FLAG_ALIASES.get(flag, flag)}"
+        if OF_THE_LAUNCH.fullmatch(flag) or flag in flags_of(launch_command_parser()):
             return f"{typed} is for the launch: the YAML, accelerate launch or torchrun decides it"
         near = difflib.get_close_matches(flag, flags, 1)
         return f"instead of {typed} perhaps {near[0]}" if near else ""
 
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if is_main_rank():
-            super()._print_message(message, file)
+
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """The flags of a parser, with - for _."""
+    return re.findall(r"--[\w-]+", parser.format_usage().replace("_", "-"))
+
+
+def with_files(words: Iterable[str]) -> Iterator[str]:
+    """The words, and in the place of each @FILE the words in that file. Raises UsageError."""
+    for word in words:
+        if word.startswith("@"):
+            with as_usage_error(f"{word} cannot be read as a file of flags"):
+                text = Path(word[1:]).read_text("utf-8-sig")
+                yield from with_files(shlex.split(COMMENT.sub(r"\1", text)))
+        else:
+            yield word
 
 
 def names(text: str) -> list[str]:
@@ -101,62 +175,26 @@ def whole_numbers(text: str) -> list[int]:
 
 def add_training_arguments(parser: Parser) -> None:
     """Add the flags that decide the numbers of a run, whatever its model and data."""
-    add = parser.add_argument_group("training").add_argument
-    add("--epochs", type=int, default=10, help="passes over the training data")
-    add("--batch-size", type=int, default=128,
-        help="samples per optimizer step, over all processes and micro-batches")  # fmt: skip
-    add("--eval-batch-size", type=int, default=1024, help="in evaluations; changes no result")
-    add("--learning-rate", type=float, default=1e-3, help="peak learning rate; None: by optimizer")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused where torch offers it")
-    add("--momentum", type=float, default=0.9, help="of --optimizer sgd")
-    add("--weight-decay", type=float, default=0.0, help="decoupled for adamw, else an L2 penalty")
-    add("--schedule", choices=SCHEDULES, default="constant", help="learning rate of each step")
-    add("--warmup", type=float, default=0.0,
-        help="fraction of all steps in which the learning rate rises to its peak")  # fmt: skip
-    add("--min-learning-rate", type=float, default=0.0,
-        help="lowest learning rate of the onecycle and cosine schedules")  # fmt: skip
-    add("--ema", type=float, default=None,
-        help="evaluate and write a moving average of the weights, with this decay per step")  # fmt: skip
-    add("--gamma", type=float, default=0.9, help="decay per epoch of the exponential schedules")
-    add("--cosine-epochs", type=float, default=None,
-        help="half a period of the cosine, in epochs; None: the whole run")  # fmt: skip
-    add("--scale-lr", type=int, default=None, metavar="REFERENCE_BATCH",
-        help="multiply the learning rate by batch-size / REFERENCE_BATCH")  # fmt: skip
-    add("--accumulate", type=int, default=1,
-        help="micro-batches per optimizer step: less memory, the same numbers")  # fmt: skip
-    add("--clip-norm", type=float, default=math.inf, help="largest norm of the gradient; inf: any")
-    add("--drop-last", action=argparse.BooleanOptionalAction, default=False,
-        help="leave out the last short batch of each epoch")  # fmt: skip
-    add("--seed", type=int, default=0, help="of weights, order, augmentation and dropout")
+    _add_flags(parser, "training", EXPERIMENT_FLAGS)
 
 
-def add_run_arguments(parser: Parser, run_dir: str) -> None:
-    """Add the flags that say where a run lives, how it is watched, stopped and continued."""
-    add = parser.add_argument_group("run folder").add_argument
-    add("--run-dir", type=Path, default=Path(run_dir),
-        help="folder of this run; an earlier run in it is moved aside, never deleted")  # fmt: skip
-    add("--resume", default=None, metavar="auto|latest|PATH",
-        help="continue from the newest whole checkpoint if there is one (auto), or fail if there "
-        "is none (latest), or from exactly this one; None: start a new run")  # fmt: skip
-    add("--save-every", type=int, default=None, help="steps between checkpoints; None: each epoch")
-    add("--keep", type=int, default=2, help="checkpoints to keep, at least 2")
-    add("--keep-best", default=None, metavar="METRIC",
-        help="also keep the checkpoint with the best METRIC, such as eval_accuracy, and its "
-        "weights as best.safetensors; of a loss or error the smallest is best")  # fmt: skip
-    add("--patience", type=int, default=None, help="evaluations without a better --keep-best")
-    add("--eval-every", type=int, default=None, help="steps between evaluations")
-    add("--start-from", type=Path, default=None, metavar="FILE",
-        help="begin with the weights in this safetensors file, by name; no resume")  # fmt: skip
-    add("--stop-after-steps", type=int, default=None,
-        help="end the run after this many optimizer steps as if it were done")  # fmt: skip
-    add("--pictures", action=argparse.BooleanOptionalAction, default=True,
-        help="draw curves and results into the run folder at the end")  # fmt: skip
-    add = parser.add_argument_group("watching and loading").add_argument
-    add("--log-every", type=int, default=None, help="steps between rows of metrics.jsonl")
-    add("--tracker", choices=TRACKERS, default=None, help="log there as well")
-    add("--num-workers", type=int, default=0, help="loader processes per training process")
-    add("--timeout", type=int, default=300,
-        help="seconds after which a process that does not answer counts as lost")  # fmt: skip
+def add_run_arguments(parser: Parser, run_dir: str, not_the_experiment: Sequence[str] = ()) -> None:
+    """Add the flags that say where a run lives, how it is watched, stopped and continued.
+
+    `not_the_experiment` names the script's own flags that may differ between the nodes of a run and
+    when it is resumed, such as the place of the data, whose content is compared instead.
+    """
+    _add_flags(parser, "run", RUN_FLAGS)
+    parser.set_defaults(run_dir=Path(run_dir), not_the_experiment=list(not_the_experiment))
+
+
+def _add_flags(parser: Parser, title: str, flags: Sequence[tuple]) -> None:
+    group = parser.add_argument_group(title)
+    for flag, kind, default, _, text in flags:
+        how: dict[str, Any] = {"choices" if isinstance(kind, tuple) else "type": kind}
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(flag, default=default, help=text, **how)
 
 
 def check(
@@ -171,18 +209,15 @@ def check(
 def shared_problems(args: argparse.Namespace, num_processes: int) -> list[str]:
     """All that is wrong with the shared flags, one phrase each."""
     problems: list[str] = []
-    for name in ("epochs", "batch_size", "eval_batch_size", "accumulate", "scale_lr", "save_every",
-                 "log_every", "stop_after_steps", "timeout"):  # fmt: skip
-        check(problems, args, name, lambda v: v >= 1, "at least 1")
-    for name in ("learning_rate", "gamma", "cosine_epochs"):
-        check(problems, args, name, lambda v: 0 < v < math.inf, "a number above 0")
-    for name in ("momentum", "weight_decay"):
-        check(problems, args, name, lambda v: 0 <= v < math.inf, "a number of at least 0")
-    check(problems, args, "clip_norm", lambda v: v > 0, "above 0")
-    check(problems, args, "warmup", lambda v: 0 <= v < 1, "at least 0 and below 1")
-    check(problems, args, "keep", lambda v: v >= 2, "at least 2")
-    check(problems, args, "num_workers", lambda v: v >= 0, "at least 0")
-    check(problems, args, "seed", lambda v: 0 <= v < 2**32, "at least 0 and below 2**32")
+    for flag, _, _, rule, _ in (*EXPERIMENT_FLAGS, *RUN_FLAGS):
+        if rule is not None:
+            check(problems, args, _variable(flag), *rule)
+    if args.min_learning_rate > 0 and args.schedule not in ("onecycle", "cosine"):
+        problems.append("--min-learning-rate is for --schedule onecycle and cosine")
+    elif 0 < args.learning_rate <= args.min_learning_rate:
+        problems.append("--min-learning-rate must be below --learning-rate")
+    if args.patience and not args.keep_best:
+        problems.append("--patience needs --keep-best METRIC: what is to become better?")
     if args.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
         problems.append(
             f"--accumulate {args.accumulate} would add up gradients where the CUDA graphs of "
@@ -191,8 +226,10 @@ def shared_problems(args: argparse.Namespace, num_processes: int) -> list[str]:
         )
     parts = num_processes * args.accumulate
     if args.batch_size >= 1 and args.accumulate >= 1 and args.batch_size % parts:
-        problems.append(f"--batch-size {args.batch_size} must be a multiple of {num_processes} "
-                        f"processes x --accumulate {args.accumulate} = {parts}")  # fmt: skip
+        problems.append(
+            f"--batch-size {args.batch_size} must be a multiple of {num_processes} processes x "
+            f"--accumulate {args.accumulate} = {parts}"
+        )
     return problems
 
 
@@ -201,14 +238,15 @@ def check_shared(args: argparse.Namespace, num_processes: int) -> None:
     refuse(shared_problems(args, num_processes))
 
 
-def size_problems(args: argparse.Namespace, num_train: int) -> list[str]:
-    """All that is wrong with the flags for this number of training samples."""
+def check_size(args: argparse.Namespace, num_train: int) -> None:
+    """Raise UsageError if the flags leave no step for this number of training samples."""
     if num_train < 1:
-        return ["no training samples are left"]
+        raise UsageError("no training samples are left")
     if args.drop_last and args.batch_size > num_train:
-        return [f"--batch-size {args.batch_size} is larger than the {num_train} training samples: "
-                "with --drop-last no step would be left"]  # fmt: skip
-    return []
+        raise UsageError(
+            f"--batch-size {args.batch_size} is larger than the {num_train} training samples: "
+            "with --drop-last no step would be left"
+        )
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -219,7 +257,12 @@ def refuse(problems: Sequence[str]) -> None:
 
 def experiment(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that decide the numbers, for the fingerprint of a checkpoint."""
-    values = {name: value for name, value in vars(args).items() if name not in NOT_THE_EXPERIMENT}
+    assert vars(args).keys() >= set(args.not_the_experiment), "not_the_experiment names no flag"
+    others = {*args.not_the_experiment, "not_the_experiment", *(_variable(f[0]) for f in RUN_FLAGS)}
     if args.schedule in ("constant", "exponential") and not args.warmup:
-        del values["epochs"]  # their rates do not depend on it, so the run may be made longer
-    return values
+        others.add("epochs")  # their rates do not depend on it, so the run may be made longer
+    return {name: value for name, value in vars(args).items() if name not in others}
+
+
+def _variable(flag: str) -> str:
+    return flag[2:].replace("-", "_")

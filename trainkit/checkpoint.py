@@ -102,7 +102,8 @@ class Checkpoints:
                 f"{shutil.disk_usage(disk).free // 2**20} MiB were free")  # fmt: skip
         with failing_together(accelerator, what, RunFailure):
             if main:
-                (temporary / "state").mkdir(parents=True)
+                temporary.mkdir()  # not its parents: the run folder may have been moved away
+                (temporary / "state").mkdir()
         with failing_together(accelerator, what, RunFailure):
             accelerator.save_state(temporary / "state")
         with failing_together(accelerator, what, RunFailure):

@@ -14,9 +14,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
 
-from trainkit.errors import UsageError, count
+from trainkit.errors import UsageError
 from trainkit.internals import prepared_schedulers
 from trainkit.order import Indices
+from trainkit.text import count
 from trainkit.world import describe_world
 
 SMALLEST_IS_BEST = ("loss", "error", "mse", "mae")  # parts of names of metrics, of --keep-best

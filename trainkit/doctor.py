@@ -69,7 +69,7 @@ def examine(accelerator: Accelerator, run_dir: Path) -> dict[str, Any]:
     )
     problems += find_slow_ranks(names, [rank["matmul_flops"] for rank in ranks])
     try:
-        world.check_shared(accelerator, run_dir)
+        world.check_shared_folder(accelerator, run_dir)
     except UsageError as error:
         problems.append(str(error))
     all_reduce = []

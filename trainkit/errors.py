@@ -4,15 +4,18 @@ import errno
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unicodedata import category
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+
+from trainkit.text import first_sentence
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -21,6 +24,9 @@ EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 
 LATE_START_SECONDS = 60.0
+FULL_DISK = re.compile(
+    "No space left|quota exceeded|iostream error|enforce fail at inline_container"
+)
 # How gloo and NCCL begin their messages; torch raises some of gloo's as a plain RuntimeError.
 LIBRARY_MESSAGE = re.compile(r"\[[^\]]*gloo/|gloo |nccl ", re.IGNORECASE)
 
@@ -28,21 +34,25 @@ LIBRARY_MESSAGE = re.compile(r"\[[^\]]*gloo/|gloo |nccl ", re.IGNORECASE)
 class UsageError(ValueError):
     """Wrong arguments, data, folder or launch: one sentence for the person who typed it."""
 
+    exit_code = EXIT_USAGE
+
 
 class RunFailure(RuntimeError):
     """Something broke that no argument caused (disk, numbers): one sentence, exit code 1."""
 
+    exit_code = EXIT_FAILURE
+
+
+class Stopped(SystemExit):
+    """A signal before the first step: there is nothing to save, so the process ends at once."""
+
+    exit_code = EXIT_STOPPED
+
 
 def is_main_rank() -> bool:
     """True on the process that may print on its machine, also before there is an Accelerator."""
-    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0
-
-
-def printable(text: str) -> str:
-    """The text without what could steer a terminal: names and labels are other people's words."""
-    fine = "\n\t\u200c\u200d"  # the last two join letters in some scripts
-    return "".join(c if c.isprintable() or category(c) == "Zs" or c in fine else ascii(c)[1:-1]
-                   for c in text)  # fmt: skip
+    rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    return rank == "0" or "WORLD_SIZE" not in os.environ
 
 
 @contextmanager
@@ -72,9 +82,10 @@ def failing_together(
     except (UsageError, RunFailure) as problem:
         error = str(problem)
     except Exception as problem:
-        if not isinstance(problem, OSError):
+        full = is_disk_full(problem)
+        if not full and not isinstance(problem, OSError):
             traceback.print_exc()  # perhaps a bug: where it is
-        error = f"{what}: {first_sentence(problem)}"
+        error = f"{what}: {'the disk is full' if full else first_sentence(problem)}"
     raise_together(accelerator, error, kind)
 
 
@@ -88,43 +99,41 @@ def raise_together(
         raise kind(first)
 
 
-def count(number: int, noun: str) -> str:
-    """A number and its noun: 1 process, 2 processes."""
-    plural = "es" if noun.endswith(("s", "batch")) else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
-
-
-def first_sentence(problem: BaseException) -> str:
-    """The kind of an exception and the first sentence of its message, on one line."""
-    lines = str(problem).strip().splitlines() or ["no reason given"]
-    reason = lines[0].removeprefix("Error tokenizing data. ")  # pandas: row and column come next
-    return f"{type(problem).__name__}: {reason.split('. ')[0]}"
-
-
-def what_befell(error: RuntimeError | OSError) -> str | None:
+def explain_failure(problem: Exception) -> str | None:
     """What happened to this process alone, for example a lost peer; None if that is not known."""
-    text = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
+    text = str(problem)
+    if isinstance(problem, torch.OutOfMemoryError):
         return "ran out of memory, try a larger --accumulate or a smaller --batch-size"
     if text.startswith("DataLoader worker"):
         return "lost a loader worker (the kernel kills one when memory runs out)"
-    if torch.distributed.is_available():
-        lost = isinstance(error, torch.distributed.DistError)
-        if lost or (type(error) is RuntimeError and LIBRARY_MESSAGE.match(text)):
-            if torch.distributed.is_initialized():
-                return "lost contact with another process of this run"
-            return "did not meet the other processes (see their output, or ask trainkit.doctor)"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
+    if is_disk_full(problem):
         return "found the disk full"
+    if isinstance(problem, OSError) and problem.errno == errno.EMFILE:
+        return "may open no more files, raise ulimit -n or use fewer --num-workers"
+    lost = isinstance(problem, getattr(torch.distributed, "DistError", ()))
+    if lost or (type(problem) is RuntimeError and LIBRARY_MESSAGE.match(text)):
+        if torch.distributed.is_initialized():
+            return (
+                "lost contact with another process of this run (see its output; or the script "
+                "calls a collective there that it does not call here)"
+            )
+        return "did not meet the other processes (see their output, or ask trainkit.doctor)"
     return None
 
 
-def leave(code: int) -> None:
+def is_disk_full(problem: Exception) -> bool:
+    """True if this is how the system, safetensors or torch.save says so."""
+    return FULL_DISK.search(str(problem)) is not None
+
+
+def leave(code: int) -> NoReturn:
     """End this process without waiting for peers that may never come."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # The interpreter's exit would join communication threads that wait for the other processes.
+    alone = threading.current_thread() is threading.main_thread()
+    if not alone or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        # The interpreter's exit would join communication threads that wait for the other processes,
+        # and sys.exit ends only the thread that calls it.
         os._exit(code)
     if code == EXIT_USAGE and not is_main_rank():
         # The main process may still be importing what this one has imported. If this one ended

@@ -1,20 +1,24 @@
 """What this process was started as, and whether it can become that.
 
-Launchers tell a process their wishes by variables. Accelerate drops some of them without a word.
+Launchers configure a process by environment variables. Accelerate ignores some of them silently.
 """
 
 import contextlib
 import difflib
+import inspect
 import os
 import re
 import sys
-from types import FrameType
+import threading
+from itertools import takewhile
 
 import torch
 from accelerate import notebook_launcher
+from accelerate.state import AcceleratorState, is_initialized
+from accelerate.utils import str_to_bool
 
-from trainkit.arguments import SLIPS
-from trainkit.errors import UsageError, count
+from trainkit.errors import UsageError
+from trainkit.text import count
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPI_RANKS = (  # the same four, as Open MPI, MVAPICH and MPICH (with Intel MPI) name them
@@ -25,51 +29,38 @@ MPI_RANKS = (  # the same four, as Open MPI, MVAPICH and MPICH (with Intel MPI) 
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )  # fmt: skip
 
-TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0)"
-TRUTH = (f"{TRUE}|{FALSE}", "use true or false")
-NO_SHARDS = (f"{FALSE}|", "these scripts keep the whole model on each card: start them without it, "
-             "with distributed_type: MULTI_GPU as in accelerate_configs/4gpu.yaml")  # fmt: skip
-# The variables by which Accelerate 1.15 takes wishes: the values that a run follows, and the remedy
-# for all others. From Accelerate's launchers.py, commands/launch.py, utils/launch.py, state.py,
-# accelerator.py and utils/dataclasses.py. It reads FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*,
+NOT_SET = "(?i:n|no|f|false|off|0|)"
+NO_SHARDS = (
+    NOT_SET,
+    "these scripts keep the whole model on each card: start them without it, with "
+    "distributed_type: MULTI_GPU as in accelerate_configs/4gpu.yaml",
+)
+# Environment variables that would silently change what is trained: the values that are allowed, and
+# the remedy for all others. Accelerate 1.15 reads FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*,
 # ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only where one of these asks for it.
-WISHES = {
+VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
-    "ACCELERATE_USE_CPU": TRUTH,
-    "ACCELERATE_CPU_AFFINITY": TRUTH,
-    "ACCELERATE_DEBUG_MODE": TRUTH,
-    "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)",
-                                  "use inductor, or no to train uncompiled"),
-    "ACCELERATE_DYNAMO_MODE": ("default|reduce-overhead|max-autotune",
-                               "use default, reduce-overhead or max-autotune"),
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": TRUTH,
-    "ACCELERATE_DYNAMO_USE_FULLGRAPH": TRUTH,
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": TRUTH,
     "ACCELERATE_USE_FSDP": NO_SHARDS,
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
     "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
-    "ACCELERATE_USE_SAGEMAKER": (f"{FALSE}|", "SageMaker is not supported: use accelerate launch"),
-    "ACCELERATE_USE_IPEX": (f"{FALSE}|", "Accelerate 1.15 no longer knows it"),
-    "ACCELERATE_USE_XPU": (f"{FALSE}|", "Accelerate 1.15 no longer knows it"),
+    "ACCELERATE_USE_TP": NO_SHARDS,
     "ACCELERATE_TORCH_DEVICE": ("", "choose cards by gpu_ids in the YAML"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("(?!)", "it would override --accumulate: use that"),
     "ACCELERATE_GRADIENT_CLIPPING": ("(?!)", "only DeepSpeed reads it: use --clip-norm"),
-}  # fmt: skip
-# Flags that its launcher hands on only together with what NO_SHARDS refuses, or on a TPU.
-UNHEARD = ("--gradient-", "--zero", "--offload-", "--deepspeed-", "--fsdp-", "--megatron-lm-",
-           "--parallelism-config-", "--fp8-", "--downcast-")  # fmt: skip
+    # These are here to be found when they are misspelt.
+    "ACCELERATE_USE_CPU": ("(?i:y|yes|t|true|on|1|n|no|f|false|off|0)", "use true or false"),
+    "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
+}
+# Flags that its launcher passes on only together with what NO_SHARDS refuses, or on a TPU.
+IGNORED_FLAGS = re.compile(
+    "--(gradient|zero|offload|deepspeed|fsdp|megatron-lm|parallelism-config|fp8|downcast)"
+)
 
 
 def adopt_ranks() -> None:
-    """Put the ranks that mpirun or debug_launcher gave this process where all others put them.
-
-    Raises UsageError for ranks that are none.
-    """
+    """Put the ranks that mpirun or debug_launcher gave this process where all others put them."""
     env = os.environ
-    for name in (*RANKS, *sum(MPI_RANKS, ())):
-        if not env.get(name, "0").isdecimal():
-            raise UsageError(f"{name}={env.pop(name)} is not a number from 0: unset it")
     if joined() and "RANK" not in env:  # by debug_launcher
         world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         env.update(zip(RANKS, map(str, world * 2), strict=True))
@@ -78,37 +69,29 @@ def adopt_ranks() -> None:
             env.update(zip(RANKS, [env[name] for name in names], strict=True))
             if env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]:
                 env.setdefault("MASTER_ADDR", "127.0.0.1")
-    size = int(env.get("WORLD_SIZE", "1"))
-    rank = max(int(env.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-    if rank >= size:
-        given = [f"{name}={env[name]}" for name in RANKS if name in env]
-        for name in ("RANK", "LOCAL_RANK"):
-            env.pop(name, None)  # or nobody would say it
-        raise UsageError(f"{' '.join(given)}: of {count(size, 'process')} none is number {rank}, "
-                         "counted from 0: start with accelerate launch, or unset them")  # fmt: skip
 
 
 def check_ranks() -> None:
-    """Refuse ranks with which this process would wait for ever, or fail to meet the others."""
+    """Refuse a process that no launcher started although it is one of several."""
     adopt_ranks()
     env = os.environ
-    size = int(env.get("WORLD_SIZE", "1"))
-    if size > 1 or "LOCAL_RANK" in env:
-        if not env.setdefault("MASTER_PORT", "29500").isdecimal():
-            raise UsageError(f"MASTER_PORT={env['MASTER_PORT']} is not a number: unset it")
-        sign = "WORLD_SIZE" if "WORLD_SIZE" in env else "LOCAL_RANK"
-        needed = () if joined() else ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-        missing = [name for name in needed if name not in env]
-    else:  # what Accelerate would take for a launch by MPI
-        names = next((n for n in MPI_RANKS if env.get(n[1], "1") != "1"), ("", "", "", ""))
-        sign, missing = names[1], [name for name in names if name and name not in env]
-        if names[0] in env:
-            env["RANK"] = env[names[0]]  # so that one speaks
-    if missing:
+    several = [name for _, name, *_ in (RANKS, *MPI_RANKS) if env.get(name, "1") != "1"]
+    several += env.keys() & {"RANK", "LOCAL_RANK"}
+    # A step of srun says how many tasks it has. Without that this is the script of sbatch, whose
+    # SLURM_NTASKS is what it may start.
+    in_batch = "1" if env.get("ENVIRONMENT") == "BATCH" else env.get("SLURM_NTASKS", "1")
+    if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", in_batch) != "1":
+        several.append("SLURM_PROCID")
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in env]
+    if several and missing and not joined():
         raise UsageError(
-            f"{sign}={env[sign]}, but no launcher started this process ({missing[0]} is not set): "
-            f"start it with accelerate launch or mpirun, or unset {sign}"
+            f"{several[0]}={env[several[0]]}, but no launcher started this process ({missing[0]} "
+            "is not set): start it with accelerate launch or mpirun, under Slurm with `srun ... "
+            f"accelerate launch` as in docs/slurm/train.sbatch, or unset {several[0]}"
         )
+    port = env.setdefault("MASTER_PORT", "29500") if several else "1"
+    if not port.isdecimal() or int(port) >= 2**16:
+        raise UsageError(f"MASTER_PORT={port} is not the number of a port: unset it")
 
 
 def check_launch() -> str:
@@ -116,15 +99,33 @@ def check_launch() -> str:
 
     Returns the mixed precision that it asks for. Raises UsageError on every process alike.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "a run needs the main thread, because only there Python can handle SIGTERM"
+        )
     check_ranks()
-    env = os.environ
-    for name, (pattern, remedy) in WISHES.items():
-        if name in env and not re.fullmatch(pattern, env[name]):
-            raise UsageError(f"{name}={env[name]}: {remedy}, or unset it")
-    for name in env.keys() - WISHES.keys():
-        for near in difflib.get_close_matches(name, WISHES, 1, 0.9):
-            raise UsageError(f"{name}={env[name]}: Accelerate reads {near}, so rename or unset it")
     check_launcher_flags()
+    precision = check_variables()
+    check_devices(precision)
+    if is_initialized() and (before := AcceleratorState().mixed_precision) != precision:
+        raise UsageError(
+            f"this process has trained with mixed_precision {before}, which Accelerate keeps: for "
+            f"{precision} start a new process, or restart the notebook's kernel"
+        )
+    return precision
+
+
+def check_variables() -> str:
+    """Refuse variables that would silently change what is trained; return the mixed precision."""
+    env = {**os.environ, **notebook_precision()}
+    for name, value in env.items():
+        allowed, remedy = VARIABLES.get(name, (".*", ""))
+        if not re.fullmatch(allowed, value):
+            raise UsageError(f"{name}={value}: {remedy}, or unset it")
+        if name not in VARIABLES and (near := difflib.get_close_matches(name, VARIABLES, 1, 0.9)):
+            raise UsageError(
+                f"{name}={value}: Accelerate reads only {near[0]}, so rename or unset it"
+            )
     # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
     if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
         raise UsageError(
@@ -132,13 +133,18 @@ def check_launch() -> str:
             "processes use MULTI_GPU as in accelerate_configs/2cpu.yaml (distributed_type NO and "
             "MULTI_CPU start one), for one unset MASTER_ADDR"
         )
+    return env.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def check_devices(precision: str) -> None:
+    """Refuse more GPUs than torch sees, and a precision that needs one."""
+    env = os.environ
     # A Slurm script or a cloud may set LOCAL_RANK and no LOCAL_WORLD_SIZE.
-    at_least = int(env.get("LOCAL_RANK", int(env.get("WORLD_SIZE", "1")) - 1)) + 1
-    local_size = int(env.get("LOCAL_WORLD_SIZE", at_least))
+    local_size = int(env.get("LOCAL_WORLD_SIZE", int(env.get("LOCAL_RANK", "0")) + 1))
     num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     # There are two signs of a CPU launch: accelerate's one-process launcher exports
     # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all cards with gpu_ids.
-    use_cpu = re.fullmatch(TRUE, env.get("ACCELERATE_USE_CPU", "no")) is not None
+    use_cpu = str_to_bool(env.get("ACCELERATE_USE_CPU", "no")) == 1
     use_cpu = use_cpu or env.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
     if by_accelerate() and not use_cpu and num_devices == 0:
         raise UsageError(
@@ -152,15 +158,11 @@ def check_launch() -> str:
             f"{count(num_devices, 'GPU')}: use a YAML with num_processes: {num_devices}, or check "
             "gpu_ids and CUDA_VISIBLE_DEVICES"
         )
-    precision = notebook_precision() or env.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", "fp16", "bf16"):
-        raise UsageError(f"mixed_precision {precision} is not supported: use bf16, fp16 or no")
     if precision == "fp16" and (use_cpu or num_devices == 0):
         raise UsageError(
             "fp16 needs a GPU; on a CPU accelerate would silently train in float32: use "
             "mixed_precision: bf16 or no"
         )
-    return precision
 
 
 def joined() -> bool:
@@ -174,7 +176,7 @@ def by_accelerate() -> bool:
 
 
 def check_launcher_flags() -> None:
-    """Refuse what was given to the launcher, which told nobody."""
+    """Refuse flags of the launcher that it does not pass on."""
     if not by_accelerate():
         return
     import psutil  # 20 ms
@@ -182,29 +184,21 @@ def check_launcher_flags() -> None:
     words: list[str] = []
     with contextlib.suppress(psutil.Error, AttributeError):  # the launcher may be gone
         words = psutil.Process().parent().cmdline()
-    if sys.argv[0] in words:
-        words = words[: words.index(sys.argv[0])]
-    for number, word in enumerate(words):
-        flag = word.split("=")[0].replace("_", "-")
-        if flag.startswith(UNHEARD):
-            given = " ".join(words[number : number + (1 if "=" in word else 2)])
-            remedy = f"give {SLIPS[flag]} to the script" if flag in SLIPS else "leave it out"
+    for word in takewhile(lambda word: word != sys.argv[0], words):
+        if IGNORED_FLAGS.match(word.replace("_", "-")):
             raise UsageError(
-                f"accelerate launch {given}: the launcher ignores this flag here, {remedy}"
+                f"accelerate launch {word}: the launcher ignores this flag here: leave it out, or "
+                "give --accumulate or --clip-norm to the script"
             )
 
 
-def notebook_precision() -> str | None:
-    """What notebook_launcher was asked for; None if that is nothing.
+def notebook_precision() -> dict[str, str]:
+    """The variable that notebook_launcher should have set, if it was asked for a precision.
 
     It sets MIXED_PRECISION, which Accelerate does not read, and with one process nothing at all.
     """
-    given = "no"
-    frame: FrameType | None = sys._getframe()
-    if "NPROC" in os.environ:
-        given = os.environ.get("MIXED_PRECISION", "no")
-    while frame is not None:
-        if frame.f_code is notebook_launcher.__code__:
-            given = str(frame.f_locals["mixed_precision"])
-        frame = frame.f_back
-    return None if given == "no" else given
+    given = os.environ.get("MIXED_PRECISION", "no") if "NPROC" in os.environ else "no"
+    for caller in inspect.stack(0):
+        if caller.frame.f_code is notebook_launcher.__code__:
+            given = str(caller.frame.f_locals["mixed_precision"])
+    return {} if given == "no" else {"ACCELERATE_MIXED_PRECISION": given}

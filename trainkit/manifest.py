@@ -1,4 +1,4 @@
-"""Is a checkpoint folder whole? Its MANIFEST.json knows every byte, and its own."""
+"""Is a checkpoint folder whole? Its MANIFEST.json lists size and hash of every file."""
 
 import hashlib
 import json

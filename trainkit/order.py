@@ -236,12 +236,13 @@ def make_loaders(
     weights, one per training sample: how often each is drawn, with replacement, in relation to the
     others. Raises UsageError for weights that are none.
     """
+    draws = None
     if weights is not None:
-        weights = torch.as_tensor(weights, dtype=torch.float64).cpu()
-        good = weights.shape == (len(train_set),) and (weights >= 0).all()
-        if not good or not 0 < weights.sum() < math.inf:
+        draws = torch.as_tensor(weights, dtype=torch.float64).cpu()
+        good = draws.shape == (len(train_set),) and bool((draws >= 0).all())
+        if not good or not 0 < draws.sum() < math.inf:
             raise UsageError(
-                f"weights= of shape {tuple(weights.shape)} must be {len(train_set)} numbers of at "
+                f"weights= of shape {tuple(draws.shape)} must be {len(train_set)} numbers of at "
                 "least 0, not all of them 0: one for each training sample"
             )
     num_processes = accelerator.num_processes
@@ -250,7 +251,7 @@ def make_loaders(
         len(train_set),
         args.batch_size,
         seed=args.seed,
-        weights=weights,
+        weights=draws,
         drop_last=args.drop_last,
         accumulate=args.accumulate,
     )

@@ -54,10 +54,7 @@ from trainkit.errors import (
     EXIT_STOPPED,
     RunFailure,
     UsageError,
-    count,
     failing_together,
-    first_sentence,
-    printable,
 )
 from trainkit.finite import Position
 from trainkit.history import History, RunningMeans, epoch_bar
@@ -77,10 +74,11 @@ from trainkit.order import (
     num_used,
     release_dropout,
 )
-from trainkit.rundir import open_run, record_run, write_durably, write_tensors
+from trainkit.rundir import check_still_there, open_run, record_run, write_durably, write_tensors
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
 from trainkit.step import Step, masked_sum
+from trainkit.text import count, first_sentence, printable
 from trainkit.trackers import add_pictures, make_trackers
 
 QUIET_SECONDS = 60.0  # off a terminal, an epoch says where it is at least this often
@@ -118,7 +116,7 @@ class Run:
 
     args: argparse.Namespace
     project: str
-    check: Callable[[argparse.Namespace, int], None] | None
+    check: Callable[[argparse.Namespace, int], None]
     stage: str  # see NEXT
     resources: ExitStack  # what is given back at the end
     # Since the body was entered.
@@ -203,6 +201,8 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Clean up. No collectives after an error: other processes may be gone."""
         with self.resources:
+            if isinstance(error, FileNotFoundError):
+                check_still_there(self.args.run_dir)
             if self.stage == "over":
                 self.signals.wait()
                 self.accelerator.end_training()
@@ -228,7 +228,7 @@ class Run:
         check_indexable(self.eval_set, "evaluation set")
         self.data_md5 = data_md5(self.train_set, self.eval_set)
         world.check_same(self.accelerator, {"the data's md5": self.data_md5})
-        arguments.refuse(arguments.size_problems(args, len(self.train_set)))
+        arguments.check_size(args, len(self.train_set))
         self.num_used = num_used(len(self.train_set), args.batch_size, args.drop_last)
         self.steps_per_epoch = math.ceil(self.num_used / args.batch_size)
         num_steps = args.epochs * self.steps_per_epoch
@@ -572,8 +572,9 @@ class Run:
     def finish(self, next_command: str = "") -> dict[str, float]:
         """Write the weights and DONE, draw the pictures; return the metrics of the last evaluation.
 
-        next_command is printed last: what a person may type now. Every process must call this, last in the body. Raises RunFailure on all of them if the
-        disk is full. A picture that cannot be drawn is a sentence, not a failed run.
+        next_command is printed last: what a person may type now. Every process must call this, last
+        in the body. Raises RunFailure on all of them if the disk is full. A picture that cannot be
+        drawn is a sentence, not a failed run.
         """
         if self.stage != "between" or not self._is_over():
             raise self._out_of_order("run.finish()")

@@ -17,14 +17,14 @@ from accelerate import Accelerator
 from filelock import BaseFileLock, FileLock, Timeout
 from safetensors.torch import save
 
-from trainkit.errors import UsageError, failing_together
+from trainkit.errors import RunFailure, UsageError, failing_together
 from trainkit.world import describe_run
 
 LOCK_WAIT_SECONDS = 10.0
 
 
 def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock | None:
-    """Make --run-dir this run's own until the returned lock is released or the process ends.
+    """Lock --run-dir for this run until the returned lock is released or the process ends.
 
     An earlier run in the folder is moved aside to `RUN_DIR.1`, `.2`, ... without --resume, or if it
     is done and its checkpoints are gone; nothing is deleted. Every process must call this. Raises
@@ -48,6 +48,15 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
     return held
 
 
+def check_still_there(run_dir: Path) -> None:
+    """Raise RunFailure if somebody moved or removed the run folder while the run wrote into it."""
+    if not run_dir.exists():
+        raise RunFailure(
+            f"{run_dir} was moved or removed during the run: its checkpoints are whole where it is "
+            "now, so give that place as --run-dir, with --resume auto"
+        )
+
+
 def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
     """The lock of a run folder, held until it is released or the process ends. UsageError.
 
@@ -59,6 +68,10 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
     try:
         held.acquire(timeout=wait_seconds, poll_interval=0.2)
     except Timeout as problem:
+        if not path.exists():
+            raise UsageError(
+                f"--run-dir {run_dir} cannot be used: no file can be made in {path.parent}"
+            ) from problem
         holder = "another process"
         with contextlib.suppress(OSError):  # Windows lets nobody else read a locked file
             holder = path.read_text().strip() or holder
@@ -145,8 +158,10 @@ def refuse_links(paths: Iterable[Path]) -> None:
     """Raise UsageError if one is a symbolic link: what a run writes stays in its own folder."""
     for path in paths:
         if path.is_symlink():
-            raise UsageError(f"{path} is a symbolic link, and a run writes into its own folder "
-                             "alone: replace the link by what it names")  # fmt: skip
+            raise UsageError(
+                f"{path} is a symbolic link, and a run writes into its own folder "
+                "alone: replace the link by what it names"
+            )
 
 
 def _holds_a_run(run_dir: Path) -> bool:

@@ -7,6 +7,7 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
+from trainkit.errors import Stopped
 from trainkit.world import deadline
 
 SIGNALS = tuple(
@@ -17,9 +18,10 @@ SIGNALS = tuple(
 class Signals:
     """Tells all processes at the same step that one of them was asked to stop.
 
-    SIGTERM, SIGUSR1 and Ctrl-C set a flag; a second Ctrl-C raises KeyboardInterrupt at once. The
-    death of a launcher arrives as SIGTERM (startup.end_with_launcher). Every process must build
-    one, in the main thread.
+    SIGTERM, SIGUSR1 and Ctrl-C set a flag; a second Ctrl-C raises KeyboardInterrupt at once. Before
+    the first step, while data are loaded for example, the first one does, and the others raise
+    Stopped: there is nothing to save. The death of a launcher arrives as SIGTERM
+    (startup.end_with_launcher). Every process must build one, in the main thread.
 
     With several processes the flags are summed on the CPU, over a gloo group of their own, while
     the next step runs: no step waits for a device, and a dead or frozen process is noticed here
@@ -34,6 +36,7 @@ class Signals:
             with deadline(timeout):
                 self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self.flag = torch.zeros(1)
+        self.stepping = False  # true from the first step on, when there is something to save
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def requested(self) -> bool:
@@ -41,6 +44,7 @@ class Signals:
 
         With one process the answer is about now; with several it is about the previous call.
         """
+        self.stepping = True
         if self.group is None:
             return self.signal_name is not None
         self.wait()
@@ -61,8 +65,8 @@ class Signals:
     def meet(self) -> None:
         """Wait until all processes have come here; every process must call this.
 
-        Call it, instead of wait, before the host reads what the device makes of this step: it ends
-        in time if another process was lost in it, whose share the device would wait for.
+        Call it, instead of wait, before the host waits for the device: a lost peer raises here
+        instead of hanging in a GPU sync.
         """
         self.wait()
         if self.group is not None:
@@ -78,12 +82,18 @@ class Signals:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Put back the handlers that were there before."""
         for number, handler in self.previous.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name is not None and number == signal.SIGINT:
+        again, name = self.signal_name is not None, signal.Signals(number).name
+        self.signal_name = name
+        if number == signal.SIGINT and (again or not self.stepping):
             self.ignore_interrupts()
             raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
+        if not self.stepping:
+            raise Stopped(
+                f"stopped by {name} before the first step, with nothing to save: start the "
+                "same command with --resume auto"
+            )

@@ -1,7 +1,7 @@
 """Is this the world that the YAML asked for, and are all its nodes alike?
 
 Machines are installed and started one by one, so they can differ, and a run on machines that differ
-hangs or, worse, trains. A "node" is all that one launcher started.
+hangs, or silently trains wrong. A "node" is all that one launcher started.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
@@ -25,11 +24,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
-from trainkit.errors import UsageError, count, failing_together, raise_together
+from trainkit.errors import UsageError, failing_together, raise_together
+from trainkit.text import count, shorten
 
-SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 TOKEN_WAIT_SECONDS = 5.0  # a network file system may show a new file a little later
 
 
@@ -43,8 +42,12 @@ def deadline(timeout: timedelta) -> Iterator[None]:
 
     def give_up() -> None:
         rank, seconds = os.environ.get("RANK", "0"), timeout.total_seconds()
-        print(f"error: process {rank} did not meet the other processes within {seconds:.0f} s (see "
-              "their output, or run trainkit.doctor)", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"error: process {rank} did not meet the other processes within {seconds:.0f} s (see "
+            "their output, or run trainkit.doctor)",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
     timer = threading.Timer(timeout.total_seconds() + 5, give_up)
@@ -63,11 +66,6 @@ def check_world(accelerator: Accelerator) -> None:
         raise UsageError(
             f"{world_size} processes were started but Accelerate sees {accelerator.num_processes}, "
             "so they would overwrite each other's files: use a YAML from accelerate_configs/"
-        )
-    if accelerator.distributed_type not in SUPPORTED:
-        raise UsageError(
-            f"distributed_type {accelerator.distributed_type.value} is not supported: use NO for "
-            "one process or MULTI_GPU for several, as in accelerate_configs/"
         )
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise UsageError(
@@ -100,10 +98,10 @@ def check_nodes(accelerator: Accelerator, args: argparse.Namespace) -> None:
     """
     facts = describe_node()
     for name, value in vars(args).items():
-        if name not in ("dataset", "data"):  # may differ: what was read there is compared later
+        if name not in args.not_the_experiment:
             facts[f"--{name.replace('_', '-')}"] = value
     check_same(accelerator, facts)
-    check_shared(accelerator, args.run_dir)
+    check_shared_folder(accelerator, args.run_dir)
 
 
 def check_same(accelerator: Accelerator, facts: dict[str, Any]) -> None:
@@ -116,18 +114,18 @@ def check_same(accelerator: Accelerator, facts: dict[str, Any]) -> None:
         raise UsageError(f"the nodes of this run differ: {'; '.join(problems)}")
 
 
-def check_shared(accelerator: Accelerator, directory: Path) -> None:
+def check_shared_folder(accelerator: Accelerator, directory: Path) -> None:
     """Refuse a directory that is not one and the same for all processes.
 
     Every process must call this. Raises UsageError on all of them.
     """
     if accelerator.num_processes == 1:
         return
-    is_new, (name,) = not directory.exists(), broadcast_object_list([uuid.uuid4().hex])
-    token = directory / f".tmp-token-{name}"
+    (name,) = broadcast_object_list([uuid.uuid4().hex])
+    token = directory.with_name(f".tmp-token-{name}")  # beside it, where the lock will lie
     with failing_together(accelerator, f"{directory} cannot be used"):
         if accelerator.is_main_process:
-            directory.mkdir(parents=True, exist_ok=True)
+            token.parent.mkdir(parents=True, exist_ok=True)
             token.touch()
     give_up_at = time.monotonic() + TOKEN_WAIT_SECONDS
     while not (sees := token.exists()) and time.monotonic() < give_up_at:
@@ -135,9 +133,6 @@ def check_shared(accelerator: Accelerator, directory: Path) -> None:
     nodes = gather_object([(node_name(), sees)])
     if accelerator.is_main_process:
         token.unlink(missing_ok=True)
-        if is_new:  # open_run makes it again if the run is not refused
-            with contextlib.suppress(OSError):  # not empty: another run just started in it
-                directory.rmdir()
     if blind := sorted({node for node, sees in nodes if not sees}):
         raise UsageError(
             f"{directory} is not the same folder on {' and '.join(blind)} as on {nodes[0][0]}: "
@@ -172,15 +167,13 @@ def find_differences(ranks: Sequence[dict[str, Any]]) -> list[str]:
     """
     problems = []
     for fact in dict.fromkeys(name for rank in ranks for name in rank["facts"]):
-        nodes: dict[str, list[str]] = {}  # per value, the node of each rank that has it
+        nodes: dict[str, list[str]] = {}  # per value, the nodes that have it
         for rank in ranks:
-            nodes.setdefault(rank["facts"].get(fact, "not set"), []).append(rank["node"])
-        usual = max(nodes, key=lambda value: len(nodes[value]))  # of equals the one of rank 0
-        first = nodes.pop(usual)[0]
-        for value, names in nodes.items():
-            names = list(dict.fromkeys(names))
-            who = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            problems.append(f"{fact} is {value} on {who}, and {usual} on {first}")
+            having = nodes.setdefault(rank["facts"].get(fact, "not set"), [])
+            having += [rank["node"]] * (rank["node"] not in having)
+        if len(nodes) > 1:
+            values = (f"{value} on {shorten(having)}" for value, having in nodes.items())
+            problems.append(f"{fact} is {', and '.join(values)}")
     return problems
 
 
@@ -213,7 +206,8 @@ def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str
 
 def git_revision() -> str | None:
     """The commit of the script's folder, "-dirty" if files were edited; None without git."""
-    if not shutil.which("git"):
-        return None
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+    with contextlib.suppress(FileNotFoundError):
+        said = subprocess.run(git, capture_output=True, text=True, check=False).stdout
+        return said.strip() or None
+    return None

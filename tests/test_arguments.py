@@ -1,0 +1,123 @@
+"""Flags: read as a shell would, checked all at once, wherever they come from."""
+
+from pathlib import Path
+
+import pytest
+
+import train_mnist
+import train_regression
+from trainkit import arguments
+from trainkit.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("--lr 0.1", "instead of --lr use --learning-rate"),
+        ("-lr 0.1", "instead of -lr use --learning-rate"),
+        ("--batch_size 3", "instead of --batch_size use --batch-size"),
+        ("--learning_rate=1", "instead of --learning_rate use --learning-rate"),
+        ("--Epochs 3", "instead of --Epochs use --epochs"),
+        ("--epoch 3", "instead of --epoch perhaps --epochs"),
+        ("--optimiser sgd", "instead of --optimiser perhaps --optimizer"),
+        ("--gradient_accumulation_steps 4", "steps use --accumulate"),
+        ("--max_grad_norm 1", "norm use --clip-norm"),
+        ("--output_dir x", "instead of --output_dir use --run-dir"),
+        ("--mixed_precision bf16", "--mixed_precision is for the launch"),
+        ("--fp16", "--fp16 is for the launch: the YAML, accelerate launch or torchrun"),
+        ("--num_processes 2", "--num_processes is for the launch"),
+        ("--cpu", "--cpu is for the launch"),
+        ("--local-rank=0", "--local-rank is for the launch"),  # torch.distributed.launch
+        ("--config_file accelerate_configs/2cpu.yaml", "--config_file is for the launch"),
+        ("--xyzzy 3", "--xyzzy 3 .see"),
+    ],
+)
+def test_a_slip_in_a_flag_gets_a_hint(typed: str, words: str) -> None:
+    for script in (train_mnist, train_regression):
+        with pytest.raises(UsageError, match=words) as refused:
+            script.parse_args(typed.split())
+        assert len(str(refused.value).splitlines()) == 1 and "--help)" in str(refused.value)
+
+
+# What a file of flags holds, and the --run-dir and --label that come of it.
+FILES = [
+    ("--run-dir exp#1", "exp#1", None),
+    ("--run-dir 'my runs' # the run's folder\n# and\n--label x", "my runs", "x"),
+    ('--run-dir "a # b"\t--label "it\'s"', "a # b", "it's"),
+    ("\ufeff--run-dir x", "x", None),
+    ("--run-dir=x\\ y", "x y", None),
+]
+
+
+@pytest.mark.parametrize(("text", "run_dir", "label"), FILES)
+def test_a_file_of_flags_is_read_as_by_a_shell(
+    text: str, run_dir: str, label: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "flags").write_text(text)
+    args = train_mnist.parse_args([f"@{tmp_path / 'flags'}"])
+    assert (str(args.run_dir), args.label) == (run_dir, label)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("--label 'x", "No closing quotation"), ("@{}", "recursion"), ("@{}.gone", "No such file")],
+)
+def test_a_file_of_flags_that_cannot_be_read_is_one_sentence(
+    text: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "flags"
+    path.write_text(text.format(path))
+    with pytest.raises(UsageError, match=f"^@{path}.* cannot be read as .*{words}"):
+        train_mnist.parse_args([f"@{path}"])
+
+
+# Flags of train_regression.py, and what is said of them; each with all the others at once.
+WRONG = {
+    "--epochs 0": "--epochs 0 must be at least 1",
+    "--learning-rate nan": "--learning-rate nan must be a number above 0",
+    "--warmup 1": "--warmup 1.0 must be at least 0 and below 1",
+    "--keep 1": "--keep 1 must be at least 2",
+    "--seed -1": "--seed -1 must be at least 0 and below 2..32",
+    "--ema 1": "--ema 1.0 must be above 0 and below 1",
+    "--patience 3": "--patience needs --keep-best",
+    "--eval-every 0": "--eval-every 0 must be at least 1",
+    "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
+    "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
+    "--noise inf": "--noise inf must be 0 or more",
+}
+
+
+def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
+    args = train_regression.parse_args(" ".join(WRONG).split())
+    args.timeout = 0
+    with pytest.raises(UsageError) as refused:
+        train_regression.check_arguments(args, 2)
+    for words in (*WRONG.values(), "--timeout 0 must be at least 1"):
+        assert words.replace("2..32", "2**32") in str(refused.value)
+    assert str(refused.value).count("; ") == len(WRONG)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--schedule constant --min-learning-rate 1e-4", "is for --schedule onecycle and cosine"),
+        ("--learning-rate 1e-4 --min-learning-rate 1e-4", "must be below --learning-rate"),
+        ("--learning-rate 2e-4 --min-learning-rate 1e-4 --keep-best eval_loss --patience 1", ""),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags: str, words: str) -> None:
+    args = train_regression.parse_args(flags.split())
+    problems = arguments.shared_problems(args, 1)
+    assert [words in problem for problem in problems] == [True] * bool(words)
+
+
+def test_only_the_experiment_must_be_equal_when_a_run_is_resumed() -> None:
+    plain = arguments.experiment(train_regression.parse_args([]))
+    same = "--run-dir x --patience 3 --eval-every 2 --accumulate 2 --data x --target-r2 0.5"
+    assert arguments.experiment(train_regression.parse_args(same.split())) == plain
+    for other in ("--ema 0.9", "--min-learning-rate 1e-5", "--noise 0", "--epochs 7"):
+        assert arguments.experiment(train_regression.parse_args(other.split())) != plain
+    longer = [train_regression.parse_args(["--schedule", "constant", "--epochs", n]) for n in "12"]
+    assert arguments.experiment(longer[0]) == arguments.experiment(longer[1])
+    with pytest.raises(AssertionError, match="names no flag"):
+        arguments.experiment(type(longer[0])(**vars(longer[0]) | {"not_the_experiment": ["typo"]}))

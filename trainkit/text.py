@@ -1,0 +1,29 @@
+"""Words for people: what stands in messages of all modules."""
+
+from unicodedata import category
+
+
+def printable(text: str) -> str:
+    """The text without what could steer a terminal: names and labels are other people's words."""
+    fine = "\n\t\u200c\u200d"  # the last two join letters in some scripts
+    return "".join(
+        c if c.isprintable() or category(c) == "Zs" or c in fine else ascii(c)[1:-1] for c in text
+    )
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun: 1 process, 2 processes."""
+    plural = "es" if noun.endswith(("s", "batch")) else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def first_sentence(problem: BaseException) -> str:
+    """The kind of an exception and the first sentence of its message, on one line."""
+    lines = str(problem).strip().splitlines() or ["no reason given"]
+    reason = lines[0].removeprefix("Error tokenizing data. ")  # pandas: row and column come next
+    return f"{type(problem).__name__}: {reason.split('. ')[0]}"
+
+
+def shorten(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
