@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from trainkit.records import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-MNIST, REGRESSION = ROOT / "train_mnist.py", ROOT / "train_regression.py"
+MNIST = ROOT / "train_mnist.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in each process
 
 
@@ -132,7 +132,7 @@ def in_turn(ways: dict[Any, Callable[[], Any]], rounds: int, warm_up: int = 0) -
 
 
 def as_text(value: object) -> str:
-    """A number with thousands separators, or with three digits."""
+    """A number with three digits, or to the next whole one with thousands separators."""
     if not isinstance(value, int | float):
         return str(value)
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -145,8 +145,8 @@ def main() -> None:
         ways["accelerate"] = partial(execute, cv_example, folder / "rows", cwd=cwd)
         ways |= {"ours": ours, "fast": partial(ours, f"@{ROOT / 'recipes' / 'fast'}")}
         ours("--stop-after-steps", 1)  # fills the cache
-        names = args.only or [*ways]
-        results = in_turn({name: ways[name] for name in names}, args.rounds)
+        wanted = {name: way for name, way in ways.items() if name in (args.only or ways)}
+        results = in_turn(wanted, args.rounds)
     table(
         "script | training, s/epoch | evaluation, s | accuracy by epoch, % | to 99 %, s "
         "| process, s | memory, MB",
