@@ -34,7 +34,7 @@ def main() -> None:
     parser = Parser(__doc__, rounds=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=[60_000, 600_000, 6_000_000])
     parser.add_argument("--steps", type=int, default=1404, help="of each run in a round")
-    parser.add_argument("--dir", type=Path, default=None, help="where the data sets are laid")
+    parser.add_argument("--dir", type=Path, help="where the data sets are laid")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         first, ways = {}, {}

@@ -121,7 +121,7 @@ def main() -> None:
     parser = Parser(__doc__, rounds=1)
     for name, path in IN_CLONES.items():
         parser.add_argument(f"--{name}", type=Path, metavar="CLONE", help=f"that has {path}")
-    parser.add_argument("--only", nargs="+", default=None)
+    parser.add_argument("--only", nargs="+")
     parser.add_argument("--pictures", type=int, help="of each split, 700 or more, to try it out")
     args = parser.parse_args()
     print(*(f"{name} {version(name)}" for name in ("torch", "torchvision", "accelerate")))

@@ -31,7 +31,7 @@ def draw_terminal(text: str) -> Figure:
         "\n".join(lines),
         family="monospace",
         fontsize=13.2 * 72 / DPI,
-        linespacing=1.2,
+        linespacing=1.39,
         verticalalignment="top",
         color="#1f1f1f",
     )

@@ -92,8 +92,10 @@ def per_sample(model: str, batch_size: int, steps: int, num_workers: int) -> flo
     """Images per second of a plain PyTorch loop behind collate."""
     net = train_mnist.MODELS[model](10).to(DEVICE)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    options = {"shuffle": True, "collate_fn": collate, "num_workers": num_workers}
-    batches = iter(DataLoader(pictures_and_labels(), batch_size, **options))
+    fork = "fork" if num_workers else None  # as is usual; this process was spawned
+    options = {"shuffle": True, "num_workers": num_workers, "multiprocessing_context": fork}
+    data = pictures_and_labels()
+    batches = iter(DataLoader(data, batch_size, collate_fn=collate, **options))
     next(batches)  # workers are up and fetch ahead before the clock starts
 
     def step() -> None:

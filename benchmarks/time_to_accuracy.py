@@ -88,8 +88,8 @@ def mean(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--config", type=Path, default=None, help="YAML; None: plain python")
-    parser.add_argument("--compare", choices=VARIANTS, default=None)
+    parser.add_argument("--config", type=Path, help="YAML; None: plain python")
+    parser.add_argument("--compare", choices=VARIANTS)
     args, common = parser.parse_known_args()
     launch = ("--config_file", args.config) if args.config else ()
     script = ("-c", WITHOUT, MNIST) if args.compare == "startup" else (MNIST,)
