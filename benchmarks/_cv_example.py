@@ -6,8 +6,8 @@ Dataset opens a picture per sample with PIL, four workers load, the batch is nor
 is plain: no augmentation, no label smoothing.
 """
 
-import argparse
 import io
+import sys
 from pathlib import Path
 
 import PIL.Image
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import ToTensor
 
-EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED = 3, 128, 6e-3, 0
+EPOCHS, BATCH_SIZE, LEARNING_RATE = 3, 128, 6e-3
 MEAN, STD = 0.1307, 0.3081
 
 
@@ -29,17 +29,16 @@ class Digits(Dataset):
     """The pictures of one Parquet file, decoded whenever one is asked for."""
 
     def __init__(self, path: Path) -> None:
-        rows = pyarrow.parquet.read_table(path)
-        self.files = [picture["bytes"] for picture in rows["image"].to_pylist()]
-        self.labels = rows["label"].to_pylist()
+        self.rows = pyarrow.parquet.read_table(path).to_pylist()
         self.transform = ToTensor()
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
-        picture = PIL.Image.open(io.BytesIO(self.files[index]))
-        return {"image": self.transform(picture), "label": self.labels[index]}
+        row = self.rows[index]
+        picture = PIL.Image.open(io.BytesIO(row["image"]["bytes"]))
+        return {"image": self.transform(picture), "label": row["label"]}
 
 
 def make_model() -> nn.Module:
@@ -51,16 +50,17 @@ def make_model() -> nn.Module:
     )  # fmt: skip
 
 
-def train(data_dir: Path) -> None:
+def main() -> None:
+    data_dir = Path(sys.argv[1])
     accelerator = Accelerator()
-    set_seed(SEED)
+    set_seed(0)
     train_set, eval_set = Digits(data_dir / "train.parquet"), Digits(data_dir / "test.parquet")
     train_loader = DataLoader(train_set, BATCH_SIZE, shuffle=True, num_workers=4)
     eval_loader = DataLoader(eval_set, BATCH_SIZE, num_workers=4)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    scheduler = OneCycleLR(optimizer, LEARNING_RATE, EPOCHS * len(train_loader), pct_start=0.2,
-                           cycle_momentum=False)  # fmt: skip
+    steps = EPOCHS * len(train_loader)
+    scheduler = OneCycleLR(optimizer, LEARNING_RATE, steps, pct_start=0.2, cycle_momentum=False)
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler
     )
@@ -88,12 +88,6 @@ def train(data_dir: Path) -> None:
             total += len(labels)
         accelerator.print(f"Test set: Accuracy: {correct}/{total}")
     accelerator.end_training()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data_dir", type=Path, required=True)
-    train(parser.parse_args().data_dir)
 
 
 if __name__ == "__main__":

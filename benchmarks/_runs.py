@@ -1,69 +1,163 @@
-"""Runs of the two scripts, started as a person starts them, and what they measured themselves."""
+"""One way to run and one way to print: what all benchmarks share."""
 
-import json
+import argparse
+import contextlib
+import io
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import psutil
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from matplotlib.figure import Figure
+
+from trainkit.records import read_rows
+
 ROOT = Path(__file__).resolve().parent.parent
-MNIST, REGRESSION = ROOT / "train_mnist.py", ROOT / "train_regression.py"
+MNIST = ROOT / "train_mnist.py"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in each process
 
 
-def start(
-    *words: object, config: Path | None = None, env: dict[str, str] | None = None
-) -> subprocess.Popen:
-    """Start `python WORDS...`, under the launcher if there is a YAML; its output is thrown away."""
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", config] if config else []
-    return subprocess.Popen(
-        [sys.executable, *map(str, (*launcher, *words))],
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **(env or {})},
+class Parser(argparse.ArgumentParser):
+    """A parser with --rounds."""
+
+    def __init__(self, description: str, rounds: int):
+        super().__init__(description=description.splitlines()[0])
+        self.add_argument("--rounds", type=int, default=rounds)
+
+
+@dataclass
+class Ended:
+    """A process that has ended.
+
+    Attributes:
+        seconds: from start to exit.
+        lines: what it printed, each with the second at which it came.
+        memory: psutil's memory_info() of the one process, twenty times a second.
+        timing, metrics: the rows that a run wrote into its folder.
+    """
+
+    seconds: float
+    lines: list[tuple[float, str]]
+    memory: list[Any]
+    timing: Sequence[dict[str, Any]] = ()
+    metrics: Sequence[dict[str, Any]] = ()
+
+    @property
+    def train_seconds(self) -> float:
+        return sum(row["train_seconds"] for row in self.timing)
+
+    @property
+    def samples_per_second(self) -> float:
+        return sum(row["train_samples"] for row in self.timing) / self.train_seconds
+
+
+def launcher(num_processes: int) -> list[object]:
+    """The launch=... of execute() for so many processes, on GPUs where there are any."""
+    name = "4gpu.yaml" if torch.cuda.is_available() else "2cpu.yaml"
+    config = ROOT / "accelerate_configs" / name
+    return ["--config_file", config, "--num_processes", num_processes] if num_processes > 1 else []
+
+
+def execute(
+    *words: object, launch: Sequence = (), env: dict | None = None, cwd: Path | None = None
+) -> Ended:
+    """Run `python WORDS...`, or `accelerate launch LAUNCH... WORDS...`, to its end.
+
+    Raises RuntimeError with the end of what it printed unless it ends with 0.
+    """
+    if launch:
+        words = ("-m", "accelerate.commands.launch", *launch, *words)
+    known = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    memory, started_at = [], time.perf_counter()
+    process = psutil.Popen(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, **known, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-
-
-def finish(process: subprocess.Popen) -> None:
-    """Wait for what start() started."""
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(
+            lambda: [(time.perf_counter() - started_at, line) for line in process.stdout]
+        )
+        while wait([reading], 0.05).not_done:
+            with contextlib.suppress(psutil.Error):  # it ends meanwhile
+                memory.append(process.memory_info())
+    lines = reading.result()
     if process.wait() != 0:
-        raise SystemExit(f"{' '.join(process.args)} ended with {process.returncode}")
+        raise RuntimeError("".join(line for _, line in lines[-40:]))
+    return Ended(time.perf_counter() - started_at, lines, memory)
 
 
-def figures(run_dir: Path) -> dict[str, Any]:
-    """Of a finished run: seconds and samples of all its epochs, and its last evaluation."""
-    timing, metrics = (
-        [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
-        for name in ("timing.jsonl", "metrics.jsonl")
-    )
-    seconds, samples = (sum(row[n] for row in timing) for n in ("train_seconds", "train_samples"))
-    return {
-        "train_seconds": seconds,
-        "samples": samples,
-        "samples_per_second": samples / seconds,
-        "metrics": metrics[-1],
-    }
-
-
-def one_run(
-    *words: object, config: Path | None = None, env: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """figures() of one run in a folder of its own, and its seconds from start to exit."""
+def one_run(*words: object, **how: Any) -> Ended:
+    """execute() a script in a folder of its own, and read the rows that it wrote there."""
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder, "run")
-        cpu_before, started_at = _cpu_seconds(), time.perf_counter()
-        finish(start(*words, "--run-dir", run_dir, config=config, env=env))
-        return {
-            "process_seconds": time.perf_counter() - started_at,
-            "cpu_seconds": _cpu_seconds() - cpu_before,
-            **figures(run_dir),
-        }
+        ended = execute(*words, "--run-dir", folder, **how)
+        ended.timing = read_rows(Path(folder, "timing.jsonl"))
+        ended.metrics = read_rows(Path(folder, "metrics.jsonl"))
+    return ended
 
 
-def _cpu_seconds() -> float:
-    """Of all processes that were started here and have ended."""
-    import resource  # not on Windows, where the cost model alone can be used
+def in_process(script: ModuleType, *flags: object, precision: str = "no") -> float:
+    """Samples per second of the script's last epoch, run in this process without a word."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+    os.environ["ACCELERATE_USE_CPU"] = str(not torch.cuda.is_available())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        script.main([*map(str, flags), "--no-pictures", "--run-dir", folder])
+        last = read_rows(Path(folder, "timing.jsonl"))[-1]
+    return last["train_samples"] / last["train_seconds"]
 
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+
+def in_turn(ways: dict[Any, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[Any, list]:
+    """What each way gave in each round. They take turns, as a machine does not stay the same."""
+    results = {name: [] for name in ways}
+    for _ in range(warm_up + rounds):
+        for name, way in ways.items():
+            results[name].append(way())
+    return {name: values[warm_up:] for name, values in results.items()}
+
+
+def as_text(value: object) -> str:
+    """A number with three digits, or to the next whole one with thousands separators."""
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median (lowest to highest)."""
+    low, high = as_text(min(values)), as_text(max(values))
+    return f"{as_text(statistics.median(values))} ({low} to {high})"
+
+
+def table(head: str, rows: Iterable[Iterable[object]]) -> None:
+    """Print a Markdown table; its head is written "one | two"."""
+    print(f"| {head} |\n|" + " --- |" * (head.count("|") + 1))
+    for row in rows:
+        print(f"| {' | '.join(map(as_text, row))} |", flush=True)
+
+
+def draw(name: str, lines: dict[str, tuple[Sequence, Sequence]], x: str, y: str) -> None:
+    """Write docs/NAME.png: a line for each pair of x and y, on two logarithmic axes."""
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for (label, pair), style in zip(lines.items(), ("-", "--", "-."), strict=False):
+        axes.loglog(*pair, style, label=label, nonpositive="mask")
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(color="0.9")
+    figure.legend(loc="outside upper left", ncols=3, frameon=False)
+    figure.savefig(ROOT / "docs" / f"{name}.png")

@@ -2,57 +2,51 @@
 
     python -m benchmarks.pictures
 
-The run is made in runs/readme, or taken from there if it is done. Lines longer than the picture are
-broken between words, and the folder of this repository is left out of them.
+Lines longer than the picture are broken between words, and the folder of this repository is left
+out of them.
 """
 
-import subprocess
-import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 from matplotlib.figure import Figure
 from PIL import Image
 
-from benchmarks._runs import MNIST, ROOT
+from benchmarks._runs import MNIST, ROOT, execute
 
-FOLDER = ROOT / "runs" / "readme"
-PICTURES = ROOT / "docs" / "pictures"
-COLUMNS, INDENT, DPI = 116, " " * 12, 100
-
-
-def terminal_output() -> str:
-    """What `python train_mnist.py` prints."""
-    path = FOLDER / "terminal.txt"
-    if not (FOLDER / "runs" / "mnist" / "DONE").exists() or not path.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run([sys.executable, str(MNIST)], cwd=FOLDER,
-                              stdout=subprocess.PIPE, text=True, check=True)  # fmt: skip
-        path.write_text(done.stdout)
-    return path.read_text().replace(f"{ROOT}/", "")
+COLUMNS, DPI = 116, 100
 
 
 def draw_terminal(text: str) -> Figure:
     """Dark monospaced text on a light ground."""
     lines = ["$ python train_mnist.py"]
     for line in text.splitlines():
-        lines += textwrap.wrap(line, COLUMNS, subsequent_indent=INDENT, drop_whitespace=True)
+        lines += textwrap.wrap(line, COLUMNS, subsequent_indent=" " * 12)
     width, height = 8 * COLUMNS + 32, 19 * len(lines) + 28  # pixels
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="#f6f6f3")
-    for number, line in enumerate(lines):
-        figure.text(16 / width, 1 - (18 + 19 * number) / height, line, family="monospace",
-                    fontsize=13.2 * 72 / DPI, va="top", color="#1f1f1f")  # fmt: skip
+    figure.text(
+        16 / width,
+        1 - 14 / height,
+        "\n".join(lines),
+        family="monospace",
+        fontsize=13.2 * 72 / DPI,
+        linespacing=1.39,
+        verticalalignment="top",
+        color="#1f1f1f",
+    )
     return figure
 
 
 def main() -> None:
-    text = terminal_output()
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    draw_terminal(text).savefig(FOLDER / "runs" / "mnist" / "terminal.png")
-    for name in ("terminal", "curves", "mistakes"):
-        with Image.open(FOLDER / "runs" / "mnist" / f"{name}.png") as picture:
-            small = picture.convert("RGB").quantize(32, dither=Image.Dither.NONE)
-        small.save(PICTURES / f"{name}.png", optimize=True)
-        print(f"{PICTURES / name}.png", (PICTURES / f"{name}.png").stat().st_size, "bytes")
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory, "runs", "mnist")
+        text = "".join(line for _, line in execute(MNIST, cwd=directory).lines)
+        draw_terminal(text.replace(f"{ROOT}/", "")).savefig(run_dir / "terminal.png")
+        for name in ("terminal.png", "curves.png", "mistakes.png"):
+            with Image.open(run_dir / name) as picture:
+                small = picture.convert("RGB").quantize(32, dither=Image.Dither.NONE)
+            small.save(ROOT / "docs" / "pictures" / name, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,85 +1,116 @@
-"""Accuracy and seconds of whole runs over several seeds: always the last epoch, never the best.
+"""Accuracy and seconds of whole runs over several seeds, and what a setting changes of them.
 
     python -m benchmarks.time_to_accuracy --seeds 10
     python -m benchmarks.time_to_accuracy --seeds 10 @recipes/fast
-    python -m benchmarks.time_to_accuracy --seeds 5 --config CONFIG.yaml @recipes/best
-    python -m benchmarks.time_to_accuracy --seeds 2 --ablation
+    python -m benchmarks.time_to_accuracy --seeds 2 --compare ablation --validation-split 10000
+    python -m benchmarks.time_to_accuracy --seeds 4 --compare threads --stop-after-steps 120
 
-Everything that is not a flag of this program goes to train_mnist.py. `train` is the sum of the
-epochs' seconds from first batch to last, `process` is from start to exit: imports, decoding (cached
-after a first run, which is not counted), evaluation and checkpoints included.
+Everything that is not a flag of this program goes to train_mnist.py. The accuracy is that of the
+last epoch, never the best. `train` is the sum of the epochs' seconds from first batch to last,
+`process` is from start to exit: imports, decoding (cached after a first run, which is not counted),
+evaluation and checkpoints included.
 
-With --ablation, runs that each differ from the others in one thing take turns, seed by seed. They
-train on 50,000 pictures and are judged by the other 10,000 training pictures, so that the test set
-has no part in a choice.
+With --compare, runs that each differ from the first in one thing take turns, seed by seed:
+
+    ablation  one ingredient of the default run; judge by --validation-split, so that the test set
+              has no part in a choice
+    threads   how OpenMP's idle threads wait for work: they spin, which is quick and takes a core
+              from whatever else wants it (libgomp: 300,000 times), or sleep; alone, and beside
+              `python -c "while True: pass"`
+    startup   without one of the settings and patches of trainkit/startup.py
 """
 
 import argparse
-import json
+import itertools
 import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from benchmarks._runs import MNIST, one_run
+from benchmarks._runs import MNIST, Ended, in_turn, one_run, spread, table
 
-ABLATION = {
-    "as it is": "",
-    "without augmentation": "--no-augment",
-    "twice the shift and turn": "--max-shift 2 --max-turn 10",
-    "with a warp of one pixel": "--max-warp 1",
-    "without label smoothing": "--label-smoothing 0",
-    "constant learning rate 1e-3": "--schedule constant --warmup 0 --learning-rate 1e-3",
-    "learning rate 3e-3": "--learning-rate 3e-3",
-    "SGD with momentum": "--optimizer sgd",
-    "batches of 64": "--batch-size 64 --learning-rate 5e-3",
-    "batches of 256": "--batch-size 256",
-    "2 epochs": "--epochs 2",
-    "4 epochs": "--epochs 4",
-    "lenet": "--model lenet",
-    "deep": "--model deep",
+SPINS = "OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT="
+VARIANTS = {  # environment variables and flags
+    "ablation": {
+        "as it is": "",
+        "without augmentation": "--no-augment",
+        "twice the shift and turn": "--max-shift 2 --max-turn 10",
+        "with a warp of one pixel": "--max-warp 1",
+        "without label smoothing": "--label-smoothing 0",
+        "constant learning rate 1e-3": "--schedule constant --warmup 0 --learning-rate 1e-3",
+        "learning rate 3e-3": "--learning-rate 3e-3",
+        "SGD with momentum": "--optimizer sgd",
+        "batches of 64": "--batch-size 64 --learning-rate 5e-3",
+        "batches of 256": "--batch-size 256",
+        "2 epochs": "--epochs 2",
+        "4 epochs": "--epochs 4",
+        "lenet": "--model lenet",
+        "deep": "--model deep",
+    },
+    "threads": {
+        "nothing set": "",
+        "always spin": "GOMP_SPINCOUNT=INFINITY",
+        "10,000 spins": SPINS + "10000",
+        "3,000 spins": SPINS + "3000",
+        "1,000 spins": SPINS + "1000",
+        "no spins": SPINS + "0",
+    },
+    "startup": {
+        "as it is": "",
+        "freed memory goes back": "LEFT_OUT=startup.keep_memory",
+        "with the compiler": "LEFT_OUT=startup.spare_the_compiler",
+        "with sharded tensors": "LEFT_OUT=startup.spare_sharded_tensors",
+        "with lookups": "LEFT_OUT=startup.spare_lookups",
+        "imports are searched for garbage": "LEFT_OUT=gc.freeze",
+        "with the last four": "LEFT_OUT=startup.spare_the_compiler,startup.spare_sharded_tensors,"
+        "startup.spare_lookups,gc.freeze",
+    },
 }
+# Runs the script that comes first after -c, without the functions that LEFT_OUT names.
+WITHOUT = """
+import gc, os, runpy, sys
+from trainkit import startup
+for left_out in filter(None, os.environ.get("LEFT_OUT", "").split(",")):
+    module, name = left_out.split(".")
+    getattr(globals()[module], name)
+    setattr(globals()[module], name, lambda: None)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def mean(values: list[float]) -> str:
+    """Mean +- standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.3f} +- {deviation:.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--config", type=Path, default=None, help="YAML; None: plain python")
-    parser.add_argument("--ablation", action="store_true", help="what each ingredient gives")
-    parser.add_argument("--json", type=Path, default=None, help="also write every run there")
+    parser.add_argument("--config", type=Path, help="YAML; None: plain python")
+    parser.add_argument("--compare", choices=VARIANTS)
     args, common = parser.parse_known_args()
-    variants = {"": ""}
-    if args.ablation:
-        variants, common = ABLATION, [*common, "--validation-split", "10000", "--no-pictures"]
-    one_run(MNIST, *common, "--stop-after-steps", 1, config=args.config)  # fills caches
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
-    for seed in range(args.first_seed, args.first_seed + args.seeds):
-        for name, flags in variants.items():
-            words = (*common, *flags.split(), "--seed", seed)
-            run = one_run(MNIST, *words, config=args.config)
-            runs[name].append(
-                {
-                    "seed": seed,
-                    "accuracy": run["metrics"]["eval_accuracy"],
-                    "train": run["train_seconds"],
-                    "process": run["process_seconds"],
-                }
-            )
-            print(f"{name} seed {seed}: {runs[name][-1]['accuracy']:.2%}, train "
-                  f"{run['train_seconds']:.1f} s, process {run['process_seconds']:.1f} s",
-                  flush=True)  # fmt: skip
-    print(
-        f"train_mnist.py {' '.join(common)}, mean of {args.seeds} +- standard deviation\n"
-        "| variant | flags | accuracy, % | train, s | process, s |\n|" + " --- |" * 5
-    )
-    for name, flags in variants.items():
-        cells = []
-        for key, scale, places in (("accuracy", 100, 3), ("train", 1, 1), ("process", 1, 1)):
-            values = [scale * run[key] for run in runs[name]]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.mean(values):.{places}f} +- {spread:.{places}f}")
-        print(f"| {name} | {f'`{flags}`' if flags else ''} | {' | '.join(cells)} |")
-    if args.json:
-        args.json.write_text(json.dumps(runs, indent=1) + "\n")
+    launch = ("--config_file", args.config) if args.config else ()
+    script = ("-c", WITHOUT, MNIST) if args.compare == "startup" else (MNIST,)
+    variants = VARIANTS.get(args.compare, {"train_mnist.py": ""})
+
+    def seed_by_seed(variant: str) -> Callable[[], Ended]:
+        seeds, words = itertools.count(), variant.split()
+        flags = [word for word in words if "=" not in word]
+        env = dict(word.split("=") for word in words if "=" in word)
+        run = partial(one_run, *script, *common, *flags, launch=launch, env=env)
+        return lambda: run("--seed", next(seeds))
+
+    one_run(MNIST, *common, "--stop-after-steps", 1, launch=launch)  # fills caches
+    ways = {name: seed_by_seed(variant) for name, variant in variants.items()}
+    rows = []
+    for name, runs in in_turn(ways, args.seeds).items():
+        accuracies = [100 * run.metrics[-1]["eval_accuracy"] for run in runs]
+        seconds = mean([run.train_seconds for run in runs]), mean([run.seconds for run in runs])
+        rate = spread([run.samples_per_second for run in runs])
+        rows.append((name, " ".join((*common, variants[name])), mean(accuracies), *seconds, rate))
+    table("run | with | accuracy, % | train, s | process, s | images/s", rows)
 
 
 if __name__ == "__main__":

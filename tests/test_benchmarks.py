@@ -1,21 +1,20 @@
-"""The benchmarks run and leave the figures that RECORDS.md tells of; how fast is not tested."""
+"""The benchmarks run and print the figures that RECORDS.md tells of; how fast is not tested."""
 
-import json
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, linux_only
 
 import train_mnist
-from benchmarks import _cv_example, peers
-from trainkit.images import load_images
+from benchmarks import _cv_example, _runs, peers
 
-pytestmark = linux_only  # they read /proc and use the module resource
+pytestmark = linux_only  # they read the memory of processes and use mallopt
 
 
 def benchmark(name: str, *args: object, timeout: float = 300) -> str:
@@ -29,10 +28,16 @@ def benchmark(name: str, *args: object, timeout: float = 300) -> str:
     return done.stdout
 
 
-def written(name: str, path: Path, *args: object, timeout: float = 300) -> Any:
-    """What it writes as JSON."""
-    benchmark(f".{name}", "--json", path, *args, timeout=timeout)
-    return json.loads(path.read_text())
+def table(name: str, *args: object, timeout: float = 300) -> list[list[str]]:
+    """The cells of the table that it prints, without the head."""
+    lines = [line for line in benchmark(f".{name}", *args, timeout=timeout).splitlines()
+             if line.startswith("| ")]  # fmt: skip
+    return [line.strip("| ").split(" | ") for line in lines[2:]]
+
+
+def number(cell: str) -> float:
+    """The first number of a cell."""
+    return float(re.search(r"-?[\d,.]+(e-?\d+)?", cell)[0].replace(",", ""))
 
 
 def test_every_benchmark_is_listed_with_a_line() -> None:
@@ -42,46 +47,77 @@ def test_every_benchmark_is_listed_with_a_line() -> None:
     assert all(line.endswith((".", "?")) for line in lines)
 
 
-@pytest.mark.slow
-def test_throughput_measures_the_loop_its_limit_and_the_habit(tmp_path: Path) -> None:
-    (row,) = written("throughput", tmp_path / "a.json", "--models", "compact", "--precisions",
-                     "bf16", "--rounds", 1, "--steps", 3, "--batch-size", 64)  # fmt: skip
-    assert len(row["rates"]) == 5 and all(len(rates) == 1 for rates in row["rates"].values())
-    assert min(row["median"].values()) > 0
-    assert row["loop_over_limit"] == row["median"]["loop"] / row["median"]["limit"]
+def test_a_process_is_run_to_its_end_with_its_lines_and_memory() -> None:
+    code = "import time; print(1); time.sleep(0.3); print(2); x = b'1' * 10**8; time.sleep(0.3)"
+    ended = _runs.execute("-c", code, env={"A": "b"})
+    assert [line for _, line in ended.lines] == ["1\n", "2\n"]
+    (first, _), (second, _) = ended.lines
+    assert 0.25 < second - first < ended.seconds
+    assert max(info.rss - info.shared for info in ended.memory) > 1e8
+    with pytest.raises(RuntimeError, match="no such thing"):
+        _runs.execute("-c", "raise SystemExit('no such thing')")
+
+
+def test_ways_take_turns_and_what_warms_up_does_not_count() -> None:
+    seen = []
+    ways = {name: partial(lambda name: seen.append(name) or len(seen), name) for name in "ab"}
+    assert _runs.in_turn(ways, 2, warm_up=1) == {"a": [3, 5], "b": [4, 6]}
+    assert seen == [*"ababab"]
+
+
+def test_a_table_has_three_digits_or_whole_numbers(capsys: pytest.CaptureFixture) -> None:
+    _runs.table("what | figure", [("a", 0.95234), ("b", 19653.4), (_runs.spread([3.0, 1.0]), 5)])
+    assert capsys.readouterr().out.splitlines() == [
+        "| what | figure |", "| --- | --- |", "| a | 0.952 |", "| b | 19,653 |",
+        "| 2 (1 to 3) | 5 |",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_time_to_accuracy_takes_the_last_row_of_each_seed(tmp_path: Path) -> None:
-    (runs,) = written("time_to_accuracy", tmp_path / "a.json", "--seeds", 2, "@recipes/fast",
-                      "--stop-after-steps", 1).values()  # fmt: skip
-    assert [run["seed"] for run in runs] == [0, 1]
-    for run in runs:
-        assert 0 < run["accuracy"] < 0.5 and run["process"] > run["train"] > 0
-
-
-def test_the_loops_of_a_tiny_model_make_the_same_steps(tmp_path: Path) -> None:
-    loops = written("loop_overhead", tmp_path / "a.json", "--rounds", 1, "--steps", 20)
-    assert [*loops] == ["bare", "schedule", "loader", "script"]
-    assert all(min(seconds) > 0 for seconds in loops.values())
+def test_throughput_measures_the_loop_its_limit_and_the_habit() -> None:
+    (row,) = table("throughput", "--models", "compact", "--precisions", "bf16",
+                   "--rounds", 1, "--steps", 3, "--batch-size", 64)  # fmt: skip
+    loop, limit, habit, augment, of_limit, of_habit = map(number, row[2:])
+    assert min(loop, limit, habit, augment) > 0
+    assert of_limit == pytest.approx(loop / limit, rel=0.02)
+    assert of_habit == pytest.approx(loop / habit, rel=0.02)
 
 
 @pytest.mark.slow
-def test_startup_leaves_out_what_it_says(tmp_path: Path) -> None:
-    flags = ("--rounds", 1, "--steps", 2, "--only", "spare_lookups", "gc.freeze")
-    figures = written("startup", tmp_path / "a.json", *flags, timeout=600)
-    assert [*figures] == ["start", "epoch", "step"]
-    assert {len(rows) for rows in figures.values()} == {4}  # all, without each, without both
+def test_time_to_accuracy_takes_the_last_row_of_each_seed() -> None:
+    ((_, flags, accuracy, train, process, _),) = table(
+        "time_to_accuracy", "--seeds", 2, "@recipes/fast", "--stop-after-steps", 1
+    )
+    assert flags.split() == ["@recipes/fast", "--stop-after-steps", "1"]
+    assert 0 < number(accuracy) < 50 and number(process) > number(train) > 0
+    assert "+- 0.000" not in accuracy  # two seeds differ
+
+
+@pytest.mark.slow
+def test_what_time_to_accuracy_compares_reaches_the_runs() -> None:
+    rows = table("time_to_accuracy", "--compare", "startup", "--seeds", 1,
+                 "--stop-after-steps", 1, timeout=600)  # fmt: skip
+    assert len(rows) == 7 and all(number(process) > 1 for *_, process, _ in rows)
+    with pytest.raises(RuntimeError, match="has no attribute 'spare_nothing'"):
+        from benchmarks.time_to_accuracy import WITHOUT
+
+        _runs.execute("-c", WITHOUT, "x.py", env={"LEFT_OUT": "startup.spare_nothing"})
+
+
+def test_the_loops_of_a_tiny_model_make_the_same_steps() -> None:
+    rows = table("loop_overhead", "--rounds", 1, "--steps", 20)
+    assert [name for name, *_ in rows] == ["bare", "schedule", "loader", "script"]
+    assert all(number(microseconds) > 0 for _, microseconds, _ in rows)
 
 
 def test_peers_find_the_shipped_pictures_and_the_same_network(tmp_path: Path) -> None:
     from torchvision.datasets import MNIST
 
     peers.lay_data(tmp_path, 300)
-    for train, split in ((True, "train"), (False, "test")):
-        ours = load_images(str(ROOT / "data" / "mnist"), split, 28, None)[0]
+    train_set, eval_set, _ = train_mnist.load_data(train_mnist.parse_args([]))
+    for ours, split in ((train_set, "train"), (eval_set, "test")):
         for folder in ("data", "Datasets"):
-            theirs = MNIST(tmp_path / folder, train=train)
+            theirs = MNIST(tmp_path / folder, train=split == "train")
             assert torch.equal(theirs.data, ours.tensors[0][:300, 0])
             assert torch.equal(theirs.targets, ours.tensors[1][:300])
         digits = _cv_example.Digits(tmp_path / "rows" / f"{split}.parquet")
@@ -89,8 +125,8 @@ def test_peers_find_the_shipped_pictures_and_the_same_network(tmp_path: Path) ->
     assert [*map(str, _cv_example.make_model())] == [*map(str, train_mnist.Compact(10))]
 
 
-def test_the_lines_of_peers_are_read(tmp_path: Path) -> None:
-    epochs = peers.epochs_of_peer([
+def test_the_lines_of_peers_are_read() -> None:
+    lines = [
         (4.0, "Train Epoch: 1 [0/1000 (0%)]\tLoss: 2.300000\n"),
         (5.0, "Train Epoch: 1 [640/1000 (64%)]\tLoss: 0.300000\n"),
         (6.0, "Train Epoch: 1 [800/1000 (80%)]\tLoss: 0.200000\n"),
@@ -99,40 +135,32 @@ def test_the_lines_of_peers_are_read(tmp_path: Path) -> None:
         (8.0, "Train Epoch: 2 [200/1000]\n"),
         (9.0, "Train Epoch: 2 [1000/1000]\n"),
         (9.5, "Test set: Average loss: 0.0262, Accuracy: (99.0000%)\n"),
-    ])  # fmt: skip
-    assert epochs == [
-        {"accuracy": 98.99, "at": 7.0, "train": 2.5, "images_per_second": 400, "eval": 0.5},
-        {"accuracy": 99.0, "at": 9.5, "train": 1.25, "images_per_second": 800, "eval": 0.5},
     ]
-    run = {"epochs": epochs, "process": 11.0, "memory": 900.0}
-    cells = peers.table_row("fabric", "7", [run]).split(" | ")
-    assert cells[1:] == ["7", "1.88", "0.50", "600", "98.99, 99.00", "9.5", "11.0", "900 |"]
-    assert peers.table_row("fabric", "7", [{**run, "epochs": epochs[:1]}]).split(" | ")[6] == "-"
-    script = tmp_path / "script.py"
-    script.write_text('"""What\nit does."""\n\nimport os  # here\n\n# Why.\n'
-                      'def f():\n    """Do."""\n    return """a\nb"""\n')  # fmt: skip
-    assert peers.count_lines(script) == 4
+    assert peers.epochs_of_peer(lines) == [(98.99, 7.0, 2.5, 0.5), (99.0, 9.5, 1.25, 0.5)]
+    memory = [type("Info", (), {"rss": 9e8})]
+    cells = peers.table_row("fabric", _runs.Ended(11.0, lines, memory))
+    assert cells == ["fabric", "1.88", "0.50", "98.99, 99.00", "9.5", "11.0", "900"]
+    assert peers.table_row("fabric", _runs.Ended(11.0, lines[:5], memory))[4] == "-"
 
 
 @pytest.mark.slow
-def test_peers_are_timed_beside_train_mnist(tmp_path: Path) -> None:
-    runs = written("peers", tmp_path / "a.json", "--only", "accelerate", "fast", "--pictures", 700)
-    assert [len(run["epochs"]) for (run,) in runs.values()] == [3, 1]
-    for (run,) in runs.values():
-        assert all(0 < value < 1e5 for row in run["epochs"] for value in row.values())
-        assert run["process"] > run["epochs"][-1]["at"] and run["memory"] > 100
+def test_peers_are_timed_beside_train_mnist() -> None:
+    rows = table("peers", "--only", "accelerate", "fast", "--pictures", 700)
+    assert [(name, accuracies.count(",")) for name, _, _, accuracies, *_ in rows] == [
+        ("accelerate", 2), ("fast", 0),
+    ]  # fmt: skip
+    for _, train, evaluation, _, _, process, memory in rows:
+        assert 0 < number(train) < number(process) and number(evaluation) > 0
+        assert number(memory) > 100
 
 
 @pytest.mark.slow
-def test_the_longer_benchmarks(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    parts = written("throughput", path, "--parts", "--rounds", 1, "--models", "compact")
-    assert len(parts) >= 7 and all(len(ways) > 1 for ways in parts.values())
-    rows = written("scaling", path, "--model", "compact", "--steps", 2, "--rounds", 1)
-    assert len(rows["rows"]) == 2 and path.with_suffix(".png").exists()
-    rates = written("busy_machine", path, "--steps", 1, "--rounds", 1, timeout=600)
-    assert {len(by_setting) for by_setting in rates.values()} == {2}
-    sizes = written("growth", path, "--sizes", 60_000, 120_000, "--rounds", 1, "--steps", 2,
-                    "--dir", tmp_path, timeout=600)  # fmt: skip
-    assert [len(row["microseconds_per_sample"]) for row in sizes.values()] == [1, 1]
-    assert "durable save: median" in benchmark(".checkpoint_cost", "--rounds", 1)
+def test_the_longer_benchmarks() -> None:
+    parts = [part for part, *_ in table("parts", "--rounds", 1, "--models", "compact")]
+    assert len({*parts}) == 7 and all(parts.count(part) > 1 for part in parts)
+    rows = table("scaling", "--model", "compact", "--steps", 2, "--rounds", 1)
+    assert [row[0] for row in rows] == ["1", "2"]
+    sizes = table("growth", "--sizes", 60_000, 120_000, "--rounds", 1, "--steps", 2, timeout=600)
+    assert [row[0] for row in sizes] == ["60,000", "120,000"]
+    bare, durable = (number(row[1]) for row in table("checkpoint_cost", "--rounds", 2))
+    assert 0 < bare < durable

@@ -254,11 +254,11 @@ SOURCES = {
     ],
     "--batch-size 64 --learning-rate 5e-3`": [B, "| LeNet, AdamW, Fashion"],
     "`python train_regression.py`, 1,000 rows": [
-        A, "| 1,000 rows, 30 epochs: training loss", "| distance of the weights to the truth",
+        A, "1,000 rows, 30 epochs:", "| training loss", "| distance of the weights to the truth",
         "| standard error of that distance", "| seconds of training",
     ],
     "the loop over a per-sample PIL pipeline": [
-        B, "| compact, float32 | loop", "| lenet, float32 | loop", "batch 256, two threads;",
+        B, "| compact, float32 |", "| lenet, float32 |", "batch 256, two threads;",
     ],
     "`python -m benchmarks.peers`": [
         "## Peers", "| pytorch: `mnist/main.py`", "| fabric:", "| accelerate:",

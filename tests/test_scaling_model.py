@@ -1,28 +1,11 @@
-"""The cost model: consistent with what it was given and with itself."""
+"""The cost model is consistent with itself."""
 
 from itertools import pairwise
 
 import pytest
+from conftest import ROOT
 
 from benchmarks import scaling_model as model
-
-CONSTANTS = {
-    "format": 1,
-    "num_cores": 2,
-    "steps": [{"batch_size": 32, "seconds": 0.010}, {"batch_size": 128, "seconds": 0.034}],
-    "slowdown_on_all_cores": 1.1,
-    "distributed_overhead": 0.003,
-    "all_reduce": [{"bytes": 2**12, "seconds": 0.0002}, {"bytes": 2**22, "seconds": 0.005}],
-}
-
-
-def test_the_cpu_model_gives_back_the_measured_step_and_adds_what_processes_cost() -> None:
-    one, two, four = (model.cpu_step_seconds(CONSTANTS, n) for n in (1, 2, 4))
-    assert one == pytest.approx(0.034)
-    per_byte = (0.005 - 0.0002) / (2**22 - 2**12)
-    reduce = 4 * 215_194 * per_byte + 2 * (0.0002 - 2**12 * per_byte)  # bytes, latency twice
-    assert two == pytest.approx((0.002 + 64 * 0.00025) * 1.1 + reduce + 0.003)
-    assert four > two  # they share two cores
 
 
 def test_no_checkpoint_interval_keeps_more_work_than_the_computed_one() -> None:
@@ -34,9 +17,14 @@ def test_no_checkpoint_interval_keeps_more_work_than_the_computed_one() -> None:
 
 
 def test_more_gpus_give_more_samples_at_a_smaller_useful_fraction() -> None:
-    rows = model.predict(model.CLUSTER)
+    rows = model.predict(model.Cluster())
     assert len(rows) == 12
     for smaller, larger in pairwise(rows):
         if smaller["model"] == larger["model"]:
             assert smaller["samples/s"] < larger["samples/s"]
             assert 0 < larger["useful"] < smaller["useful"] < 1
+
+
+def test_the_table_of_the_page_is_what_the_program_prints(capsys: pytest.CaptureFixture) -> None:
+    model.main([])
+    assert capsys.readouterr().out in (ROOT / "docs" / "scaling.md").read_text()

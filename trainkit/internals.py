@@ -1,7 +1,7 @@
 """Private names of torch and Accelerate, all of them: what has a public name uses that instead.
 
 tests/test_internals.py fails when a new release changes one. What only saves time does nothing
-then; benchmarks/startup.py measures it.
+then; `python -m benchmarks.time_to_accuracy --compare startup` measures it.
 """
 
 import functools
