@@ -30,7 +30,6 @@ INDICES = {"Unnamed: 0", "__index_level_0__"}  # an index that pandas wrote with
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 LARGEST = 1e38  # float32 ends at 3.4e38
 FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
-NUMBER_LIKE = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\s*"  # 1_200, 1,234.5, $0, 12 km, 2020-01-02T10:00
 
 
 @dataclass
@@ -151,7 +150,8 @@ def parse_column(values: pd.Series, where: str, category: bool | None = None) ->
     bad = numbers.isna() & texts.notna()
     if category is None and bad.sum() == texts.count() > 0:
         different = texts.dropna().drop_duplicates()
-        bad = different.str.fullmatch(NUMBER_LIKE)
+        # What was meant as a number: 1_200, 1,234.5, $0, 12 km, 2020-01-02T10:00.
+        bad = different.str.fullmatch(r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\s*")
         if 2 * bad.sum() < len(different):
             return texts
     _refuse_row(

@@ -18,9 +18,9 @@ from sklearn.linear_model import LinearRegression
 from sklearn.metrics import r2_score
 from torch import nn
 from torch.optim import lr_scheduler
-from trainkit.tables import Column, encode
 
 import train_regression
+from datakit.tables import Column, encode
 from trainkit.errors import RunFailure, UsageError
 from trainkit.order import EpochBatches
 
