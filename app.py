@@ -18,8 +18,9 @@ import pandas as pd
 import torch
 from torch import nn
 
+from datakit import tables
 from modelkit import answers, page
-from trainkit import arguments, plots, startup, tables
+from trainkit import arguments, plots, startup
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.images import load_images, read_picture
 

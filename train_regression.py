@@ -23,7 +23,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit import arguments, startup, tables
+from datakit import tables
+from trainkit import arguments, startup
 from trainkit.errors import EXIT_TARGET_MISSED
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import InMemory, make_loaders
@@ -81,7 +82,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", default=None,
         help="CSV, JSON or Parquet file, a folder of them, or Hub id; None: synthetic")  # fmt: skip
     add("--separator", default=None, help="of the values in text files; None: , ; tab or |")
-    add("--encoding", default=None, help="of text files; None: UTF-8, else what it looks like")
+    add("--encoding", default=None, help="of text files, such as cp1252 or utf-16; None: UTF-8")
     add("--target", type=arguments.names, default=None, metavar="COLUMN[,COLUMN]",
         help="of --data; a name with a comma in it in quotes")  # fmt: skip
     add("--features", type=arguments.names, default=None, metavar="COLUMN[,COLUMN]",
@@ -268,8 +269,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         about |= {"script": Path(__file__).stem, "model": args.model,
                   "hidden": args.hidden if args.model == "mlp" else []}  # fmt: skip
         plan = {"data": about["source"], "loss": args.loss,
-                "features": f"{len(about['features'])} (constant and left out: "
-                            f"{', '.join(about['constant']) or 'none'})",
+                "features": f"{len(about['features'])} (left out, constant or an index: "
+                            f"{tables.first_few(about['left_out']) or 'none'})",
                 "targets": ", ".join(about["targets"])}  # fmt: skip
         run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
 

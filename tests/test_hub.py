@@ -90,7 +90,7 @@ def test_the_card_is_that_of_a_space_too(run_dir: Path) -> None:
     needed = (run_dir / "hub" / "requirements.txt").read_text()
     assert re.findall(r"^[\w-]+", needed, re.M) == [
         "torch", "torchvision", "accelerate", "datasets", "matplotlib", "filelock",
-        "charset-normalizer", "gradio"]  # fmt: skip
+        "gradio"]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -310,7 +310,9 @@ def test_a_table_gets_its_predictions_beside_its_rows(
     run_dir, path, records = table_run
     predict.main([str(run_dir), str(path)])
     output = path.with_name("houses_predictions.csv")
-    assert capsys.readouterr().out.splitlines()[-1] == str(output)
+    path_line, names, *first_rows = capsys.readouterr().out.splitlines()
+    assert path_line == str(output) and len(first_rows) == 5
+    assert names.split()[0] == "name" and names.split()[-1] == "predicted_rent"
     with open(output, newline="") as file:
         written = list(csv.DictReader(file))
     assert [{name: row[name] for name in records[0]} for row in written] == records

@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import train_regression
+from datakit.tables import Column, encode
 from trainkit.errors import RunFailure, UsageError
 from trainkit.order import EpochBatches
-from trainkit.tables import Column, encode
 
 
 def load(*args: object) -> tuple[Any, Any, dict[str, Any]]:
@@ -211,7 +211,7 @@ def test_real_tables_reach_scikit_learns_r2(
     outputs = outputs * about["target_std"] + about["target_mean"]
     assert outputs == pytest.approx(predictions["prediction"].numpy(), rel=1e-5)
     if make is housing:
-        assert about["constant"] == ["Country"]
+        assert about["left_out"] == ["Country"]
         assert about["features"][-4:-1] == ["Ocean=inland", "Ocean=near bay", "Ocean=near, ocean"]
 
 

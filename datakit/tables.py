@@ -1,0 +1,339 @@
+"""Rows of a table as numbers, by rules that can be written down, saved and applied again.
+
+`where` names the table: with it the sentence of a UsageError begins.
+"""
+
+import argparse
+import csv
+import gzip
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet
+import torch
+
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.order import InMemory
+from trainkit.rundir import write_durably
+
+# Each also with .gz behind it, but Parquet.
+KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
+SEPARATORS = ",;\t|"
+INDICES = {"Unnamed: 0", "__index_level_0__"}  # an index that pandas wrote with the table
+MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
+LARGEST = 1e38  # float32 ends at 3.4e38
+FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
+
+
+@dataclass
+class Column:
+    """How one column of a table becomes numbers.
+
+    Attributes:
+        name: in the table.
+        categories: the texts it may hold, one 0/1 number each; a text that is none of them gives
+            zeros. None: the column holds one number.
+        fill: what stands in for a missing value. None: a missing value is an error.
+    """
+
+    name: str
+    categories: list[str] | None = None
+    fill: float | str | None = None
+
+    def feature_names(self) -> list[str]:
+        """The names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
+        if not self.categories:
+            return [self.name]
+        return [f"{self.name}={category}" for category in self.categories]
+
+
+def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
+    """All rows of a table file, of a folder of such files or of a Hub data set. UsageError.
+
+    Options of text files, None by default: separator (None: the one that splits the first line
+    most), encoding (None: UTF-8), dtype (as pandas takes it).
+    """
+    path = Path(name)
+    files = [file for file in sorted(path.rglob("*")) or [path] if _kind(file) in KINDS]
+    if not (files or path.exists()):
+        with as_usage_error(f"{where} cannot be read"):
+            import datasets
+
+            return datasets.load_dataset(name, split="train").to_pandas()
+    if len({_kind(file) for file in files}) != 1:
+        raise UsageError(
+            f"{where} is not a table: there must be files of one kind of {', '.join(KINDS)}"
+        )
+    tables = []
+    for file in files:
+        with as_usage_error(f"{where}: {file.name} cannot be read"):
+            tables.append(_read_file(file, **options))
+    if len({tuple(table.columns) for table in tables}) > 1:
+        raise UsageError(f"{where}: its files differ in columns")
+    table = pd.concat(tables, ignore_index=True)
+    if not table.columns.is_unique:
+        raise UsageError(f"{where}: the first line must name each column once")
+    return table
+
+
+def _kind(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def _read_file(
+    path: Path, separator: str | None = None, encoding: str | None = None, dtype: Any = None
+) -> pd.DataFrame:
+    if _kind(path) == ".parquet":
+        return pyarrow.parquet.read_table(path).to_pandas(ignore_metadata=True)
+    open_text = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        with open_text(path, "rt", encoding=encoding or "utf-8-sig") as file:
+            text = file.read()
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:  # or UTF-16 that passes for UTF-8
+        raise UsageError(
+            f"{path} is not {encoding or 'UTF-8'} text: save it as that, or train with --encoding "
+            "and the name of its encoding, such as cp1252 or utf-16"
+        )
+    if "json" in _kind(path):
+        try:
+            return pd.DataFrame(json.loads(text))
+        except ValueError:  # a row on each line
+            return pd.DataFrame(map(json.loads, text.strip().split("\n")))
+    # pandas would rename a column that is named twice.
+    headers = {
+        sep: next(csv.reader(io.StringIO(text), delimiter=sep), [])
+        for sep in separator or SEPARATORS
+    }
+    separator = max(headers, key=lambda sep: len(headers[sep]))
+    table = pd.read_csv(
+        io.StringIO(text), sep=separator, header=None, skiprows=1, dtype=dtype, low_memory=False
+    )
+    table.columns = [name.strip() or f"Unnamed: {n}" for n, name in enumerate(headers[separator])]
+    return table
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Ten of the names, and how many more there are."""
+    return ", ".join(map(repr, names[:10])) + f" and {len(names) - 10:,} more" * (len(names) > 10)
+
+
+def check_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> None:
+    """Raise UsageError if a column is not there."""
+    for name in names:
+        if name not in table.columns:
+            raise UsageError(
+                f"{where}: there is no column {name!r}, only {first_few(table.columns)}"
+            )
+
+
+def parse_column(values: pd.Series, where: str, category: bool | None = None) -> pd.Series:
+    """A column as numbers, or as texts if it is a category; NaN where a value is missing.
+
+    category: None: it is one if no value reads as a number. Raises UsageError about a value that is
+    not a number, or about texts that are no categories.
+    """
+    if values.dtype.kind in "biuf" and not category:
+        return values
+    texts = values.astype(object).map(str, na_action="ignore")
+    if category:
+        return texts
+    numbers = pd.to_numeric(texts, errors="coerce")
+    bad = numbers.isna() & texts.notna()
+    if category is None and bad.sum() == texts.count() > 0:
+        different = texts.dropna().drop_duplicates()
+        # What was meant as a number: 1_200, 1,234.5, $0, 12 km, 2020-01-02T10:00.
+        bad = different.str.fullmatch(r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\s*")
+        if 2 * bad.sum() < len(different):
+            return texts
+    _refuse_row(
+        bad,
+        texts,
+        where,
+        "{!r} is not a number: write plain numbers (1234.5, a year, days), or if the column is a "
+        "category, train with --categorical",
+    )
+    return numbers
+
+
+def _refuse_row(bad: pd.Series, values: pd.Series, where: str, why: str) -> None:
+    """Raise UsageError about the first bad row, if there is one; rows are counted from 1."""
+    if bad.any():
+        row = bad.idxmax()
+        raise UsageError(
+            f"{where}, column {values.name!r}, row {row + 1}: {why.format(values[row])}"
+        )
+
+
+def learn_column(train: pd.Series, where: str, impute: bool) -> Column | None:
+    """How a feature is encoded, from its parsed training rows; None if it is constant.
+
+    impute: a missing number becomes the mean, a missing category the most frequent one. Raises
+    UsageError.
+    """
+    if train.nunique(dropna=impute) < 2:
+        return None
+    if train.dtype.kind in "biuf":
+        return Column(train.name, fill=float(train.mean()) if impute else None)
+    counts = train.value_counts().sort_index()
+    if len(counts) > MAX_CATEGORIES or len(counts) == train.count():
+        raise UsageError(
+            f"{where}: column {train.name!r} holds {len(counts)} different texts in {len(train)} "
+            "training rows, which is no category: leave it out with --features"
+        )
+    # Of equally frequent ones the first in the alphabet: the same on every machine.
+    return Column(train.name, [*counts.index], counts.idxmax() if impute else None)
+
+
+def encode(table: pd.DataFrame, columns: Sequence[Column], where: str) -> np.ndarray:
+    """The table as float64 of shape (rows, features), in the order of `columns`.
+
+    The index of `table` holds row numbers from 0. Raises UsageError that names column and row.
+    """
+    blocks = []
+    for column in columns:
+        check_columns(table, [column.name], where)
+        values = parse_column(table[column.name], where, bool(column.categories))
+        if column.fill is not None:
+            values = values.fillna(column.fill)
+        why = "the value is missing: fill it in, or train with --missing impute or drop"
+        _refuse_row(values.isna(), values, where, why)
+        block = values.to_numpy()[:, None]
+        if column.categories:
+            block = block == column.categories
+        else:
+            why = "{} is too large (at most 1e38): write it in a larger unit"
+            _refuse_row(values.abs() > LARGEST, values, where, why)
+        blocks.append(block)
+    return np.concatenate(blocks, axis=1, dtype=np.float64)
+
+
+def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The table of --data, without rows that --missing drops, and what a reader of it must know.
+
+    Its index holds row numbers from 0. Raises UsageError.
+    """
+    where = f"--data {args.data}"
+    options = {
+        "separator": args.separator,
+        "encoding": args.encoding,
+        "dtype": "str" if args.categorical else None,  # 01234 does not become 1234
+    }
+    table = read_table(args.data, where, **options)
+    check_columns(table, [*args.target, *(args.features or []), *args.categorical], where)
+    if args.features:
+        table = table[[*dict.fromkeys([*args.features, *args.target])]]
+    if args.missing == "drop":
+        table = table.dropna()
+    return table, {"source": args.data, "read_options": options, "truth": None}
+
+
+def make_sets(
+    table: pd.DataFrame, targets: list[str], args: argparse.Namespace, standardise: bool
+) -> tuple[InMemory, InMemory, dict[str, Any]]:
+    """The training and the evaluation set, each features, targets and row numbers in the table.
+
+    Also what a prediction for a new row must know. What is learned from rows (categories, means) is
+    learned from the training rows alone. Raises UsageError.
+    """
+    where = f"--data {args.data or 'synthetic'}"
+    train, test = split_rows(len(table), args)
+    chosen = args.features or [name for name in table.columns if name not in [*targets, *INDICES]]
+    learned = {}
+    for name in chosen:
+        values = parse_column(table[name], where, name in args.categorical or None)
+        learned[name] = learn_column(values.iloc[train], where, args.missing == "impute")
+    columns = [column for column in learned.values() if column]
+    if not columns:
+        raise UsageError(f"{where}: there is no feature column whose values differ")
+    about = {
+        "columns": [asdict(column) for column in columns],
+        "left_out": [name for name in table.columns if not (learned.get(name) or name in targets)],
+    }
+    tensors = []
+    for kind, encoded in (("feature", columns), ("target", [*map(Column, targets)])):
+        names = [name for column in encoded for name in column.feature_names()]
+        values = encode(table, encoded, where)
+        known = values[train]
+        same = np.ptp(known, axis=0) < 1 / LARGEST
+        if same.any():
+            raise UsageError(
+                f"{where}: {kind} {names[same.argmax()]!r} is the same in all {len(train)} "
+                "training rows, as far as float64 can tell: leave it out"
+            )
+        mean, std = known.mean(0), known.std(0)
+        about["baseline"] = mean.tolist()  # of the targets, which come last: what R2 compares with
+        if not standardise:
+            mean, std = np.zeros_like(mean), np.ones_like(std)
+        tensors.append(torch.from_numpy((values - mean) / std).float())
+        about |= {f"{kind}s": names, f"{kind}_mean": mean.tolist(), f"{kind}_std": std.tolist()}
+    train_set = InMemory(*(tensor[train] for tensor in tensors))
+    tensors.append(torch.from_numpy(table.index.to_numpy(copy=True)))
+    return train_set, InMemory(*(tensor[test] for tensor in tensors)), about
+
+
+def split_rows(num_rows: int, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """The positions of the training and of the test rows. Raises UsageError if one is empty."""
+    num_test = round(args.test_fraction * num_rows)
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(args.data_seed))
+    test, train = (part.sort().values.numpy() for part in order.tensor_split([num_test]))
+    if not args.test_fraction:
+        test = train
+    if not len(test) * len(train):
+        raise UsageError(
+            f"--data {args.data or 'synthetic'}: of {num_rows} rows {len(train)} are left to train "
+            f"on and {len(test)} to evaluate on (--test-fraction {args.test_fraction}, "
+            f"--missing {args.missing})"
+        )
+    return train, test
+
+
+def add_predictions(
+    path: Path, about: dict[str, Any], predict: Callable[[torch.Tensor], np.ndarray]
+) -> str:
+    """Write TABLE_predictions.csv, the rows of a table and a column for each target.
+
+    Returns its path, in brackets what is strange, and the first rows. A text that a spreadsheet
+    would run as a formula gets an apostrophe in front. Raises UsageError.
+    """
+    where, options = str(path), about.get("read_options", {})
+    if not path.exists():
+        raise UsageError(f"{where} cannot be read: there is no such file")
+    table = read_table(where, where, **options)
+    columns = [Column(**column) for column in about["columns"]]
+    values = predict(torch.from_numpy(encode(table, columns, where)))
+    predictions = pd.DataFrame(values, columns=[f"predicted_{name}" for name in about["targets"]])
+    notes = ""
+    for column in columns:
+        if column.categories:
+            texts = parse_column(table[column.name], where, True).dropna()
+            for new in texts[~texts.isin(column.categories)].head(1):
+                notes += f"  (column {column.name!r}: {new!r} was not in the training rows)"
+    # The rows as they are written: 01234 stays 01234.
+    rows = read_table(where, where, **options | {"dtype": "str"}).join(predictions)
+    stem = re.sub(r"\.\w+(\.gz)?$", "", path.name, flags=re.IGNORECASE)
+    output = path.with_name(f"{stem}_predictions.csv")
+    rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
+    write_durably(output, rows.to_csv(index=False).encode())
+    first_rows = (
+        table.join(predictions)
+        .head()
+        .to_string(
+            index=False, max_cols=6, max_colwidth=20, line_width=79, float_format="{:.6g}".format
+        )
+    )
+    return f"{output}{notes}\n{first_rows}"
+
+
+def _not_a_formula(value: Any) -> Any:
+    if isinstance(value, str):  # the writer would not put \r into quotes
+        return re.sub(FORMULA, r"'\g<0>", value.replace("\r", "\n"))
+    return value
