@@ -7,9 +7,8 @@ The sets are the shipped training pictures 1, 10 and 100 times over, as links to
 decoded, 6 million take 11 GB of disk under --dir. train_mnist.py trains on each with its default
 model. A first start decodes and ends after one step. Then the sizes take turns, the same number of
 steps each, so that what the machine does meanwhile meets them all. `own` memory is what the process
-allocated itself (RssAnon); `mapped` are pages of files (RssFile), which the kernel takes back when
-it needs them: past trainkit.images.RESIDENT_BYTES the pictures lie there instead of in a tensor of
-their own. Both are peaks.
+allocated itself (RssAnon); `mapped` are pages of files (RssFile), the pictures among them, which
+the kernel takes back when it needs them. Both are peaks.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from conftest import ROOT, linux_only
 
 import train_mnist
 from benchmarks import _cv_example, peers
-from trainkit.images import load_images
+from datakit.pictures import load_images
 
 pytestmark = linux_only  # they read /proc and use the module resource
 

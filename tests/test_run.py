@@ -350,7 +350,7 @@ ROWS = (
     {"order", "optim", "finite", "world"},
     {"rundir", "manifest", "history"},
     {"checkpoint", "signals"},
-    {"plots", "compare", "trackers", "images", "tables"},
+    {"plots", "compare", "trackers", "tables"},
     {"run"},
     {"doctor"},
 )
