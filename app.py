@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from datakit import tables
+from datakit.pictures import load_images
 from modelkit import answers, page
+from modelkit.photos import read_picture
 from trainkit import arguments, plots, startup
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.images import load_images, read_picture
 
 HERE = Path(__file__).resolve().parent
 EXPORTED = all((HERE / name).is_file() for name in ("model.py", "config.json"))

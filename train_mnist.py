@@ -22,9 +22,10 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
+from datakit.pictures import check_classes, load_images
+from modelkit.photos import learn_framing, read_picture
 from trainkit import arguments, plots, startup
 from trainkit.errors import EXIT_TARGET_MISSED
-from trainkit.images import learn_framing, load_images, read_picture
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import Dropout, InMemory, keyed_uniform, make_loaders
 from trainkit.run import Run
@@ -145,7 +146,7 @@ def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, A
     else:
         eval_set, _, *more = load_images(args.dataset, "test", SIZE, args.label, classes)
         found += more
-    # How these pictures look is for predict.py alone; training does not use it.
+    check_classes(args.dataset, train_set, eval_set, classes)
     return train_set, eval_set, {"classes": classes, "pictures": learn_framing(SIZE, *found)}
 
 

@@ -27,8 +27,8 @@ from PIL import Image
 import app
 import predict
 from modelkit import answers, page
+from modelkit.photos import read_picture
 from trainkit.errors import UsageError
-from trainkit.images import read_picture
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
                 None)  # fmt: skip

@@ -14,7 +14,7 @@ from conftest import NUM_TRAIN, ROOT, rows
 from double import IN_DOUBLE, SAME
 from safetensors.torch import load_file, save_file
 
-from trainkit.images import load_images
+from datakit.pictures import load_images
 from trainkit.order import EpochBatches
 
 PROGRAMS = Path(__file__).parent / "coming_from"

@@ -89,7 +89,7 @@ def test_the_card_is_that_of_a_space_too(run_dir: Path) -> None:
     assert re.fullmatch(r"3\.\d+", said.to_dict()["python_version"])
     needed = (run_dir / "hub" / "requirements.txt").read_text()
     assert re.findall(r"^[\w-]+", needed, re.M) == [
-        "torch", "torchvision", "accelerate", "datasets", "matplotlib", "filelock",
+        "torch", "accelerate", "datasets", "matplotlib", "filelock",
         "gradio"]  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def test_push_uploads_the_folder_and_only_when_asked(
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
     assert received["files"] == files
     named = {"model.safetensors", "config.json", "model.py", "README.md", "app.py"}
-    assert named | {"requirements.txt", "modelkit/page.py", "trainkit/images.py"} < files.keys()
+    assert named | {"requirements.txt", "modelkit/page.py", "datakit/pictures.py"} < files.keys()
 
 
 def test_a_space_is_pushed_as_one(

@@ -42,16 +42,17 @@ from pathlib import Path
 
 sys.path.insert(0, {str(conftest.ROOT)!r})
 import train_mnist
-from trainkit import images, startup
+from datakit import pictures
+from trainkit import startup
 
-decode_all = images.decode
+decode_all = pictures.decode_pictures
 
 def decode(pictures, *args):
     with open(Path(os.environ["HF_HOME"], "decoded"), "a") as file:
         file.write(f"{{len(pictures)}} {{os.environ['RANK']}}\\n")
     return decode_all(pictures, *args)
 
-images.decode = decode
+pictures.decode_pictures = decode
 startup.run(train_mnist.main)
 """
 

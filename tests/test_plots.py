@@ -10,9 +10,9 @@ import torch
 from conftest import NUM_TEST, rows, saved
 from PIL import Image
 
+from datakit.pictures import load_images
 from trainkit import plots, records
 from trainkit.errors import UsageError
-from trainkit.images import load_images
 from trainkit.rundir import write_tensors
 
 FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5, "--pictures")

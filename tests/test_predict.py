@@ -19,9 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import predict
+from datakit.pictures import load_images
+from modelkit.photos import read_picture
 from trainkit import plots
 from trainkit.errors import RunFailure, UsageError
-from trainkit.images import load_images, read_picture
 
 
 @pytest.fixture(scope="module")

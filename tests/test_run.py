@@ -487,7 +487,7 @@ ROWS = (
     {"order", "optim", "finite", "world"},
     {"records", "rundir", "manifest", "history"},
     {"checkpoint", "signals", "average"},
-    {"plots", "compare", "trackers", "images", "console", "step"},
+    {"plots", "compare", "trackers", "console", "step"},
     {"run"},
     {"doctor"},
 )

@@ -1,7 +1,7 @@
 """No file that somebody else made executes anything, or is written, or deleted, outside its folder.
 
 Also: tests/test_checkpoint.py (pickles in a checkpoint), test_predict.py (model files, the name of
-the script), test_images.py (pictures), test_tables.py (formulas for a spreadsheet).
+the script), test_pictures.py (pictures), test_tables.py (formulas for a spreadsheet).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import test_checkpoint
-import test_images
+import test_pictures
 import torch
 from conftest import posix_only
 from PIL import Image
@@ -24,8 +24,9 @@ from PIL import Image
 import app
 import predict
 import train_mnist
-from datakit import tables
-from trainkit import arguments, images, plots, rundir, startup
+from datakit import pictures, tables
+from modelkit import photos
+from trainkit import arguments, plots, rundir, startup
 from trainkit.checkpoint import read_weights
 from trainkit.errors import UsageError
 from trainkit.manifest import seal, sha256_of, verify, write_manifest
@@ -139,7 +140,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "pytorch_model.bin": lambda path: read_weights(path, torch.nn.Linear(1, 1)),
     "predictions.safetensors": plots.load_predictions,
     "metrics.jsonl": lambda path: plots.main([str(path.parent)]),
-    "picture.png": lambda path: images.read_picture(path, 28, {}),
+    "picture.png": lambda path: photos.read_picture(path, 28, {}),
     **{f"table.{kind}": lambda path: tables.read_table(str(path), str(path))
        for kind in ("parquet", "json", "csv.gz")},
     "arguments": lambda path: arguments.Parser().parse_args([f"@{path}"]),
@@ -163,11 +164,11 @@ def test_a_pickle_under_any_name_is_not_executed(name: str, kind: str, tmp_path:
 
 def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path: Path) -> None:
     folder, mark = tmp_path / "data", tmp_path / "executed"
-    test_images.parquet(folder, test_images.dataset())
+    test_pictures.parquet(folder, test_pictures.dataset())
     for name in ("dataset.py", "__init__.py", "data.py"):  # the last is what datasets once ran
-        assert len(images.load_images(str(folder), "train", 28)[0]) == 60
+        assert len(pictures.load_images(str(folder), "train", 28)[0]) == 60
         (folder / name).write_text(f"open({str(mark)!r}, 'w')")
-    refused(lambda: images.load_images(str(folder), "train", 28), "scripts are no longer supp")
+    refused(lambda: pictures.load_images(str(folder), "train", 28), "scripts are no longer supp")
     refused(lambda: tables.read_table(str(folder / "data.py"), "--data x"), "is not a table")
     assert not mark.exists()
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import train_mnist
+from datakit.pictures import load_images
 from trainkit.errors import UsageError
-from trainkit.images import load_images
 from trainkit.optim import make_optimizer
 from trainkit.order import EpochBatches
 

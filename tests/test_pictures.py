@@ -17,10 +17,12 @@ import torch
 from conftest import linux_only
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import predict
 import train_mnist
-from trainkit import images
+from datakit import pictures
+from modelkit import photos
 from trainkit.errors import UsageError
 from trainkit.order import InMemory
 
@@ -207,7 +209,7 @@ def test_predict_is_right_on_the_pictures_that_the_evaluation_was_right_on(
         paths = [paths[index] for index in order]
     right = 0
     for path, pixels, label in zip(paths, *eval_set.tensors, strict=True):
-        read = images.read_picture(path, 28, saved["pictures"])
+        read = photos.read_picture(path, 28, saved["pictures"])
         assert torch.equal(read[0], pixels), path
         with torch.inference_mode():
             right += predictor(read)[0].argmax().item() == label
@@ -240,9 +242,9 @@ def test_a_dark_digit_on_white_is_told_by_a_model_of_either_kind(tmp_path: Path)
         assert seen["border"] == ([1.0, 1.0] if negative else [0.0, 0.0])
         for other in (False, True):
             shapes("test", other)[0].save(tmp_path / "picture.png")
-            read = images.read_picture(tmp_path / "picture.png", 28, seen)
+            read = photos.read_picture(tmp_path / "picture.png", 28, seen)
             assert (read[0, 0, 0, 0] == 255) == negative
-            kept = images.read_picture(tmp_path / "picture.png", 28, seen, as_is=True)
+            kept = photos.read_picture(tmp_path / "picture.png", 28, seen, as_is=True)
             assert torch.equal(kept, read) == (other == negative)
 
 
@@ -299,7 +301,7 @@ def test_a_bad_file_is_one_sentence_with_its_name(name: str, tmp_path: Path) -> 
     assert name in str(raised.value) and "\n" not in str(raised.value)
     seen = {"shape": [28, 28], "border": [0, 0], "frame": None}
     with pytest.raises(UsageError, match=message) as raised:
-        images.read_picture(path, 28, seen)
+        photos.read_picture(path, 28, seen)
     assert name in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -370,6 +372,12 @@ def all_own(folder: Path) -> None:
     parquet(folder, made)
 
 
+def new_folder(folder: Path) -> None:
+    image_folder(folder, ".png")
+    (folder / "test" / "four").mkdir()
+    shapes("test")[0].save(folder / "test" / "four" / "0.png")
+
+
 # How a folder is made, flags, and the sentence.
 BAD_LAYOUTS = {
     "no folder": (lambda f: None, [], "cannot be read"),
@@ -396,6 +404,7 @@ BAD_LAYOUTS = {
     "files of two minds": (two_minds, [], "'train', .*number the classes differently, .*'three'"),
     "other classes": (listed("six", "one", "two"), [], r"'test', column 'kind', row 1: .* not one "
                       r"of the 3 classes \['three', 'one', 'two'\]; this split has \['six', 'one'"),
+    "an untrained class": (new_folder, [], "no training picture is of the class 'four'"),
     "raw bytes": (raw_bytes, [], r"datasets\.Image\(\)"),
     "html": (lambda f: (f.mkdir(), (f / "train.parquet").write_text("<html>")), [],
              "cannot be read"),
@@ -434,7 +443,7 @@ def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     save_bomb(tmp_path / "bomb.png", 20_000, 20_000)
     with pytest.raises(UsageError, match="pixels"):
-        images.read_picture(tmp_path / "bomb.png", 28, {})
+        photos.read_picture(tmp_path / "bomb.png", 28, {})
     assert (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
     )  # KB; it holds 400 MB
@@ -443,7 +452,7 @@ def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
 def test_a_photo_with_a_copy_inside_is_one_picture(tmp_path: Path) -> None:
     photo = Image.fromarray(np.full((40, 40, 3), 90, np.uint8))
     photo.save(tmp_path / "photo.jpg", format="MPO", save_all=True, append_images=[photo])
-    assert images.open_picture(tmp_path / "photo.jpg").size == (40, 40)
+    assert pictures.open_picture(tmp_path / "photo.jpg").size == (40, 40)
 
 
 def test_what_is_learned_of_pictures_is_theirs_alone() -> None:
@@ -451,32 +460,53 @@ def test_what_is_learned_of_pictures_is_theirs_alone() -> None:
     pixels[0, 4:24, 10:18] = 200
     pixels[1] = 255
     pixels[1, 4:24, 10:18] = 5
-    looks = {name: values.tolist() for name, values in images.describe_looks(pixels).items()}
+    looks = {name: values.tolist() for name, values in photos.describe_looks(pixels).items()}
     for name, value in (("side", 20 / 28), ("x", 0.5), ("y", 0.5)):
         assert looks[name][:2] == pytest.approx([value] * 2, abs=1e-6)
     assert looks["border"][:2] == [0, 1] and np.isnan([looks["border"][2], looks["x"][2]]).all()
-    table = pd.DataFrame(looks).assign(kind="28 x 28 L")
-    seen = images.learn_framing(28, table[:2], table[2:])
+    kinds = pd.Series(["28 x 28 L"] * 3)
+    seen = photos.learn_framing(28, (pixels[:2], kinds), (pixels[2:], kinds))
     assert seen["border"] == [0, 1] and seen["shape"] == [28, 28]
     assert seen["frame"] == pytest.approx([20 / 28, 0.5, 0.5], abs=1e-6)
-    spread = table[:2].assign(x=[0.2, 0.8])
-    assert images.learn_framing(28, spread)["frame"] is None
-    assert images.learn_framing(28, table.assign(kind=["2 x 2 L", "3 x 3 L", "2 x 2 L"])) == {
+    moved = pixels[0].roll(9, 1)
+    assert photos.learn_framing(28, (torch.stack((pixels[0], moved)), kinds))["frame"] is None
+    sizes = pd.Series(["2 x 2 L", "3 x 3 L", "2 x 2 L"])
+    assert photos.learn_framing(28, (pixels, sizes)) == {
         "read_as": "2 x 2 L and 1 other kinds read as 28 x 28 grey", "shape": None,
         "border": [0, 1], "frame": None}  # fmt: skip
 
 
-def test_pictures_mapped_from_a_file_are_those_in_memory(
-    small_mnist: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resident, *_ = images.load_images(str(small_mnist), "train", 28)
-    monkeypatch.setattr(images, "RESIDENT_BYTES", 1000)
-    for _ in range(2):  # written, then found
-        mapped, *_ = images.load_images(str(small_mnist), "train", 28)
-        assert torch.equal(mapped.tensors[0], resident.tensors[0])
-    indices = torch.tensor([3, 1008, 5])
-    for a, b in zip(mapped.__getitems__(indices), resident.__getitems__(indices), strict=True):
-        assert torch.equal(a, b) and len(a) == 3
+def as_png(values: np.ndarray, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(values).save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+def test_a_plain_png_file_has_the_pixels_that_pillow_reads(small_mnist: Path) -> None:
+    table = pq.read_table(small_mnist / "train-00000-of-00001.parquet").to_pydict()
+    noise = np.random.default_rng(0).integers(0, 256, (28, 28), dtype=np.uint8)
+    contents = [image["bytes"] for image in table["image"]]
+    contents += [as_png(noise, compress_level=level) for level in range(10)]
+    for content in contents:
+        values = np.asarray(Image.open(io.BytesIO(content)))
+        assert np.array_equal(pictures.decode_plain(content, 28), values)
+    info = PngInfo()
+    info.add_text("a", "b")
+    others = {
+        "another size": as_png(noise[:27]),
+        "16 bits": as_png(noise.astype(np.uint16)),
+        "colour": as_png(np.stack([noise] * 3, 2)),
+        "transparent": as_png(noise, transparency=5),
+        "with a text": as_png(noise, pnginfo=info),
+        "truncated": contents[-1][:-20],
+        "short": contents[-1][:30],
+        "empty": b"",
+    }
+    for name, content in others.items():
+        assert pictures.decode_plain(content, 28) is None, name
+    for damaged in (contents[-1][:60] + bytes(50) + contents[-1][110:], bytes(880)):
+        with pytest.raises(UsageError, match="set, row 1: the picture cannot be read"):
+            pictures.decode_pictures([{"bytes": damaged, "path": None}], [0], 28, "set")
 
 
 def test_pictures_of_every_mode_keep_their_grey_values() -> None:
@@ -485,14 +515,55 @@ def test_pictures_of_every_mode_keep_their_grey_values() -> None:
     sixteen = Image.fromarray(ramp.astype(np.uint16) * 257)
     assert sixteen.mode == "I;16"
     for picture in (grey, sixteen, grey.convert("RGB")):
-        np.testing.assert_array_equal(images.to_grey(picture), ramp)
+        np.testing.assert_array_equal(pictures.to_grey(picture), ramp)
     clear = Image.new("RGBA", (28, 28), (0, 0, 0, 0))  # black ink on nothing, as on white paper
     clear.paste((0, 0, 0, 255), (5, 5, 9, 20))
-    paper = images.to_grey(clear)
+    paper = pictures.to_grey(clear)
     assert (paper[5:20, 5:9] == 0).all() and (paper[:, 10:] == 255).all()
+
+
+def test_floats_and_32_bits_are_read_by_one_rule_for_all_pictures(tmp_path: Path) -> None:
+    """Classes that differ by brightness alone stay different."""
+    for mode, white in (("F", 1), ("I", 65535)):
+        folder = tmp_path / mode
+        for split in NUMBERS:
+            for number in range(4):
+                path = folder / split / NAMES[number % 2] / f"{number}.tiff"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                values = np.full((28, 28), white * (0.2 + 0.6 * (number % 2)))
+                values[:, ::2] *= 0.5
+                Image.fromarray(values.astype(np.float32 if mode == "F" else np.int32)).save(path)
+        train_set, _, about = load(folder)
+        assert about["pictures"]["read_as"] == (
+            f"28 x 28 {mode} of 0 to {white} read as 28 x 28 grey"
+        )
+        brightest = train_set.tensors[0].amax((1, 2, 3)).tolist()
+        assert sorted(brightest) == [51, 51, 204, 204]
+        for wrong in (-white, 2 * white) + (np.nan, np.inf) * (mode == "F"):
+            values[3, 3] = wrong
+            picture = Image.fromarray(values.astype(np.float32 if mode == "F" else np.int32))
+            picture.save(folder / "train" / "one" / "wrong.tiff")
+            with pytest.raises(
+                UsageError, match=rf"row \d \(.*wrong\.tiff\).* must be 0 to {white}"
+            ):
+                load(folder)
+
+
+def test_the_first_start_says_what_it_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet(tmp_path / "data", dataset())
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    load(tmp_path / "data")
+    assert capfd.readouterr() == ("", "")
+    parquet(tmp_path / "more", dataset("int"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for said in ("preparing the pictures (once)\n", ""):
+        load(tmp_path / "more")
+        assert capfd.readouterr() == (said, "")
 
 
 def test_bytes_in_memory_are_read_like_a_file() -> None:
     buffer = io.BytesIO()
     shapes("test")[0].save(buffer, "PNG")
-    assert images.open_picture(buffer).size == (28, 28)
+    assert pictures.open_picture(buffer).size == (28, 28)

@@ -1,0 +1,250 @@
+"""Labelled pictures of any size and mode as one uint8 tensor."""
+
+import math
+import os
+import re
+import reprlib
+import warnings
+from io import BytesIO
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow.parquet
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from trainkit.errors import UsageError, as_usage_error, is_main_rank
+from trainkit.order import InMemory
+
+NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
+# Kinds of files that are read by Pillow alone: it would start Ghostscript for an EPS file.
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO")
+RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # modes that have none of their own
+
+
+def open_picture(file: Path | BytesIO) -> Image.Image:
+    """One picture, upright. Whatever is wrong with the file is an exception that says it."""
+    try:
+        with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
+            picture = Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"it is none of {', '.join(FORMATS)}") from None
+    with picture:
+        # MPO: a JPEG of many phones, one photo and a small or brighter copy of it.
+        if (number := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
+            raise ValueError(f"it holds {number} pictures: save one of them")
+        return ImageOps.exif_transpose(picture)
+
+
+def to_grey(picture: Image.Image) -> np.ndarray:
+    """Grey values 0 to 255 as float64; transparent pixels become background. ValueError."""
+    if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
+        white = 1 if picture.mode == "F" else 65535
+        values = np.asarray(picture, dtype=np.float64) * (255 / white)
+        if not (values.min() >= 0 and values.max() <= 255):  # or NaN
+            raise ValueError(f"the values of a picture of mode {picture.mode} must be 0 to {white}")
+        return values
+    grey = np.array(picture.convert("RGB").convert("L"), dtype=np.float64)
+    if picture.has_transparency_data:
+        alpha = np.asarray(picture.convert("RGBA"))[..., 3] / 255
+        grey *= alpha
+        grey += (1 - alpha) * (255 if grey.sum() <= 128 * alpha.sum() else 0)
+    return grey
+
+
+def resize(grey: np.ndarray, size: int) -> np.ndarray:
+    """Grey values, float64, brought to size x size, uint8."""
+    values = torch.from_numpy(grey)[None, None]
+    resized = F.interpolate(values, (size, size), mode="bilinear", antialias=True)
+    return resized.round()[0, 0].byte().numpy()
+
+
+def decode_plain(content: bytes, size: int) -> np.ndarray | None:
+    """The pixels of a PNG file of size x size grey bytes and nothing else; None for other files.
+
+    Pillow's inflating alone: reading the other parts of such a file takes it four times as long.
+    """
+    header = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + size.to_bytes(4) * 2 + b"\x08\0\0\0\0"
+    one_chunk = abs(len(content) - 57).to_bytes(4) + b"IDAT"
+    if not content.startswith(header) or content[33:41] != one_chunk:
+        return None
+    return np.asarray(Image.frombytes("L", (size, size), content[41:-16], "zip", "L", 0))
+
+
+def decode_pictures(cells: list, indices: list[int], size: int, where: str) -> dict[str, list]:
+    """Files of pictures to size * size grey values each, and what each file holds. UsageError."""
+    pixels, kinds = [], []
+    for cell, index in zip(cells, indices, strict=True):
+        row = f"{where}, row {index + 1}"
+        if cell is None:
+            raise UsageError(f"{row}: the picture is missing")
+        content, path = cell["bytes"], cell["path"]
+        with as_usage_error(f"{row}{f' ({path})' * bool(path)}: the picture cannot be read"):
+            content = content or Path(path).read_bytes()
+            grey, kind = decode_plain(content, size), f"{size} x {size} L"
+            if grey is None:
+                picture = open_picture(BytesIO(content))
+                grey = resize(to_grey(picture), size)
+                width, height = picture.size
+                kind = f"{width} x {height} {RANGES.get(picture.mode, picture.mode)}"
+        pixels.append(grey.reshape(-1))
+        kinds.append(kind)
+    return {"pixels": pixels, "kind": kinds}
+
+
+def pixel_tensor(decoded: datasets.Dataset, size: int) -> torch.Tensor:
+    """One uint8 tensor (n, 1, size, size), mapped from a file beside the cache of `datasets`.
+
+    All processes share its pages, and the kernel takes them back when it needs the memory.
+    """
+    path = Path(decoded.cache_files[0]["filename"]).with_suffix(".pixels")
+    if not path.exists():
+        unfinished = path.with_suffix(f".pixels-{os.getpid()}")
+        with open(unfinished, "wb") as file:
+            for chunk in decoded.data.column("pixels").chunks:
+                file.write(chunk.flatten().to_numpy())
+        os.replace(unfinished, path)
+    mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    return mapped.view(-1, 1, size, size)
+
+
+def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list[str]]]:
+    """The splits of a folder or of a data set on the Hub, and the files of a folder's splits."""
+    datasets.disable_progress_bars()
+    with as_usage_error(f"--dataset {name} cannot be read"):
+        source = {"path": name}
+        if (Path(name) / "state.json").is_file():  # one data set that save_to_disk wrote
+            source = {"path": "arrow", "data_files": str(Path(name) / "*.arrow")}
+        builder = datasets.load_dataset_builder(**source)
+        if is_main_rank() and not Path(builder.cache_dir).exists():
+            print("preparing the pictures (once)", flush=True)
+        builder.download_and_prepare()
+        return builder.as_dataset(), builder.config.data_files or {}
+
+
+def load_images(
+    name: str, split: str, size: int, label: str | None = None, classes: list[str] | None = None
+) -> tuple[InMemory, list[str], tuple[torch.Tensor, pd.Series]]:
+    """Return the pictures and labels of a split, the names of its classes, and some pictures.
+
+    The last, for learn_framing, are uint8 (n, size, size), and what each file of the split holds.
+    Decoded once; later runs read the cache that `datasets` keeps. Raises UsageError.
+
+    Args:
+        label: column of the classes; None: the only one that there can be.
+        classes: those of another split, by which the labels of this one are numbered.
+    """
+    where = f"--dataset {name}, split {split!r}"
+    splits, files = open_dataset(name)
+    if split not in splits:
+        raise UsageError(
+            f"{where}: there are only {sorted(splits)}; to evaluate on held out training pictures "
+            "use --validation-split N"
+        )
+    rows = splits[split]
+    images = [key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)]
+    if not images or len(rows) == 0:
+        raise UsageError(
+            f"{where}: there must be rows with an Image column, not {len(rows)} rows of "
+            f"{rows.column_names} (make one with cast_column(NAME, datasets.Image()))"
+        )
+    labels, classes = read_labels(rows, where, label, classes, files.get(split, []))
+    values = datasets.List(datasets.Value("uint8"))
+    with as_usage_error(f"{where}: the pictures cannot be read"):
+        decoded = rows.cast_column(images[0], datasets.Image(decode=False)).map(
+            lambda cells, indices: decode_pictures(cells, indices, size, where),
+            input_columns=images[0],
+            with_indices=True,
+            batched=True,
+            remove_columns=rows.column_names,
+            features=datasets.Features(pixels=values, kind=datasets.Value("string")),
+        )
+    pixels, kinds = pixel_tensor(decoded, size), decoded.data.column("kind").to_pandas()
+    some = pixels[:: math.ceil(len(pixels) / NUM_LOOKED_AT), 0]
+    return InMemory(pixels, labels), classes, (some, kinds)
+
+
+def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
+    """The column of the classes: `label`, or the only one that there can be. UsageError."""
+    kinds = rows.features.items()
+    found = [name for name, kind in kinds if isinstance(kind, datasets.ClassLabel)]
+    fitting = [
+        name
+        for name, kind in kinds
+        if re.match("u?int|bool|(large_)?string", str(getattr(kind, "dtype", "")))
+    ]
+    choices = [label] if label else found or fitting
+    if len(choices) != 1 or choices[0] not in fitting:
+        raise UsageError(
+            f"{where}: --label must name the column of the classes, whole numbers or texts, one of "
+            f"{fitting}; or make one: rows = datasets.load_dataset(...)"
+            ".class_encode_column(NAME); rows.save_to_disk(FOLDER)"
+        )
+    return choices[0]
+
+
+def read_labels(
+    rows: datasets.Dataset,
+    where: str,
+    label: str | None,
+    classes: list[str] | None,
+    files: list[str],
+) -> tuple[torch.Tensor, list[str]]:
+    """The classes of all rows as int64, and their names: of a ClassLabel, or the values, sorted.
+
+    Raises UsageError.
+    """
+    column = choose_column(rows, where, label)
+    values = rows.data.column(column).to_pandas()
+    where = f"{where}, column {column!r}"
+    if values.isna().any():
+        raise UsageError(f"{where}, row {values.isna().idxmax() + 1}: the label is missing")
+    if isinstance(rows.features[column], datasets.ClassLabel):
+        # datasets reads every file with the names in the first one of all splits.
+        found = [names_in_file(Path(file), column) for file in files]
+        lists = [names for names in found if names] or [rows.features[column].names]
+        own = lists[0]
+        if any(names != own for names in lists):
+            raise UsageError(
+                f"{where}: its files number the classes differently, {reprlib.repr(lists)}"
+            )
+        texts = values.map(dict(enumerate(own)))
+    else:
+        own, texts = [*map(str, sorted(values.unique()))], values.map(str)
+        if classes is None and len(own) == len(rows) > 2:
+            raise UsageError(f"{where}: each row has a label of its own: name another --label")
+    names = classes or own
+    if len(names) < 2:
+        raise UsageError(f"{where}: there is only one class")
+    # By name: another split may have them in another order.
+    numbers = pd.Index(names).get_indexer(texts)
+    if (numbers < 0).any():
+        more = f"; this split has {reprlib.repr(own)}" * (own != names)
+        raise UsageError(
+            f"{where}, row {(numbers < 0).argmax() + 1}: the label is not one of the {len(names)} "
+            f"classes {reprlib.repr(names)}{more}"
+        )
+    return torch.from_numpy(numbers.astype(np.int64)), names
+
+
+def names_in_file(path: Path, column: str) -> list[str]:
+    """The names of a ClassLabel that a file here itself gives; none of another kind of file."""
+    features = {}
+    if path.is_file() and path.suffix == ".parquet":
+        features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path))
+    elif path.is_file() and path.suffix == ".arrow":
+        features = datasets.Dataset.from_file(str(path)).features
+    return getattr(features.get(column), "names", [])
+
+
+def check_classes(name: str, train_set: InMemory, eval_set: InMemory, classes: list[str]) -> None:
+    """Raise UsageError if the evaluation set has a class of which there is no training picture."""
+    unknown = set(eval_set.tensors[1].tolist()) - set(train_set.tensors[1].tolist())
+    if unknown:
+        raise UsageError(
+            f"--dataset {name}: no training picture is of the class {classes[min(unknown)]!r}, "
+            "which the evaluation pictures have"
+        )
