@@ -553,6 +553,7 @@ def test_the_first_start_says_what_it_does(
     tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parquet(tmp_path / "data", dataset())
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     load(tmp_path / "data")
     assert capfd.readouterr() == ("", "")

@@ -214,7 +214,7 @@ def shared_problems(args: argparse.Namespace, num_processes: int) -> list[str]:
             check(problems, args, _variable(flag), *rule)
     if args.min_learning_rate > 0 and args.schedule not in ("onecycle", "cosine"):
         problems.append("--min-learning-rate is for --schedule onecycle and cosine")
-    elif 0 < args.learning_rate <= args.min_learning_rate:
+    elif 0 < (args.learning_rate or 0) <= args.min_learning_rate:
         problems.append("--min-learning-rate must be below --learning-rate")
     if args.patience and not args.keep_best:
         problems.append("--patience needs --keep-best METRIC: what is to become better?")
