@@ -485,8 +485,7 @@ class Run:
         self._need("run.add(...)", *IN_BATCH)
         for name, value in values.items():
             if where is None:
-                self.step.check_rows(f"run.add({name}=...)", value)
-                self.means.add(name, value.detach().sum(), value.numel())
+                self.means.add(name, self.step.sum(f"run.add({name}=...)", value), value.numel())
             else:
                 self.means.add(name, *masked_sum(f"run.add({name}=...)", value.detach(), where))
 

@@ -26,6 +26,7 @@ class Step:
         losses: this process's share of each mean of the micro-batch at hand.
         num_counted: values that where= counted so far in this process; None without where=.
         factor: num_samples / values counted in the whole step; None until that is known.
+        summed, total: the values that were summed last, and their sum.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class Step:
         self.losses: list[torch.Tensor] = []
         self.num_counted: torch.Tensor | None = None
         self.factor: torch.Tensor | None = None
+        self.summed: torch.Tensor | None = None
+        self.total = torch.zeros(())
         self.update_scale = None
         if accelerator.scaler is not None:
             # Accelerate updates the loss scale after each optimizer's step: a second optimizer
@@ -64,7 +67,7 @@ class Step:
         """Seed what the next forward pass draws, by its place in the step."""
         first, self.num_rows = self.rows_of(self.accelerator.process_index)
         seed_dropout(self.dropouts, self.accelerator.device, self.num_before + first, *self.key)
-        self.losses = []
+        self.losses, self.summed = [], None
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """Where the rows of a process begin in the micro-batch at hand, and how many they are."""
@@ -85,7 +88,7 @@ class Step:
 
     def check_rows(self, call: str, values: torch.Tensor) -> None:
         """Raise RuntimeError if these are not values of the samples of the micro-batch at hand."""
-        if values.ndim == 0 or len(values) != self.num_rows:
+        if values.ndim == 0 or values.shape[0] != self.num_rows:
             got = "a single number" if values.ndim == 0 else f"{len(values)} rows"
             raise RuntimeError(
                 f"{call} got {got} for a batch of {self.num_rows} samples: give it the values "
@@ -93,15 +96,21 @@ class Step:
                 "with where="
             )
 
+    def sum(self, call: str, values: torch.Tensor) -> torch.Tensor:
+        """The sum of values of this batch; of the losses it is asked for twice in each step."""
+        if values is not self.summed:
+            self.check_rows(call, values)
+            self.summed, self.total = values, values.sum()
+        return self.total
+
     def mean(self, values: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
         """See Run.step_mean."""
         num = self.num_samples
         if (self.losses or self.num_before) and (where is None) != (self.num_counted is None):
             self._refuse_second_mean()
         if where is None:
-            self.check_rows("run.step_mean(...)", values)
+            total = self.sum("run.step_mean(...)", values)
             num *= values.shape[1:].numel()
-            total = values.sum()
         else:
             if self.losses:
                 self._refuse_second_mean()
