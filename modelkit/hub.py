@@ -60,10 +60,12 @@ CLASSIFIER = '''class Model(nn.Module):
         super().__init__()
         self.network = {kind}(len(config["classes"]))
         self.mean, self.std = config["mean"], config["std"]
+        self.temperature = config.get("calibration", {}).get("temperature", 1.0)
 
     def forward(self, images):
         images = images.float().sub(255 * self.mean).mul(1 / (255 * self.std))
-        return self.network(images.contiguous(memory_format=torch.channels_last)).softmax(1)
+        outputs = self.network(images.contiguous(memory_format=torch.channels_last))
+        return (outputs / self.temperature).softmax(1)
 '''
 REGRESSOR = '''class Model(nn.Module):
     """Features in their own units, float32 (n, features), to targets in theirs."""
