@@ -70,7 +70,7 @@ def classifier_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple
     def answer(asked: list[Any]) -> list[str]:
         kind, value = asked
         if kind != "file":
-            return answers.describe(model, classes, shelves[kind][0][value])
+            return answers.describe(model, about, shelves[kind][0][value])
         file = BytesIO(base64.b64decode(value.partition(",")[2]))
         try:
             picture = read_picture(file, about["size"], about["pictures"])[0, 0]  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def classifier_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple
             said = re.sub(r"\w+Error: ", "", str(problem).replace(str(file), "The picture"))
             remedy = ". Save it as PNG or JPEG." * ("cannot be read" in said)
             return [f"<p>{escape(said)}{remedy}</p>", ""]
-        return answers.describe(model, classes, picture)
+        return answers.describe(model, about, picture)
 
     some = ", ".join(classes[:12]) + " ..." * (len(classes) > 12)
     return DRAWN.format(name=name, some=escape(some), shelves=shown, **about["metrics"]), answer

@@ -6,6 +6,7 @@ HTML, made without gradio.
 from collections.abc import Callable, Sequence
 from html import escape
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +37,11 @@ def evidence(model: nn.Module, picture: torch.Tensor, answer: int) -> torch.Tens
 
 
 @torch.inference_mode()
-def describe(model: nn.Module, classes: Sequence[str], picture: torch.Tensor) -> list[str]:
+def describe(model: nn.Module, about: dict[str, Any], picture: torch.Tensor) -> list[str]:
     """HTML: the answer; and bars, what the network sees, and what speaks for the answer."""
-    probabilities = model(picture[None, None])[0]
+    classes, probabilities = about["classes"], model(picture[None, None])[0]
     answer = int(probabilities.argmax())
+    unsure = bool(probabilities[answer] < about.get("calibration", {}).get("threshold", 0))
     speaks = evidence(model, picture, answer)[..., None]
     ink = picture[..., None] * 0.7 * (1 - speaks.abs())
     overlay = ink + speaks.clamp(min=0) * FOR - speaks.clamp(max=0) * AGAINST
@@ -51,7 +53,7 @@ def describe(model: nn.Module, classes: Sequence[str], picture: torch.Tensor) ->
         )
     )
     bars = page.bars(classes, probabilities.tolist())
-    said = f"<h2>{escape(classes[answer])}</h2>"
+    said = f"<h2>{'unsure: ' * unsure}{escape(classes[answer])}</h2>"
     return [said, f'{bars}<div class="views">{"".join(views)}</div>']
 
 

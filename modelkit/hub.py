@@ -60,7 +60,7 @@ CLASSIFIER = '''class Model(nn.Module):
         super().__init__()
         self.network = {kind}(len(config["classes"]))
         self.mean, self.std = config["mean"], config["std"]
-        self.temperature = config.get("calibration", {}).get("temperature", 1.0)
+        self.temperature = config.get("calibration", {{}}).get("temperature", 1.0)
 
     def forward(self, images):
         images = images.float().sub(255 * self.mean).mul(1 / (255 * self.std))

@@ -357,9 +357,11 @@ def test_a_name_that_looks_like_code_is_shown_as_it_is(monkeypatch: pytest.Monke
     name = "<b>${1}{{2}}"
     monkeypatch.setattr(answers, "evidence", lambda model, picture, answer: torch.zeros(28, 28))
     said, details = answers.describe(
-        lambda pictures: torch.tensor([[0.25, 0.75]]), ["b", name],
+        lambda pictures: torch.tensor([[0.25, 0.75]]),
+        {"classes": ["b", name], "calibration": {"threshold": 0.8}},
         torch.zeros(28, 28, dtype=torch.uint8))  # fmt: skip
     html = page.shelf("test picture", torch.zeros(1, 28, 28, dtype=torch.uint8), [name])
+    assert said.startswith("<h2>unsure: ")
     for text in (said, details, html):
         assert "&lt;b&gt;${1}{{2}}" in text and name not in text
 
