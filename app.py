@@ -1,25 +1,25 @@
-"""Draw in the browser and watch a trained model answer, on this machine and without a network.
+"""Ask a trained model in the browser, on this machine and without a network.
 
+python app.py runs/mnist         draw, choose a picture file, or pick a test picture
+python app.py runs/regression    a field for each feature, and the prediction drawn along them
 In a folder that predict.py --export hub wrote, this shows the model beside it.
-
-python app.py runs/mnist
-python app.py runs/regression
 """
 
+import base64
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from datakit import tables
-from datakit.pictures import load_images
 from modelkit import answers, page
 from modelkit.photos import read_picture
 from trainkit import arguments, plots, startup
@@ -27,158 +27,177 @@ from trainkit.errors import UsageError, as_usage_error
 
 HERE = Path(__file__).resolve().parent
 EXPORTED = all((HERE / name).is_file() for name in ("model.py", "config.json"))
-HINT = ["<p>Draw, and let go: the answer comes as the stroke ends.</p>", ""]
+DRAWN = """<div class="page">
+<header><h1>{name}: {eval_accuracy:.2%} of {eval_samples:,} test pictures right</h1>
+<p>Draw one of {some}, or choose a picture. You see how sure the model is, what it sees and what
+speaks for its answer.</p></header>
+<section>
+  <canvas id="pad" width="280" height="280" role="img" aria-label="pad to draw on"></canvas>
+  <button type="button" id="clear">Clear</button>
+  <label>brush <input type="range" id="brush" min="4" max="36" value="16"></label>
+</section>
+<section id="answer">
+  <div id="said" role="status" aria-atomic="true"><p>The answer comes as a stroke ends.</p></div>
+  <div id="details"></div>
+</section>
+<label class="file">or a picture file: <input type="file" id="file" accept="image/*"></label>
+{shelves}</div>"""
+FILLED_IN = """<div class="page">
+<header><h1>{name}: R2 {eval_r2:.4f} on {eval_samples:,} test rows</h1>
+<p>Change a value, and the prediction of {targets} follows. The sliders span what the training rows
+hold; the drawing shows what the feature named last changes.</p></header>
+<form id="form">{fields}</form>
+<section id="answer">
+  <div id="said" role="status" aria-atomic="true"></div>
+  <div id="details"></div>
+</section></div>"""
 
 
-def first_examples(run_dir: Path, about: dict[str, Any]) -> tuple[torch.Tensor, list[int]]:
-    """The first test picture of each class; none where the data are gone."""
-    try:
-        said = json.loads((run_dir / "run.json").read_text())["arguments"]
-        if not Path(said["dataset"]).exists():  # a Hub id: nothing here asks the network
-            return torch.empty(0), []
-        data, *_ = load_images(said["dataset"], "test", about["size"], said.get("label"),
-                               about["classes"])  # fmt: skip
-    except (UsageError, OSError, KeyError, ValueError):
-        return torch.empty(0), []
-    images, truth = data.tensors
-    labels = truth.unique()[:20].tolist()
-    return images[[int((truth == label).nonzero()[0]) for label in labels], 0], labels
-
-
-def classifier_page(gr: Any, run_dir: Path, model: nn.Module, about: dict[str, Any]) -> None:
-    """A canvas, a place to drop a picture, the answer, examples and mistakes to click on."""
-    classes = about["classes"]
-
-    def read(value: dict[str, str] | str | None) -> list[str]:
-        path = value["composite"] if isinstance(value, dict) else value
-        if path is None:
-            return HINT
-        try:
-            picture = read_picture(Path(path), about["size"], about["pictures"])[0, 0]
-        except UsageError as problem:
-            return [f"<p>{escape(str(problem).replace(path, 'the picture'))}</p>", ""]
-        return answers.describe(model, classes, picture, "")
-
-    def shelf(title: str, name: str, pictures: torch.Tensor, notes: list[str]) -> None:
-        def choose(event: gr.SelectData) -> list[str]:
-            truth = f"(it {notes[event.index]})"
-            return answers.describe(model, classes, pictures[event.index], truth)
-
-        if notes:
-            gallery = gr.Gallery(list(zip(pictures.numpy(), notes, strict=True)), label=title,
-                                 format="png", allow_preview=False, interactive=False,
-                                 height="auto", buttons=[], elem_id=name)  # fmt: skip
-            gallery.select(choose, None, answer, show_progress="hidden")
-
-    gr.Markdown(f"### Draw {', '.join(classes)}")
-    with gr.Row():
-        with gr.Column(min_width=300):  # a canvas directly in a row is twice as wide as its box
-            pad = gr.Sketchpad(canvas_size=(280, 280), fixed_canvas=True, height=380, layers=False,
-                               image_mode="L", type="filepath", format="png", transforms=(),
-                               buttons=[], show_label=False, elem_id="pad",
-                               brush=gr.Brush(11, colors=["#000000"], color_mode="fixed"),
-                               )  # fmt: skip
-        with gr.Column(min_width=300):
-            answer = [gr.HTML(HINT[0], elem_id="answer")]
-        with gr.Column(min_width=300):
-            answer.append(gr.HTML(elem_id="views"))
-            # Not gr.Image, which would open the file before read_picture can refuse it.
-            dropped = gr.File(file_types=["image"], label="or a picture", height=140,
-                              elem_id="dropped")  # fmt: skip
-    pictures, labels = first_examples(run_dir, about)
-    shelf("Test pictures", "examples", pictures, [f"is {classes[label]}" for label in labels])
-    path = run_dir / plots.PREDICTIONS
-    tensors = plots.load_predictions(path)[0] if path.exists() else {}
+def classifier_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple[str, Callable]:
+    """A pad, a place for a picture file, test pictures and mistakes; and what answers."""
+    classes, examples, tensors = about["classes"], about["examples"], about["predictions"]
+    shelves = {}
+    if "labels" in examples:
+        captions = [classes[label] for label in examples["labels"]]
+        shelves["test picture"] = examples["inputs"][:, 0], captions
     if "mistake_images" in tensors:
-        worst = plots.worst_mistakes(*(tensors[k] for k in ("prediction", "target", "probability")))
-        notes = [f"is {classes[tensors['target'][index]]}" for index in worst]
-        shelf("Worst mistakes", "mistakes", tensors["mistake_images"][:, 0], notes)
-    for source in (pad, dropped):
-        source.change(read, source, answer, show_progress="hidden", trigger_mode="always_last")
-    gr.on([gr.context.Context.root_block.load, pad.clear], js=page.PICK_BRUSH)
+        said, truth = tensors["prediction"], tensors["target"]
+        worst = plots.worst_mistakes(said, truth, tensors["probability"])
+        captions = [f"{classes[truth[i]]}, taken for {classes[said[i]]}" for i in worst]
+        shelves["worst mistake"] = tensors["mistake_images"][:, 0], captions
+    shown = "".join(page.shelf(kind, *shelf) for kind, shelf in shelves.items())
+
+    def answer(asked: list[Any]) -> list[str]:
+        kind, value = asked
+        if kind != "file":
+            return answers.describe(model, about, shelves[kind][0][value])
+        file = BytesIO(base64.b64decode(value.partition(",")[2]))
+        try:
+            picture = read_picture(file, about["size"], about["pictures"])[0, 0]  # type: ignore[arg-type]
+        except UsageError as problem:
+            said = re.sub(r"\w+Error: ", "", str(problem).replace(str(file), "The picture"))
+            remedy = ". Save it as PNG or JPEG." * ("cannot be read" in said)
+            return [f"<p>{escape(said)}{remedy}</p>", ""]
+        return answers.describe(model, about, picture)
+
+    some = ", ".join(classes[:12]) + " ..." * (len(classes) > 12)
+    return DRAWN.format(name=name, some=escape(some), shelves=shown, **about["metrics"]), answer
 
 
-def regression_page(gr: Any, run_dir: Path, model: nn.Module, about: dict[str, Any]) -> None:
-    """A control for each feature, the prediction, its curve along one or surface over two."""
-    columns = [tables.Column(**column) for column in about["columns"]]
-    ranges = {}  # three standard deviations of the training rows to each side, in round steps
-    for column in columns:
-        if column.categories is None:
-            number = about["features"].index(column.name)
-            mean, std = about["feature_mean"][number], about["feature_std"][number]
-            step = 10.0 ** math.floor(math.log10(std / 5))
-            ranges[column.name] = [step * round((mean + k * std) / step) for k in (-3, 3, 0)]
+def number_field(name: str, about: dict[str, Any]) -> tuple[str, tuple[float, float]]:
+    """HTML: a number and a slider over what the training rows hold, in round steps; their range."""
+    number = about["features"].index(name)
+    mean, std = about["feature_mean"][number], about["feature_std"][number]
+    low, high, step = mean - 2 * std, mean + 2 * std, 10.0 ** math.floor(math.log10(std / 20))
+    if "feature_range" in about:
+        low, high = about["feature_range"][number]
+        step = 1.0 if about["feature_whole"][number] else step
+    low, start, high = math.floor(low / step), round(mean / step), math.ceil(high / step)
+    low, start, high = low * step, start * step, high * step
+    limits = f'step="{step:g}" min="{low:.9g}" max="{high:.9g}" value="{start:.9g}"'
+    html = (
+        f'<input type="number" name="{escape(name)}" {limits}>'
+        f'<input type="range" tabindex="-1" aria-hidden="true" {limits}>'
+    )
+    return html, (low, high)
 
-    both = [[*ranges]] if len(ranges) == 2 else []
-    drawings = {" and ".join(names): names for names in [*both, *([name] for name in ranges)]}
+
+def choice(name: str, options: Iterable[str]) -> str:
+    """HTML: one of several texts."""
+    html = "".join(f"<option>{escape(option)}</option>" for option in options)
+    return f'<select name="{escape(name)}">{html}</select>'
+
+
+def regression_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple[str, Callable]:
+    """A field for each column of the table; and the prediction, with its curve or surface."""
+    features, targets = about["features"], about["targets"]
+    fields: dict[str, str] = {}
+    ranges: dict[str, tuple[float, float]] = {}
+    for column in about["columns"]:
+        label = column["name"]
+        if column["categories"] is None:
+            fields[label], ranges[label] = number_field(label, about)
+        else:
+            fields[label] = choice(label, column["categories"])
+    drawings = {label: [label] for label in ranges}
+    if len(ranges) == 2:
+        drawings = {" and ".join(ranges): [*ranges]} | drawings
+    if drawings:
+        fields["drawn along"] = choice("drawn along", drawings)
 
     @torch.inference_mode()
-    def outputs(rows: pd.DataFrame) -> np.ndarray:
-        return model(torch.from_numpy(tables.encode(rows, columns, "the form"))).numpy()
+    def outputs(rows: np.ndarray) -> np.ndarray:
+        return model(torch.from_numpy(rows)).numpy()
 
-    def answer(along: str | None, *values: Any) -> str:
-        row = pd.DataFrame([dict(zip((c.name for c in columns), values, strict=True))])
-        if row.isna().any(axis=None):
-            return "<p>Fill in every field.</p>"
-        pairs = zip(about["targets"], outputs(row)[0], strict=True)
-        said = "".join(f"<h2>{escape(name)}: {value:,.6g}</h2>" for name, value in pairs)
-        if along is None:
-            return said
-        return said + answers.landscape(outputs, row, ranges, drawings[along], about["targets"])
+    def answer(asked: list[str]) -> list[str]:
+        if "" in asked:
+            return ["<p>Fill in every field.</p>", ""]
+        given = dict(zip(fields, asked, strict=True))
+        true = {f"{label}={value}" for label, value in given.items()}
+        row = np.array([float(given[f]) if f in ranges else float(f in true) for f in features])
+        pairs = zip(targets, outputs(row[None])[0], strict=True)
+        said = "".join(f"<h2>{escape(target)}: {value:,.6g}</h2>" for target, value in pairs)
+        if not drawings:
+            return [said, ""]
+        along = {label: ranges[label] for label in drawings[given["drawn along"]]}
+        return [said, answers.landscape(outputs, row, along, features, targets)]
 
-    gr.Markdown(f"### Predict {', '.join(about['targets'])}")
-    with gr.Row():
-        with gr.Column(min_width=300):
-            controls = [
-                gr.Slider(*ranges[c.name], label=c.name)
-                if c.categories is None
-                else gr.Dropdown(c.categories, value=c.categories[0], label=c.name)
-                for c in columns
-            ]
-        with gr.Column(min_width=300):
-            names = [*drawings]
-            along = gr.Dropdown(names, value=names[0] if names else None, label="drawn along")
-            said = gr.HTML(elem_id="answer")
-    inputs = [along, *controls]
-    gr.on([c.change for c in inputs] + [gr.context.Context.root_block.load], answer, inputs, said,
-          show_progress="hidden", trigger_mode="always_last")  # fmt: skip
+    labels = (f"<label>{escape(label)} {field}</label>" for label, field in fields.items())
+    words = {"name": name, "targets": escape(", ".join(targets)), "fields": "".join(labels)}
+    return FILLED_IN.format(**words, **about["metrics"]), answer
 
 
 def load(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a run and what is saved about it, with predict.py or with an export's model.py.
+    """The model of a run, and what is known of it; with an export's model.py, or predict.py.
 
     Raises UsageError.
     """
     if not (run_dir / "model.safetensors").is_file():
-        raise UsageError(f"{run_dir} is not a finished run: make one with `python train_mnist.py "
-                         f"--run-dir {run_dir}`" + " in the repository" * EXPORTED)  # fmt: skip
+        raise UsageError(
+            f"{run_dir} is not a finished run: make one with `python train_mnist.py "
+            f"--run-dir {run_dir}`" + " in the repository" * EXPORTED
+        )
     if not EXPORTED:
         import predict
+        from modelkit import hub
 
-        return predict.load_run(run_dir)
+        model, about = predict.load_run(run_dir)
+        return model, about | hub.describe_run(run_dir, about)
     with as_usage_error(f"{run_dir} does not hold what model.py here can load"):
-        import model
+        from model import load as load_model
 
-        return model.load(run_dir), json.loads((run_dir / "config.json").read_text())
+        about = json.loads((run_dir / "config.json").read_text())
+        examples = load_file(run_dir / "examples.safetensors")
+        return load_model(run_dir), about | {"examples": examples, "predictions": {}}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Open the page of a run."""
     parser = arguments.Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("run_dir", type=Path, nargs="?", default=HERE if EXPORTED else Path("runs/mnist"),
-        help="of a finished run")  # fmt: skip
-    add("--host", default=None, help="0.0.0.0: other machines may use the page too; "
-        "None: GRADIO_SERVER_NAME, which a Space sets, or 127.0.0.1")  # fmt: skip
+    add(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        default=HERE if EXPORTED else Path("runs/mnist"),
+        help="of a finished run",
+    )
+    add(
+        "--host",
+        default=None,
+        help="0.0.0.0: other machines may use the page too; "
+        "None: GRADIO_SERVER_NAME, which a Space sets, or 127.0.0.1",
+    )
     add("--port", type=int, default=None, help="None: the first free one from 7860 on")
     args = parser.parse_args(argv)
     model, about = load(args.run_dir)
     pages = {"pictures": classifier_page, "columns": regression_page}
-    build = next((pages[name] for name in pages if name in about), None)
+    build = next((pages[kind] for kind in pages if kind in about), None)
     if build is None:
         raise UsageError(f"{args.run_dir}: app.py has no page for models of {about['script']}.py")
-    title = HERE.name if args.run_dir == HERE else str(args.run_dir)
-    page.serve(lambda gr: build(gr, args.run_dir, model, about), title, args.host, args.port)
+    name = args.run_dir.resolve().name
+    html, answer = build(model, about, escape(name))
+    page.serve(html, answer, name, args.host, args.port)
 
 
 if __name__ == "__main__":

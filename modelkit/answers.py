@@ -3,11 +3,12 @@
 HTML, made without gradio.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from itertools import product
+from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,48 +37,60 @@ def evidence(model: nn.Module, picture: torch.Tensor, answer: int) -> torch.Tens
 
 
 @torch.inference_mode()
-def describe(model: nn.Module, classes: list[str], picture: torch.Tensor, note: str) -> list[str]:
-    """HTML: the answer with bars in the order of the classes; what is seen, and what speaks."""
-    probabilities = model(picture[None, None])[0]
+def describe(model: nn.Module, about: dict[str, Any], picture: torch.Tensor) -> list[str]:
+    """HTML: the answer; and bars, what the network sees, and what speaks for the answer."""
+    classes, probabilities = about["classes"], model(picture[None, None])[0]
     answer = int(probabilities.argmax())
+    unsure = bool(probabilities[answer] < about.get("calibration", {}).get("threshold", 0))
     speaks = evidence(model, picture, answer)[..., None]
     ink = picture[..., None] * 0.7 * (1 - speaks.abs())
     overlay = ink + speaks.clamp(min=0) * FOR - speaks.clamp(max=0) * AGAINST
-    said = f"<h2>{escape(classes[answer])} <small>{escape(note)}</small></h2>"
-    views = {
-        "what the network sees": picture.numpy(),
-        f"orange speaks for {classes[answer]}, blue against": overlay.byte().numpy(),
-    }
-    return [said + page.bars(classes, probabilities.tolist()), page.views(views)]
+    views = (
+        f"<figure>{page.picture(pixels)}<figcaption>{caption}</figcaption></figure>"
+        for pixels, caption in (
+            (picture, "what the network sees"),
+            (overlay.byte(), f"orange speaks for {escape(classes[answer])}, blue against"),
+        )
+    )
+    bars = page.bars(classes, probabilities.tolist())
+    said = f"<h2>{'unsure: ' * unsure}{escape(classes[answer])}</h2>"
+    return [said, f'{bars}<div class="views">{"".join(views)}</div>']
 
 
 def landscape(
-    outputs: Callable[[pd.DataFrame], np.ndarray],
-    row: pd.DataFrame,
-    ranges: Mapping[str, Sequence[float]],
-    along: Sequence[str],
+    outputs: Callable[[np.ndarray], np.ndarray],
+    row: np.ndarray,
+    ranges: dict[str, tuple[float, float]],
+    features: Sequence[str],
     targets: Sequence[str],
 ) -> str:
     """HTML: each target as a curve along one feature or a surface over two; a dot is the row.
 
-    outputs: rows of a table to targets, (n, targets). ranges: first and last value drawn.
+    outputs: rows of features to targets, (n, targets). ranges: the features to draw along, with the
+    first and the last value.
     """
-    targets = targets[:MAX_DRAWN]
-    x, *y = (np.linspace(ranges[name][0], ranges[name][1], 121 if len(along) == 1 else 41)
-             for name in along)  # fmt: skip
-    places = np.meshgrid(x, *y)
-    many = row.loc[[0] * places[0].size].reset_index(drop=True)
-    many = many.assign(**{name: place.ravel() for name, place in zip(along, places, strict=True)})
-    values, here = outputs(many), outputs(row)
-    figure = plots.new_figure(4.4, (3.4 if y else 2.8) * len(targets))
-    grid = figure.subplots(len(targets), 1, squeeze=False)
-    for number, (axes, name) in enumerate(zip(grid.flat, targets, strict=True)):
-        if y:
-            drawn = axes.contourf(*places, values[:, number].reshape(places[0].shape), 12)
-            figure.colorbar(drawn, ax=axes, label=name)
-            axes.plot(row[along[0]], row[along[1]], "o", color=plots.COLOURS[1], mec="white")
+    numbers = [features.index(name) for name in ranges]
+    axis = [
+        np.linspace(low, high, 121 if len(ranges) == 1 else 41) for low, high in ranges.values()
+    ]
+    rows = np.tile(row, (len(axis[0]) ** len(axis), 1))
+    rows[:, numbers] = [*product(*axis)]
+    values, here = outputs(rows), outputs(row[None])[0]
+    html = ""
+    for number, target in enumerate(targets[:MAX_DRAWN]):
+        figure = plots.new_figure(4.4, 3.0)
+        axes = figure.subplots()
+        if len(axis) == 2:
+            drawn = axes.contourf(*axis, values[:, number].reshape(41, 41).T, 12)
+            figure.colorbar(drawn, label=target)
         else:
-            axes.plot(x, values[:, number], color=plots.COLOURS[4])
-            axes.plot(row[along[0]], here[:, number], "o", color=plots.COLOURS[1])
-        axes.set(xlabel=along[0], ylabel=along[1] if y else name)
-    return page.drawing(figure, f"the prediction along {' and '.join(along)}")
+            axes.plot(*axis, values[:, number], color=plots.COLOURS[4])
+        # Along two features the target is the colour, not an axis.
+        (xlabel, x), (ylabel, y) = [
+            *zip(ranges, row[numbers], strict=True),
+            (target, here[number]),
+        ][:2]
+        axes.plot(x, y, "o", color=plots.COLOURS[1], mec="white")
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        html += page.drawing(figure, f"{target} along {' and '.join(ranges)}")
+    return html

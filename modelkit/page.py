@@ -1,6 +1,7 @@
-"""A Gradio page on this machine alone: no network, nothing that piles up, limits for what is sent.
+"""The page: its looks, what happens in the browser, and a Gradio server that shows it.
 
-Import this before gradio, which reads its settings only once.
+Nothing comes from another machine and nothing that is sent is kept. Import this before gradio,
+which reads its settings only once.
 """
 
 import base64
@@ -8,13 +9,11 @@ import importlib.util
 import io
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
+import torch
 from PIL import Image
 
 from trainkit.errors import UsageError
@@ -24,115 +23,233 @@ if TYPE_CHECKING:
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
-MAX_REQUEST, MAX_KEPT = 8 * 2**20, 200 * 2**20  # bytes of one upload, of all that are kept
+MAX_REQUEST = 16 * 2**20  # bytes; a picture takes a third more than its file
 MAX_PIXELS = 25_000_000  # of a picture once it is decoded
+MAX_BARS = 10
 CSS = """
-h2 { margin: 0 0 6px !important } h2 small { font-weight: normal }
-.bars { display: grid; grid-template-columns: max-content 1fr 4em; gap: 2px 10px;
-  align-items: center; max-height: 24em; overflow: auto; font-variant-numeric: tabular-nums }
+.dark { color-scheme: dark }
+.page { font-family: system-ui, sans-serif; display: grid; grid-template-columns: 282px 1fr;
+  gap: 12px 32px; align-items: start }
+.page h1 { font-size: 22px; margin: 0 0 4px !important }
+.page h2 { font-size: 22px; margin: 0 !important }
+.page p, .page img { margin: 0 !important }
+.page header, .page fieldset { grid-column: 1 / -1 }
+.page :focus-visible { outline: 3px solid #2f8fd0; outline-offset: 1px }
+.page button, .page select, .page input[type=number] { border: 1px solid #8888; font: inherit;
+  color: inherit; padding: 1px 8px; border-radius: 4px; background: #8882; max-width: 100% }
+.page select { appearance: auto }
+.page select option { background: Canvas; color: CanvasText }
+#form label { display: grid; grid-template-columns: 1fr 9em; margin-bottom: 8px }
+#form input[type=range] { grid-column: 1 / -1; width: 100% }
+#form input[type=number] { text-align: right }
+#pad { background: white; border: 1px solid #888; touch-action: none; cursor: crosshair;
+  display: block; margin-bottom: 6px }
+#pad ~ * { vertical-align: middle; margin-right: 8px }
+#brush { width: 120px; vertical-align: middle }
+#file { width: 282px }
+#said { display: flex; flex-wrap: wrap; gap: 2px 12px; align-items: baseline; min-height: 36px }
+#details { display: flex; flex-wrap: wrap; gap: 12px 32px }
+#answer[aria-busy=true] > * { visibility: hidden }
+.bars { flex: 1 0 240px; display: grid; grid-template-columns: max-content 1fr 4em; gap: 2px 10px;
+  align-items: center; align-self: start; font-variant-numeric: tabular-nums; line-height: 1.3 }
 .bars span:nth-child(3n) { text-align: right }
 .bars progress { appearance: none; width: 100%; height: 14px; border: none; background: #8883 }
 .bars progress::-webkit-progress-bar { background: #8883 }
 .bars progress::-webkit-progress-value { background: #2f8fd0 }
 .bars progress::-moz-progress-bar { background: #2f8fd0 }
-.views { display: flex; gap: 12px }
-.views figure { margin: 0; flex: 1; max-width: 240px }
-.views img { width: 100%; image-rendering: pixelated }
-.curve img { width: 100%; max-width: 520px }
-.grid-wrap { height: auto !important; min-height: 0 !important; max-height: none !important }
-.grid-container { grid-template-columns: repeat(auto-fill, minmax(60px, 1fr)) !important;
-  padding-top: 30px }
-.grid-container .thumbnail-item { aspect-ratio: auto; height: auto }
-.grid-container img { aspect-ratio: 1; height: auto; image-rendering: pixelated }
-.grid-container .caption-label { position: static; max-width: none; border: none; padding: 0 4px }
+.bars > :nth-child(-n + 3) { font-weight: bold }
+.views { display: flex; gap: 12px; flex: 1 0 280px }
+.views figure { margin: 0; flex: 1; max-width: 200px }
+.views img { width: 100%; image-rendering: pixelated; border-radius: 0 }
+.curve img { width: 100%; max-width: 560px }
+.dark .curve img { filter: invert(1) hue-rotate(180deg) }
+.shelf { border: 0; padding: 0; display: flex; flex-wrap: wrap; gap: 6px }
+.shelf label { position: relative; text-align: center; font-size: 12px; max-width: 96px }
+.shelf input { position: absolute; opacity: 0 }
+.shelf img { width: 56px; height: 56px; image-rendering: pixelated; border-radius: 0;
+  display: block; margin: auto !important; border: 3px solid transparent }
+.shelf input:checked + img { border-color: #d55e00 }
+.shelf input:focus-visible + img { outline: 3px solid #2f8fd0 }
+@media (max-width: 700px) {
+  .page { grid-template-columns: minmax(0, 1fr) }
+  .page h1, .page h2 { font-size: 18px }
+  .page .file { order: 1 }
+  .page fieldset { order: 2 }
+}
 """
-# A Sketchpad has no tool when the page opens nor after Clear, and a stroke then does nothing.
-PICK_BRUSH = """() => { const start = Date.now(), go = () => {
-  const brush = document.querySelector('#pad button[aria-label="Brush"]'),
-        hint = document.querySelector('#pad .empty');
-  if (brush && hint) brush.click();
-  if ((!brush || hint) && Date.now() - start < 15000) setTimeout(go, 100); }; go(); }"""
+# One input is answered at a time: the others are emptied, and an answer that another question has
+# overtaken is not shown. The strokes are sent as a picture file, as a chosen one is.
+SCRIPT = """
+const $ = name => element.querySelector('#' + name);
+const pad = $('pad'), pen = pad?.getContext('2d'), file = $('file'), form = $('form');
+const start = $('said').innerHTML;
+let latest = 0, queue = Promise.resolve(), empty = true, drawing = false;
+
+function show(said, details) {
+  $('said').innerHTML = said;
+  $('details').innerHTML = details;
+  $('answer').setAttribute('aria-busy', false);
+}
+function wait() {
+  $('answer').setAttribute('aria-busy', true);
+  return ++latest;
+}
+function ask(name, input) {
+  const number = wait();
+  queue = queue.then(async () => {
+    if (number !== latest) return;
+    const lost = '<p>There is no answer: has app.py ended, or has the file more than 11 MB?</p>';
+    const [said, details] = await server.answer(input).catch(() => [lost, '']);
+    if (number !== latest) return;
+    show(said, details);
+    $('said').prepend(name);
+  });
+}
+function read(name, blob) {
+  wait();
+  const reader = new FileReader();
+  reader.onload = () => ask(name, ['file', reader.result]);
+  reader.readAsDataURL(blob);
+}
+function reset(kept) {
+  element.querySelectorAll('input:checked').forEach(e => { if (e !== kept) e.checked = false; });
+  if (kept !== file) file.value = '';
+  if (kept === pad) return;
+  empty = true;
+  Object.assign(pen, {fillStyle: 'white', textAlign: 'center', font: '20px system-ui'});
+  pen.fillRect(0, 0, 280, 280);
+  pen.fillStyle = '#767676';
+  pen.fillText('draw here', 140, 146);
+}
+if (form) {
+  const all = () => ask('', [...new FormData(form).values()]);
+  form.onsubmit = event => event.preventDefault();
+  form.oninput = ({target}) => {
+    if (target.value) target.closest('label').querySelectorAll('input').forEach(
+      other => { if (other !== target) other.value = target.value; });
+    all();
+  };
+  all();
+} else {
+  pad.onpointerdown = event => {
+    wait();  // before the stroke ends: the old answer is not this drawing's
+    reset(pad);
+    if (empty) { pen.fillStyle = 'white'; pen.fillRect(0, 0, 280, 280); }
+    empty = false;
+    drawing = true;
+    pad.setPointerCapture(event.pointerId);
+    Object.assign(pen, {lineWidth: $('brush').value, lineCap: 'round', lineJoin: 'round'});
+    pen.beginPath();
+    pen.moveTo(event.offsetX, event.offsetY);
+    pad.onpointermove(event);
+  };
+  pad.onpointermove = event => {
+    if (!drawing) return;
+    pen.lineTo(event.offsetX, event.offsetY);
+    pen.stroke();
+  };
+  pad.onpointerup = pad.onpointercancel = () => {
+    if (drawing) pad.toBlob(blob => read('your drawing', blob));
+    drawing = false;
+  };
+  $('clear').onclick = () => { wait(); reset(); show(start, ''); };
+  file.onchange = () => {
+    if (!file.files.length) return;
+    reset(file);
+    read(file.files[0].name, file.files[0]);
+  };
+  element.querySelectorAll('.shelf input').forEach(input => input.onclick = () => {
+    reset(input);
+    ask(input.name + ': ' + input.parentNode.textContent, [input.name, +input.value]);
+  });
+  reset();
+}
+"""
 
 
 class SizeLimit:
-    """ASGI middleware: what is sent has an allowed length, and what is kept an allowed sum."""
+    """ASGI middleware: what is sent has an allowed length, and nothing is put on the disk."""
 
-    def __init__(self, app: Callable, folder: Path):
-        self.app, self.folder = app, folder
+    def __init__(self, app: Callable):
+        self.app = app
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
-            length = dict(scope["headers"]).get(b"content-length", b"no length")
-            kept = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-            allowed = min(MAX_REQUEST, MAX_KEPT - kept)
-            if not length.isdigit() or int(length) > allowed:
-                await send({"type": "http.response.start", "status": 413, "headers": []})
-                await send({"type": "http.response.body", "body": b"too large"})
+            length = float(dict(scope["headers"]).get(b"content-length", "inf"))
+            if length > MAX_REQUEST or scope["path"].rstrip("/").endswith("/upload"):
+                from starlette.responses import PlainTextResponse
+
+                await PlainTextResponse("too large", 413)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-def serve(build: Callable, title: str, host: str | None, port: int | None) -> None:
-    """Show the page that `build(gradio)` fills until Ctrl-C or SIGTERM. port None: the first free.
+def serve(html: str, answer: Callable, title: str, host: str | None, port: int | None) -> None:
+    """Show a page until Ctrl-C or SIGTERM. port None: the first free one from 7860 on. UsageError.
 
-    What is uploaded lies in a temporary folder, for ten minutes at most. Raises UsageError.
+    answer: takes what SCRIPT asks, returns HTML in two parts: the answer, and what goes with it.
     """
     if importlib.util.find_spec("gradio") is None:
         raise UsageError("app.py needs the package gradio, not installed here: pip install gradio")
+    import gradio  # here: it takes seconds
+    from starlette.middleware import Middleware
+
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="page-", ignore_cleanup_errors=True) as folder:
-        os.environ["GRADIO_TEMP_DIR"] = tempfile.tempdir = folder
-        import gradio  # here: it takes seconds
-        from starlette.middleware import Middleware
-
-        with gradio.Blocks(title=title, analytics_enabled=False, delete_cache=(60, 600)) as page:
-            build(gradio)
-        try:
-            _, url, _ = page.launch(
-                server_name=host, server_port=port, share=False, quiet=True, ssr_mode=False,
-                prevent_thread_lock=True, footer_links=[], run_history=False, css=CSS,
-                theme=gradio.themes.Base(font="system-ui", font_mono="monospace"),
-                app_kwargs={"middleware": [Middleware(SizeLimit, folder=Path(folder))]},
-            )  # fmt: skip
-        except OSError as problem:
-            given = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
-            raise UsageError(f"{given}: {problem}") from problem
-        print(f"{title}: {url} (Ctrl-C ends it)", flush=True)
-        page.block_thread()
+    with gradio.Blocks(title=title, analytics_enabled=False) as page:
+        gradio.HTML(html, js_on_load=SCRIPT, server_functions=[answer])
+    try:
+        _, url, _ = page.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            quiet=True,
+            ssr_mode=False,
+            prevent_thread_lock=True,
+            footer_links=[],
+            run_history=False,
+            css=CSS,
+            app_kwargs={"middleware": [Middleware(SizeLimit)]},
+        )
+    except OSError as problem:
+        given = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
+        raise UsageError(f"{given}: {problem}") from problem
+    print(f"{title}: {url} (Ctrl-C ends it)", flush=True)
+    page.block_thread()
 
 
 def bars(names: Sequence[str], shares: Sequence[float]) -> str:
-    """HTML: a row for each name, in this order."""
+    """HTML: a row for each of the MAX_BARS largest shares, the largest first; CSS marks it."""
     rows = (
         f'<span>{escape(name)}</span><progress value="{share:.4f}" aria-label="{escape(name)}">'
         f"</progress><span>{share:.1%}</span>"
-        for name, share in zip(names, shares, strict=True)
+        for share, name in sorted(zip(shares, names, strict=True), reverse=True)[:MAX_BARS]
     )
     return f'<div class="bars">{"".join(rows)}</div>'
 
 
-def views(pictures: dict[str, np.ndarray]) -> str:
-    """HTML: small pictures side by side over their captions, uint8, grey or RGB."""
-    figures = []
-    for caption, values in pictures.items():
-        file = io.BytesIO()
-        Image.fromarray(values).save(file, "png")
-        figures.append(f"<figure>{_inside(file.getvalue(), 'png', caption)}"
-                       f"<figcaption>{escape(caption)}</figcaption></figure>")  # fmt: skip
-    return f'<div class="views">{"".join(figures)}</div>'
+def shelf(kind: str, pictures: torch.Tensor, captions: Sequence[str]) -> str:
+    """HTML: pictures to choose one of; a single stop of the Tab key, as radio buttons are."""
+    choices = "".join(
+        f'<label><input type="radio" name="{kind}" value="{number}">{picture(values)}'
+        f"{escape(caption)}</label>"
+        for number, (values, caption) in enumerate(zip(pictures, captions, strict=True))
+    )
+    return f'<fieldset class="shelf"><legend>{kind.capitalize()}s</legend>{choices}</fieldset>'
 
 
 def drawing(figure: "Figure", what: str) -> str:
-    """HTML: a matplotlib figure in colours that a light and a dark page allow."""
-    for axes in figure.axes:
-        axes.grid(color="0.5", alpha=0.3)
-        axes.tick_params(colors="0.5")
-        for part in (axes.xaxis.label, axes.yaxis.label, *axes.spines.values()):
-            part.set(color="0.5")
+    """HTML: a matplotlib figure without its white ground; CSS inverts it on a dark page."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", transparent=True)
     return f'<div class="curve">{_inside(file.getvalue(), "svg+xml", what)}</div>'
+
+
+def picture(values: torch.Tensor) -> str:
+    """HTML: a picture, uint8, grey or RGB, beside which there is a text that says what it is."""
+    file = io.BytesIO()
+    Image.fromarray(values.numpy()).save(file, "png")
+    return _inside(file.getvalue(), "png", "")
 
 
 def _inside(content: bytes, kind: str, what: str) -> str:

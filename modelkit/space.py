@@ -4,12 +4,10 @@ import ast
 import importlib.metadata
 import re
 import shutil
-import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = {"predict", "model"}  # app.py takes the model from model.py there
+LEFT_OUT = {"predict", "model.load", "modelkit.hub"}  # app.py takes the model from model.py there
 
 
 def write_space(folder: Path) -> None:
@@ -17,42 +15,28 @@ def write_space(folder: Path) -> None:
 
     In the folder, `pip install -r requirements.txt && python app.py` opens the page of the model.
     """
-    copied, packages, waiting = set(), {"gradio"}, [Path("app.py")]
-    while waiting:
-        path = waiting.pop()
-        if path in copied:
-            continue
-        copied.add(path)
-        (folder / path).parent.mkdir(exist_ok=True)
-        shutil.copyfile(ROOT / path, folder / path)
-        for name in _imported(path) - LEFT_OUT:
-            stem = name.replace(".", "/")
-            files = [Path(f"{stem}.py"), Path(stem, "__init__.py")]
-            waiting += (found := [file for file in files if (ROOT / file).is_file()])
-            packages |= set() if found else {name.split(".")[0]}
+    files, packages = needed_by("app.py")
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
     text = "".join((ROOT / f"requirements{part}.txt").read_text() for part in ("", "-extras"))
-    wanted = [line.strip() for line, name in re.findall(r"^(([\w-]+)[^#\n]*)", text, re.M)
-              if name.replace("-", "_") in packages]  # fmt: skip
+    bounds = {name: line for line, name in re.findall(r"^(([\w-]+)[^#\s]*)", text, re.M)}
+    wanted = sorted(bounds.get(package, package) for package in {*packages, "gradio"})
     (folder / "requirements.txt").write_text("\n".join(wanted) + "\n")
 
 
-def space_metadata() -> dict[str, Any]:
-    """What a Space's README.md must say. Of a model's README.md the Hub ignores it."""
-    try:
-        version = {"sdk_version": importlib.metadata.version("gradio")}
-    except importlib.metadata.PackageNotFoundError:
-        version = {}  # the Hub then takes the newest that it has
-    python = "{}.{}".format(*sys.version_info)
-    return {"sdk": "gradio", **version, "python_version": python, "app_file": "app.py"}
-
-
-def _imported(path: Path) -> set[str]:
-    """The modules that a file imports anywhere; of `from a import b` both a and a.b."""
-    names = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-            names.add(str(node.module))
-    return names
+def needed_by(name: str) -> tuple[list[str], set[str]]:
+    """What a file of this repository imports: files, itself too, and packages to install."""
+    files, modules = [name], set()
+    for name in files:  # which grows meanwhile
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            inside = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for module in {inside + alias.name for alias in node.names} - LEFT_OUT:
+                paths = [f"{stem.replace('.', '/')}.py" for stem in (module, inside[:-1])]
+                found = [path for path in paths if (ROOT / path).is_file()]
+                files += [path for path in found if path not in files]
+                modules |= set() if found else {module.split(".")[0]}
+    installed = importlib.metadata.packages_distributions()
+    return files, {installed[module][0] for module in modules if module in installed}
