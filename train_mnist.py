@@ -239,13 +239,17 @@ def validate(
     assert (seen == 1).all(), "a sample was evaluated twice or not at all"
     probability = accelerator.reduce(probability, reduction="sum").cpu()
     metric = Accuracy(keep_in_memory=True).compute(predictions=prediction, references=targets)
-    worst = plots.worst_mistakes(prediction, targets, probability)
-    return {
+    metrics = {
         "eval_loss": accelerator.reduce(loss_sum, reduction="sum").item() / len(targets),
         "eval_accuracy": metric["accuracy"],
         "eval_samples": len(targets),
-    }, {"prediction": prediction, "target": targets, "probability": probability,
-        "mistake_images": pictures[worst]}  # fmt: skip
+    }
+    return metrics, {
+        "prediction": prediction,
+        "target": targets,
+        "probability": probability,
+        "mistake_images": pictures[plots.worst_mistakes(prediction, targets, probability)],
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -261,10 +265,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        about |= {"script": Path(__file__).stem, "model": args.model,
-                  "size": SIZE, "mean": MEAN, "std": STD}  # fmt: skip
-        plan = {"data": f"{args.dataset}, {len(about['classes'])} classes",
-                "pictures": about["pictures"]["read_as"]}  # fmt: skip
+        about |= {"script": Path(__file__).stem, "model": args.model, "size": SIZE}
+        about |= {"mean": MEAN, "std": STD}
+        data = f"{args.dataset}, {len(about['classes'])} classes"
+        plan = {"data": data, "pictures": about["pictures"]["read_as"]}
         run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
 
         for epoch in run.epochs():

@@ -216,17 +216,19 @@ def validate(
     outputs = predict(accelerator, model, loader, targets.shape[1])
     prediction, target = in_own_unit(outputs, about), in_own_unit(targets, about)
     metric = Regression(keep_in_memory=True).compute(
-        predictions=prediction, references=target, baseline=about["baseline"])  # fmt: skip
+        predictions=prediction, references=target, baseline=about["baseline"]
+    )
     metrics = {
         "eval_loss": LOSSES[loss](outputs.double(), targets.double()).item(),
         **{f"eval_{name}": value for name, value in metric.items()},
         "eval_samples": len(targets),
     }
-    predictions = {"index": rows, "prediction": torch.from_numpy(prediction),
-                   "target": torch.from_numpy(target)}  # fmt: skip
-    if len(about["features"]) == 1:  # the picture of the fit needs it
-        predictions["feature"] = torch.from_numpy(in_own_unit(features, about, "feature"))
-    return metrics, predictions
+    return metrics, {
+        "index": rows,
+        "feature": torch.from_numpy(in_own_unit(features, about, "feature")),
+        "prediction": torch.from_numpy(prediction),
+        "target": torch.from_numpy(target),
+    }
 
 
 def compare(model: nn.Module, train_set: InMemory, about: dict, noise: float) -> dict[str, float]:
@@ -266,12 +268,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        about |= {"script": Path(__file__).stem, "model": args.model,
-                  "hidden": args.hidden if args.model == "mlp" else []}  # fmt: skip
-        plan = {"data": about["source"], "loss": args.loss,
-                "features": f"{len(about['features'])} (left out, constant or an index: "
-                            f"{tables.first_few(about['left_out']) or 'none'})",
-                "targets": ", ".join(about["targets"])}  # fmt: skip
+        hidden = args.hidden if args.model == "mlp" else []
+        about |= {"script": Path(__file__).stem, "model": args.model, "hidden": hidden}
+        left_out = tables.first_few(about["left_out"]) or "none"
+        plan = {
+            "data": args.data or "synthetic",
+            "loss": args.loss,
+            "features": f"{len(about['features'])} (left out, constant or an index: {left_out})",
+            "targets": ", ".join(about["targets"]),
+        }
         run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
 
         for _ in run.epochs():

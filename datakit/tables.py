@@ -233,7 +233,7 @@ def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, Any]]:
         table = table[[*dict.fromkeys([*args.features, *args.target])]]
     if args.missing == "drop":
         table = table.dropna()
-    return table, {"source": args.data, "read_options": options, "truth": None}
+    return table, {"source": Path(args.data).name, "read_options": options, "truth": None}
 
 
 def make_sets(
@@ -270,6 +270,8 @@ def make_sets(
                 "training rows, as far as float64 can tell: leave it out"
             )
         mean, std = known.mean(0), known.std(0)
+        about[f"{kind}_range"] = np.stack((known.min(0), known.max(0)), 1).tolist()
+        about[f"{kind}_whole"] = (known == known.round()).all(0).tolist()
         about["baseline"] = mean.tolist()  # of the targets, which come last: what R2 compares with
         if not standardise:
             mean, std = np.zeros_like(mean), np.ones_like(std)

@@ -218,7 +218,8 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Fig
 
     prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
     targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
-    feature = tensors["feature"].flatten().numpy() if "feature" in tensors else None
+    features = tensors["feature"].numpy()
+    feature = features[:, 0] if features.shape[1] == 1 else None
     columns = 2 + (feature is not None)
     figure = new_figure(4.3 * columns, 4.2 * len(targets))
     grid = figure.subplots(len(targets), columns, squeeze=False)
