@@ -369,8 +369,8 @@ def _examples(
         said |= {
             "row": "\n".join(f"    {value:.6g},  # {name}" for value, name in pairs),
             "classes": ", ".join(about["targets"]),
-            "said": '[f"{value:,.6g}" for value in outputs[0]]',
-            "answers": [f"{value:,.6g}" for value in outputs[0]],
+            "said": '[f"{value:,.4g}" for value in outputs[0]]',
+            "answers": [f"{value:,.4g}" for value in outputs[0]],
         }
         code = OF_ROWS.format(**said)
     return code, more + OF_ONNX.format(**said) * onnx
