@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import datasets
@@ -238,7 +239,9 @@ def validate(
     prediction, seen = accelerator.reduce(result, reduction="sum").cpu()
     assert (seen == 1).all(), "a sample was evaluated twice or not at all"
     probability = accelerator.reduce(probability, reduction="sum").cpu()
-    metric = Accuracy(keep_in_memory=True).compute(predictions=prediction, references=targets)
+    metric = Accuracy(keep_in_memory=True, cache_dir=gettempdir()).compute(
+        predictions=prediction, references=targets
+    )
     metrics = {
         "eval_loss": accelerator.reduce(loss_sum, reduction="sum").item() / len(targets),
         "eval_accuracy": metric["accuracy"],

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import datasets
@@ -215,7 +216,7 @@ def validate(
     features, targets, rows = eval_set.tensors
     outputs = predict(accelerator, model, loader, targets.shape[1])
     prediction, target = in_own_unit(outputs, about), in_own_unit(targets, about)
-    metric = Regression(keep_in_memory=True).compute(
+    metric = Regression(keep_in_memory=True, cache_dir=gettempdir()).compute(
         predictions=prediction, references=target, baseline=about["baseline"]
     )
     metrics = {

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import rows, saved
+from conftest import rows, run, saved
 from double import SAME
 from sklearn.datasets import load_diabetes
 from sklearn.linear_model import LinearRegression
@@ -294,3 +294,9 @@ def test_synthetic_data_come_from_a_generator_of_their_own() -> None:
     assert targets == pytest.approx(features @ truth[:, :-1].T + truth[:, -1], abs=1e-12)
     longer = Namespace(**vars(args) | {"num_samples": 51})
     assert train_regression.make_synthetic(longer)[1]["truth"] == known["truth"]
+
+
+def test_a_table_needs_no_cache(tmp_path: Path) -> None:
+    result = run("train_regression.py", "--epochs", 1, "--run-dir", tmp_path / "run",
+                 env={"HF_HOME": "/proc/nope"})  # fmt: skip
+    assert result.returncode == 0, result.stderr
