@@ -93,10 +93,12 @@ class Classifier(nn.Module):
     def __init__(self, model: nn.Module, about: dict[str, Any]):
         super().__init__()
         self.model, self.mean, self.std = model, about["mean"], about["std"]
+        self.temperature = about.get("calibration", {}).get("temperature", 1.0)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         images = images.float().sub(255 * self.mean).mul(1 / (255 * self.std))
-        return self.model(images.contiguous(memory_format=torch.channels_last)).softmax(1)
+        outputs = self.model(images.contiguous(memory_format=torch.channels_last))
+        return (outputs / self.temperature).softmax(1)
 
 
 class Regressor(nn.Module):
