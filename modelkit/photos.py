@@ -135,14 +135,17 @@ def most_ink(planes: np.ndarray, paper: np.ndarray) -> tuple[np.ndarray | None, 
     """The ink of that plane in which it stands out most, and if it is brighter; None if blank."""
     most, ink, bright = 6.0, None, False  # times the noise, at least
     for plane in planes:
-        off = np.ma.masked_array(plane - fit_light(plane, paper), ~paper)
-        for axis in (1, 0):  # ruled lines, which run across the paper
-            off -= np.ma.median(off, axis, keepdims=True)
-        smooth = F.avg_pool2d(as_batch(off.filled(0)), 3, 1, 1)[0, 0].numpy()
+        off = (plane - fit_light(plane, paper)) * paper
+        for axis in (1, 0):  # ruled lines run across the whole paper, strokes do not
+            known = np.where(paper | ~paper.any(axis, keepdims=True), off, np.nan)
+            low, high = np.nanquantile(known, [0.2, 0.8], axis, keepdims=True)
+            off = (off - low.clip(min=0) - high.clip(max=0)) * paper
+        smooth = F.avg_pool2d(as_batch(off), 3, 1, 1)[0, 0].numpy()
+        noise = max(np.median(np.abs(off - smooth)[paper]), 2)
         level = 0.4 * np.abs(smooth).max()
         is_bright = bool(smooth[smooth > level].sum() > -smooth[smooth < -level].sum())
         smooth = smooth if is_bright else -smooth
-        peak, noise = smooth.max(), max(1.5 * np.median(np.abs(smooth[paper])), 2)
+        peak = smooth.max()
         if peak / noise > most:
             most, bright = 1.1 * peak / noise, is_bright
             floor = max(0.2 * peak, 2 * noise)
