@@ -4,6 +4,7 @@ import math
 import os
 import re
 import reprlib
+import sys
 from collections import Counter
 from io import BytesIO
 from pathlib import Path
@@ -80,7 +81,7 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
             source = {"path": "arrow", "data_files": str(Path(name) / "*.arrow")}
         builder = datasets.load_dataset_builder(**source)
         if is_main_rank() and not Path(builder.cache_dir).exists():
-            print("preparing the pictures (once)", flush=True)
+            print("preparing the pictures (once)", file=sys.stderr)
         builder.download_and_prepare()
         return builder.as_dataset(), builder.config.data_files or {}
 

@@ -183,8 +183,9 @@ def run_main() -> Callable[..., dict[str, float]]:
 
 
 def assert_num_processes(output: str, number: int) -> None:
-    """The first line of a run says how many processes it has."""
-    assert f"{number} process{'es' * (number > 1)} on cpu" in output.splitlines()[0], output
+    """The first line of a run's plan says how many processes it has."""
+    plan = output.removeprefix("preparing the pictures (once)\n")
+    assert f"{number} process{'es' * (number > 1)} on cpu" in plan.splitlines()[0], output
 
 
 @pytest.fixture(scope="session")
