@@ -33,7 +33,7 @@ from safetensors import safe_open
 from torch import nn
 
 from modelkit import hub
-from trainkit import arguments, startup
+from trainkit import arguments, records, startup
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.text import printable
 
@@ -51,6 +51,10 @@ def load_run(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["trainkit"])
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        predictions = run_dir / records.PREDICTIONS
+        if predictions.is_file():
+            said = records.load_predictions(predictions)[1]
+            about |= {name: said[name] for name in ("calibration",) if name in said}
         script = _script(about["script"])
         if not hasattr(script, "Predictor"):
             raise UsageError(
@@ -129,9 +133,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(folder := hub.write_hub(predictor, about, args.run_dir))
         if args.push:
             print(hub.push(folder, args.push))
+    failed = 0
     for path in args.files:
-        with as_usage_error(f"{path} cannot be used with {args.run_dir}"):
-            print(printable(predictor.predict_file(path, **options)), flush=True)
+        try:
+            with as_usage_error(f"{path} cannot be used with {args.run_dir}"):
+                print(printable(predictor.predict_file(path, **options)), flush=True)
+        except UsageError as error:
+            if len(args.files) == 1:
+                raise
+            failed += 1
+            print(printable(f"error: {error}"), flush=True)
+    if failed:
+        raise UsageError(f"{failed} of {len(args.files)} files cannot be used")
 
 
 def _script(name: str) -> ModuleType:

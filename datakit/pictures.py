@@ -4,62 +4,36 @@ import math
 import os
 import re
 import reprlib
-import warnings
+import sys
+from collections import Counter
 from io import BytesIO
 from pathlib import Path
 
 import datasets
+import evaluate
 import numpy as np
 import pandas as pd
 import pyarrow.parquet
 import torch
-import torch.nn.functional as F
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
+from datakit.files import RANGES, open_picture, resize, to_grey
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.order import InMemory
 
 NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
-# Kinds of files that are read by Pillow alone: it would start Ghostscript for an EPS file.
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO")
-RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # modes that have none of their own
 
 
-def open_picture(file: Path | BytesIO) -> Image.Image:
-    """One picture, upright. Whatever is wrong with the file is an exception that says it."""
-    try:
-        with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
-            picture = Image.open(file, formats=FORMATS)
-    except UnidentifiedImageError:
-        raise ValueError(f"it is none of {', '.join(FORMATS)}") from None
-    with picture:
-        # MPO: a JPEG of many phones, one photo and a small or brighter copy of it.
-        if (number := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
-            raise ValueError(f"it holds {number} pictures: save one of them")
-        return ImageOps.exif_transpose(picture)
+class Accuracy(evaluate.Metric):
+    """Fraction of right predictions; `evaluate.load("accuracy")` needs the internet."""
 
+    def _info(self) -> evaluate.MetricInfo:
+        value = datasets.Value("int64")
+        features = datasets.Features({"predictions": value, "references": value})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
-def to_grey(picture: Image.Image) -> np.ndarray:
-    """Grey values 0 to 255 as float64; transparent pixels become background. ValueError."""
-    if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
-        white = 1 if picture.mode == "F" else 65535
-        values = np.asarray(picture, dtype=np.float64) * (255 / white)
-        if not (values.min() >= 0 and values.max() <= 255):  # or NaN
-            raise ValueError(f"the values of a picture of mode {picture.mode} must be 0 to {white}")
-        return values
-    grey = np.array(picture.convert("RGB").convert("L"), dtype=np.float64)
-    if picture.has_transparency_data:
-        alpha = np.asarray(picture.convert("RGBA"))[..., 3] / 255
-        grey *= alpha
-        grey += (1 - alpha) * (255 if grey.sum() <= 128 * alpha.sum() else 0)
-    return grey
-
-
-def resize(grey: np.ndarray, size: int) -> np.ndarray:
-    """Grey values, float64, brought to size x size, uint8."""
-    values = torch.from_numpy(grey)[None, None]
-    resized = F.interpolate(values, (size, size), mode="bilinear", antialias=True)
-    return resized.round()[0, 0].byte().numpy()
+    def _compute(self, predictions: list, references: list) -> dict[str, float]:
+        return {"eval_accuracy": float(np.mean(np.equal(predictions, references)))}
 
 
 def decode_plain(content: bytes, size: int) -> np.ndarray | None:
@@ -120,14 +94,14 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
             source = {"path": "arrow", "data_files": str(Path(name) / "*.arrow")}
         builder = datasets.load_dataset_builder(**source)
         if is_main_rank() and not Path(builder.cache_dir).exists():
-            print("preparing the pictures (once)", flush=True)
+            print("preparing the pictures (once)", file=sys.stderr)
         builder.download_and_prepare()
         return builder.as_dataset(), builder.config.data_files or {}
 
 
 def load_images(
     name: str, split: str, size: int, label: str | None = None, classes: list[str] | None = None
-) -> tuple[InMemory, list[str], tuple[torch.Tensor, pd.Series]]:
+) -> tuple[InMemory, list[str], tuple[torch.Tensor, Counter[str]]]:
     """Return the pictures and labels of a split, the names of its classes, and some pictures.
 
     The last, for learn_framing, are uint8 (n, size, size), and what each file of the split holds.
@@ -162,7 +136,8 @@ def load_images(
             remove_columns=rows.column_names,
             features=datasets.Features(pixels=values, kind=datasets.Value("string")),
         )
-    pixels, kinds = pixel_tensor(decoded, size), decoded.data.column("kind").to_pandas()
+    pixels = pixel_tensor(decoded, size)
+    kinds = Counter(decoded.data.column("kind").to_pandas().value_counts().to_dict())
     some = pixels[:: math.ceil(len(pixels) / NUM_LOOKED_AT), 0]
     return InMemory(pixels, labels), classes, (some, kinds)
 
@@ -214,8 +189,6 @@ def read_labels(
         texts = values.map(dict(enumerate(own)))
     else:
         own, texts = [*map(str, sorted(values.unique()))], values.map(str)
-        if classes is None and len(own) == len(rows) > 2:
-            raise UsageError(f"{where}: each row has a label of its own: name another --label")
     names = classes or own
     if len(names) < 2:
         raise UsageError(f"{where}: there is only one class")

@@ -102,9 +102,13 @@ def test_predictions_are_those_of_the_last_evaluation(run_dir: Path, pictures: l
     pixels = torch.stack([torch.from_numpy(np.array(digit)) for digit, _ in pictures])
     with torch.inference_mode():
         probability, prediction = model(pixels[:, None]).max(1)
-    tensors, _ = saved(run_dir, "predictions")
+        model.calibration["temperature"] = 1.0
+        raw = model(pixels[:, None]).amax(1)
+    tensors, about = saved(run_dir, "predictions")
     assert torch.equal(prediction, tensors["prediction"])
-    assert torch.allclose(probability, tensors["probability"], atol=1e-5)
+    assert torch.allclose(raw, tensors["probability"], atol=1e-5)
+    unsure = (probability < about["calibration"]["threshold"]).float().mean().item()
+    assert unsure == pytest.approx(0.05, abs=0.02) and not torch.allclose(raw, probability)
     accuracy = sum(p == label for p, (_, label) in zip(prediction.tolist(), pictures, strict=True))
     assert accuracy == round(rows(run_dir)[-1]["eval_accuracy"] * NUM_TEST)
 
