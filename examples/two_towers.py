@@ -1,0 +1,122 @@
+"""Which lower half of a digit belongs to this upper half? Two towers and a contrastive loss.
+
+python examples/two_towers.py
+accelerate launch --config_file accelerate_configs/2cpu.yaml examples/two_towers.py --resume auto
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
+
+from trainkit import arguments, startup
+from trainkit.images import load_images
+from trainkit.optim import make_optimizer, make_scheduler
+from trainkit.order import InMemory, make_loaders
+from trainkit.run import Run
+
+MNIST = Path(__file__).resolve().parents[1] / "data" / "mnist"
+WIDTH = 64
+NUM_CHOICES = 1000  # in an evaluation: chance is 0.001
+
+
+class Towers(nn.Module):
+    """Pictures (n, 1, 28, 28) to a row for each half, (n, 2, WIDTH)."""
+
+    def __init__(self, hidden: int = 256):
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Flatten(), nn.Linear(392, hidden), nn.GELU(), nn.Linear(hidden, WIDTH))
+            for _ in range(2)
+        )
+        self.scale = nn.Parameter(torch.tensor(1.3))  # learned; CLIP's begins at 14 = exp(2 * 1.3)
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        halves = (pictures / 127.5 - 1).chunk(2, dim=2)
+        rows = [tower(half) for tower, half in zip(self.towers, halves, strict=True)]
+        return F.normalize(torch.stack(rows, 1), dim=2) * self.scale.exp()
+
+
+def contrast(rows: torch.Tensor, choices: torch.Tensor, first: int) -> torch.Tensor:
+    """InfoNCE in both directions, (n,): row i belongs to choice first + i and to no other."""
+    right = first + torch.arange(len(rows), device=rows.device)
+    upper = F.cross_entropy(rows[:, 0] @ choices[:, 1].T, right, reduction="none")
+    lower = F.cross_entropy(rows[:, 1] @ choices[:, 0].T, right, reduction="none")
+    return (upper + lower) / 2
+
+
+@torch.inference_mode()
+def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
+    """Is the right half the nearest of NUM_CHOICES? Every process must call this."""
+    rows = torch.zeros(len(loader.dataset), 2, WIDTH, device=accelerator.device)
+    model.eval()
+    for pictures, indices in loader:
+        rows[indices] = model(pictures)
+    model.train()
+    rows = accelerator.reduce(rows, reduction="sum")  # each row is zero in all processes but one
+    loss_sum = num_found = 0.0
+    for part in rows.split(NUM_CHOICES):
+        nearest = (part[:, 0] @ part[:, 1].T).argmax(1)
+        num_found += (nearest == torch.arange(len(part), device=nearest.device)).sum().item()
+        loss_sum += contrast(part, part, 0).sum().item()
+    num = len(rows)
+    return {"eval_loss": loss_sum / num, "eval_accuracy": num_found / num, "eval_samples": num}
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument_group("problem").add_argument
+    add("--dataset", default=str(MNIST), help="folder or Hub id of pictures")
+    arguments.add_training_arguments(parser)
+    arguments.add_run_arguments(parser, run_dir="runs/two_towers")
+    parser.set_defaults(epochs=5, batch_size=240, schedule="cosine", warmup=0.1, weight_decay=0.05)
+    return parser.parse_args(argv)
+
+
+def load_data(args: argparse.Namespace) -> tuple[InMemory, ...]:
+    """Pictures alone: a batch is pictures and their indices."""
+    sets = (load_images(args.dataset, split, 28)[0] for split in ("train", "test"))
+    return tuple(InMemory(pictures) for pictures, _ in (part.tensors for part in sets))
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train, evaluate, write the run folder; return the last metrics."""
+    args = parse_args(argv)
+    with Run(args, "two_towers") as run:
+        accelerator = run.accelerator
+        train_set, eval_set = run.load(load_data)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
+        model = Towers()
+        optimizer = make_optimizer(accelerator, model.parameters(), args)
+        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
+        model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+            model, optimizer, train_loader, eval_loader, scheduler
+        )
+        run.begin(model, {"script": Path(__file__).stem})
+
+        for _ in run.epochs():
+            for pictures, _ in run.steps(train_loader):
+                with accelerator.accumulate(model):
+                    rows = model(pictures)
+                    # The others of the whole batch, also those that other processes have.
+                    losses = contrast(rows, *run.gather(rows))
+                    accelerator.backward(run.step_mean(losses))
+                    run.clip_and_check(optimizer)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                run.add(loss=losses)
+            run.end_epoch(validate(accelerator, model, eval_loader))
+        return run.finish()
+
+
+if __name__ == "__main__":
+    startup.run(main)
