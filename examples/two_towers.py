@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
 from trainkit import arguments, startup
-from trainkit.images import load_images
+from datakit.pictures import load_images
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import InMemory, make_loaders
 from trainkit.run import Run
@@ -76,7 +76,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("problem").add_argument
     add("--dataset", default=str(MNIST), help="folder or Hub id of pictures")
     arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, run_dir="runs/two_towers")
+    arguments.add_run_arguments(parser, "runs/two_towers", not_the_experiment=["dataset"])
     parser.set_defaults(epochs=5, batch_size=240, schedule="cosine", warmup=0.1, weight_decay=0.05)
     return parser.parse_args(argv)
 
