@@ -367,7 +367,8 @@ class Run:
         """
         self._need("run.steps(...)", "epoch")
         batches = batches_of(loader)
-        if batches is None or loader not in prepared_loaders(self.accelerator):
+        mine = loader in prepared_loaders(self.accelerator)
+        if batches is None or batches.seed is None or not mine:
             raise RuntimeError(
                 f"run.steps(...) got a {type(loader).__name__} whose order cannot be resumed: give "
                 "it the training loader that make_loaders(...) made and accelerator.prepare "
