@@ -84,6 +84,7 @@ class Checkpoints:
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.last_step = -1
         accelerator.register_save_state_pre_hook(copy_tied_weights)
+        accelerator.register_load_state_pre_hook(load_models)
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
@@ -277,6 +278,14 @@ def copy_tied_weights(models: list, weights: list[dict[str, torch.Tensor]], fold
             memory = tensor.untyped_storage().data_ptr()
             state[name] = tensor.clone() if memory in seen else tensor
             seen.add(memory)
+
+
+def load_models(models: list[torch.nn.Module], folder: str) -> None:
+    """Load the models in Accelerate's place, which refuses both names of tied weights."""
+    for number, model in enumerate(models):
+        name = f"model_{number}.safetensors" if number else "model.safetensors"
+        model.load_state_dict(load_file(Path(folder, name)))
+    models.clear()
 
 
 def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
