@@ -63,7 +63,7 @@ class Nursery:
             plan: timeout (seconds, 60); fault (see _install); kill (a list of [seconds, rank,
                 signal number]; rank None: all); limit (largest file that may be written, bytes);
                 indices (a file: process r appends the sample indices of each of its batches to
-                FILE.r, before the forward pass); double (True: compute in float64).
+                FILE.r, before the forward pass); double (True: compute in float64); env (a dict).
         """
         request = {"script": script, "args": [str(arg) for arg in args], "world": world, **plan}
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -188,6 +188,7 @@ def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
                 LOCAL_WORLD_SIZE=str(request["world"]), MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )  # fmt: skip
+        os.environ.update(request.get("env", {}))
         if "limit" in request:
             import resource  # not on Windows, where tests import this file for other things
 

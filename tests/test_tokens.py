@@ -1,0 +1,397 @@
+"""Means over the tokens of a step, losses that couple samples, and what else a GPT takes as given.
+
+Every number is compared with a loop of plain PyTorch that is written out here. Nothing divides the
+sizes: the last batch of an epoch is short, and of three processes some then have no sample.
+"""
+
+import itertools
+import json
+import math
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import forget_accelerator, rows, saved
+from faults import Nursery, Outcome
+from test_fp16 import accelerator_in_fp16
+from test_run import Numbers, parse, train
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+
+import trainkit.run
+from examples import gpt, two_towers
+from trainkit.errors import UsageError
+from trainkit.optim import make_optimizer
+from trainkit.order import EpochBatches, make_loaders
+from trainkit.run import Run
+
+WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 20, 24
+TINY = ["--layers", 1, "--width", 32, "--epochs", 5, "--batch-size", BATCH, "--eval-batch-size", 7]
+TINY += ["--log-every", 1, "--no-pictures", "--timeout", 60]
+MODES = {
+    "text": [*TINY, "--num-bytes", 16_000],  # 112 samples: 24, 24, 24, 24, 16
+    "answers": [*TINY, "--num-bytes", 1_030_000, "--answers-only"],
+}
+DECAY = 0.9
+
+
+def start(nursery: Nursery, script: str, *args: object, world: int = 1, **plan: Any) -> Outcome:
+    outcome = nursery.run(f"examples.{script}", *args, world=world, timeout=200, **plan)
+    if "fault" not in plan:
+        assert outcome.codes == [0] * world, outcome.output
+        assert f"device      {world} process" in outcome.output
+    return outcome
+
+
+def grid(*quick: tuple) -> list[Any]:
+    """(mode, world, accumulate); those that are not quick run with `-m slow`."""
+    cases = itertools.product(MODES, WORLDS, (1, 4))
+    return [pytest.param(*c, marks=() if c in quick else pytest.mark.slow) for c in cases]
+
+
+def batches_of(samples: Any, batch_size: int) -> Iterator[Any]:
+    """The samples of each step, in the order of a run with seed 0."""
+    order = EpochBatches(len(samples), batch_size, seed=0)
+    for epoch in itertools.count():
+        order.set_position(epoch, 0)
+        for batch in order:
+            yield default_collate([samples[index] for index in batch.values.tolist()])
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the text lies, and all runs."""
+    return tmp_path_factory.mktemp("gpt")
+
+
+@pytest.fixture(scope="session")
+def plain(folder: Path) -> Callable[[str], tuple[list[float], dict, dict]]:
+    """The GPT in plain PyTorch: its losses, its weights, and their moving average."""
+
+    def call(mode: str) -> tuple[list[float], dict, dict]:
+        args = gpt.parse_args([*map(str, MODES[mode]), "--run-dir", str(folder / "plain")])
+        samples, _ = gpt.load_data(args)
+        torch.manual_seed(0)
+        model = gpt.GPT(args)
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        adam = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+                                 lr=3e-3, weight_decay=0.1)  # fmt: skip
+        total, losses = 5 * math.ceil(len(samples) / BATCH), []
+        assert len(samples) % BATCH and total > NUM_STEPS
+        average = {name: weight.clone() for name, weight in model.state_dict().items()}
+        for step, (tokens, first, end) in enumerate(batches_of(samples, BATCH), 1):
+            tokens, place = tokens.long(), torch.arange(1, tokens.shape[1])
+            counts = (place >= first[:, None]) & (place < end[:, None])
+            assert counts.all() == (mode == "text")
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits[counts], tokens[:, 1:][counts])
+            losses.append(loss.item())
+            adam.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            warm = min(1.0, step / math.ceil(0.05 * total))
+            cosine = (1 + math.cos(math.pi * (step - 1) / total)) / 2
+            for group in adam.param_groups:
+                group["lr"] = warm * (3e-4 + (3e-3 - 3e-4) * cosine)
+            adam.step()
+            decay = min(DECAY, (1 + step) / (10 + step))
+            for name, weight in model.state_dict().items():
+                average[name] += (1 - decay) * (weight - average[name])
+            if step == NUM_STEPS:
+                return losses, model.state_dict(), average
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("mode", "world", "accumulate"),
+    grid(("text", 2, 4), ("answers", 1, 4), ("answers", 3, 1)),
+)
+def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
+    nursery: Nursery, folder: Path, tmp_path: Path, plain: Callable, mode: str, world: int,
+    accumulate: int,
+) -> None:  # fmt: skip
+    run_dir = folder / f"{mode}-{world}-{accumulate}"
+    more = ["--accumulate", accumulate, "--ema", DECAY, "--stop-after-steps", NUM_STEPS]
+    start(nursery, "gpt", *MODES[mode], *more, "--run-dir", run_dir, world=world)
+    losses, weights, average = plain(mode)
+    found = [row["train_loss"] for row in rows(run_dir, "steps")]
+    assert len(found) == NUM_STEPS
+    assert found == pytest.approx(losses, abs=2e-6)
+    for name, expected in (("raw", weights), ("model", average)):
+        tensors, _ = saved(run_dir, name)
+        assert tensors.keys() == expected.keys()  # both names of the tied weights
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(tensor, expected[key], atol=3e-5, rtol=0, msg=key)
+    model = gpt.GPT(SimpleNamespace(layers=1, width=32, dropout=0.0, checkpointing=False))
+    model.load_state_dict(tensors, strict=True)
+    assert model.lm_head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("mode", [pytest.param("text", marks=pytest.mark.slow), "answers"])
+def test_two_processes_in_bf16_are_as_near_to_one_as_bf16_is(
+    nursery: Nursery, folder: Path, mode: str
+) -> None:
+    found = []
+    for world in (1, 2):
+        run_dir, env = folder / f"bf16-{mode}-{world}", {"ACCELERATE_MIXED_PRECISION": "bf16"}
+        start(nursery, "gpt", *MODES[mode], "--stop-after-steps", NUM_STEPS, "--run-dir", run_dir,
+              world=world, env=env)  # fmt: skip
+        assert json.loads((run_dir / "run.json").read_text())["mixed_precision"] == "bf16"
+        found.append([row["train_loss"] for row in rows(run_dir, "steps")])
+    assert found[0] == pytest.approx(found[1], abs=2e-3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
+    run_main: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    """Every batch is the same, so that it does not matter which ones are skipped."""
+    num_calls, judge, load_data = itertools.count(), gpt.judge, gpt.load_data
+
+    def same_batches(args: Any) -> tuple[list, list]:
+        samples, eval_set = load_data(args)
+        return samples[:BATCH] * 12, eval_set
+
+    def run(name: str, overflows: tuple[int, ...] = ()) -> list[float]:
+        def overflowing(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+            values, losses = judge(model, batch), None
+            if model.training and next(num_calls) // accumulate in overflows:
+                losses = values["loss"] * 1e34
+            return values if losses is None else values | {"loss": losses}
+
+        monkeypatch.setattr(gpt, "judge", overflowing)
+        flags = [*MODES["answers"], "--epochs", 1, "--schedule", "constant", "--warmup", 0]
+        run_main("examples.gpt", *flags, "--min-learning-rate", 0, "--accumulate", accumulate,
+                 "--run-dir", folder / name)  # fmt: skip
+        return [row["train_loss"] for row in rows(folder / name, "steps")]
+
+    monkeypatch.setattr(gpt, "load_data", same_batches)
+    monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num))
+    expected = run(f"unscaled-{accumulate}")
+
+    def scaled_float32(**options: Any) -> accelerate.Accelerator:
+        options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
+        return accelerator_in_fp16(**options)
+
+    monkeypatch.setattr(trainkit.run, "Accelerator", scaled_float32)
+    num_calls = itertools.count()
+    found = run(f"scaled-{accumulate}", overflows=(0, 3, 4))
+    assert len(expected) == 12 and len(found) == 9
+    # What is logged after a skipped step has its loss, too.
+    made = [number for number, loss in enumerate(found) if loss < 100]
+    assert made == [1, 3, 4, 5, 6, 7, 8]
+    assert [found[n] for n in made] == pytest.approx([expected[n] for n in made], abs=2e-6)
+
+
+NAMES = ["metrics.jsonl", "model.safetensors", "raw.safetensors", "best.safetensors"]
+ENDING = ["--dropout", 0.1, "--ema", DECAY, "--eval-every", 3, "--save-every", 4,
+          "--keep-best", "eval_loss", "--patience", 2, "--learning-rate", 1]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "world", "accumulate"), grid(("answers", 2, 1)))
+def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
+    nursery: Nursery, folder: Path, mode: str, world: int, accumulate: int
+) -> None:
+    flags = [*MODES[mode], *ENDING, "--accumulate", accumulate, "--run-dir"]
+    whole = folder / f"whole-{mode}-{world}-{accumulate}"
+    start(nursery, "gpt", *flags, whole, world=world)
+    last, evaluations = rows(whole)[-1]["step"], rows(whole, "epochs")
+    assert 6 < last < 20 and all(row["eval_loss"] for row in evaluations)
+    files = [*NAMES, *sorted(path.name for path in whole.glob("sample-*.txt"))]
+    assert len(files) == len(NAMES) + len(evaluations)
+    for killed_at in (2, last - 2, "end"):
+        run_dir = folder / f"killed-{mode}-{world}-{accumulate}-{killed_at}"
+        fault = {"signal": [killed_at, signal.SIGKILL]}
+        if killed_at == "end":  # in the save of the run's end
+            num_saves = len((Path(f"{whole}.saved")).read_text().split())
+            fault = {"save": num_saves, "event": 3, "how": "kill"}
+        killed = start(nursery, "gpt", *flags, run_dir, world=world, fault=fault)
+        assert 0 not in killed.codes and not (run_dir / "DONE").exists(), killed.output
+        start(nursery, "gpt", *flags, run_dir, "--resume", "auto", world=world)
+        again = start(nursery, "gpt", *flags, run_dir, "--resume", "auto", world=world)
+        assert "has ended early" in again.output
+        for name in files:
+            assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), (killed_at, name)
+
+
+@pytest.fixture(scope="session")
+def contrasted(tiny_mnist: Path) -> list[float]:
+    """Losses of the two towers in plain PyTorch."""
+    args = two_towers.parse_args(["--dataset", str(tiny_mnist)])
+    samples, _ = two_towers.load_data(args)
+    order, losses = EpochBatches(len(samples), 30, seed=0), []
+    torch.manual_seed(0)
+    model = two_towers.Towers()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    for epoch in range(2):
+        order.set_position(epoch, 0)
+        for batch in order:
+            rows = model(samples.tensors[0][batch.values])
+            scores, right = rows[:, 0] @ rows[:, 1].T, torch.arange(len(rows))
+            loss = (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+            losses.append(loss.item())
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+    return losses[:NUM_STEPS]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_loss_that_couples_samples_sees_those_of_all_processes(
+    nursery: Nursery, tiny_mnist: Path, tmp_path: Path, contrasted: list[float], world: int
+) -> None:
+    # 331 samples: 11 batches of 30, and one sample for the last; 101 to evaluate on.
+    flags = ["--dataset", tiny_mnist, "--batch-size", 30, "--epochs", 2, "--log-every", 1]
+    flags += ["--schedule", "constant", "--warmup", 0, "--stop-after-steps", NUM_STEPS]
+    flags += ["--eval-batch-size", 25, "--no-pictures", "--timeout", 60, "--run-dir", tmp_path]
+    start(nursery, "two_towers", *flags, world=world)
+    found = [row["train_loss"] for row in rows(tmp_path, "steps")]
+    assert found == pytest.approx(contrasted, abs=1e-6)
+    assert [row["eval_samples"] for row in rows(tmp_path, "epochs")] == [101, 101]
+    metrics = rows(tmp_path, "epochs")[-1]
+    assert 0.02 < metrics["eval_accuracy"] < 1
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield torch.ones(1)
+
+
+MASK = torch.ones(8, 2, dtype=torch.bool)
+REFUSALS = {
+    "a mean": (
+        lambda run: run.step_mean(torch.ones((), requires_grad=True)),
+        r"step_mean.* got a single number for a batch of 8 samples: .*reduction=\"none\"",
+    ),
+    "too few rows": (
+        lambda run: run.step_mean(torch.ones(7)),
+        r"step_mean.* got 7 rows for a batch of 8 samples: .*where=",
+    ),
+    "a mask of another shape": (
+        lambda run: run.step_mean(torch.ones(8), where=MASK),
+        r"values of shape \(8,\) and where= of shape \(8, 2\) .*bool and of the same shape",
+    ),
+    "a mask of numbers": (
+        lambda run: run.step_mean(torch.ones(8, 2), where=MASK.float()),
+        r"where= of shape \(8, 2\) and torch.float32: it must be bool",
+    ),
+    "two means with a mask": (
+        lambda run: [run.step_mean(torch.ones(8, 2), where=MASK) for _ in range(2)],
+        "only one mean with where=, .*add up the losses",
+    ),
+    "means of both kinds": (
+        lambda run: (run.step_mean(torch.ones(8)), run.step_mean(torch.ones(8, 2), where=MASK)),
+        "only one mean with where=",
+    ),
+    "a mean to add": (
+        lambda run: run.add(loss=torch.ones(8).mean()),
+        r"run.add\(loss=...\) got a single number for a batch of 8 samples",
+    ),
+    "a mask to add": (
+        lambda run: run.add(loss=torch.ones(8), where=MASK),
+        r"run.add\(loss=...\) got values of shape \(8,\) and where=",
+    ),
+    "rows to gather": (
+        lambda run: run.gather(torch.ones(3, 2)),
+        r"run.gather\(...\) got 3 rows for a batch of 8 samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_no_value_of_this_batch_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
+    call, sentence = REFUSALS[case]
+    forget_accelerator()
+    with pytest.raises(RuntimeError, match=sentence):
+        train("--run-dir", tmp_path, body=lambda run, number: call(run) and None)
+
+
+def test_a_gather_inside_of_accumulation_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    forget_accelerator()
+    with pytest.raises(UsageError, match=r"--accumulate 2: this loss .*--accumulate 1"):
+        train("--run-dir", tmp_path, "--accumulate", 2, "--batch-size", 8,
+              body=lambda run, number: run.gather(torch.ones(4, 1)) and None)  # fmt: skip
+
+
+@pytest.mark.parametrize("foreign", ["loader", "sampler", "evaluation"])
+def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
+    tmp_path: Path, foreign: str
+) -> None:
+    forget_accelerator()
+    sentence = r"whose order cannot be resumed: .*make_loaders\(...\) made"
+    with pytest.raises(RuntimeError, match=sentence), Run(parse("--run-dir", tmp_path), "t") as run:
+        sets = run.load(lambda args: (Numbers(), Numbers()))
+        sampler = RandomSampler(sets[0]) if foreign == "sampler" else None
+        loader = DataLoader(sets[0], batch_size=8, sampler=sampler)
+        model = torch.nn.Linear(2, 1)
+        optimizer = make_optimizer(run.accelerator, model.parameters(), run.args)
+        mine, *rest = run.accelerator.prepare(
+            loader, model, optimizer, *make_loaders(run.accelerator, *sets, run.args)
+        )
+        run.begin(rest[0], {})
+        next(run.epochs())
+        next(run.steps(rest[-1] if foreign == "evaluation" else mine))
+
+
+def test_data_without_an_index_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    forget_accelerator()
+    sentence = "the training set is a Stream, whose samples have no index: .*numpy.memmap"
+    with pytest.raises(UsageError, match=sentence), Run(parse("--run-dir", tmp_path), "t") as run:
+        run.load(lambda args: (Stream(), Numbers()))
+
+
+@pytest.fixture(scope="session")
+def counted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """Run tests/weighted.py; return its folder and how often each sample was drawn."""
+
+    def call(world: int, *args: object, run_dir: Path | None = None) -> tuple[Path, list[int]]:
+        run_dir = run_dir or tmp_path_factory.mktemp("weighted") / "run"
+        outcome = nursery.run("weighted", "--run-dir", run_dir, *args, world=world)
+        assert outcome.codes == [0] * world, outcome.output
+        return run_dir, json.loads(outcome.output.split("drawn ")[1].splitlines()[0])
+
+    return call
+
+
+def test_weighted_draws_are_equal_at_any_number_of_processes(counted: Callable) -> None:
+    drawn = [counted(world)[1] for world in WORLDS]
+    assert drawn[0] == drawn[1] == drawn[2] and drawn[0][1] >= 13  # and all stopped there
+    assert counted(1, "--accumulate", 3)[1] == drawn[0]
+    # Every fourth sample is never drawn; the others in proportion to their weights.
+    one, two, three = (sum(drawn[0][weight::4]) for weight in (1, 2, 3))
+    assert sum(drawn[0][0::4]) == 0 and sum(drawn[0]) == one + two + three > 300
+    assert two / one == pytest.approx(2, abs=0.6) and three / one == pytest.approx(3, abs=0.8)
+
+
+@pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3))])
+def test_weighted_draws_state_and_stop_survive_a_kill(
+    nursery: Nursery, counted: Callable, tmp_path: Path, world: int
+) -> None:
+    whole, drawn = counted(world)
+    flags = ["--save-every", 5, "--run-dir", tmp_path / "run"]
+    fault = {"signal": [19, signal.SIGKILL]}
+    killed = nursery.run("weighted", *flags, world=world, fault=fault)
+    assert 0 not in killed.codes, killed.output
+    run_dir = tmp_path / "run"
+    again = counted(world, "--save-every", 5, "--resume", "auto", run_dir=run_dir)
+    assert again[1] == drawn
+    for name in ("metrics.jsonl", "model.safetensors"):
+        assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
+    assert counted(world, "--save-every", 5, "--resume", "auto", run_dir=run_dir)[1] == drawn
+    other = nursery.run("weighted", *flags, "--resume", "auto", "--power", 2, world=world)
+    assert other.codes == [2] * world and "weights of samples" in other.output, other.output
+
+
+def test_weights_that_are_none_are_refused_in_a_sentence(accelerator: Any) -> None:
+    for weights in ([1.0] * 42, [-1.0] + [1.0] * 42, [0.0] * 43, [math.inf] * 43, [[1.0]] * 43):
+        with pytest.raises(
+            UsageError, match=r"weights= of shape .* must be 43 numbers of at least"
+        ):
+            make_loaders(accelerator, Numbers(), Numbers(), parse(), weights=weights)
