@@ -110,6 +110,13 @@ def test_the_loops_of_a_tiny_model_make_the_same_steps() -> None:
     assert all(number(microseconds) > 0 for _, microseconds, _ in rows)
 
 
+@pytest.mark.slow
+def test_tokens_compares_the_loop_with_a_bare_one_in_both_precisions() -> None:
+    rows = table("tokens", "--rounds", 1, "--steps", 4)
+    assert [precision for precision, *_ in rows] == ["no", "bf16"]
+    assert all(0.3 < number(ratio) < 3 for *_, ratio in rows)
+
+
 def test_peers_find_the_shipped_pictures_and_the_same_network(tmp_path: Path) -> None:
     from torchvision.datasets import MNIST
 
