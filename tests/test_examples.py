@@ -4,8 +4,10 @@ Their sizes are divided by nothing: the last batch of an epoch and of an evaluat
 so of three processes two have none.
 """
 
+import ast
 import json
 import math
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +26,11 @@ from trainkit.arguments import SCHEDULES
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import EpochBatches
 
-EXAMPLES = ("text", "gan", "colour_pictures")
 SMALL = ["--batch-size", 12, "--eval-batch-size", 27, "--epochs", 3]  # of 109 samples: 10 steps
 FLAGS = {
     "text": [*SMALL, "--num-lines", 109],
     "gan": SMALL,
+    "two_towers": SMALL,
     "colour_pictures": [*SMALL, "--num-pictures", 109, "--learning-rate", 2e-3],
 }
 NUM_EVALUATED = {"text": 109, "gan": 55, "colour_pictures": 27}
@@ -52,7 +54,7 @@ def start(nursery: Nursery, digits: Path) -> Start:
     """Start an example."""
 
     def call(name: str, run_dir: Path, world: int, *args: object, **plan: Any) -> Outcome:
-        data = ["--dataset", digits] if name == "gan" else []
+        data = ["--dataset", digits] if name in ("gan", "two_towers") else []
         flags = ["--run-dir", run_dir, "--log-every", 1, "--stop-after-steps", NUM_STEPS]
         flags += ["--no-pictures", "--timeout", 60]
         plan = {"world": world, "timeout": 200, **plan}
@@ -86,7 +88,7 @@ def rows(run_dir: Path) -> list[dict[str, float]]:
 def by_example(**quick: set[int]) -> list[Any]:
     """(example, world), 1, 2 and 3 processes; those that are not quick run with `-m slow`."""
     marks = {(name, world): [pytest.mark.slow] * (world not in quick[name])
-             for name in EXAMPLES for world in (1, 2, 3)}  # fmt: skip
+             for name in quick for world in (1, 2, 3)}  # fmt: skip
     return [pytest.param(*case, marks=mark) for case, mark in marks.items()]
 
 
@@ -104,7 +106,9 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(
     assert evaluations == [NUM_EVALUATED[name]] * 3
 
 
-@pytest.mark.parametrize(("name", "world"), by_example(text={3}, gan={2}, colour_pictures=set()))
+@pytest.mark.parametrize(
+    ("name", "world"), by_example(text={3}, gan={2}, colour_pictures=set(), two_towers={2})
+)
 def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
     start: Start, whole: Callable[..., Path], tmp_path: Path, name: str, world: int
 ) -> None:
@@ -212,3 +216,37 @@ def test_an_example_starts_where_it_lies(tmp_path: Path) -> None:
                  env={"PYTHONPATH": ""})  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "2 processes" in result.stdout.splitlines()[0]
+
+
+def test_the_five_edits_of_the_docs_make_a_script_that_learns(tmp_path: Path) -> None:
+    """What docs/your_own.md shows is done to a copy of examples/text.py."""
+    docs = (ROOT / "docs" / "your_own.md").read_text()
+    script = (ROOT / "examples" / "text.py").read_text()
+    script = script.replace("import make_loaders", "import InMemory, make_loaders")
+    blocks = re.findall(r"```python\n(def|class) (\w+)(.*?)```", docs, re.DOTALL)
+    assert len(blocks) == 4
+    for kind, name, text in blocks:
+        old = re.compile(rf"^(?:def|class) {name}\b.*?(?=\n\n\n)", re.DOTALL | re.MULTILINE)
+        (found,) = old.findall(script)
+        script = script.replace(found, f"{kind} {name}{text.rstrip()}")
+    (lines,) = re.findall(r"```diff\n(.*?)```", docs, re.DOTALL)
+    changes = lines.splitlines()
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old[0] == "-" and new[0] == "+" and script.count(old[1:]) == 1, old
+        script = script.replace(old[1:], new[1:])
+    (tmp_path / "rows.py").write_text(script)
+    flags = ["--run-dir", tmp_path / "run", "--no-pictures"]
+    result = run(tmp_path / "rows.py", *flags, config="2cpu", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert rows(tmp_path / "run")[-1]["eval_accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_an_example_stays_on_a_few_pages(path: Path) -> None:
+    text = path.read_text()
+    main = next(n for n in ast.parse(text).body if getattr(n, "name", "") == "main")
+    stored = (n for n in ast.walk(main) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    calls = (n for n in ast.walk(main) if isinstance(n, ast.Call))
+    assert len(text.splitlines()) <= 150
+    assert len({name.id for name in stored}) <= (29 if path.stem == "gan" else 22)  # two of each
+    assert len({ast.unparse(call.func) for call in calls}) <= 40
