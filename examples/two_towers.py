@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
-from trainkit import arguments, startup
 from datakit.pictures import load_images
+from trainkit import arguments, startup
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import InMemory, make_loaders
 from trainkit.run import Run
