@@ -51,10 +51,18 @@ SHOWN: list[Row] = []
 class Sweep:
     """Runs of one script in one number of processes, held against an undisturbed one."""
 
-    def __init__(self, nursery: Nursery, script: str, args: list[object], world: int, where: Path):
+    def __init__(
+        self,
+        nursery: Nursery,
+        script: str,
+        args: list[object],
+        world: int,
+        where: Path,
+        env: dict[str, str] | None = None,
+    ):
         self.nursery, self.script, self.args, self.world = nursery, script, args, world
-        self.run_dir = where / "broken"
-        whole = nursery.run(script, *args, "--run-dir", where / "whole", world=world)
+        self.run_dir, self.env = where / "broken", env or {}
+        whole = nursery.run(script, *args, "--run-dir", where / "whole", world=world, env=self.env)
         assert whole.codes == [0] * world, whole.output
         self.expected, self.seconds = digests(where / "whole"), whole.seconds
 
@@ -66,7 +74,7 @@ class Sweep:
         """Start or continue the run, and look at what is left of it."""
         outcome = self.nursery.run(
             self.script, *self.args, "--run-dir", self.run_dir, "--resume", "auto",
-            world=self.world, **plan,
+            world=self.world, env=self.env, **plan,
         )  # fmt: skip
         row.hung += None in outcome.codes
         row.incomplete += len(incomplete(self.run_dir))
