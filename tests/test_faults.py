@@ -234,6 +234,25 @@ def test_sweep(nursery: Nursery, arguments: dict, tmp_path: Path, script: str, w
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_sweep_of_a_sharded_run(nursery: Nursery, tmp_path: Path, kind: str) -> None:
+    from test_shards import env
+
+    args = ["--num-lines", 60, "--batch-size", 12, "--epochs", 2, "--save-every", 2]
+    sweep = Sweep(nursery, "examples.text", [*args, "--timeout", 20], 2, tmp_path, env(kind))
+    rows = []
+    for rank in (0, 1):
+        num_events = sweep.count_events(rank)
+        for how in ("kill", "tear", "enospc"):
+            row = Row(f"{how} in process {rank}, {kind}", "examples.text", 2)
+            rows += [row] * bool(num_events)  # the second has nothing to write if it is FULL
+            for event in range(1, num_events + 1):
+                sweep.break_one_save(row, event, how, rank)
+            row.show()
+    assert rows and all(row.good() for row in rows), rows
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_disk_that_is_full(nursery: Nursery, arguments: dict, tmp_path: Path, world: int) -> None:
     mount = tmp_path / "disk"

@@ -327,11 +327,10 @@ def test_a_share_that_does_not_fit_ends_in_one_sentence(
 
 def test_accelerate_shards_cpu_processes_only_because_we_make_it() -> None:
     """If this fails, Accelerate does it by itself or no longer can: see shard_cpu_processes."""
-    outcome = run("tests/shard_probe.py", config="2cpu_fsdp")
+    outcome = run("tests/probe.py", config="2cpu_fsdp")
     assert outcome.returncode == 0, outcome.stderr
-    assert json.loads(outcome.stdout.splitlines()[-1]) == {
-        "alone": "MULTI_CPU", "made": "FSDP", "sharded": True, "share": [2, 7]
-    }  # fmt: skip
+    world = json.loads(outcome.stdout.splitlines()[-1])
+    assert world["of_accelerate_alone"] == "MULTI_CPU" and world["sharded"]
 
 
 def test_a_tied_weight_is_saved_under_both_names_and_stays_tied() -> None:
