@@ -2,6 +2,8 @@
 
 python examples/gan.py                 see samples-*.png in runs/gan/ after each epoch
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/gan.py --accumulate 2
+
+Not under a YAML with FSDP, which shards one model.
 """
 
 import argparse

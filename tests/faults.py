@@ -63,7 +63,8 @@ class Nursery:
             plan: timeout (seconds, 60); fault (see _install); kill (a list of [seconds, rank,
                 signal number]; rank None: all); limit (largest file that may be written, bytes);
                 indices (a file: process r appends the sample indices of each of its batches to
-                FILE.r, before the forward pass); double (True: compute in float64); env (a dict).
+                FILE.r, before the forward pass); double (True: compute in float64); env (variables
+                that a launcher would set).
         """
         request = {"script": script, "args": [str(arg) for arg in args], "world": world, **plan}
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -76,13 +77,14 @@ def digests(run_dir: Path) -> dict[str, str]:
     import torch
     from safetensors.torch import load_file
 
-    last = max((run_dir / "checkpoints").glob("step-*"))
+    last = max((run_dir / "checkpoints").glob("step-*")) / "state"
     found = {}
     for name in ("metrics.jsonl", "model.safetensors"):
         found[name] = hashlib.sha256((run_dir / name).read_bytes()).hexdigest()
-    found["weights"] = _digest(load_file(last / "state" / "model.safetensors"))
-    for name in ("optimizer.bin", "scheduler.bin"):
-        found[name] = _digest(torch.load(last / "state" / name, weights_only=True))
+    for path in last.glob("*.safetensors"):
+        found[f"state/{path.name}"] = _digest(load_file(path))
+    for path in last.glob("*.bin"):
+        found[f"state/{path.name}"] = _digest(torch.load(path, weights_only=True))
     return found
 
 
@@ -124,7 +126,13 @@ def _serve() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     # torch imports these at the first optimizer and the first DDP: once here, not in each child.
-    for name in (*SCRIPTS, "torch._dynamo", "torch.distributed.fsdp", "tqdm.auto"):
+    modules = (
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "tqdm.auto",
+    )
+    for name in (*SCRIPTS, *modules):
         importlib.import_module(name)
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
@@ -260,6 +268,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     import accelerate.utils.other
     import torch
 
+    from trainkit import shards
     from trainkit.checkpoint import Checkpoints, Progress
     from trainkit.signals import Signals
 
@@ -301,6 +310,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         builtins.open = io.open
         watch(torch, "save", lambda value, file, **kwargs: file)
         watch(accelerate.utils.other, "safe_save_file", lambda value, file, **kwargs: file)
+        watch(shards, "save_file", lambda value, file, metadata: file)
 
     save = Checkpoints.save
 

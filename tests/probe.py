@@ -5,12 +5,14 @@ import json
 import torch
 from accelerate import Accelerator
 
-from trainkit import launch, startup, world
+from trainkit import launch, shards, startup, world
 
 
 def main() -> None:
-    launch.check_launch()
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    plugin = shards.plugin(launch.check_launch())
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), fsdp_plugin=plugin)
+    alone = accelerator.distributed_type.value
+    shards.shard(accelerator, plugin)
     world.check_world(accelerator)
     accelerator.print(
         json.dumps(
@@ -18,6 +20,8 @@ def main() -> None:
                 "num_processes": accelerator.num_processes,
                 "mixed_precision": accelerator.mixed_precision,
                 "device": accelerator.device.type,
+                "of_accelerate_alone": alone,
+                "sharded": accelerator.is_fsdp2,
             }
         )
     )

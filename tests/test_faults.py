@@ -51,10 +51,18 @@ SHOWN: list[Row] = []
 class Sweep:
     """Runs of one script in one number of processes, held against an undisturbed one."""
 
-    def __init__(self, nursery: Nursery, script: str, args: list[object], world: int, where: Path):
+    def __init__(
+        self,
+        nursery: Nursery,
+        script: str,
+        args: list[object],
+        world: int,
+        where: Path,
+        env: dict[str, str] | None = None,
+    ):
         self.nursery, self.script, self.args, self.world = nursery, script, args, world
-        self.run_dir = where / "broken"
-        whole = nursery.run(script, *args, "--run-dir", where / "whole", world=world)
+        self.run_dir, self.env = where / "broken", env or {}
+        whole = nursery.run(script, *args, "--run-dir", where / "whole", world=world, env=self.env)
         assert whole.codes == [0] * world, whole.output
         self.expected, self.seconds = digests(where / "whole"), whole.seconds
 
@@ -66,7 +74,7 @@ class Sweep:
         """Start or continue the run, and look at what is left of it."""
         outcome = self.nursery.run(
             self.script, *self.args, "--run-dir", self.run_dir, "--resume", "auto",
-            world=self.world, **plan,
+            world=self.world, env=self.env, **plan,
         )  # fmt: skip
         row.hung += None in outcome.codes
         row.incomplete += len(incomplete(self.run_dir))
@@ -223,6 +231,25 @@ def test_sweep(nursery: Nursery, arguments: dict, tmp_path: Path, script: str, w
         strike_at_random_times(sweep, row, number_of_strikes, number, rank)
         row.show()
     assert all(row.good() for row in rows), rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_sweep_of_a_sharded_run(nursery: Nursery, tmp_path: Path, kind: str) -> None:
+    from test_shards import env
+
+    args = ["--num-lines", 60, "--batch-size", 12, "--epochs", 2, "--save-every", 2]
+    sweep = Sweep(nursery, "examples.text", [*args, "--timeout", 20], 2, tmp_path, env(kind))
+    rows = []
+    for rank in (0, 1):
+        num_events = sweep.count_events(rank)
+        for how in ("kill", "tear", "enospc"):
+            row = Row(f"{how} in process {rank}, {kind}", "examples.text", 2)
+            rows += [row] * bool(num_events)  # the second has nothing to write if it is FULL
+            for event in range(1, num_events + 1):
+                sweep.break_one_save(row, event, how, rank)
+            row.show()
+    assert rows and all(row.good() for row in rows), rows
 
 
 @pytest.mark.slow

@@ -154,6 +154,7 @@ TRAINS = [
     ("ACCELERATE_USE_FSDP=false ACCELERATE_USE_DEEPSPEED=0 ACCELERATE_USE_TP=False", 0, "no"),
     (f"{ON_CPU}no ACCELERATE_DEBUG_MODE=true ACCELERATE_CPU_AFFINITY=1", 0, "no"),
     ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR ACCELERATE_DYNAMO_USE_DYNAMIC=False", 0, "no"),
+    (f"ACCELERATE_USE_FSDP=1 {WORLD}", 2, "no"),  # trainkit.shards reads the rest
     ("ACCELERATE_LOG_LEVEL=INFO FSDP_VERSION=2 NPROC=8", 0, "no"),
 ]
 
@@ -175,8 +176,7 @@ REFUSED = [
     ("MASTER_PORT=http WORLD_SIZE=2 RANK=0 MASTER_ADDR=::1", 0, "unset it"),
     ("MASTER_ADDR=10.0.0.1", 1, "only this one was started"),
     (f"MASTER_ADDR=127.0.0.1 {ON_CPU}no", 0, "use MULTI_GPU as in accelerate_configs/2cpu.yaml"),
-    ("ACCELERATE_USE_FSDP=true", 0, "distributed_type: MULTI_GPU"),
-    (f"ACCELERATE_USE_FSDP=1 {WORLD}", 2, "distributed_type: MULTI_GPU"),
+    ("ACCELERATE_USE_FSDP=perhaps", 0, "use true or false"),
     ("ACCELERATE_USE_DEEPSPEED=true", 0, "distributed_type: MULTI_GPU"),
     (f"ACCELERATE_USE_MEGATRON_LM=true {WORLD}", 0, "distributed_type: MULTI_GPU"),
     ("ACCELERATE_USE_PARALLELISM_CONFIG=true", 4, "distributed_type: MULTI_GPU"),
@@ -296,7 +296,7 @@ STARTED = [
     ("PMI_SIZE=2 PMI_RANK=0", f"{TORCHRUN} 2", "2 processes on cpu, float32"),
     ("ACCELERATE_MIXED_PRECISION=bf16", f"{TORCHRUN} 1", "1 process on cpu, bf16"),
     ("ACCELERATE_MIXED_PRECISION=fp16", f"{TORCHRUN} 2", "fp16 needs a GPU"),
-    ("ACCELERATE_USE_FSDP=true", f"{TORCHRUN} 2", "USE_FSDP=true"),
+    ("ACCELERATE_USE_FSDP=true", f"{TORCHRUN} 2", "fsdp_version 1"),
     ("ACCELERATE_USE_DEEPSPEED=true", f"{TORCHRUN} 2", "USE_DEEPSPEED=true"),
     ("", "-m torch.distributed.launch --nproc-per-node 1", "--local-rank is for the launch"),
     ("", ACCELERATE, "asks for 1 GPU and torch sees none here"),
@@ -370,9 +370,10 @@ def assert_trains_or_refuses(
 
 
 @pytest.mark.slow
-def test_a_launch_that_shards_is_refused_by_one_process(tmp_path: Path) -> None:
-    result = run("tests/probe.py", config="2cpu", launcher_flags=["--use_fsdp"])
-    assert_trains_or_refuses(result, "ACCELERATE_USE_FSDP=true: these", tmp_path / "run")
+def test_an_older_way_of_sharding_is_refused_by_one_process(tmp_path: Path) -> None:
+    flags = ["--use_fsdp", "--fsdp_version", "1"]
+    result = run("tests/probe.py", config="2cpu", launcher_flags=flags)
+    assert_trains_or_refuses(result, "fsdp_version 1 (of fsdp_config)", tmp_path / "run")
 
 
 def test_two_ranks_of_mpi_become_one_world() -> None:

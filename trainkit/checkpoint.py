@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file
 
+from trainkit import shards
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
 from trainkit.history import History, RunningMeans
 from trainkit.internals import prepared_optimizers
@@ -68,6 +70,7 @@ class Checkpoints:
     Args:
         fingerprint: names and values that must be equal for a checkpoint to continue this run.
         keep: how many checkpoints to keep, at least 2.
+        average: for each model the average of its weights by name, of --ema; saved if sharded.
     """
 
     def __init__(
@@ -78,9 +81,10 @@ class Checkpoints:
         means: RunningMeans,
         fingerprint: dict[str, Any],
         keep: int,
+        average: Sequence[dict[str, torch.Tensor]] = (),
     ):
         self.accelerator, self.directory = accelerator, run_dir / "checkpoints"
-        self.history, self.means, self.keep = history, means, keep
+        self.history, self.means, self.keep, self.average = history, means, keep, average
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.last_step = -1
         accelerator.register_save_state_pre_hook(copy_tied_weights)
@@ -101,12 +105,15 @@ class Checkpoints:
         disk = next(path for path in self.directory.parents if path.exists())
         what = (f"saving {final} failed, the older checkpoints are untouched, "
                 f"{shutil.disk_usage(disk).free // 2**20} MiB were free")  # fmt: skip
+        write = accelerator.save_state
+        if accelerator.is_fsdp2:
+            write = shards.writer(accelerator, self.average)
         with failing_together(accelerator, what, RunFailure):
             if main:
                 temporary.mkdir()  # not its parents: the run folder may have been moved away
                 (temporary / "state").mkdir()
         with failing_together(accelerator, what, RunFailure):
-            accelerator.save_state(temporary / "state")
+            write(temporary / "state")
         with failing_together(accelerator, what, RunFailure):
             if main:
                 self._commit(temporary, final, progress, sums)
@@ -164,7 +171,10 @@ class Checkpoints:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         names = ("fused", "foreach", "capturable")
         kernels = [{name: group[name] for name in names if name in group} for group in groups]
-        self.accelerator.load_state(folder)
+        if self.accelerator.is_fsdp2 or shards.is_sharded(folder):
+            shards.read(self.accelerator, self.average, folder)
+        else:
+            self.accelerator.load_state(folder)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 kernel = kernels.pop(0)
@@ -172,6 +182,10 @@ class Checkpoints:
                 on_device = kernel.get("fused") or kernel.get("capturable")
                 for weight in group["params"]:
                     state = optimizer.state.get(weight, {})
+                    for name, value in state.items():
+                        # A fused kernel takes numbers as they lie, and sharded ones lie otherwise.
+                        if isinstance(value, torch.Tensor) and value.shape == weight.shape:
+                            state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
                     if isinstance(state.get("step"), torch.Tensor):
                         state["step"] = state["step"].to(weight.device if on_device else "cpu")
 
@@ -222,7 +236,7 @@ class Checkpoints:
                     "has no loss scale, which fp16 needs: resume with the YAML it was saved under"
                 )
             for name in now:
-                if before[name] != now[name]:
+                if before.get(name, now[name]) != now[name]:
                     notices.append(
                         f"{name} was {before[name]!r} and is {now[name]!r}: the run continues at "
                         "the same sample, but bits may differ from here"
@@ -240,6 +254,7 @@ class Checkpoints:
         """What may differ after a resume, but then changes rounding."""
         return {
             "num_processes": self.accelerator.num_processes,
+            "sharded": self.accelerator.is_fsdp2,
             "mixed_precision": self.accelerator.mixed_precision,
             "micro_batches": self.accelerator.gradient_accumulation_steps,
             "device": self.accelerator.device.type,

@@ -17,6 +17,7 @@ from torch import nn
 from trainkit.errors import UsageError
 from trainkit.internals import prepared_schedulers
 from trainkit.order import Indices
+from trainkit.shards import describe_shards
 from trainkit.text import count
 from trainkit.world import describe_world
 
@@ -66,6 +67,8 @@ def describe(run: Any, plan: dict[str, str]) -> str:
     if args.keep_best is not None:
         kind = "smallest" if smallest_is_best(args.keep_best) else "largest"
         lines["kept too"] = f"the checkpoint with the {kind} {args.keep_best}"
+    if accelerator.is_fsdp2:
+        lines["each process"] = describe_shards(accelerator, run.models[0])
     if args.ema:
         buffers = [name for model in run.models for name, _ in model.named_buffers()]
         newest = f"; buffers ({buffers[0]}, ...) are not averaged" if buffers else ""
@@ -133,7 +136,8 @@ def describe_model(accelerator: Accelerator, model: nn.Module) -> str:
     compiled = ""
     if backend != DynamoBackend.NO:
         compiled = f", compiled with {backend.value.lower()} (the first step waits for it)"
-    return f"{type(model).__name__}, {num_parameters([model]):,} parameters{compiled}"
+    name = type(model).__name__.removeprefix("FSDP")  # which torch puts before a sharded one's
+    return f"{name}, {num_parameters([model]):,} parameters{compiled}"
 
 
 def describe_optimizer(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> str:

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from trainkit.errors import RunFailure
+from trainkit.optim import norm_of, weights_of
 
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip: 2**16 is 2**-14 then
 REMEDY = "try a smaller --learning-rate, a longer --warmup or --clip-norm 1"
@@ -73,8 +74,7 @@ class FiniteGuard:
         """Look at what is still on its way, and at the weights. Call before a checkpoint."""
         self._read_pending()
         for optimizer in optimizers:
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            norm = torch.nn.utils.get_total_norm(weights).item()
+            norm = norm_of(self.accelerator, weights_of(optimizer)).item()
             if not math.isfinite(norm):
                 raise RunFailure(
                     f"the weights are not finite after {self.position}: their norm is {norm:.4g}; "

@@ -14,9 +14,10 @@ from typing import Any
 import accelerate.accelerator
 import accelerate.optimizer
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
@@ -47,6 +48,17 @@ def prepared_loaders(accelerator: Accelerator) -> list[DataLoader]:
 def registered_objects(accelerator: Accelerator) -> list[Any]:
     """What accelerator.register_for_checkpointing was given."""
     return accelerator._custom_objects
+
+
+def shard_cpu_processes(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Let Accelerate shard over CPU processes too: it does for all kinds of devices but these.
+
+    Without a word it would train on with the whole model in each process.
+    """
+    if accelerator.distributed_type == DistributedType.MULTI_CPU:
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

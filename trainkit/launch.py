@@ -29,7 +29,7 @@ MPI_RANKS = (  # the same four, as Open MPI, MVAPICH and MPICH (with Intel MPI) 
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )  # fmt: skip
 
-NOT_SET = "(?i:n|no|f|false|off|0|)"
+TRUE, NOT_SET = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
 NO_SHARDS = (
     NOT_SET,
     "these scripts keep the whole model on each card: start them without it, with "
@@ -40,7 +40,7 @@ NO_SHARDS = (
 # ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only where one of these asks for it.
 VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
-    "ACCELERATE_USE_FSDP": NO_SHARDS,
+    "ACCELERATE_USE_FSDP": (f"{TRUE}|{NOT_SET}", "use true or false"),
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
     "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
@@ -185,11 +185,17 @@ def check_launcher_flags() -> None:
     with contextlib.suppress(psutil.Error, AttributeError):  # the launcher may be gone
         words = psutil.Process().parent().cmdline()
     for word in takewhile(lambda word: word != sys.argv[0], words):
-        if IGNORED_FLAGS.match(word.replace("_", "-")):
+        flag = word.replace("_", "-")
+        if IGNORED_FLAGS.match(flag) and not (flag.startswith("--fsdp-") and shards_wanted()):
             raise UsageError(
                 f"accelerate launch {word}: the launcher ignores this flag here: leave it out, or "
                 "give --accumulate or --clip-norm to the script"
             )
+
+
+def shards_wanted() -> bool:
+    """True if the launcher asked for sharded weights."""
+    return re.fullmatch(TRUE, os.environ.get("ACCELERATE_USE_FSDP", "")) is not None
 
 
 def notebook_precision() -> dict[str, str]:

@@ -14,7 +14,7 @@ FORMAT = 2
 # What save_state writes of models, optimizers and schedules, of which there may be several.
 FILE_NAME = re.compile(
     r"trainer\.json|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
-    r"|scaler\.pt|random_states_\d+\.pkl)"
+    r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors)"
 )
 
 

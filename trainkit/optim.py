@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,14 @@ def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [weight for group in groups for weight in group["params"]]
 
 
+def norm_of(accelerator: Accelerator, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of tensors, which may be sharded. Every process must call this."""
+    if not accelerator.is_fsdp2:
+        return total_norm(tensors)
+    norm = total_norm([tensor.to_local() for tensor in tensors])  # of this process's share
+    return accelerator.reduce(norm.square(), reduction="sum").sqrt()
+
+
 def scale_gradients(factor: torch.Tensor, *optimizers: torch.optim.Optimizer) -> None:
     """Multiply the gradients of these optimizers by a number that is on their device."""
     for weight in weights_of(*optimizers):
@@ -67,7 +75,7 @@ def clip_gradients(
         for optimizer in optimizers:
             accelerator.unscale_gradients(optimizer)
     weights = weights_of(*optimizers)
-    norm = total_norm([weight.grad for weight in weights if weight.grad is not None])
+    norm = norm_of(accelerator, [w.grad for w in weights if w.grad is not None])
     if max_norm < math.inf:  # else multiplying by 1 would take time
         nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm

@@ -39,7 +39,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from trainkit import arguments, launch, plots, records, world
+from trainkit import arguments, launch, plots, records, shards, world
 from trainkit.average import Average
 from trainkit.checkpoint import Checkpoints, Progress, read_weights
 from trainkit.console import (
@@ -177,6 +177,7 @@ class Run:
         refuse_pickled_code()
         compute_float32_in_full()
         precision = launch.check_launch()
+        plugin = shards.plugin(precision)
         args, timeout = self.args, timedelta(seconds=max(1, self.args.timeout))
         self.history = History(args.run_dir)
         with world.deadline(timeout):
@@ -186,9 +187,11 @@ class Run:
                 gradient_accumulation_steps=max(1, args.accumulate),
                 # A batch is split over the processes: --batch-size is the same under every YAML.
                 dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+                fsdp_plugin=plugin,
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
                 log_with=make_trackers(args, self.history, self.project),
             )
+        shards.shard(self.accelerator, plugin)
         world.check_world(self.accelerator)
         world.check_nodes(self.accelerator, args)
         self.check(args, self.accelerator.num_processes)
@@ -301,7 +304,8 @@ class Run:
         with failing_together(self.accelerator, what):
             tensors, notice = read_weights(args.start_from, self.models[0])
             facts["start_from"] = sha256_of(args.start_from)
-        self.models[0].load_state_dict(tensors, strict=False)
+        own = self.models[0].state_dict()
+        self.models[0].load_state_dict(shards.shared_out(tensors, own), strict=False)
         return facts, notice
 
     def _make_state(self, facts: dict[str, Any]) -> None:
@@ -322,6 +326,7 @@ class Run:
             self.means,
             arguments.experiment(args) | facts,
             args.keep,
+            self.average.values if self.average else [],
         )
 
     @property
@@ -612,6 +617,7 @@ class Run:
     def _write(self, name: str, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
         """Write a safetensors file into the run folder. Every process must call this."""
         path = self.args.run_dir / name
+        tensors = shards.whole(tensors, self.accelerator.is_main_process)
         with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
             if self.accelerator.is_main_process:
                 write_tensors(path, tensors, about)

@@ -184,7 +184,9 @@ def describe_world(accelerator: Accelerator) -> str:
     if device == "cuda":
         device = torch.cuda.get_device_name(accelerator.device)
     precision = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-    return f"{count(accelerator.num_processes, 'process')} on {device}, {precision}{threads}"
+    processes = count(accelerator.num_processes, "process")
+    sharded = ", sharded" if accelerator.is_fsdp2 else ""
+    return f"{processes} on {device}, {precision}{threads}{sharded}"
 
 
 def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str, Any]:
