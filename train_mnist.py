@@ -33,7 +33,7 @@ MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
 
 
 class Compact(nn.Sequential):
-    """Two convolutions, one hidden layer; no BatchNorm, which sees how a batch is split."""
+    """Two convolutions, one hidden layer; no BatchNorm, which depends on how a batch is split."""
 
     def __init__(self, num_classes: int):
         super().__init__(
@@ -55,7 +55,7 @@ class LeNet(nn.Sequential):
 
 
 class Wide(nn.Sequential):
-    """26 million parameters and dropout: large enough that averaging gradients shows."""
+    """26 million parameters and dropout: large enough that averaging gradients takes time."""
 
     def __init__(self, num_classes: int):
         super().__init__(
@@ -67,7 +67,7 @@ class Wide(nn.Sequential):
 
 
 class Deep(nn.Sequential):
-    """Four convolutions, LayerNorm and dropout: of these models the most accurate, given time."""
+    """Four convolutions, LayerNorm and dropout: the most accurate, if trained for long."""
 
     def __init__(self, num_classes: int):
         super().__init__(
@@ -88,16 +88,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("problem").add_argument
     add("--dataset", default=str(Path(__file__).parent / "data" / "mnist"),
         help="folder or Hub id that holds a column of pictures and one of classes")  # fmt: skip
-    add("--label", default=None, metavar="COLUMN", help="the classes; None: the only one")
-    add("--model", choices=MODELS, default="compact", help="see the classes above")
+    add("--label", default=None, metavar="COLUMN", help="column of classes; None: the only one")
+    add("--model", choices=MODELS, default="compact", help="the network")
     add("--label-smoothing", type=float, default=0.1, help="of the training loss, 0 to below 1")
     add("--augment", action=argparse.BooleanOptionalAction, default=True,
-        help="shift, turn and warp each training picture anew in each epoch")  # fmt: skip
+        help="shift, turn and warp each training picture, differently in each epoch")  # fmt: skip
     add("--max-shift", type=float, default=1.0, help="of --augment, in pixels")
     add("--max-turn", type=float, default=5.0, help="of --augment, in degrees")
-    add("--max-warp", type=float, default=0.0, help="of --augment, at 4 x 4 knots, in pixels")
+    add("--max-warp", type=float, default=0.0, help="of --augment, of 4 x 4 points, in pixels")
     add("--validation-split", type=int, default=0, metavar="N",
-        help="evaluate on N held-out training pictures, to choose settings by")  # fmt: skip
+        help="evaluate on N held-out training pictures, not the test set: for tuning")  # fmt: skip
     add("--target-accuracy", type=float, default=None,
         help="exit with 3 if the last evaluation is below this fraction")  # fmt: skip
     arguments.add_training_arguments(parser)
@@ -181,7 +181,7 @@ def pixel_centres(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def knot_shares(device: torch.device) -> torch.Tensor:
-    """Bilinear weights of 4 x 4 knots at each pixel: (16, SIZE * SIZE)."""
+    """Bilinear weights of 4 x 4 control points at each pixel: (16, SIZE * SIZE)."""
     axis = (2 * torch.arange(SIZE, device=device) + 1) / SIZE - 1
     knots = torch.linspace(-1, 1, 4, device=device).unsqueeze(1)
     share = (1 - (axis - knots).abs() * 3 / 2).clamp(min=0)
@@ -191,7 +191,7 @@ def knot_shares(device: torch.device) -> torch.Tensor:
 def augment(
     images: torch.Tensor, indices: torch.Tensor, epoch: int, args: argparse.Namespace
 ) -> torch.Tensor:
-    """Shift, turn and warp each picture by amounts keyed by (seed, epoch, sample index) alone."""
+    """Shift, turn and warp each picture by amounts fixed by (seed, epoch, sample index) alone."""
     noise = keyed_uniform(args.seed, epoch, indices, 35 if args.max_warp else 3) * 2 - 1
     turn, right, down = noise[:, :3].unbind(1)
     turn = turn * math.radians(args.max_turn)
@@ -225,7 +225,7 @@ def validate(
     model.eval()
     pictures, targets = eval_set.tensors
     loss_sum = torch.zeros((), device=accelerator.device)
-    # Each process fills in its own samples, zeros elsewhere: the sum over them is complete.
+    # Each process fills in its own samples and leaves zeros elsewhere: the sum has them all.
     seen = torch.zeros(len(targets), dtype=torch.int64, device=accelerator.device)
     outputs = torch.zeros(len(targets), num_classes, device=accelerator.device)
     for images, labels, indices in loader:

@@ -85,20 +85,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--separator", default=None, help="of the values in text files; None: , ; tab or |")
     add("--encoding", default=None, help="of text files, such as cp1252 or utf-16; None: UTF-8")
     add("--target", type=arguments.names, default=None, metavar="COLUMN[,COLUMN]",
-        help="of --data; a name with a comma in it in quotes")  # fmt: skip
+        help="what to predict; put a name that contains a comma in quotes")  # fmt: skip
     add("--features", type=arguments.names, default=None, metavar="COLUMN[,COLUMN]",
-        help="of --data; None: all columns but the targets")  # fmt: skip
+        help="what to predict from; None: all columns but the targets")  # fmt: skip
     add("--categorical", type=arguments.names, default=[], metavar="COLUMN[,COLUMN]",
         help="features that are categories although their values read as numbers")  # fmt: skip
     add("--missing", choices=("refuse", "impute", "drop"), default="refuse",
-        help="a missing value: an error, the training mean or category, no row")  # fmt: skip
+        help="of a missing value: refuse it, fill in the training mean, drop the row")  # fmt: skip
     add("--num-samples", type=int, default=1000, help="synthetic rows")
     add("--num-features", type=int, default=10, help="synthetic features")
     add("--num-targets", type=int, default=1, help="synthetic targets")
-    add("--noise", type=float, default=0.1, help="standard deviation in the synthetic targets")
+    add("--noise", type=float, default=0.1, help="its standard deviation in the synthetic targets")
     add("--data-seed", type=int, default=0, help="of synthetic data and of the split")
-    add("--test-fraction", type=float, default=0.2, help="of the rows, to evaluate on; 0: all")
-    add("--model", choices=MODELS, default="linear", help="see the classes above")
+    add("--test-fraction", type=float, default=0.2, help="of the rows, to evaluate on; 0: on all")
+    add("--model", choices=MODELS, default="linear", help="the model")
     add("--hidden", type=arguments.whole_numbers, default=[64, 64], metavar="WIDTH[,WIDTH]",
         help="of --model mlp")  # fmt: skip
     add("--loss", choices=LOSSES, default="mse", help="huber: squared below 1, absolute above")
@@ -146,14 +146,14 @@ def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, A
     load = make_synthetic if args.data is None else tables.load_table
     table, known = load(args)
     targets = args.target or [name for name in table.columns if name.startswith("y")]
-    # A table is standardised by its training rows; synthetic data have the unit that they have.
+    # A table is standardised by its training rows; synthetic data stay as they are.
     standardise = args.data is not None
     train_set, eval_set, about = tables.make_sets(table, targets, args, standardise)
     return train_set, eval_set, known | about
 
 
 class Predictor(nn.Module):
-    """What predict.py uses and exports: features to targets, (n, columns), each in its own unit."""
+    """What predict.py uses and exports: features (n, columns) to targets, in the table's units."""
 
     def __init__(self, about: dict[str, Any]):
         super().__init__()
@@ -209,7 +209,7 @@ def validate(
     loss: str,
     about: dict[str, Any],
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Return eval_loss, eval_samples and, in the targets' own unit, what Regression computes.
+    """Return eval_loss, eval_samples and, in the units of the targets, what Regression computes.
 
     The second dict holds row numbers, predictions and targets. Every process must call this.
     """
@@ -235,7 +235,7 @@ def validate(
 def compare(model: nn.Module, train_set: InMemory, about: dict, noise: float) -> dict[str, float]:
     """A linear model beside the least-squares optimum of its training rows and the known truth.
 
-    standard_error is the root of the expected square of the optimum's own distance to the truth.
+    standard_error is the root mean square distance to the truth that the noise gives the optimum.
     """
     learned = torch.cat((model.weight, model.bias[:, None]), 1).detach().cpu().double()
     features, targets = (tensor.double() for tensor in train_set.tensors)

@@ -29,7 +29,7 @@ def open_picture(file: Path | BytesIO) -> Image.Image:
 
 
 def to_grey(picture: Image.Image) -> np.ndarray:
-    """Grey values 0 to 255 as float64; transparent pixels become background. ValueError."""
+    """Grey values 0 to 255 as float64; transparent pixels become background. Raises ValueError."""
     if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
         white = 1 if picture.mode == "F" else 65535
         values = np.asarray(picture, dtype=np.float64) * (255 / white)

@@ -49,7 +49,7 @@ def decode_plain(content: bytes, size: int) -> np.ndarray | None:
 
 
 def decode_pictures(cells: list, indices: list[int], size: int, where: str) -> dict[str, list]:
-    """Files of pictures to size * size grey values each, and what each file holds. UsageError."""
+    """The grey values of each file, size * size, and what it holds. Raises UsageError."""
     pixels, kinds = [], []
     for cell, index in zip(cells, indices, strict=True):
         row = f"{where}, row {index + 1}"
@@ -143,7 +143,7 @@ def load_images(
 
 
 def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
-    """The column of the classes: `label`, or the only one that there can be. UsageError."""
+    """The column of the classes: `label`, or the only one that fits. Raises UsageError."""
     kinds = rows.features.items()
     found = [name for name, kind in kinds if isinstance(kind, datasets.ClassLabel)]
     fitting = [

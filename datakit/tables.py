@@ -29,6 +29,7 @@ SEPARATORS = ",;\t|"
 INDICES = {"Unnamed: 0", "__index_level_0__"}  # an index that pandas wrote with the table
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 LARGEST = 1e38  # float32 ends at 3.4e38
+# What a spreadsheet would run: = + - @ first, but no number; or a tab or line break first.
 FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
 
 
@@ -55,7 +56,9 @@ class Column:
 
 
 def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
-    """All rows of a table file, of a folder of such files or of a Hub data set. UsageError.
+    """All rows of a table file, of a folder of such files or of a Hub data set.
+
+    Raises UsageError.
 
     Options of text files, None by default: separator (None: the one that splits the first line
     most), encoding (None: UTF-8), dtype (as pandas takes it).
@@ -239,7 +242,7 @@ def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, Any]]:
 def make_sets(
     table: pd.DataFrame, targets: list[str], args: argparse.Namespace, standardise: bool
 ) -> tuple[InMemory, InMemory, dict[str, Any]]:
-    """The training and the evaluation set, each features, targets and row numbers in the table.
+    """The training set (features, targets) and the evaluation set (and row numbers).
 
     Also what a prediction for a new row must know. What is learned from rows (categories, means) is
     learned from the training rows alone. Raises UsageError.

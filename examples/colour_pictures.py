@@ -63,7 +63,7 @@ class Letters(Dataset):
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument_group("problem").add_argument
-    add("--num-pictures", type=int, default=4000, help="to train on; a quarter more to evaluate on")
+    add("--num-pictures", type=int, default=4000, help="to train on; a fourth of it to evaluate on")
     add("--norm", choices=("group", "batch"), default="group",
         help="group: the numbers do not depend on the processes; batch: they do")  # fmt: skip
     arguments.add_training_arguments(parser)

@@ -41,7 +41,7 @@ class Generator(nn.Sequential):
 
 
 class Discriminator(nn.Sequential):
-    """Pictures to logits (n, 1): above 0 is taken for real. SiLU: rounding can cross no kink."""
+    """Pictures to logits (n, 1): above 0 is taken for real. SiLU: smooth where ReLU has a kink."""
 
     def __init__(self, width: int = 32):
         super().__init__(
@@ -105,10 +105,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         groups = ([{"params": model.parameters(), "betas": (0.5, 0.999)}] for model in models)
         optimizers = [make_optimizer(accelerator, group, args) for group in groups]
         schedulers = [make_scheduler(each, args, run.steps_per_epoch) for each in optimizers]
-        generator, discriminator, *both, train_loader, eval_loader = accelerator.prepare(
+        generator, discriminator, *rest, train_loader, eval_loader = accelerator.prepare(
             *models, *optimizers, *schedulers, train_loader, eval_loader
         )
-        optimizers, schedulers = both[:2], both[2:]
+        optimizers, schedulers = rest[:2], rest[2:]
         run.begin((generator, discriminator), {"script": Path(__file__).stem})
 
         for epoch in run.epochs():

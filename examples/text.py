@@ -43,7 +43,7 @@ def collate(samples: list) -> tuple[torch.Tensor, ...]:
 
 
 class Classifier(nn.Module):
-    """A small transformer; padding changes no number, so it does not matter who is in a batch."""
+    """A small transformer; padding changes no number, whatever else is in the batch."""
 
     _no_split_modules = ("TransformerEncoderLayer",)  # FSDP gathers one at a time
 
@@ -109,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args, collate)
         model = Classifier(len(PACKAGES))
         # Matrices decay; biases and norms do not, and learn at a third of the rate.
-        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (1, 0))
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
         rate = peak_learning_rate(args) / 3
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": rate}]
         optimizer = make_optimizer(accelerator, groups, args)

@@ -19,7 +19,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
-# What other programs call our flags, where the words are not alike.
+# Flags of other programs, and ours that do the same.
 FLAG_ALIASES = {
     "--lr": "--learning-rate",
     "--wd": "--weight-decay",
@@ -38,7 +38,7 @@ FLAG_ALIASES = {
     "--report-to": "--tracker",
     "--data-dir": "--dataset",
 }
-# What the launch decides, though `accelerate launch` has no such flag.
+# What the launch decides, although `accelerate launch` has no flag of that name.
 OF_THE_LAUNCH = re.compile(
     "--(fp16|bf16|amp|precision|device|gpus?|no-cuda|compile|world-size|local-rank|nproc-per-node)"
 )
@@ -58,7 +58,7 @@ EXPERIMENT_FLAGS = (
     ("--batch-size", int, 128, AT_LEAST_1,
      "samples per optimizer step, over all processes and micro-batches"),
     ("--learning-rate", float, 1e-3, POSITIVE, "peak learning rate; None: by optimizer"),
-    ("--optimizer", OPTIMIZERS, "adamw", None, "fused where torch offers it"),
+    ("--optimizer", OPTIMIZERS, "adamw", None, "fused, except under fp16"),
     ("--momentum", float, 0.9, AT_LEAST_0, "of --optimizer sgd"),
     ("--weight-decay", float, 0.0, AT_LEAST_0, "decoupled for adamw, else an L2 penalty"),
     ("--schedule", SCHEDULES, "constant", None, "learning rate of each step"),
@@ -163,13 +163,13 @@ def with_files(words: Iterable[str]) -> Iterator[str]:
 
 
 def names(text: str) -> list[str]:
-    """The names in `a,b`, as a flag takes them; one with a comma inside in quotes, `"a, b",c`."""
+    """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`."""
     found = next(csv.reader(io.StringIO(text, newline=""), skipinitialspace=True), [])
     return [name.strip() for name in found if name.strip()]
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The numbers in `1,2`, as a flag takes them."""
+    """Split `1,2` into whole numbers."""
     return [int(name) for name in names(text)]
 
 
@@ -179,7 +179,7 @@ def add_training_arguments(parser: Parser) -> None:
 
 
 def add_run_arguments(parser: Parser, run_dir: str, not_the_experiment: Sequence[str] = ()) -> None:
-    """Add the flags that say where a run lives, how it is watched, stopped and continued.
+    """Add the flags that say where a run is written and how it is logged, stopped and resumed.
 
     `not_the_experiment` names the script's own flags that may differ between the nodes of a run and
     when it is resumed, such as the place of the data, whose content is compared instead.
@@ -257,7 +257,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 def experiment(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that decide the numbers, for the fingerprint of a checkpoint."""
-    assert vars(args).keys() >= set(args.not_the_experiment), "not_the_experiment names no flag"
+    assert vars(args).keys() >= set(args.not_the_experiment), "not_the_experiment holds no flag"
     others = {*args.not_the_experiment, "not_the_experiment", *(_variable(f[0]) for f in RUN_FLAGS)}
     if args.schedule in ("constant", "exponential") and not args.warmup:
         others.add("epochs")  # their rates do not depend on it, so the run may be made longer

@@ -14,8 +14,8 @@ class Average:
     """The average of all trained weights of a run; saved and loaded with its checkpoints.
 
     It begins as the first weights. Its decay rises to the one that was asked for, as
-    min(decay, (1 + step) / (10 + step)), so that a short run does not average its first weights in
-    (as TensorFlow's ExponentialMovingAverage). Buffers are not averaged.
+    min(decay, (1 + step) / (10 + step)), so that the first weights of a short run do not weigh on
+    it (as in TensorFlow's ExponentialMovingAverage). Buffers are not averaged.
     """
 
     def __init__(self, accelerator: Accelerator, models: Sequence[nn.Module], decay: float):

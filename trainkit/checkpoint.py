@@ -230,7 +230,7 @@ class Checkpoints:
                         f"{now.get(name)!r} here"
                     )
             before, now = trainer["world"], self.world()
-            if now["mixed_precision"] == "fp16" != before["mixed_precision"]:
+            if now["mixed_precision"] == "fp16" and before["mixed_precision"] != "fp16":
                 raise UsageError(
                     f"{path} was saved with mixed_precision {before['mixed_precision']!r}, so it "
                     "has no loss scale, which fp16 needs: resume with the YAML it was saved under"

@@ -93,11 +93,13 @@ class MetricsTable:
         header = ""
         if not self.names:
             # train_loss first; then what is evaluated, then what else is trained on, if it fits.
-            names = sorted(metrics, key=lambda name: (name != "train_loss", name[:5] != "eval_"))
+            names = sorted(metrics, key=lambda name: not name.startswith("eval_"))
+            names.sort(key=lambda name: name != "train_loss")
             room = WIDTH - len("0.001/100   seconds  samples/s")
             for name in (n for n in names if n not in ("epoch", "eval_samples")):
                 room -= max(9, len(name)) + 2
-                self.names += [name] if room >= 0 else []
+                if room >= 0:
+                    self.names.append(name)
             header = self._join("epoch", self.names, "seconds", "samples/s") + "\n"
         numbers = [show(name, metrics[name]) if name in metrics else "" for name in self.names]
         return header + self._join(epoch, numbers, f"{seconds:.1f}", f"{rate:,.0f}")
@@ -123,7 +125,7 @@ def show_best(metrics: dict[str, float]) -> str:
 
 
 def smallest_is_best(metric: str) -> bool:
-    """True for a metric of which less is better, by its name."""
+    """True if a smaller value of this metric is better, judged by its name."""
     return any(part in metric for part in SMALLEST_IS_BEST)
 
 

@@ -171,7 +171,7 @@ def find_gloo_problem(accelerator: Accelerator) -> list[str]:
     failed = [pair for pair in gather_object([(reason, world.node_name())]) if pair[0]]
     if not failed:
         return []
-    reason, node = min(failed, key=lambda pair: "timeout" in pair[0])  # the others waited for it
+    reason, node = min(failed, key=lambda pair: "timeout" in pair[0])  # others only timed out
     return [
         f"the gloo group that training opens beside {accelerator.state.backend} failed on {node} "
         f"({reason}): if the hostname resolves to 127.0.0.1 there, the usual cause, set "

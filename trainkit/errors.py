@@ -122,7 +122,7 @@ def explain_failure(problem: Exception) -> str | None:
 
 
 def is_disk_full(problem: Exception) -> bool:
-    """True if this is how the system, safetensors or torch.save says so."""
+    """True if the system, safetensors or torch.save says with it that the disk is full."""
     return FULL_DISK.search(str(problem)) is not None
 
 
@@ -130,8 +130,8 @@ def leave(code: int) -> NoReturn:
     """End this process without waiting for peers that may never come."""
     sys.stdout.flush()
     sys.stderr.flush()
-    alone = threading.current_thread() is threading.main_thread()
-    if not alone or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         # The interpreter's exit would join communication threads that wait for the other processes,
         # and sys.exit ends only the thread that calls it.
         os._exit(code)

@@ -39,7 +39,7 @@ class FiniteGuard:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.position = Position()
-        # Norms and losses on their way to the host, when they are there, and their step.
+        # Norms and losses being copied to the host, the end of each copy, and the step.
         self.pending: list[tuple[torch.Tensor, torch.Event, Position]] = []
         self.num_skipped = 0  # in a row, under fp16
 

@@ -1,7 +1,7 @@
-"""Private names of torch and Accelerate, all of them: what has a public name uses that instead.
+"""Every private name of torch and Accelerate that the kit uses; no other module uses one.
 
-tests/test_internals.py fails when a new release changes one. What only saves time does nothing
-then; `python -m benchmarks.time_to_accuracy --compare startup` measures it.
+tests/test_internals.py fails when a new release changes one. What only saves time then does
+nothing; `python -m benchmarks.time_to_accuracy --compare startup` measures it.
 """
 
 import functools
@@ -62,18 +62,19 @@ def shard_cpu_processes(accelerator: Accelerator, plugin: FullyShardedDataParall
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """nn.utils.get_total_norm for tensors of one device, in half of its time."""
+    """nn.utils.get_total_norm for tensors of one device, in half the time."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
 def fix_bucket_order(model: nn.Module) -> None:
-    """Let DistributedDataParallel add up gradients in one order from the first step on.
+    """Let DistributedDataParallel sum gradients in the same order from the first step on.
 
-    It lays out its buckets anew after its first backward pass. A number's place in its bucket
-    decides in which order the processes are added to it, and with three or more the order decides
-    the last bit: a resumed run would add in another order in its first step. So one backward pass
-    comes before, through a stand-in for the model that touches every parameter, and no gradient of
-    it stays. Every process must call this; without DistributedDataParallel it does nothing.
+    It rebuilds its buckets after its first backward pass. The place of a number in its bucket
+    decides in which order the processes are summed, and with three or more the order changes the
+    last bit: the first step of a resumed run would differ. So one backward pass is made before, of
+    a sum of all parameters instead of the model, and its gradients are thrown away.
+
+    Every process must call this; without DistributedDataParallel it does nothing.
     """
     parallel = getattr(model, "_orig_mod", model)  # of a compiled model
     if not isinstance(parallel, nn.parallel.DistributedDataParallel):

@@ -30,6 +30,7 @@ MPI_RANKS = (  # the same four, as Open MPI, MVAPICH and MPICH (with Intel MPI) 
 )  # fmt: skip
 
 TRUE, NOT_SET = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
+NEVER = "(?!)"  # matches no value
 NO_SHARDS = (
     NOT_SET,
     "these scripts keep the whole model on each card: start them without it, with "
@@ -46,20 +47,20 @@ VARIABLES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
     "ACCELERATE_USE_TP": NO_SHARDS,
     "ACCELERATE_TORCH_DEVICE": ("", "choose cards by gpu_ids in the YAML"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("(?!)", "it would override --accumulate: use that"),
-    "ACCELERATE_GRADIENT_CLIPPING": ("(?!)", "only DeepSpeed reads it: use --clip-norm"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (NEVER, "it would override --accumulate: use that"),
+    "ACCELERATE_GRADIENT_CLIPPING": (NEVER, "only DeepSpeed reads it: use --clip-norm"),
     # These are here to be found when they are misspelt.
     "ACCELERATE_USE_CPU": ("(?i:y|yes|t|true|on|1|n|no|f|false|off|0)", "use true or false"),
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
 }
-# Flags that its launcher passes on only together with what NO_SHARDS refuses, or on a TPU.
+# Flags that accelerate launch passes on only with what NO_SHARDS refuses, or on a TPU.
 IGNORED_FLAGS = re.compile(
     "--(gradient|zero|offload|deepspeed|fsdp|megatron-lm|parallelism-config|fp8|downcast)"
 )
 
 
 def adopt_ranks() -> None:
-    """Put the ranks that mpirun or debug_launcher gave this process where all others put them."""
+    """Copy the ranks that mpirun or debug_launcher gave to the variables that torchrun sets."""
     env = os.environ
     if joined() and "RANK" not in env:  # by debug_launcher
         world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -166,7 +167,7 @@ def check_devices(precision: str) -> None:
 
 
 def joined() -> bool:
-    """True if this process has met the others, as debug_launcher sees to."""
+    """True if the process group exists already: debug_launcher creates it."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

@@ -56,7 +56,7 @@ class Indices:
 
 
 def dealt(num_samples: int, size: int, first: int, last: int) -> tuple[int, int]:
-    """Which of its samples a batch of nominal size `size` gives to its part first:last."""
+    """First and last of the samples that are the part first:last of a batch of size `size`."""
     if num_samples > size - (last - first):
         return first, last  # the last part gets what is left
     return -(-num_samples * first // size), -(-num_samples * last // size)
@@ -234,7 +234,7 @@ def make_loaders(
     collate_fn makes a batch of a list of samples (None: PyTorch's own); with InMemory it is not
     used. Batch sizes are over all processes; --eval-batch-size is rounded up to a multiple of them.
     weights, one per training sample: how often each is drawn, with replacement, in relation to the
-    others. Raises UsageError for weights that are none.
+    others. Raises UsageError for weights that cannot be used.
     """
     draws = None
     if weights is not None:
@@ -269,7 +269,7 @@ def make_loader(
     args: argparse.Namespace,
     collate_fn: Callable[[list], Any] | None,
 ) -> DataLoader:
-    """A loader of these batches; it reads from the device what fits there."""
+    """A loader of these batches; a data set in memory is moved to the device if it fits."""
     if isinstance(dataset, InMemory) and args.num_workers == 0:
         num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
         if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
@@ -287,7 +287,7 @@ def make_loader(
 
 
 def whole(batch: Any) -> Any:
-    """collate_fn of a loader whose batches are made whole already."""
+    """collate_fn of a loader whose data set makes whole batches."""
     return batch
 
 
@@ -324,8 +324,8 @@ class Dropout(nn.Dropout):
 
     In a model that Run trains, a mask depends on seed, epoch, step and the sample's place in the
     step, whoever has the sample; elsewhere this is nn.Dropout. Inputs are (samples, ...), with the
-    same sizes on all processes. It draws once a micro-batch, so that gradient checkpointing, which
-    calls it again, needs nn.Dropout: else a RuntimeError is raised.
+    same sizes on all processes. It draws once per micro-batch and raises RuntimeError if called
+    again, as gradient checkpointing does: use nn.Dropout there.
     """
 
     # In a run: key of step and layer, and where in the step its first sample is; int64 (2,).
@@ -351,8 +351,8 @@ def seed_dropout(
 ) -> None:
     """Seed what a forward pass draws by seed, epoch and step, and by where its samples begin.
 
-    nn.Dropout, and whatever else draws, has other numbers for another `first`: they depend on the
-    processes and micro-batches, the masks of these layers do not.
+    The masks of these layers are the same at any number of processes and micro-batches. Whatever
+    else draws, nn.Dropout too, depends on `first` and so on both.
     """
     # The device's generator alone: torch.manual_seed walks through every kind of device, and one
     # that is not initialised keeps each call, with its stack, for later.
@@ -374,9 +374,9 @@ def release_dropout(layers: Sequence[Dropout]) -> None:
 
 
 def data_md5(*sets: Dataset) -> str:
-    """Which data are these? Hexadecimal md5 of all tensors of InMemory sets.
+    """Hexadecimal md5 that identifies data sets: of all tensors of an InMemory set.
 
-    Of another data set: of its length and of NUM_PROBED samples spread over it.
+    Of any other set: of its length and of NUM_PROBED samples spread over it.
     """
     digest = hashlib.md5(usedforsecurity=False)
     for dataset in sets:

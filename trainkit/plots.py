@@ -204,7 +204,7 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "
     for axes, image, index in zip(grid.flat, images, worst.tolist(), strict=False):
         axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
         said, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
-        text = f"said {said}, {tensors['probability'][index]:.1%}\nis {true}"
+        text = f"predicted {said}, {tensors['probability'][index]:.1%}\ntrue {true}"
         axes.set_title(text, fontsize=9 if max(map(len, classes)) < 6 else 7)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {num} most confident of " if num < all_mistakes else ""

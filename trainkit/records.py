@@ -20,7 +20,7 @@ def read_run_json(run_dir: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl or timing.jsonl, empty without the file. UsageError."""
+    """The rows of metrics.jsonl or timing.jsonl, empty without the file. Raises UsageError."""
     with as_usage_error(f"{path} cannot be read"):
         return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
@@ -32,14 +32,14 @@ def last_evaluation(run_dir: Path) -> dict[str, Any]:
 
 
 def read_seconds(run_dir: Path) -> dict[str, float]:
-    """Seconds of training and of evaluation, empty if there is no timing.jsonl. UsageError."""
+    """Seconds of training and evaluation, empty without timing.jsonl. Raises UsageError."""
     rows = read_rows(run_dir / "timing.jsonl")
     names = ("train_seconds", "eval_seconds")
     return {name: sum(row.get(name, 0) for row in rows) for name in names if rows}
 
 
 def load_predictions(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and metadata of a predictions.safetensors, empty without the file. UsageError."""
+    """Tensors and metadata of predictions.safetensors, empty without it. Raises UsageError."""
     if not path.exists():
         return {}, {}
     with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:

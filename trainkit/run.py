@@ -100,7 +100,7 @@ IN_BATCH = ("batch", "backward", "checked")
 
 
 class Run:
-    """Use as a context manager, then call its methods in the order of the lines above.
+    """Use as a context manager, then call its methods in the order shown at the top.
 
     A call out of order raises RuntimeError, which names the call that comes next. Whatever ends the
     body, signal handlers are restored, the progress bar is closed and the run folder is released.
@@ -118,7 +118,7 @@ class Run:
     project: str
     check: Callable[[argparse.Namespace, int], None]
     stage: str  # see NEXT
-    resources: ExitStack  # what is given back at the end
+    resources: ExitStack  # what is cleaned up at the end
     # Since the body was entered.
     accelerator: Accelerator
     history: History
@@ -160,7 +160,7 @@ class Run:
         self.stage, self.resources = "new", ExitStack()
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what is not there; not yet, if it is declared above."""
+        """Called for an attribute that is not set: it comes later if it is declared above."""
         if name in Run.__annotations__:
             raise self._out_of_order(f"run.{name}")
         raise AttributeError(f"Run has no attribute {name!r}")
@@ -289,7 +289,7 @@ class Run:
         self.stage = "between"
 
     def _start_from(self) -> tuple[dict[str, Any], str]:
-        """Facts that a resumed run must have in common, and what --start-from has loaded."""
+        """What must be equal in a resumed run, and a line about what --start-from has loaded."""
         args, loaders = self.args, prepared_loaders(self.accelerator)
         facts = {
             "data": self.data_md5,
@@ -309,7 +309,7 @@ class Run:
         return facts, notice
 
     def _make_state(self, facts: dict[str, Any]) -> None:
-        """Create what counts, averages and saves; a resumed run must have the facts in common."""
+        """Create what counts, averages and saves; the facts must be equal in a resumed run."""
         args, accelerator = self.args, self.accelerator
         layers = (layer for model in self.models for layer in model.modules())
         dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
@@ -331,7 +331,7 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """A dict of the script's own, saved with each checkpoint and back after begin().
+        """A dict for the script to use: saved with each checkpoint, restored by begin().
 
         Its values are JSON, equal on all processes.
         """
@@ -361,11 +361,11 @@ class Run:
     def steps(self, loader: DataLoader) -> Iterator[Any]:
         """The batches of `loader` up to the next evaluation, this process's share of each.
 
-        What a step owes the run (count, log, checkpoint, stop) is done when the body asks for the
-        next batch. `continue` is therefore fine once the step is made, and a RuntimeError before,
-        because a step that one process leaves out leaves the others waiting; `break` would lose the
-        last step and is a RuntimeError too: use stop(). An exception, or a second Ctrl-C, ends the
-        run without saving: a resume repeats what came after the newest checkpoint.
+        Counting, logging, saving and stopping happen when the body asks for the next batch. So
+        `continue` is fine once the step is made. Before that it raises RuntimeError: a process that
+        leaves out a step keeps the others waiting. `break` would lose the last step and raises
+        RuntimeError too: use stop(). An exception, or a second Ctrl-C, ends the run without saving:
+        a resume repeats what came after the newest checkpoint.
 
         Args:
             loader: the training loader of order.make_loaders, prepared.
@@ -425,7 +425,7 @@ class Run:
             return True
         stopping = self.signals.requested()
         due = args.save_every and progress.step % args.save_every == 0
-        # Where an evaluation is due, it is saved after that.
+        # If an evaluation is due as well, end_epoch() saves after it.
         if stopping or (due and not self._must_evaluate()):
             self.signals.meet()
             self.step.guard.finish(*self.optimizers)
@@ -444,11 +444,11 @@ class Run:
 
         Args:
             values: (samples, ...), the losses of this process's batch, with reduction="none".
-            where: bool of the same shape, which values count: the mean is then over all that count
-                in the step, wherever they are (the tokens of an answer, say), of any shape. How
-                many they are is added up after the last backward, and clip_and_check() divides by
-                it, so a step can have one such mean and no other. If none counts, the gradient is
-                0.
+            where: bool, True for the values that count, such as the tokens of an answer. `values`
+                may then have any shape, the same as `where`, and the mean is over all that count in
+                the step. Their number is known only after the last backward: clip_and_check()
+                divides the gradients by it, so a step can have one such mean and no other. If none
+                counts, the gradient is 0.
 
         Raises RuntimeError if values are reduced already, or not of this batch.
         """
@@ -498,7 +498,7 @@ class Run:
     def evaluate(
         self, loader: DataLoader, judge: Callable[[Any], dict[str, torch.Tensor]]
     ) -> dict[str, float]:
-        """eval_NAME: the mean of what judge(batch) says of each sample of `loader`; eval_samples.
+        """Return eval_NAME, the mean over `loader` of each value of judge(batch); eval_samples.
 
         judge returns what add() takes: unreduced values by name, and perhaps "where". The models
         are in evaluation mode, without gradients. Each sample counts once, whoever has it. Every
@@ -644,7 +644,7 @@ class Run:
         return done or progress.ended
 
     def _must_evaluate(self) -> bool:
-        """Is an evaluation due before the next step? Not if a checkpoint has it already."""
+        """Is an evaluation due before the next step? Not if it was done before a resume."""
         progress, every = self.progress, self.args.eval_every
         due = progress.batch == self.steps_per_epoch or (every and progress.step % every == 0)
         return bool(due) and progress.step > progress.metrics_step

@@ -58,7 +58,9 @@ def check_still_there(run_dir: Path) -> None:
 
 
 def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
-    """The lock of a run folder, held until it is released or the process ends. UsageError.
+    """The lock of a run folder, held until it is released or the process ends.
+
+    UsageError is raised if another process has it.
 
     It lies beside the folder, RUN_DIR.lock, so that the folder can be moved aside.
     """

@@ -1,7 +1,7 @@
 """Every setting of the whole process, one function each, and how a script ends.
 
 run(main) applies them before main. What is about safety or numbers, refuse_pickled_code and
-compute_float32_in_full, is applied by Run, so that it holds in a notebook too. What each gives is
+compute_float32_in_full, is applied by Run, so that it holds in a notebook too. What each saves is
 measured by `python -m benchmarks.time_to_accuracy --compare startup`.
 """
 
@@ -74,8 +74,8 @@ def run(main: Callable[[], Any]) -> None:
         traceback.print_exc()
         rank = os.environ.get("RANK", "0")
         print(
-            f"error: process {rank} {reason}: {first_sentence(error)}; every checkpoint under its "
-            "final name is whole: with the cause gone start the same command with --resume auto",
+            f"error: process {rank} {reason}: {first_sentence(error)}; the checkpoints are "
+            "whole: remove the cause, then start the same command with --resume auto",
             file=sys.stderr,
             flush=True,
         )
@@ -113,7 +113,7 @@ def end_with_launcher() -> None:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     # If the launcher died while this process imported torch, the kernel gave it another parent:
-    # process 1, or a systemd that asks for orphans. In a container the launcher itself may be 1.
+    # process 1, or a systemd that adopts orphans. In a container the launcher itself may be 1.
     try:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:

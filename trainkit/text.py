@@ -1,10 +1,10 @@
-"""Words for people: what stands in messages of all modules."""
+"""Helpers for messages, used by all modules."""
 
 from unicodedata import category
 
 
 def printable(text: str) -> str:
-    """The text without what could steer a terminal: names and labels are other people's words."""
+    """The text with control characters escaped: a label from a data set could steer a terminal."""
     fine = "\n\t\u200c\u200d"  # the last two join letters in some scripts
     return "".join(
         c if c.isprintable() or category(c) == "Zs" or c in fine else ascii(c)[1:-1] for c in text

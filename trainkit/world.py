@@ -1,7 +1,7 @@
 """Is this the world that the YAML asked for, and are all its nodes alike?
 
 Machines are installed and started one by one, so they can differ, and a run on machines that differ
-hangs, or silently trains wrong. A "node" is all that one launcher started.
+hangs, or silently trains wrong. A "node" is all processes that one launcher started.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def first_on_each_node(accelerator: Accelerator, load: Callable[[], Any]) -> Any
     """
     result, error = None, None
     # Where machines share a disk rank 0 goes first, where they do not each machine's local rank 0.
-    # Nothing may leave the body early: the others wait behind a barrier.
+    # No exception may leave the body: the others wait at a barrier.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
             result = load()
@@ -170,7 +170,8 @@ def find_differences(ranks: Sequence[dict[str, Any]]) -> list[str]:
         nodes: dict[str, list[str]] = {}  # per value, the nodes that have it
         for rank in ranks:
             having = nodes.setdefault(rank["facts"].get(fact, "not set"), [])
-            having += [rank["node"]] * (rank["node"] not in having)
+            if rank["node"] not in having:
+                having.append(rank["node"])
         if len(nodes) > 1:
             values = (f"{value} on {shorten(having)}" for value, having in nodes.items())
             problems.append(f"{fact} is {', and '.join(values)}")
