@@ -113,11 +113,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
-    problems = arguments.shared_problems(args, num_processes)
-    arguments.check(problems, args, "label_smoothing", lambda v: 0 <= v < 1, "0 to below 1")
-    arguments.check(problems, args, "target_accuracy", lambda v: 0 <= v <= 1, "a fraction, 0 to 1")
-    for name in ("max_shift", "max_turn", "max_warp", "validation_split"):
-        arguments.check(problems, args, name, lambda v: 0 <= v < math.inf, "0 or more")
+    problems = arguments.find_problems(
+        args,
+        num_processes,
+        label_smoothing=arguments.FRACTION,
+        target_accuracy=(lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
+        max_shift=arguments.AT_LEAST_0,
+        max_turn=arguments.AT_LEAST_0,
+        max_warp=arguments.AT_LEAST_0,
+        validation_split=arguments.AT_LEAST_0,
+    )
     arguments.refuse(problems)
 
 

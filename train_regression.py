@@ -111,14 +111,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
-    problems = arguments.shared_problems(args, num_processes)
-    for name in ("num_samples", "num_features", "num_targets"):
-        arguments.check(problems, args, name, lambda v: v >= 1, "at least 1")
-    arguments.check(problems, args, "noise", lambda v: 0 <= v < math.inf, "0 or more")
-    arguments.check(problems, args, "data_seed", lambda v: 0 <= v < 2**63, "0 to below 2**63")
-    arguments.check(problems, args, "test_fraction", lambda v: 0 <= v < 1, "0 to below 1")
-    arguments.check(problems, args, "target_r2", lambda v: v <= 1, "at most 1")
-    arguments.check(problems, args, "hidden", lambda v: min(v, default=0) >= 1, "at least 1 each")
+    problems = arguments.find_problems(
+        args,
+        num_processes,
+        num_samples=arguments.AT_LEAST_1,
+        num_features=arguments.AT_LEAST_1,
+        num_targets=arguments.AT_LEAST_1,
+        noise=arguments.AT_LEAST_0,
+        data_seed=arguments.SEED,
+        test_fraction=arguments.FRACTION,
+        target_r2=(lambda value: value <= 1, "at most 1"),
+        hidden=(lambda value: min(value, default=0) >= 1, "at least 1 each"),
+    )
     if (args.data is None) != (not args.target):
         problems.append("--data and --target belong together: which columns are to be predicted?")
     if args.data is None and (args.features or args.categorical or args.separator or args.encoding):

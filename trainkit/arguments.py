@@ -43,6 +43,7 @@ OF_THE_LAUNCH = re.compile(
     "--(fp16|bf16|amp|precision|device|gpus?|no-cuda|compile|world-size|local-rank|nproc-per-node)"
 )
 
+Rule = tuple[Callable[[Any], bool], str]
 AT_LEAST_0 = (lambda value: 0 <= value < math.inf, "a number of at least 0")
 AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
 AT_LEAST_2 = (lambda value: value >= 2, "at least 2")
@@ -197,21 +198,14 @@ def _add_flags(parser: Parser, title: str, flags: Sequence[tuple]) -> None:
         group.add_argument(flag, default=default, help=text, **how)
 
 
-def check(
-    problems: list[str], args: argparse.Namespace, name: str, good: Callable[[Any], bool], rule: str
-) -> None:
-    """Add a phrase to problems unless the flag is None or good."""
-    value = getattr(args, name)
-    if value is not None and not good(value):
-        problems.append(f"--{name.replace('_', '-')} {value} must be {rule}")
-
-
-def shared_problems(args: argparse.Namespace, num_processes: int) -> list[str]:
-    """All that is wrong with the shared flags, one phrase each."""
+def find_problems(args: argparse.Namespace, num_processes: int, **rules: Rule) -> list[str]:
+    """What is wrong with the shared flags, and with those that rules name; one phrase each."""
+    shared = {_variable(flag): rule for flag, _, _, rule, _ in (*EXPERIMENT_FLAGS, *RUN_FLAGS)}
     problems: list[str] = []
-    for flag, _, _, rule, _ in (*EXPERIMENT_FLAGS, *RUN_FLAGS):
-        if rule is not None:
-            check(problems, args, _variable(flag), *rule)
+    for name, rule in (shared | rules).items():
+        value = getattr(args, name)
+        if rule is not None and value is not None and not rule[0](value):
+            problems.append(f"--{name.replace('_', '-')} {value} must be {rule[1]}")
     if args.min_learning_rate > 0 and args.schedule not in ("onecycle", "cosine"):
         problems.append("--min-learning-rate is for --schedule onecycle and cosine")
     elif 0 < (args.learning_rate or 0) <= args.min_learning_rate:
@@ -235,7 +229,7 @@ def shared_problems(args: argparse.Namespace, num_processes: int) -> list[str]:
 
 def check_shared(args: argparse.Namespace, num_processes: int) -> None:
     """Raise UsageError for what is wrong with the shared flags."""
-    refuse(shared_problems(args, num_processes))
+    refuse(find_problems(args, num_processes))
 
 
 def check_size(args: argparse.Namespace, num_train: int) -> None:

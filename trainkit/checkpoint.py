@@ -150,8 +150,7 @@ class Checkpoints:
                 sync(self.directory.parent)
                 for newer in self._steps():
                     if newer.name >= f"step-{progress.step:010d}" and newer.name != path.name:
-                        why = "damaged" if wanted in ("auto", "latest") else "abandoned"
-                        new = rename_free(newer, f"{why}-{newer.name}")
+                        new = rename_free(newer, f"abandoned-{newer.name}")
                         notices.append(f"{newer.name} is now {new.name}")
         accelerator.step = 0  # saved between two accumulation windows, at whatever world size
         for notice in notices:

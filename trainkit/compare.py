@@ -1,5 +1,6 @@
 """Runs side by side: what differs, last metrics, seconds, and whether a difference is chance."""
 
+import math
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -43,10 +44,8 @@ def mcnemar(only_first: int, only_second: int) -> float:
     fair coin, thrown once for each of them, give as uneven a result? (McNemar 1947; the binomial
     form.)
     """
-    num, tail, ways = only_first + only_second, 0, 1
-    for k in range(min(only_first, only_second) + 1):
-        tail += ways
-        ways = ways * (num - k) // (k + 1)  # of choosing k + 1 of num
+    num = only_first + only_second
+    tail = sum(math.comb(num, k) for k in range(min(only_first, only_second) + 1))
     return min(1.0, 2 * tail / 2**num)
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
@@ -95,8 +96,7 @@ def examine(accelerator: Accelerator, run_dir: Path) -> dict[str, Any]:
 def describe_rank(accelerator: Accelerator) -> dict[str, Any]:
     """What this process runs on and how fast; "facts" must be equal everywhere."""
     device, backend, driver = accelerator.device, accelerator.state.backend or "none", "none"
-    name = _read_proc("cpuinfo", "model name") or platform.machine()
-    free_bytes = int((_read_proc("meminfo", "MemAvailable") or "0").split()[0]) * 1024
+    name, free_bytes = platform.machine(), psutil.virtual_memory().available
     if device.type == "cuda":
         name, free_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
         backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
@@ -112,13 +112,6 @@ def describe_rank(accelerator: Accelerator) -> dict[str, Any]:
         "facts": {**world.describe_node(), "the communication library": backend},
         "matmul_flops": measure_matmul(accelerator),
     }
-
-
-def _read_proc(file: str, key: str) -> str | None:
-    """The first value of this key in a file of Linux's /proc; None on other systems."""
-    path = Path("/proc", file)
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), None)
 
 
 def measure_matmul(accelerator: Accelerator) -> dict[str, float]:

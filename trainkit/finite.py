@@ -81,14 +81,6 @@ class FiniteGuard:
                     "the checkpoints are untouched: try a smaller --learning-rate"
                 )
 
-    def check_mean(self, mean_loss: float, position: Position) -> None:
-        """Raise RunFailure if a logged mean over all processes is not finite."""
-        if not math.isfinite(mean_loss):
-            raise RunFailure(
-                f"the mean loss is {mean_loss:.4g} at {position}; the checkpoints are untouched: "
-                f"{REMEDY}"
-            )
-
     def _read_pending(self, before: int | None = None) -> None:
         while self.pending and self.pending[0][2].step != before:
             numbers, event, position = self.pending.pop(0)

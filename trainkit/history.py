@@ -11,7 +11,6 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from tqdm import tqdm
 
 from trainkit.errors import UsageError
-from trainkit.records import read_rows
 
 
 class History(GeneralTracker):
@@ -55,10 +54,6 @@ class History(GeneralTracker):
                     "put back what was removed, or start without --resume"
                 )
             file.truncate(num_bytes)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows so far."""
-        return read_rows(self.path)
 
 
 class RunningMeans:

@@ -127,10 +127,7 @@ class EpochBatches(Sampler):
         generator = torch.Generator().manual_seed(key(self.seed, epoch))
         if self.weights is None:
             return torch.randperm(self.num_samples, generator=generator)
-        # torch.multinomial takes at most 2**24 weights.
-        ends = self.weights.cumsum(0)
-        draws = torch.rand(self.num_samples, generator=generator, dtype=torch.float64) * ends[-1]
-        return torch.searchsorted(ends, draws, right=True).clamp(max=self.num_samples - 1)
+        return torch.multinomial(self.weights, self.num_samples, True, generator=generator)
 
 
 def num_used(num_samples: int, batch_size: int, drop_last: bool) -> int:
@@ -410,15 +407,10 @@ def key(*numbers: int) -> int:
 def _uniform(offset: int | torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
     columns = torch.arange(num, device=rows.device)
     x = rows.unsqueeze(1) * num + columns + offset
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ _shift_right(x, shift)) * _signed(factor)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):  # key()'s, int64
+        x = (x ^ _shift_right(x, shift)) * factor
     x = x ^ _shift_right(x, 31)
     return _shift_right(x, 40).float() / 2**24  # 24 bits: all that a float32 below 1 can hold
-
-
-def _signed(number: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:

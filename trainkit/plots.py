@@ -72,13 +72,29 @@ def draw_curves(run_dirs: Sequence[Path]) -> "Figure":
     logs = [read_rows(run_dir / "metrics.jsonl") for run_dir in run_dirs]
     measured = {name for rows in logs for row in rows for name in row}
     score = next((name for name in SCORES if f"eval_{name}" in measured), None)
-    heights = {"loss": 3, "rate": 1.3} if score is None else {"loss": 3, "score": 3, "rate": 1.3}
+    heights = {"loss": 3, "rate": 1.3} if score is None else {"loss": 3, score: 3, "rate": 1.3}
     figure = new_figure(8, 1.7 + sum(heights.values()))
     panels = figure.subplot_mosaic(
         [[name] for name in heights], sharex=True, height_ratios=list(heights.values())
     )
     for number, (run_dir, rows) in enumerate(zip(run_dirs, logs, strict=True)):
-        _draw_log(panels, rows, score, number, f"{run_dir}: " if several else "")
+        colours = (COLOURS[number % 6], COLOURS[number % 6 if several else 1])
+        # A shorter run may be equal to the beginning of a longer one: it lies above.
+        both: dict[str, Any] = {"linestyle": STYLES[number % 6], "zorder": 2 + 1 / (1 + len(rows))}
+        few = sum("learning_rate" in row for row in rows) < FEW
+        train: dict[str, Any] = both | {"color": colours[0], "marker": "." if few else ""}
+        held_out = both | {"color": colours[1], "linewidth": 2.5, "marker": MARKERS[number % 6]}
+        for panel, metric, label, style in (
+            ("loss", "train_loss", "training", train),
+            ("loss", "eval_loss", "evaluation", held_out),
+            (score, f"train_{score}", "training, mean of the epoch", train),
+            (score, f"eval_{score}", "evaluation", held_out),
+            ("rate", "learning_rate", "", train),
+        ):
+            points = _points(rows, metric)
+            if panel in panels and points[0]:
+                prefix = f"{run_dir}: " if several else ""
+                panels[panel].plot(*points, label=prefix + label, **style)
     if several:
         lines = panels["loss"].get_lines()  # one column of the legend for training
         _legend_above(panels["loss"], ncols=2, handles=lines[::2] + lines[1::2])
@@ -86,48 +102,16 @@ def draw_curves(run_dirs: Sequence[Path]) -> "Figure":
         _mark_resumes(panels.values(), run_dirs[0])
         for name in panels.keys() - {"rate"}:
             _legend_above(panels[name], ncols=3)
-    _scale_loss(panels["loss"])
-    panels["loss"].set_ylabel("loss")
-    if score is not None:
-        panels["score"].set_ylabel(SCORES[score])
-    panels["rate"].set(
-        xlabel="optimizer steps", ylabel="learning rate", xlim=(0, None), ylim=(0, None)
-    )
-    figure.align_ylabels()
-    for axes in panels.values():
+    low, high = panels["loss"].dataLim.intervaly
+    if 0 < 4 * low < high:
+        panels["loss"].set_yscale("log")
+    panels["rate"].set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
+    for name, axes in panels.items():
+        axes.set_ylabel({"loss": "loss", "rate": "learning rate"}.get(name) or SCORES[name])
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
+    figure.align_ylabels()
     return figure
-
-
-def _draw_log(
-    panels: dict[str, "Axes"], rows: Sequence[dict], score: str | None, number: int, name: str
-) -> None:
-    """Draw one run; a name means that there are others, each with its own colour and dashes."""
-    steps = [row for row in rows if "learning_rate" in row]
-    evaluations = [row for row in rows if "eval_loss" in row]
-    colour, dashes, marker = (kind[number % 6] for kind in (COLOURS, STYLES, MARKERS))
-    # A shorter run may be equal to the beginning of a longer one: it lies above.
-    both: dict[str, Any] = {"color": colour, "linestyle": dashes, "zorder": 2 + 1 / (1 + len(rows))}
-    train = both | {"linewidth": 1, "marker": "." if len(steps) < FEW else ""}
-    held_out = both | {
-        "linewidth": 2,
-        "marker": marker,
-        "markersize": 7,
-        "markeredgecolor": "white",
-    }
-    if not name:
-        held_out |= {"color": COLOURS[1], "linestyle": STYLES[1]}
-    panels["loss"].plot(*_points(steps, "train_loss"), label=f"{name}training", **train)
-    panels["loss"].plot(*_points(evaluations, "eval_loss"), label=f"{name}evaluation", **held_out)
-    panels["rate"].plot(*_points(steps, "learning_rate"), **train)
-    if score is None:
-        return
-    if not name and any(f"train_{score}" in row for row in evaluations):
-        mean = train | {"marker": marker, "markerfacecolor": "white"}
-        points = _points(evaluations, f"train_{score}")
-        panels["score"].plot(*points, label="training, mean of the epoch", **mean)
-    panels["score"].plot(*_points(evaluations, f"eval_{score}"), label="evaluation", **held_out)
 
 
 def _mark_resumes(panels: Iterable["Axes"], run_dir: Path) -> None:
@@ -136,17 +120,6 @@ def _mark_resumes(panels: Iterable["Axes"], run_dir: Path) -> None:
     for axes, step in itertools.product(panels, resumed_at):
         label = "resumed" if step == resumed_at[0] else None
         axes.axvline(step, color="0.45", linestyle=":", zorder=0, label=label)
-
-
-def _scale_loss(axes: "Axes") -> None:
-    """Make the axis logarithmic if that shows more, with a number at each 1, 2 and 5."""
-    from matplotlib.ticker import LogLocator
-
-    low, high = axes.dataLim.intervaly
-    if 0 < 4 * low < high:
-        axes.set_yscale("log")
-        locator = LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
-        axes.yaxis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
 
 
 def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
@@ -218,8 +191,8 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Fig
 
     prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
     targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
-    features = tensors["feature"].numpy()
-    feature = features[:, 0] if features.shape[1] == 1 else None
+    features = tensors.get("feature")
+    feature = features[:, 0].numpy() if features is not None and features.shape[1] == 1 else None
     columns = 2 + (feature is not None)
     figure = new_figure(4.3 * columns, 4.2 * len(targets))
     grid = figure.subplots(len(targets), columns, squeeze=False)
@@ -276,7 +249,8 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def _points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    rows = [row for row in rows if name in row]
+    # An evaluation has a train_loss too, the mean of its epoch: only the steps' are drawn.
+    rows = [row for row in rows if name in row and (name != "train_loss" or "eval_loss" not in row)]
     return [row["step"] for row in rows], [row[name] for row in rows]
 
 

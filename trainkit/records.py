@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import as_usage_error
 
 PREDICTIONS = "predictions.safetensors"
 
@@ -45,7 +45,4 @@ def load_predictions(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any
     with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
         metadata = json.loads((file.metadata() or {}).get("trainkit", "{}"))
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        needed = ["prediction", "target", *["probability"] * ("mistake_images" in tensors)]
-        if missing := [name for name in needed if name not in tensors]:
-            raise UsageError(f"{path} holds no {' and no '.join(missing)}: remove it, or run again")
         return tensors, metadata

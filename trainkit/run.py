@@ -68,6 +68,8 @@ from trainkit.internals import (
 from trainkit.manifest import sha256_of
 from trainkit.order import (
     Dropout,
+    EpochBatches,
+    InMemory,
     batches_of,
     check_indexable,
     data_md5,
@@ -79,7 +81,7 @@ from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
 from trainkit.step import Step, masked_sum
 from trainkit.text import count, first_sentence, printable
-from trainkit.trackers import add_pictures, make_trackers
+from trainkit.trackers import make_trackers
 
 QUIET_SECONDS = 60.0  # off a terminal, an epoch says where it is at least this often
 
@@ -148,6 +150,7 @@ class Run:
     train_seconds: float  # without the evaluation
     said_at: float  # when a line was last printed where there is no bar
     last_loss: str
+    rates: dict[str, float]  # the learning rate of each optimizer in the step at hand
 
     def __init__(
         self,
@@ -290,12 +293,13 @@ class Run:
 
     def _start_from(self) -> tuple[dict[str, Any], str]:
         """What must be equal in a resumed run, and a line about what --start-from has loaded."""
-        args, loaders = self.args, prepared_loaders(self.accelerator)
+        args = self.args
+        weights = [
+            getattr(batches_of(x), "weights", None) for x in prepared_loaders(self.accelerator)
+        ]
         facts = {
             "data": self.data_md5,
-            "weights of samples": data_md5(
-                [getattr(batches_of(x), "weights", None) for x in loaders]
-            ),
+            "weights of samples": data_md5(*(InMemory(w) for w in weights if w is not None)),
             "size": num_parameters(self.models),
         }
         if args.start_from is None:
@@ -371,24 +375,17 @@ class Run:
             loader: the training loader of order.make_loaders, prepared.
         """
         self._need("run.steps(...)", "epoch")
-        batches = batches_of(loader)
-        mine = loader in prepared_loaders(self.accelerator)
-        if batches is None or batches.seed is None or not mine:
-            raise RuntimeError(
-                f"run.steps(...) got a {type(loader).__name__} whose order cannot be resumed: give "
-                "it the training loader that make_loaders(...) made and accelerator.prepare "
-                "returned (for a sampler of your own see its weights=)"
-            )
         progress, step = self.progress, self.step
         self.num_before = self._num_done()
         self.said_at, self.started_at, self.last_loss = time.monotonic(), time.perf_counter(), ""
         self.bar = epoch_bar(self.accelerator, progress.epoch, self.args.epochs, self.num_used)
         self.bar.update(self.num_before)
-        batches.set_position(progress.epoch, self.num_before)
+        self._batches(loader).set_position(progress.epoch, self.num_before)
         is_new = True
         for batch in () if self._must_evaluate() else loader:
             if is_new:
-                position = Position(progress.step + 1, self._learning_rate())
+                self.rates = self._learning_rates()
+                position = Position(progress.step + 1, self.rates["learning_rate"])
                 step.start(progress.epoch, progress.batch, position)
             step.start_micro_batch()
             self.stage = "batch"
@@ -406,6 +403,18 @@ class Run:
         if self.average is not None:
             self.average.swap()  # end_epoch() swaps it back
         self.stage = "trained"
+
+    def _batches(self, loader: DataLoader) -> EpochBatches:
+        """The batches of the prepared training loader. Raises RuntimeError for another one."""
+        batches = batches_of(loader)
+        mine = loader in prepared_loaders(self.accelerator)
+        if batches is None or batches.seed is None or not mine:
+            raise RuntimeError(
+                f"run.steps(...) got a {type(loader).__name__} whose order cannot be resumed: give "
+                "it the training loader that make_loaders(...) made and accelerator.prepare "
+                "returned (for a sampler of your own see its weights=)"
+            )
+        return batches
 
     def _finish_step(self) -> bool:
         """Count, log and save after a step; True if an evaluation comes next."""
@@ -491,7 +500,8 @@ class Run:
         self._need("run.add(...)", *IN_BATCH)
         for name, value in values.items():
             if where is None:
-                self.means.add(name, self.step.sum(f"run.add({name}=...)", value), value.numel())
+                self.step.check_rows(f"run.add({name}=...)", value)
+                self.means.add(name, value.detach().sum(), value.numel())
             else:
                 self.means.add(name, *masked_sum(f"run.add({name}=...)", value.detach(), where))
 
@@ -505,6 +515,11 @@ class Run:
         process must call this.
         """
         self._need("run.evaluate(...)", "between", "epoch", "trained")
+        if batches_of(loader) is None:
+            raise RuntimeError(
+                f"run.evaluate(...) got a {type(loader).__name__} that make_loaders(...) did not "
+                "make: Accelerate may give some of its samples twice"
+            )
         layers = [layer for model in self.models for layer in model.modules()]
         modes = [layer.training for layer in layers]
         means, num_samples = RunningMeans(self.accelerator), len(loader.dataset)
@@ -545,9 +560,6 @@ class Run:
             progress.epoch, progress.batch = progress.epoch + 1, 0
         progress.metrics = {"epoch": progress.epoch, **self.means.means("train"), **metrics}
         progress.metrics_step = progress.step
-        for name, value in progress.metrics.items():
-            if name.startswith("train_loss"):
-                self.step.guard.check_mean(value, Position(progress.step, self._learning_rate()))
         self.accelerator.log(progress.metrics, step=progress.step)
         self.history.log_timing(
             {
@@ -595,7 +607,6 @@ class Run:
         if args.pictures and accelerator.is_main_process:
             try:
                 drawn = plots.draw_run(args.run_dir)
-                add_pictures(accelerator, drawn, progress.step)
             except Exception as problem:  # no matplotlib, no memory, no disk
                 self.print(f"the pictures were not drawn: {first_sentence(problem)}")
         names = ", ".join(path.name for path in drawn)
@@ -626,6 +637,9 @@ class Run:
         """Write best.safetensors if this evaluation is the best so far; True if it is."""
         name, progress, patience = self.args.keep_best, self.progress, self.args.patience
         if name not in progress.metrics:
+            if self.average is not None:
+                self.average.swap()
+            self.checkpoints.save(progress)  # the epoch is not lost
             raise UsageError(f"--keep-best {name}: there are only {', '.join(progress.metrics)}")
         value, best = progress.metrics[name], progress.best
         better = best is None or (value < best if smallest_is_best(name) else value > best)
@@ -653,21 +667,17 @@ class Run:
         """Samples of this epoch trained on so far."""
         return min(self.progress.batch * self.args.batch_size, self.num_used)
 
-    def _learning_rate(self, number: int = 0) -> float:
-        return self.optimizers[number].param_groups[0]["lr"]
+    def _learning_rates(self) -> dict[str, float]:
+        """Those of the first group of each optimizer."""
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
+        return {f"learning_rate_{n}" if n else "learning_rate": r for n, r in enumerate(rates)}
 
     def _log_window(self) -> None:
         self.signals.meet()
-        means, position = self.means.flush("train"), self.step.position
+        means = self.means.flush("train")
         losses = {name: mean for name, mean in means.items() if name.startswith("train_loss")}
-        for loss in losses.values():
-            self.step.guard.check_mean(loss, position)
-        rates = {"learning_rate": position.learning_rate}
-        for number in range(1, len(self.optimizers)):
-            rates[f"learning_rate_{number}"] = self._learning_rate(number)
-        self.accelerator.log(
-            {"epoch": self.progress.epoch, **losses, **rates}, step=self.progress.step
-        )
+        row = {"epoch": self.progress.epoch, **losses, **self.rates}
+        self.accelerator.log(row, step=self.progress.step)
         self.last_loss = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         self.bar.set_postfix_str(self.last_loss)
 

@@ -235,7 +235,8 @@ def read(
     Every process must call this.
     """
     model = accelerator.unwrap_model(prepared_models(accelerator)[0], keep_torch_compile=False)
-    own, shares = _named(model, average), {}
+    own = _named(model, average)
+    shares: dict[str, torch.Tensor] = {}
     for kind, tensors in own.items():
         if is_sharded(folder):
             shares |= {f"{kind}.{name}": value for name, value in tensors.items()}
@@ -305,7 +306,7 @@ def _path(folder: Path, kind: str, number: int) -> Path:
 
 def describe_shards(accelerator: Accelerator, model: nn.Module) -> str:
     """How many bytes of weights and of an optimizer's moments each process holds."""
-    num_moments = {}
+    num_moments: dict[int, int] = {}
     for wrapped in prepared_optimizers(accelerator):
         for group in wrapped.param_groups:
             num = 2 if "betas" in group else int(group.get("momentum", 0) > 0)

@@ -26,7 +26,6 @@ class Step:
         losses: this process's share of each mean of the micro-batch at hand.
         num_counted: values that where= counted so far in this process; None without where=.
         factor: num_samples / values counted in the whole step; None until that is known.
-        summed, total: the values that were summed last, and their sum.
     """
 
     def __init__(
@@ -47,8 +46,6 @@ class Step:
         self.losses: list[torch.Tensor] = []
         self.num_counted: torch.Tensor | None = None
         self.factor: torch.Tensor | None = None
-        self.summed: torch.Tensor | None = None
-        self.total = torch.zeros(())
         self.update_scale = None
         if accelerator.scaler is not None:
             # Accelerate updates the loss scale after each optimizer's step: a second optimizer
@@ -67,7 +64,7 @@ class Step:
         """Seed what the next forward pass draws, by its place in the step."""
         first, self.num_rows = self.rows_of(self.accelerator.process_index)
         seed_dropout(self.dropouts, self.accelerator.device, self.num_before + first, *self.key)
-        self.losses, self.summed = [], None
+        self.losses = []
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """Where the rows of a process begin in the micro-batch at hand, and how many they are."""
@@ -96,24 +93,19 @@ class Step:
                 "with where="
             )
 
-    def sum(self, call: str, values: torch.Tensor) -> torch.Tensor:
-        """The sum of values of this batch; of the losses it is asked for twice in each step."""
-        if values is not self.summed:
-            self.check_rows(call, values)
-            self.summed, self.total = values, values.sum()
-        return self.total
-
     def mean(self, values: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
         """See Run.step_mean."""
         num = self.num_samples
-        if (self.losses or self.num_before) and (where is None) != (self.num_counted is None):
-            self._refuse_second_mean()
+        mixed = (self.losses or self.num_before) and (where is None) != (self.num_counted is None)
+        if mixed or (where is not None and self.losses):
+            raise RuntimeError(
+                "a step can have only one mean with where=, because its gradients are divided "
+                "once: add up the losses before run.step_mean(...)"
+            )
         if where is None:
-            total = self.sum("run.step_mean(...)", values)
-            num *= values.shape[1:].numel()
+            self.check_rows("run.step_mean(...)", values)
+            total, num = values.sum(), num * values.shape[1:].numel()
         else:
-            if self.losses:
-                self._refuse_second_mean()
             total, counted = masked_sum("run.step_mean(...)", values, where)
             self.num_counted = counted + (0 if self.num_counted is None else self.num_counted)
         loss = total.detach() / num
@@ -155,12 +147,6 @@ class Step:
 
     def _num_here(self) -> int:
         return min(self.size, self.num_samples - self.num_before)
-
-    def _refuse_second_mean(self) -> None:
-        raise RuntimeError(
-            "a step can have only one mean with where=, because its gradients are divided once: "
-            "add up the losses before run.step_mean(...)"
-        )
 
 
 def masked_sum(

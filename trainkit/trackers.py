@@ -10,15 +10,13 @@ import argparse
 import importlib.util
 import os
 import secrets
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
 from trainkit.errors import UsageError
 from trainkit.history import History
+from trainkit.records import read_rows
 from trainkit.rundir import write_durably
 
 
@@ -33,7 +31,7 @@ class Tracker(GeneralTracker):
         """Log the arguments, and all rows so far."""
         if self.name != "tensorboard":  # Accelerate would make them a run of their own there
             super().store_init_configuration(values)
-        for row in self.history.rows():
+        for row in read_rows(self.history.path):
             self.log(row, row["step"])
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -98,13 +96,3 @@ def make_trackers(args: argparse.Namespace, history: History, project: str) -> l
     if name == "tensorboard":
         return [history, TensorBoard(history, "", args.run_dir / "tensorboard", purge_step=0)]
     return [history, (Trackio if name == "trackio" else WandB)(history, project)]
-
-
-def add_pictures(accelerator: Accelerator, paths: list[Path], step: int) -> None:
-    """Log pictures where Accelerate's tracker takes them, which trackio's does not."""
-    from PIL import Image
-
-    for tracker in accelerator.trackers:
-        if hasattr(tracker, "log_images"):
-            images = {path.stem: np.array(Image.open(path).convert("RGB"))[None] for path in paths}
-            tracker.log_images(images, step, dataformats="NHWC")

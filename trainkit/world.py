@@ -201,7 +201,6 @@ def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str
         "world": describe_world(accelerator),
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
-        "tf32": torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32,
         "host": socket.gethostname(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
