@@ -45,8 +45,6 @@ def collate(samples: list) -> tuple[torch.Tensor, ...]:
 class Classifier(nn.Module):
     """A small transformer; padding changes no number, whatever else is in the batch."""
 
-    _no_split_modules = ("TransformerEncoderLayer",)  # FSDP gathers one at a time
-
     def __init__(self, num_classes: int, width: int = 64, num_layers: int = 2):
         super().__init__()
         self.embedding = nn.Embedding(NUM_TOKENS, width)

@@ -25,6 +25,7 @@ def main() -> None:
             }
         )
     )
+    accelerator.wait_for_everyone()  # one that left would break the other's connections
     accelerator.end_training()
 
 

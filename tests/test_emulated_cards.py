@@ -22,7 +22,10 @@ from conftest import ROOT, rows
 
 FOLDER = ROOT / "tests" / "emulated_cards"
 LAST = 10  # steps of a run of `problems`, five per epoch
-YAMLS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("[1-8]gpu*.yaml"))
+# Not those that shard: emulated cards lie beneath DTensors, and a fused AdamW would meet DTensors
+# before they are taken apart; moving a CPU parameter to a card by .data fails as well.
+CONFIGS = (ROOT / "accelerate_configs").glob("[1-8]gpu*.yaml")
+YAMLS = sorted(path.stem for path in CONFIGS if "fsdp" not in path.stem)
 PRECISIONS = ("no", "fp16", "bf16")
 SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
 COPIES_PER_STEP = 3  # pictures, labels, indices

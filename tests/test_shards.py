@@ -253,7 +253,7 @@ def test_a_key_that_is_left_out_has_accelerates_default(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("script", "world", "changes", "message"),
     [
-        ("examples.text", 2, {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, "Block: Classifier has no"),
+        ("examples.text", 2, {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, "layer class Block"),
         ("examples.text", 2,
          {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "1000"}, "ModuleList"),
         ("examples.gan", 2, {}, "FSDP2 shards one model"),

@@ -30,6 +30,7 @@ from trainkit.internals import (
 )
 from trainkit.launch import NOT_SET, shards_wanted
 from trainkit.optim import weights_of
+from trainkit.text import first_sentence
 
 FILE_BYTES = 2**27  # of a file of a sharded checkpoint, about
 # The keys of fsdp_config that change what is trained: the values that a run follows, that of a key
@@ -95,8 +96,14 @@ def shard(accelerator: Accelerator, wanted: FullyShardedDataParallelPlugin | Non
                 "FSDP2 shards one model, and this script trains several: use a YAML without FSDP"
             )
         for model in models:
-            _make_ready(accelerator, model, wanted)
-        prepared = prepare(*objects, **options)
+            _make_ready(accelerator, model)
+        try:
+            prepared = prepare(*objects, **options)
+        except ValueError as problem:  # a class to wrap that is not there, a list of layers to wrap
+            raise UsageError(
+                f"fsdp_config does not fit the model ({first_sentence(problem)}): use NO_WRAP, or "
+                "see docs/scaling.md for the policy that fits"
+            ) from problem
         for layer in (layer for model in models for layer in model.modules()):
             if isinstance(layer, FSDPModule):
                 # Gathered once by now: if an evaluation were first, under torch.inference_mode(),
@@ -108,25 +115,8 @@ def shard(accelerator: Accelerator, wanted: FullyShardedDataParallelPlugin | Non
     accelerator.prepare = prepare_sharded
 
 
-def _make_ready(
-    accelerator: Accelerator, model: nn.Module, wanted: FullyShardedDataParallelPlugin
-) -> None:
+def _make_ready(accelerator: Accelerator, model: nn.Module) -> None:
     """Change a model so that it can be sharded and computes what it would unsharded."""
-    classes = {type(layer).__name__ for layer in model.modules()}
-    for name in wanted.transformer_cls_names_to_wrap or ():
-        if name not in classes:
-            raise UsageError(
-                f"fsdp_transformer_layer_cls_to_wrap {name}: {type(model).__name__} has no such "
-                f"layer, but {', '.join(sorted(classes))}"
-            )
-    for name, layer in model.named_modules() if wanted.min_num_params else ():
-        size = sum(weight.numel() for weight in layer.parameters())
-        if isinstance(layer, nn.ModuleList | nn.ModuleDict) and size > wanted.min_num_params:
-            raise UsageError(
-                f"SIZE_BASED_WRAP cannot wrap the {type(layer).__name__} {name}, which has no "
-                "forward: use TRANSFORMER_BASED_WRAP, or a larger fsdp_min_num_params than "
-                f"{size}"
-            )
     for weight in model.parameters():
         weight.data = weight.data.contiguous()  # FSDP2 takes no channels_last
     model.register_forward_pre_hook(_share_buffers)
