@@ -266,20 +266,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         accelerator = run.accelerator
         train_set, eval_set, about = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
-        sizes = len(about["features"]), len(about["targets"])
-        model = MODELS[args.model](*sizes, args.hidden)
+        model = MODELS[args.model](len(about["features"]), len(about["targets"]), args.hidden)
         optimizer = make_optimizer(accelerator, model.parameters(), args)
         scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        hidden = args.hidden if args.model == "mlp" else []
-        about |= {"script": Path(__file__).stem, "model": args.model, "hidden": hidden}
-        left_out = tables.first_few(about["left_out"]) or "none"
+        about |= {"script": Path(__file__).stem, "model": args.model}
+        about["hidden"] = args.hidden if args.model == "mlp" else []
         plan = {
             "data": args.data or "synthetic",
             "loss": args.loss,
-            "features": f"{len(about['features'])} (left out, constant or an index: {left_out})",
+            "features": f"{len(about['features'])} (left out, constant or an index: "
+            f"{tables.first_few(about['left_out']) or 'none'})",
             "targets": ", ".join(about["targets"]),
         }
         run.begin(model, about, plan)  # locks the run folder, loads the checkpoint

@@ -83,7 +83,7 @@ WRONG = {
     "--eval-every 0": "--eval-every 0 must be at least 1",
     "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
     "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
-    "--noise inf": "--noise inf must be 0 or more",
+    "--noise inf": "--noise inf must be a number of at least 0",
 }
 
 
@@ -107,7 +107,7 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
 )
 def test_flags_that_do_not_go_together_are_refused(flags: str, words: str) -> None:
     args = train_regression.parse_args(flags.split())
-    problems = arguments.shared_problems(args, 1)
+    problems = arguments.find_problems(args, 1)
     assert [words in problem for problem in problems] == [True] * bool(words)
 
 
@@ -119,5 +119,5 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed() -> None:
         assert arguments.experiment(train_regression.parse_args(other.split())) != plain
     longer = [train_regression.parse_args(["--schedule", "constant", "--epochs", n]) for n in "12"]
     assert arguments.experiment(longer[0]) == arguments.experiment(longer[1])
-    with pytest.raises(AssertionError, match="names no flag"):
+    with pytest.raises(AssertionError, match="holds no flag"):
         arguments.experiment(type(longer[0])(**vars(longer[0]) | {"not_the_experiment": ["typo"]}))

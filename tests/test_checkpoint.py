@@ -19,6 +19,7 @@ from conftest import forget_accelerator, linux_only
 from trainkit.checkpoint import Checkpoints, Progress
 from trainkit.errors import RunFailure, UsageError
 from trainkit.history import History, RunningMeans
+from trainkit.records import read_rows
 from trainkit.manifest import seal, sha256_of, verify
 from trainkit.startup import refuse_pickled_code
 
@@ -176,7 +177,7 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(
     message = run.refuses(step(saved, 3))
     assert "no checkpoint is whole" in message and "step-0000000003" in message
     assert run.checkpoints.resume("auto") == Progress(step=2, batch=2)
-    assert (saved / "checkpoints" / "damaged-step-0000000003").is_dir()
+    assert (saved / "checkpoints" / "abandoned-step-0000000003").is_dir()
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(saved: Path) -> None:
@@ -294,7 +295,7 @@ def test_a_path_is_taken_or_refused(saved: Path, tmp_path: Path) -> None:
     assert names == [
         "abandoned-step-0000000002", "abandoned-step-0000000003", "step-0000000001",
     ]  # fmt: skip
-    assert len(run.history.rows()) == 1
+    assert len(read_rows(run.history.path)) == 1
     run.progress.step = 1
     run.train(1)
     assert verify(step(saved, 2)) is None

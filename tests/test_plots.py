@@ -101,7 +101,7 @@ def test_mistakes_are_the_most_confident_of_the_mistakes(
     assert torch.equal(tensors["target"], data.tensors[1])
     panels = plots.draw_mistakes(tensors, metadata["classes"]).axes
     assert [axes.get_title() for axes in panels if axes.images] == [
-        f"said {tensors['prediction'][i]}, {tensors['probability'][i]:.1%}\nis "
+        f"predicted {tensors['prediction'][i]}, {tensors['probability'][i]:.1%}\ntrue "
         f"{tensors['target'][i]}"
         for i in worst
     ]
@@ -209,7 +209,7 @@ def test_mistakes_are_shown_in_colour_if_they_have_colours() -> None:
         "mistake_images": images,
     }
     axes, *others = plots.draw_mistakes(tensors, ["top left", "top right"]).axes
-    assert axes.get_title() == "said top left, 90.0%\nis top right"
+    assert axes.get_title() == "predicted top left, 90.0%\ntrue top right"
     assert not any(other.images or other.get_title() for other in others)
     (shown,) = axes.images
     assert shown.get_array().shape == (20, 20, 3)
