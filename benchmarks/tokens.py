@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="per loop and round")
     args = parser.parse_args()
     num_bytes = NUM_TOKENS * args.steps * 10 // 9  # a tenth is for the evaluation
-    flags = ["--eval-every", str(args.steps), "--num-bytes", str(num_bytes)]
+    flags = ["--epochs", "1", "--eval-every", str(args.steps), "--num-bytes", str(num_bytes)]
     rows = []
     for precision in ("no", "bf16"):
         ways = {way: partial(way, flags, precision) for way in (loop, bare)}

@@ -70,8 +70,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpointing", action="store_true", help="less memory, more time, the same numbers")
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, "runs/gpt", not_the_experiment=["checkpointing"])
-    parser.set_defaults(epochs=1, batch_size=12, eval_every=100, learning_rate=3e-3, warmup=0.05)
-    parser.set_defaults(schedule="cosine", min_learning_rate=3e-4, weight_decay=0.1, clip_norm=1.0)
+    parser.set_defaults(epochs=2, batch_size=12, eval_every=100, learning_rate=1e-3, warmup=0.05)
+    parser.set_defaults(schedule="cosine", min_learning_rate=1e-4, weight_decay=0.1, clip_norm=1.0)
     return parser.parse_args(argv)
 
 

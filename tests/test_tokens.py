@@ -33,6 +33,7 @@ from trainkit.run import Run
 WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 20, 24
 TINY = ["--layers", 1, "--width", 32, "--epochs", 5, "--batch-size", BATCH, "--eval-batch-size", 7]
 TINY += ["--log-every", 1, "--no-pictures", "--timeout", 60]
+TINY += ["--learning-rate", 3e-3, "--min-learning-rate", 3e-4]
 MODES = {
     "text": [*TINY, "--num-bytes", 16_000],  # 112 samples: 24, 24, 24, 24, 16
     "answers": [*TINY, "--num-bytes", 1_030_000, "--answers-only"],
