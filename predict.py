@@ -77,17 +77,24 @@ def export_onnx(predictor: nn.Module, about: dict[str, Any], run_dir: Path) -> P
     """
     missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"--export onnx needs {', '.join(missing)}, not installed here: "
-                         f"pip install {' '.join(missing)}")  # fmt: skip
+        raise UsageError(
+            f"--export onnx needs {', '.join(missing)}, not installed here: "
+            f"pip install {' '.join(missing)}"
+        )
     import onnxruntime
 
     torch.manual_seed(0)
     inputs = predictor.example_inputs()
     path, temporary = run_dir / "model.onnx", run_dir / ".tmp-model.onnx"
     program = torch.onnx.export(
-        predictor, (inputs,), dynamo=True, verbose=False, input_names=["inputs"],
-        output_names=["outputs"], dynamic_shapes=[{0: torch.export.Dim("n")}],
-    )  # fmt: skip
+        predictor,
+        (inputs,),
+        dynamo=True,
+        verbose=False,
+        input_names=["inputs"],
+        output_names=["outputs"],
+        dynamic_shapes=[{0: torch.export.Dim("n")}],
+    )
     program.model.metadata_props["trainkit"] = json.dumps(about)
     temporary.unlink(missing_ok=True)
     program.save(temporary)
@@ -97,8 +104,10 @@ def export_onnx(predictor: nn.Module, about: dict[str, Any], run_dir: Path) -> P
     difference = float(np.abs(outputs - expected).max() / max(1e-30, np.abs(expected).max()))
     if not difference <= TOLERANCE:
         temporary.unlink()
-        raise RunFailure(f"onnxruntime and PyTorch differ by {difference:.2g}, more than "
-                         f"{TOLERANCE:g}: the exported model was removed")  # fmt: skip
+        raise RunFailure(
+            f"onnxruntime and PyTorch differ by {difference:.2g}, more than "
+            f"{TOLERANCE:g}: the exported model was removed"
+        )
     os.replace(temporary, path)
     print(f"{path}: onnxruntime and PyTorch differ by {difference:.1g} on {len(inputs)} inputs")
     return path
@@ -111,13 +120,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("run_dir", type=Path, help="folder of a finished run")
     add("files", nargs="*", type=Path, help="pictures, or tables, of any kind that trains")
-    add("--as-is", action=argparse.BooleanOptionalAction, default=False,
-        help="pictures look like the training pictures: resize them, no more")  # fmt: skip
-    add("--export", choices=("onnx", "hub"), default=None,
-        help="also write RUN_DIR/model.onnx, or RUN_DIR/hub/ for others to load")  # fmt: skip
-    add("--push", default=None, metavar="OWNER/NAME",
+    add(
+        "--as-is",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="pictures look like the training pictures: resize them, no more",
+    )
+    add(
+        "--export",
+        choices=("onnx", "hub"),
+        default=None,
+        help="also write RUN_DIR/model.onnx, or RUN_DIR/hub/ for others to load",
+    )
+    add(
+        "--push",
+        default=None,
+        metavar="OWNER/NAME",
         help="with --export hub: also upload it to the Hugging Face Hub; "
-        "spaces/OWNER/NAME makes it a page there")  # fmt: skip
+        "spaces/OWNER/NAME makes it a page there",
+    )
     args = parser.parse_intermixed_args(argv)
     if args.push and args.export != "hub":
         parser.error("--push goes with --export hub")

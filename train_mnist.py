@@ -83,29 +83,41 @@ class Deep(nn.Sequential):
 MODELS: dict[str, type] = {"compact": Compact, "lenet": LeNet, "wide": Wide, "deep": Deep}
 
 
+# Flag, type or choices, default, what a value must be, help.
+FLAGS: arguments.Flags = (
+    ("--dataset", str, str(Path(__file__).parent / "data" / "mnist"), None,
+     "folder or Hub id that holds a column of pictures and one of classes"),
+    ("--label", str, None, None, "column of classes; None: the only one"),
+    ("--model", tuple(MODELS), "compact", None, "the network"),
+    ("--label-smoothing", float, 0.1, arguments.FRACTION, "of the training loss"),
+    ("--augment", bool, True, None,
+     "shift, turn and warp each training picture, differently in each epoch"),
+    ("--max-shift", float, 1.0, arguments.AT_LEAST_0, "of --augment, in pixels"),
+    ("--max-turn", float, 5.0, arguments.AT_LEAST_0, "of --augment, in degrees"),
+    ("--max-warp", float, 0.0, arguments.AT_LEAST_0, "of --augment, of 4 x 4 points, in pixels"),
+    ("--validation-split", int, 0, arguments.AT_LEAST_0,
+     "evaluate on this many held-out training pictures, not the test set: for tuning"),
+    ("--target-accuracy", float, None, (lambda value: 0 <= value <= 1, "0 to 1"),
+     "exit with 3 if the last evaluation is below this fraction"),
+)  # fmt: skip
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(description=__doc__.splitlines()[0])
-    add = parser.add_argument_group("problem").add_argument
-    add("--dataset", default=str(Path(__file__).parent / "data" / "mnist"),
-        help="folder or Hub id that holds a column of pictures and one of classes")  # fmt: skip
-    add("--label", default=None, metavar="COLUMN", help="column of classes; None: the only one")
-    add("--model", choices=MODELS, default="compact", help="the network")
-    add("--label-smoothing", type=float, default=0.1, help="of the training loss, 0 to below 1")
-    add("--augment", action=argparse.BooleanOptionalAction, default=True,
-        help="shift, turn and warp each training picture, differently in each epoch")  # fmt: skip
-    add("--max-shift", type=float, default=1.0, help="of --augment, in pixels")
-    add("--max-turn", type=float, default=5.0, help="of --augment, in degrees")
-    add("--max-warp", type=float, default=0.0, help="of --augment, of 4 x 4 points, in pixels")
-    add("--validation-split", type=int, default=0, metavar="N",
-        help="evaluate on N held-out training pictures, not the test set: for tuning")  # fmt: skip
-    add("--target-accuracy", type=float, default=None,
-        help="exit with 3 if the last evaluation is below this fraction")  # fmt: skip
+    arguments.add_flags(parser, "problem", FLAGS)
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(
         parser, "runs/mnist", not_the_experiment=["dataset", "target_accuracy"]
     )
-    parser.set_defaults(epochs=3, batch_size=128, learning_rate=None, schedule="onecycle",
-                        warmup=0.2, drop_last=True, eval_batch_size=512)  # fmt: skip
+    parser.set_defaults(
+        epochs=3,
+        batch_size=128,
+        learning_rate=None,
+        schedule="onecycle",
+        warmup=0.2,
+        drop_last=True,
+        eval_batch_size=512,
+    )
     args = parser.parse_args(argv)
     if args.learning_rate is None:
         args.learning_rate = 0.1 if args.optimizer == "sgd" else 6e-3
@@ -113,17 +125,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
-    problems = arguments.find_problems(
-        args,
-        num_processes,
-        label_smoothing=arguments.FRACTION,
-        target_accuracy=(lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
-        max_shift=arguments.AT_LEAST_0,
-        max_turn=arguments.AT_LEAST_0,
-        max_warp=arguments.AT_LEAST_0,
-        validation_split=arguments.AT_LEAST_0,
-    )
-    arguments.refuse(problems)
+    arguments.refuse(arguments.find_problems(args, num_processes, FLAGS))
 
 
 def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:

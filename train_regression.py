@@ -77,52 +77,48 @@ class Regression(evaluate.Metric):
         return {name: float(value.mean()) for name, value in values.items()}
 
 
+# Flag, type or choices, default, what a value must be, help. Columns are given as `a,b`.
+FLAGS: arguments.Flags = (
+    ("--data", str, None, None,
+     "CSV, JSON or Parquet file, a folder of them, or Hub id; None: synthetic"),
+    ("--separator", str, None, None, "of the values in text files; None: , ; tab or |"),
+    ("--encoding", str, None, None, "of text files, such as cp1252 or utf-16; None: UTF-8"),
+    ("--target", arguments.names, None, None,
+     "columns to predict; put a name that contains a comma in quotes"),
+    ("--features", arguments.names, None, None,
+     "columns to predict from; None: all but the targets"),
+    ("--categorical", arguments.names, [], None,
+     "columns that are categories although their values read as numbers"),
+    ("--missing", ("refuse", "impute", "drop"), "refuse", None,
+     "of a missing value: refuse it, fill in the training mean, drop the row"),
+    ("--num-samples", int, 1000, arguments.AT_LEAST_1, "synthetic rows"),
+    ("--num-features", int, 10, arguments.AT_LEAST_1, "synthetic features"),
+    ("--num-targets", int, 1, arguments.AT_LEAST_1, "synthetic targets"),
+    ("--noise", float, 0.1, arguments.AT_LEAST_0, "standard deviation in the synthetic targets"),
+    ("--data-seed", int, 0, arguments.SEED, "of synthetic data and of the split"),
+    ("--test-fraction", float, 0.2, arguments.FRACTION, "of the rows, to evaluate on; 0: on all"),
+    ("--model", tuple(MODELS), "linear", None, "the model"),
+    ("--hidden", arguments.whole_numbers, [64, 64],
+     (lambda value: min(value, default=0) >= 1, "at least 1 each"), "widths of --model mlp"),
+    ("--loss", tuple(LOSSES), "mse", None, "huber: squared below 1, absolute above"),
+    ("--target-r2", float, None, (lambda value: value <= 1, "at most 1"),
+     "exit with 3 if eval_r2 ends below"),
+)  # fmt: skip
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(description=__doc__.splitlines()[0])
-    add = parser.add_argument_group("problem").add_argument
-    add("--data", default=None,
-        help="CSV, JSON or Parquet file, a folder of them, or Hub id; None: synthetic")  # fmt: skip
-    add("--separator", default=None, help="of the values in text files; None: , ; tab or |")
-    add("--encoding", default=None, help="of text files, such as cp1252 or utf-16; None: UTF-8")
-    add("--target", type=arguments.names, default=None, metavar="COLUMN[,COLUMN]",
-        help="what to predict; put a name that contains a comma in quotes")  # fmt: skip
-    add("--features", type=arguments.names, default=None, metavar="COLUMN[,COLUMN]",
-        help="what to predict from; None: all columns but the targets")  # fmt: skip
-    add("--categorical", type=arguments.names, default=[], metavar="COLUMN[,COLUMN]",
-        help="features that are categories although their values read as numbers")  # fmt: skip
-    add("--missing", choices=("refuse", "impute", "drop"), default="refuse",
-        help="of a missing value: refuse it, fill in the training mean, drop the row")  # fmt: skip
-    add("--num-samples", type=int, default=1000, help="synthetic rows")
-    add("--num-features", type=int, default=10, help="synthetic features")
-    add("--num-targets", type=int, default=1, help="synthetic targets")
-    add("--noise", type=float, default=0.1, help="its standard deviation in the synthetic targets")
-    add("--data-seed", type=int, default=0, help="of synthetic data and of the split")
-    add("--test-fraction", type=float, default=0.2, help="of the rows, to evaluate on; 0: on all")
-    add("--model", choices=MODELS, default="linear", help="the model")
-    add("--hidden", type=arguments.whole_numbers, default=[64, 64], metavar="WIDTH[,WIDTH]",
-        help="of --model mlp")  # fmt: skip
-    add("--loss", choices=LOSSES, default="mse", help="huber: squared below 1, absolute above")
-    add("--target-r2", type=float, default=None, help="exit with 3 if eval_r2 ends below")
+    arguments.add_flags(parser, "problem", FLAGS)
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, "runs/regression", not_the_experiment=["data", "target_r2"])
-    parser.set_defaults(epochs=30, batch_size=32, eval_batch_size=1024, learning_rate=3e-2,
-                        schedule="cosine")  # fmt: skip
+    parser.set_defaults(
+        epochs=30, batch_size=32, eval_batch_size=1024, learning_rate=3e-2, schedule="cosine"
+    )
     return parser.parse_args(argv)
 
 
 def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
-    problems = arguments.find_problems(
-        args,
-        num_processes,
-        num_samples=arguments.AT_LEAST_1,
-        num_features=arguments.AT_LEAST_1,
-        num_targets=arguments.AT_LEAST_1,
-        noise=arguments.AT_LEAST_0,
-        data_seed=arguments.SEED,
-        test_fraction=arguments.FRACTION,
-        target_r2=(lambda value: value <= 1, "at most 1"),
-        hidden=(lambda value: min(value, default=0) >= 1, "at least 1 each"),
-    )
+    problems = arguments.find_problems(args, num_processes, FLAGS)
     if (args.data is None) != (not args.target):
         problems.append("--data and --target belong together: which columns are to be predicted?")
     if args.data is None and (args.features or args.categorical or args.separator or args.encoding):

@@ -64,12 +64,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument_group("problem").add_argument
     add("--num-pictures", type=int, default=4000, help="to train on; a fourth of it to evaluate on")
-    add("--norm", choices=("group", "batch"), default="group",
-        help="group: the numbers do not depend on the processes; batch: they do")  # fmt: skip
+    add(
+        "--norm",
+        choices=("group", "batch"),
+        default="group",
+        help="group: the numbers do not depend on the processes; batch: they do",
+    )
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/colour_pictures")
-    parser.set_defaults(epochs=6, batch_size=60, learning_rate=0.05, weight_decay=5e-4,
-                        optimizer="sgd", schedule="onecycle", warmup=0.2)  # fmt: skip
+    parser.set_defaults(
+        epochs=6,
+        batch_size=60,
+        learning_rate=0.05,
+        weight_decay=5e-4,
+        optimizer="sgd",
+        schedule="onecycle",
+        warmup=0.2,
+    )
     return parser.parse_args(argv)
 
 

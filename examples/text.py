@@ -71,8 +71,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--num-lines", type=int, default=None, help="to train on, and to evaluate on; None: all")
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/text")
-    parser.set_defaults(epochs=5, batch_size=60, learning_rate=2e-3, weight_decay=0.05,
-                        schedule="cosine", warmup=0.1, clip_norm=1.0)  # fmt: skip
+    parser.set_defaults(
+        epochs=5,
+        batch_size=60,
+        learning_rate=2e-3,
+        weight_decay=0.05,
+        schedule="cosine",
+        warmup=0.1,
+        clip_norm=1.0,
+    )
     return parser.parse_args(argv)
 
 

@@ -22,8 +22,20 @@ CONFIGS = ROOT / "accelerate_configs"
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and some tests start two processes
-OF_LAUNCHERS = ("ACCELERATE_", "OMPI_", "MV2_", "PMI_", "MPI_", "MASTER_", "LOCAL_", "WORLD_SIZE",
-                "RANK", "NPROC", "MIXED_PRECISION", "SLURM_")  # fmt: skip
+OF_LAUNCHERS = (
+    "ACCELERATE_",
+    "OMPI_",
+    "MV2_",
+    "PMI_",
+    "MPI_",
+    "MASTER_",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "RANK",
+    "NPROC",
+    "MIXED_PRECISION",
+    "SLURM_",
+)
 for name in list(os.environ):
     if name.startswith(OF_LAUNCHERS):
         del os.environ[name]
@@ -31,8 +43,9 @@ if sys.platform == "darwin":
     os.environ["ACCELERATE_USE_CPU"] = "true"  # not the GPU that a Mac has: these test a CPU
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs what only Linux has")
-posix_only = pytest.mark.skipif(os.name != "posix", reason="Windows has no signals, no bash, and "
-                                "lets not everybody make a link")  # fmt: skip
+posix_only = pytest.mark.skipif(
+    os.name != "posix", reason="Windows has no signals, no bash, and lets not everybody make a link"
+)
 
 NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them
 

@@ -192,10 +192,13 @@ def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         if request["world"] > 1:
             os.environ.update(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["world"]),
-                LOCAL_WORLD_SIZE=str(request["world"]), MASTER_ADDR="127.0.0.1",
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(request["world"]),
+                LOCAL_WORLD_SIZE=str(request["world"]),
+                MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
-            )  # fmt: skip
+            )
         os.environ.update(request.get("env", {}))
         if "limit" in request:
             import resource  # not on Windows, where tests import this file for other things
@@ -229,9 +232,13 @@ def _narrow(num_classes: int) -> Any:
     from trainkit.order import Dropout
 
     return nn.Sequential(
-        nn.Conv2d(1, 8, 5, stride=3), nn.Dropout(0.2), nn.ReLU(), nn.Flatten(), Dropout(0.5),
+        nn.Conv2d(1, 8, 5, stride=3),
+        nn.Dropout(0.2),
+        nn.ReLU(),
+        nn.Flatten(),
+        Dropout(0.5),
         nn.Linear(512, num_classes),
-    )  # fmt: skip
+    )
 
 
 def normed(num_classes: int) -> Any:
@@ -239,9 +246,13 @@ def normed(num_classes: int) -> Any:
     from torch import nn
 
     return nn.Sequential(
-        nn.Conv2d(1, 8, 5, stride=3, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.Flatten(), nn.BatchNorm1d(512), nn.Linear(512, num_classes),
-    )  # fmt: skip
+        nn.Conv2d(1, 8, 5, stride=3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.BatchNorm1d(512),
+        nn.Linear(512, num_classes),
+    )
 
 
 def _log_indices(script: Any, path: str) -> None:

@@ -27,8 +27,9 @@ from modelkit import answers, page
 from modelkit.photos import read_picture
 from trainkit.errors import UsageError
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
-                None)  # fmt: skip
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 ALONE = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # Chromium itself calls home
 
 # Strokes in a box of 1 x 1, y downwards.
@@ -64,8 +65,17 @@ def run_dir(
     small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
 ) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "mnist"
-    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", folder, "--batch-size", 32,
-             "--epochs", 4)  # fmt: skip
+    run_main(
+        "train_mnist",
+        "--dataset",
+        small_mnist,
+        "--run-dir",
+        folder,
+        "--batch-size",
+        32,
+        "--epochs",
+        4,
+    )
     return folder
 
 
@@ -248,13 +258,21 @@ def test_an_answer_does_not_stand_while_the_next_one_is_made(
 
 
 def test_a_finger_on_a_phone_in_the_dark_draws_too(address: str, open_page: Callable) -> None:
-    tab = open_page(address, viewport={"width": 390, "height": 844}, has_touch=True,
-                    color_scheme="dark", is_mobile=True)  # fmt: skip
+    tab = open_page(
+        address,
+        viewport={"width": 390, "height": 844},
+        has_touch=True,
+        color_scheme="dark",
+        is_mobile=True,
+    )
     left, top, side = canvas(tab)
     touch = tab.context.new_cdp_session(tab)
     points = [(left + side * (0.1 + 0.8 * x), top + side * y) for x, y in DIGITS[7][0]]
-    path = [(a + (c - a) * t / 8, b + (d - b) * t / 8)
-            for (a, b), (c, d) in itertools.pairwise(points) for t in range(9)]  # fmt: skip
+    path = [
+        (a + (c - a) * t / 8, b + (d - b) * t / 8)
+        for (a, b), (c, d) in itertools.pairwise(points)
+        for t in range(9)
+    ]
     for number, (x, y) in enumerate(path):
         kind = "touchMove" if number else "touchStart"
         touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [{"x": x, "y": y}]})
@@ -296,9 +314,18 @@ def test_the_page_can_be_used_with_the_keyboard_and_heard(
         tab.keyboard.press("Tab")
     assert stops[:5] == ["clear", "brush", "file", "test picture", "worst mistake"]
     tree = tab.locator("body").aria_snapshot()
-    for said in ('heading "mnist: ', '[level=1]', 'img "pad to draw on"', 'button "Clear"',
-                 'slider "brush"', 'group "Test pictures"', 'radio "3"', 'group "Worst mistakes"',
-                 "- status:", 'progressbar "7"'):  # fmt: skip
+    for said in (
+        'heading "mnist: ',
+        "[level=1]",
+        'img "pad to draw on"',
+        'button "Clear"',
+        'slider "brush"',
+        'group "Test pictures"',
+        'radio "3"',
+        'group "Worst mistakes"',
+        "- status:",
+        'progressbar "7"',
+    ):
         assert said in tree, tree
 
 
@@ -344,12 +371,17 @@ def test_a_picture_file_is_read_and_one_that_is_none_is_one_sentence(
 
 def test_what_is_sent_is_small_and_never_a_file(address: str) -> None:
     host, port = address.removeprefix("http://").split(":")
-    for where, length in (("upload", "Content-Length: 9"), ("upload/", "Content-Length: 0"),
-                          ("component_server", f"Content-Length: {page.MAX_REQUEST + 1}"),
-                          ("component_server", "Transfer-Encoding: chunked")):  # fmt: skip
+    for where, length in (
+        ("upload", "Content-Length: 9"),
+        ("upload/", "Content-Length: 0"),
+        ("component_server", f"Content-Length: {page.MAX_REQUEST + 1}"),
+        ("component_server", "Transfer-Encoding: chunked"),
+    ):
         with socket.create_connection((host, int(port)), timeout=10) as line:
-            line.sendall(f"POST /gradio_api/{where} HTTP/1.1\r\nHost: {host}:{port}\r\n"
-                         f"{length}\r\n\r\n".encode())  # fmt: skip
+            line.sendall(
+                f"POST /gradio_api/{where} HTTP/1.1\r\nHost: {host}:{port}\r\n"
+                f"{length}\r\n\r\n".encode()
+            )
             assert b" 413 " in line.recv(1000), (where, length)
 
 
@@ -359,7 +391,8 @@ def test_a_name_that_looks_like_code_is_shown_as_it_is(monkeypatch: pytest.Monke
     said, details = answers.describe(
         lambda pictures: torch.tensor([[0.25, 0.75]]),
         {"classes": ["b", name], "calibration": {"threshold": 0.8}},
-        torch.zeros(28, 28, dtype=torch.uint8))  # fmt: skip
+        torch.zeros(28, 28, dtype=torch.uint8),
+    )
     html = page.shelf("test picture", torch.zeros(1, 28, 28, dtype=torch.uint8), [name])
     assert said.startswith("<h2>unsure: ")
     for text in (said, details, html):
@@ -385,11 +418,23 @@ def test_a_regression_answers_its_fields_and_draws_surface_and_curve(
     tmp_path: Path, run_main: Callable, open_page: Callable
 ) -> None:
     pytest.importorskip("gradio")
-    table = [f"{area},{city},{area % 7},{area * 3 + 100 * (city == 'Rome')}"
-             for area in range(20, 220) for city in ("Bonn", "Rome<b>")]  # fmt: skip
+    table = [
+        f"{area},{city},{area % 7},{area * 3 + 100 * (city == 'Rome')}"
+        for area in range(20, 220)
+        for city in ("Bonn", "Rome<b>")
+    ]
     (tmp_path / "houses.csv").write_text("\n".join(["area,city,age,price", *table]))
-    run_main("train_regression", "--data", tmp_path / "houses.csv", "--target", "price",
-             "--epochs", 5, "--run-dir", tmp_path / "run")  # fmt: skip
+    run_main(
+        "train_regression",
+        "--data",
+        tmp_path / "houses.csv",
+        "--target",
+        "price",
+        "--epochs",
+        5,
+        "--run-dir",
+        tmp_path / "run",
+    )
     model, _ = predict.load_run(tmp_path / "run")
     for address in served(tmp_path / "run"):
         tab = open_page(address, viewport={"width": 390, "height": 844})
@@ -418,9 +463,13 @@ def test_a_regression_answers_its_fields_and_draws_surface_and_curve(
 
 
 def test_a_field_spans_the_training_rows_in_whole_steps_where_they_are_whole() -> None:
-    about = {"features": ["price", "year"], "feature_mean": [12.345678, 1954.6],
-             "feature_std": [3.0, 30], "feature_range": [[-1.4000000000000001, 20], [1890, 2023]],
-             "feature_whole": [False, True]}  # fmt: skip
+    about = {
+        "features": ["price", "year"],
+        "feature_mean": [12.345678, 1954.6],
+        "feature_std": [3.0, 30],
+        "feature_range": [[-1.4000000000000001, 20], [1890, 2023]],
+        "feature_whole": [False, True],
+    }
     html, span = app.number_field("year", about)
     assert 'step="1" min="1890" max="2023" value="1955"' in html and span == (1890, 2023)
     html, _ = app.number_field("price", about)
@@ -436,8 +485,11 @@ def test_curve_and_surface_show_what_the_model_answers(
     ends = {"a": (-1, 3), "b": (0, 4)}
     answers.landscape(
         lambda rows: 10 * rows[:, :1] + rows[:, 2:] ** 2,
-        np.array([1.0, 0, 2]), {name: ends[name] for name in along}, ["a", "kind", "b"], ["price"],
-    )  # fmt: skip
+        np.array([1.0, 0, 2]),
+        {name: ends[name] for name in along},
+        ["a", "kind", "b"],
+        ["price"],
+    )
     axes, *bar = drawn[0].axes
     assert [axes.get_xlabel(), axes.get_ylabel()] == [*along, "price"][:2]
     assert axes.lines[-1].get_xydata().tolist() == [[2, 1] if bar else [1, 14]]

@@ -21,17 +21,24 @@ def benchmark(name: str, *args: object, timeout: float = 300) -> str:
     """What `python -m benchmarks.NAME` prints."""
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks{name}", *map(str, args)],
-        capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def table(name: str, *args: object, timeout: float = 300) -> list[list[str]]:
     """The cells of the table that it prints, without the head."""
-    lines = [line for line in benchmark(f".{name}", *args, timeout=timeout).splitlines()
-             if line.startswith("| ")]  # fmt: skip
+    lines = [
+        line
+        for line in benchmark(f".{name}", *args, timeout=timeout).splitlines()
+        if line.startswith("| ")
+    ]
     return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
@@ -68,15 +75,29 @@ def test_ways_take_turns_and_what_warms_up_does_not_count() -> None:
 def test_a_table_has_three_digits_or_whole_numbers(capsys: pytest.CaptureFixture) -> None:
     _runs.table("what | figure", [("a", 0.95234), ("b", 19653.4), (_runs.spread([3.0, 1.0]), 5)])
     assert capsys.readouterr().out.splitlines() == [
-        "| what | figure |", "| --- | --- |", "| a | 0.952 |", "| b | 19,653 |",
+        "| what | figure |",
+        "| --- | --- |",
+        "| a | 0.952 |",
+        "| b | 19,653 |",
         "| 2 (1 to 3) | 5 |",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.slow
 def test_throughput_measures_the_loop_its_limit_and_the_habit() -> None:
-    (row,) = table("throughput", "--models", "compact", "--precisions", "bf16",
-                   "--rounds", 1, "--steps", 3, "--batch-size", 64)  # fmt: skip
+    (row,) = table(
+        "throughput",
+        "--models",
+        "compact",
+        "--precisions",
+        "bf16",
+        "--rounds",
+        1,
+        "--steps",
+        3,
+        "--batch-size",
+        64,
+    )
     loop, limit, habit, augment, of_limit, of_habit = map(number, row[2:])
     assert min(loop, limit, habit, augment) > 0
     assert of_limit == pytest.approx(loop / limit, rel=0.02)
@@ -95,8 +116,16 @@ def test_time_to_accuracy_takes_the_last_row_of_each_seed() -> None:
 
 @pytest.mark.slow
 def test_what_time_to_accuracy_compares_reaches_the_runs() -> None:
-    rows = table("time_to_accuracy", "--compare", "startup", "--seeds", 1,
-                 "--stop-after-steps", 1, timeout=600)  # fmt: skip
+    rows = table(
+        "time_to_accuracy",
+        "--compare",
+        "startup",
+        "--seeds",
+        1,
+        "--stop-after-steps",
+        1,
+        timeout=600,
+    )
     assert len(rows) == 7 and all(number(process) > 1 for *_, process, _ in rows)
     with pytest.raises(RuntimeError, match="has no attribute 'spare_nothing'"):
         from benchmarks.time_to_accuracy import WITHOUT
@@ -154,8 +183,9 @@ def test_the_lines_of_peers_are_read() -> None:
 def test_peers_are_timed_beside_train_mnist() -> None:
     rows = table("peers", "--only", "accelerate", "fast", "--pictures", 700)
     assert [(name, accuracies.count(",")) for name, _, _, accuracies, *_ in rows] == [
-        ("accelerate", 2), ("fast", 0),
-    ]  # fmt: skip
+        ("accelerate", 2),
+        ("fast", 0),
+    ]
     for _, train, evaluation, _, _, process, memory in rows:
         assert 0 < number(train) < number(process) and number(evaluation) > 0
         assert number(memory) > 100

@@ -19,8 +19,8 @@ from conftest import forget_accelerator, linux_only
 from trainkit.checkpoint import Checkpoints, Progress
 from trainkit.errors import RunFailure, UsageError
 from trainkit.history import History, RunningMeans
-from trainkit.records import read_rows
 from trainkit.manifest import seal, sha256_of, verify
+from trainkit.records import read_rows
 from trainkit.startup import refuse_pickled_code
 
 FINGERPRINT = {"model": "small", "seed": 0, "learning_rate": 0.1}
@@ -212,8 +212,12 @@ def write_hostile(file: Path, kind: str, mark: Path) -> None:
 
 
 OTHER_NAMES = (
-    "custom_checkpoint_0.pkl", "pytorch_model.bin", "sampler.bin", "dl_state_dict.bin", "scaler.pt",
-)  # fmt: skip
+    "custom_checkpoint_0.pkl",
+    "pytorch_model.bin",
+    "sampler.bin",
+    "dl_state_dict.bin",
+    "scaler.pt",
+)
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "raw"])
@@ -293,8 +297,10 @@ def test_a_path_is_taken_or_refused(saved: Path, tmp_path: Path) -> None:
     assert run.checkpoints.resume(str(step(saved, 1))) == Progress(step=1, batch=1)
     names = sorted(path.name for path in (saved / "checkpoints").iterdir())
     assert names == [
-        "abandoned-step-0000000002", "abandoned-step-0000000003", "step-0000000001",
-    ]  # fmt: skip
+        "abandoned-step-0000000002",
+        "abandoned-step-0000000003",
+        "step-0000000001",
+    ]
     assert len(read_rows(run.history.path)) == 1
     run.progress.step = 1
     run.train(1)

@@ -19,8 +19,22 @@ from trainkit.order import EpochBatches
 
 PROGRAMS = Path(__file__).parent / "coming_from"
 BATCH_SIZE, NUM_STEPS = 40, 25
-SHARED = ("--model", "lenet", "--no-augment", "--label-smoothing", 0, "--batch-size", BATCH_SIZE,
-          "--epochs", 1, "--log-every", 1, "--warmup", 0, "--drop-last")  # fmt: skip
+SHARED = (
+    "--model",
+    "lenet",
+    "--no-augment",
+    "--label-smoothing",
+    0,
+    "--batch-size",
+    BATCH_SIZE,
+    "--epochs",
+    1,
+    "--log-every",
+    1,
+    "--warmup",
+    0,
+    "--drop-last",
+)
 SGD = ("--optimizer", "sgd", "--learning-rate", 0.05, "--momentum", 0.9, "--schedule", "constant")
 # What each program becomes: the flags under which the script does the same.
 BECOMES = {
@@ -28,11 +42,27 @@ BECOMES = {
     "data_parallel": SGD,
     "spawn_ddp": SGD,
     "fabric": SGD,
-    "torchrun_amp": ("--optimizer", "adam", "--learning-rate", 0.002, "--schedule",
-                     "exponential+cosine", "--gamma", 0.9),
-    "hand_all_reduce": ("--optimizer", "sgd", "--learning-rate", 0.05, "--momentum", 0,
-                        "--schedule", "constant"),
-}  # fmt: skip
+    "torchrun_amp": (
+        "--optimizer",
+        "adam",
+        "--learning-rate",
+        0.002,
+        "--schedule",
+        "exponential+cosine",
+        "--gamma",
+        0.9,
+    ),
+    "hand_all_reduce": (
+        "--optimizer",
+        "sgd",
+        "--learning-rate",
+        0.05,
+        "--momentum",
+        0,
+        "--schedule",
+        "constant",
+    ),
+}
 QUICK = ("single_device",)  # the others start processes or packages of their own
 
 
@@ -47,8 +77,9 @@ def after(
         flags = BECOMES[program]
         if flags not in done:
             done[flags] = folder / program
-            train_in_double("train_mnist", "--dataset", small_mnist, "--run-dir", done[flags],
-                            *SHARED, *flags)  # fmt: skip
+            train_in_double(
+                "train_mnist", "--dataset", small_mnist, "--run-dir", done[flags], *SHARED, *flags
+            )
         return done[flags]
 
     return run_dir
@@ -92,9 +123,11 @@ def test_the_program_and_the_script_give_the_same_losses(
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*start, str(PROGRAMS / f"{program}.py"), str(data), str(losses_path)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, **IN_DOUBLE, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     # On a loaded machine a spawned process was seen to abort after its last line, when all results
     # are written: a communication thread outlives the interpreter.
     aborted = program == "spawn_ddp" and "terminated with signal SIGABRT" in done.stderr

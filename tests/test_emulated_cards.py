@@ -129,9 +129,12 @@ def emulate(
     """Run a program in one process; return what became of it and, if emulated, its steps."""
     (folder / "program.py").write_text(program)
     result = conftest.run(
-        FOLDER / starter(cards), folder / "program.py", *args, cwd=folder,
+        FOLDER / starter(cards),
+        folder / "program.py",
+        *args,
+        cwd=folder,
         env={**cards, "EMULATED_CARDS_REPORT": str(folder / "report")},
-    )  # fmt: skip
+    )
     report = folder / "report.0.json"
     return result, json.loads(report.read_text())["steps"] if are_emulated(cards) else []
 
@@ -234,10 +237,15 @@ def launch(
             pytest.skip(f"needs {wanted} GPUs, this machine has {torch.cuda.device_count()}")
     before = [] if fault is None else [FOLDER / "faulty.py", json.dumps(fault)]
     result = conftest.run(
-        FOLDER / starter(cards), *before, ROOT / f"{script}.py", *args, config=yaml,
+        FOLDER / starter(cards),
+        *before,
+        ROOT / f"{script}.py",
+        *args,
+        config=yaml,
         launcher_flags=[] if processes is None else ["--num_processes", str(processes)],
-        env={**cards, "EMULATED_CARDS_REPORT": f"{args[-1]}.report"}, timeout=240,
-    )  # fmt: skip
+        env={**cards, "EMULATED_CARDS_REPORT": f"{args[-1]}.report"},
+        timeout=240,
+    )
     if expect is not None:
         assert result.returncode == expect, result.stdout + result.stderr
     if result.returncode == 0:
@@ -282,8 +290,9 @@ def kill_and_resume(
     """A run that loses all processes after step 6, and resumes, against an undisturbed one."""
     whole, broken = where / "whole", where / "broken"
     launch(cards, yaml, script, *args, "--run-dir", whole, **options)
-    killed = launch(cards, yaml, script, *args, "--run-dir", broken, fault={"kill": 6},
-                    expect=None, **options)  # fmt: skip
+    killed = launch(
+        cards, yaml, script, *args, "--run-dir", broken, fault={"kill": 6}, expect=None, **options
+    )
     assert killed.returncode != 0 and not (broken / "DONE").exists()
     again = launch(cards, yaml, script, *args, "--resume", "auto", "--run-dir", broken, **options)
     assert f"resuming from {broken / 'checkpoints' / 'step-0000000004'}" in again.stdout
@@ -301,8 +310,9 @@ def kill_and_resume(
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(
     cards: dict[str, str], problems: dict, tmp_path: Path, precision: str
 ) -> None:
-    kill_and_resume(cards, tmp_path, f"4gpu_{precision}", "train_mnist", problems["train_mnist"],
-                    processes=2)  # fmt: skip
+    kill_and_resume(
+        cards, tmp_path, f"4gpu_{precision}", "train_mnist", problems["train_mnist"], processes=2
+    )
 
 
 def test_a_bad_gradient_leaves_the_weights_of_any_optimizer_alone(
@@ -408,8 +418,9 @@ def test_every_flag_of_training_resumes_exactly_in_every_precision(
         launch(cards, yaml, script, *launch_args, processes=2)
         whole = digests(tmp_path / script)
         path = tmp_path / script / "checkpoints" / "step-0000000004"
-        launch(cards, yaml, script, *launch_args[:-2], "--resume", path, *launch_args[-2:],
-               processes=2)  # fmt: skip
+        launch(
+            cards, yaml, script, *launch_args[:-2], "--resume", path, *launch_args[-2:], processes=2
+        )
         assert digests(tmp_path / script) == whole, (script, flags)
 
 
@@ -458,8 +469,16 @@ def test_a_checkpoint_of_one_precision_goes_on_in_another(
     launch(cards, yamls[before], "train_mnist", *args, processes=2)
     expected = rows(run_dir)
     path = run_dir / "checkpoints" / "step-0000000004"
-    again = launch(cards, yamls[after], "train_mnist", "--resume", path, *args, processes=2,
-                   expect=None if after == "fp16" else 0)  # fmt: skip
+    again = launch(
+        cards,
+        yamls[after],
+        "train_mnist",
+        "--resume",
+        path,
+        *args,
+        processes=2,
+        expect=None if after == "fp16" else 0,
+    )
     if after == "fp16":
         assert "so it has no loss scale, which fp16 needs: resume with the YAML" in again.stderr
         return
@@ -476,8 +495,7 @@ def test_a_gradient_that_overflows_in_fp16_is_skipped_and_the_scheduler_waits(
 ) -> None:
     run_dir = tmp_path / "run"
     args = [*problems["train_mnist"], "--log-every", 1, "--run-dir", run_dir]
-    launch(cards, "4gpu_fp16", "train_mnist", *args, processes=2,
-           fault={"scale_loss": [3, 1e30]})  # fmt: skip
+    launch(cards, "4gpu_fp16", "train_mnist", *args, processes=2, fault={"scale_loss": [3, 1e30]})
     steps = rows(run_dir, "steps")
     assert [row["step"] for row in steps] == [*range(1, LAST)]  # of ten batches one made no step
     assert all(math.isfinite(row["train_loss"]) for row in steps)
@@ -496,8 +514,9 @@ def test_a_gradient_that_is_not_finite_stops_all_with_one_sentence(
 ) -> None:
     args = [*problems["train_mnist"], "--run-dir", tmp_path / "run"]
     yaml = "4gpu" if precision == "no" else f"4gpu_{precision}"
-    result = launch(cards, yaml, "train_mnist", *args, expect=None,
-                    fault={"rank": 3, "scale_loss": [6, factor]})  # fmt: skip
+    result = launch(
+        cards, yaml, "train_mnist", *args, expect=None, fault={"rank": 3, "scale_loss": [6, factor]}
+    )
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert result.returncode != 0 and len(errors) == 1, result.stderr
     assert "loss or gradient is not finite at step 6" in errors[0]
@@ -512,8 +531,14 @@ def test_sigterm_saves_and_the_resume_is_exact(
     args = problems["train_mnist"]
     launch(cards, yaml, "train_mnist", *args, "--run-dir", tmp_path / "whole")
     args = [*args, "--run-dir", tmp_path / "stopped"]
-    stopped = launch(cards, yaml, "train_mnist", *args, expect=None,
-                     fault={"rank": 0, "signal": [2, signal.SIGTERM]})  # fmt: skip
+    stopped = launch(
+        cards,
+        yaml,
+        "train_mnist",
+        *args,
+        expect=None,
+        fault={"rank": 0, "signal": [2, signal.SIGTERM]},
+    )
     assert "stopped by SIGTERM at step " in stopped.stdout, stopped.stderr
     launch(cards, yaml, "train_mnist", "--resume", "auto", *args)
     assert digests(tmp_path / "stopped") == digests(tmp_path / "whole")
@@ -526,12 +551,25 @@ def test_four_cards_evaluate_each_of_ten_thousand_pictures_once(
     import pyarrow.parquet as pq
 
     file = "{}-00000-of-00001.parquet"
-    pq.write_table(pq.read_table(ROOT / "data/mnist" / file.format("test")),
-                   tmp_path / file.format("test"))  # fmt: skip
+    pq.write_table(
+        pq.read_table(ROOT / "data/mnist" / file.format("test")), tmp_path / file.format("test")
+    )
     shutil.copy(tiny_mnist / file.format("train"), tmp_path)
     run_dir = tmp_path / "run"
-    launch(cards, "4gpu_fp16", "train_mnist", "--dataset", tmp_path, "--batch-size", 64,
-           "--stop-after-steps", 2, "--no-pictures", "--run-dir", run_dir)  # fmt: skip
+    launch(
+        cards,
+        "4gpu_fp16",
+        "train_mnist",
+        "--dataset",
+        tmp_path,
+        "--batch-size",
+        64,
+        "--stop-after-steps",
+        2,
+        "--no-pictures",
+        "--run-dir",
+        run_dir,
+    )
     assert rows(run_dir, "epochs")[-1]["eval_samples"] == 10_000
 
 
@@ -577,9 +615,26 @@ def test_each_example_trains_and_evaluates_in_fp16(
         "colour_pictures": (["--num-pictures", 44], 11),
     }[name]
     run_dir = tmp_path / "run"
-    launch(cards, "4gpu_fp16", f"examples/{name}", *flags, "--batch-size", 4,
-           "--eval-batch-size", 26, "--stop-after-steps", 4, "--log-every", 1, "--no-pictures",
-           "--timeout", 60, "--run-dir", run_dir, processes=2)  # fmt: skip
+    launch(
+        cards,
+        "4gpu_fp16",
+        f"examples/{name}",
+        *flags,
+        "--batch-size",
+        4,
+        "--eval-batch-size",
+        26,
+        "--stop-after-steps",
+        4,
+        "--log-every",
+        1,
+        "--no-pictures",
+        "--timeout",
+        60,
+        "--run-dir",
+        run_dir,
+        processes=2,
+    )
     assert [row["step"] for row in rows(run_dir, "steps")] == [1, 2, 3, 4]
     epoch = rows(run_dir, "epochs")[-1]
     assert epoch["eval_samples"] == num_evaluated

@@ -87,8 +87,11 @@ def rows(run_dir: Path) -> list[dict[str, float]]:
 
 def by_example(**quick: set[int]) -> list[Any]:
     """(example, world), 1, 2 and 3 processes; those that are not quick run with `-m slow`."""
-    marks = {(name, world): [pytest.mark.slow] * (world not in quick[name])
-             for name in quick for world in (1, 2, 3)}  # fmt: skip
+    marks = {
+        (name, world): [pytest.mark.slow] * (world not in quick[name])
+        for name in quick
+        for world in (1, 2, 3)
+    }
     return [pytest.param(*case, marks=mark) for case, mark in marks.items()]
 
 
@@ -212,8 +215,9 @@ def test_the_plan_prints_the_rates_of_both_groups(whole: Callable[..., Path]) ->
 def test_an_example_starts_where_it_lies(tmp_path: Path) -> None:
     """From the root, under a launcher, without anything installed or exported."""
     flags = ["--run-dir", tmp_path / "run", "--stop-after-steps", 2, "--no-pictures"]
-    result = run("examples/text.py", *FLAGS["text"], *flags, config="2cpu", cwd=ROOT,
-                 env={"PYTHONPATH": ""})  # fmt: skip
+    result = run(
+        "examples/text.py", *FLAGS["text"], *flags, config="2cpu", cwd=ROOT, env={"PYTHONPATH": ""}
+    )
     assert result.returncode == 0, result.stderr
     assert "2 processes" in result.stdout.splitlines()[0]
 

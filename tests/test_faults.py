@@ -73,9 +73,16 @@ class Sweep:
     def run(self, row: Row, **plan: Any) -> Outcome:
         """Start or continue the run, and look at what is left of it."""
         outcome = self.nursery.run(
-            self.script, *self.args, "--run-dir", self.run_dir, "--resume", "auto",
-            world=self.world, env=self.env, **plan,
-        )  # fmt: skip
+            self.script,
+            *self.args,
+            "--run-dir",
+            self.run_dir,
+            "--resume",
+            "auto",
+            world=self.world,
+            env=self.env,
+            **plan,
+        )
         row.hung += None in outcome.codes
         row.incomplete += len(incomplete(self.run_dir))
         row.lost += newest(self.run_dir) < acknowledged(self.run_dir)

@@ -35,8 +35,20 @@ def run_dir(
     small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
 ) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "mnist"
-    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", folder, "--batch-size", 64,
-             "--epochs", 1, "--seed", 3, "--pictures")  # fmt: skip
+    run_main(
+        "train_mnist",
+        "--dataset",
+        small_mnist,
+        "--run-dir",
+        folder,
+        "--batch-size",
+        64,
+        "--epochs",
+        1,
+        "--seed",
+        3,
+        "--pictures",
+    )
     predict.main([str(folder), "--export", "hub"])
     return folder
 
@@ -44,12 +56,26 @@ def run_dir(
 @pytest.fixture(scope="module")
 def regression_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "regression"
-    table = [f"{area},{city},{area * 3 + 100 * (city == 'Rome')}"
-             for area in range(20, 220) for city in ("Bonn", "Rome")]  # fmt: skip
+    table = [
+        f"{area},{city},{area * 3 + 100 * (city == 'Rome')}"
+        for area in range(20, 220)
+        for city in ("Bonn", "Rome")
+    ]
     data = tmp_path_factory.mktemp("private") / "rooms.csv"
     data.write_text("\n".join(["area,city,price", *table]))
-    run_main("train_regression", "--run-dir", folder, "--epochs", 2, "--model", "mlp", "--data",
-             data, "--target", "price")  # fmt: skip
+    run_main(
+        "train_regression",
+        "--run-dir",
+        folder,
+        "--epochs",
+        2,
+        "--model",
+        "mlp",
+        "--data",
+        data,
+        "--target",
+        "price",
+    )
     recorded = json.loads((folder / "run.json").read_text())  # main() was not started by a person
     recorded["command"] = ["train_regression.py", f"--data={data}", "--target", "price"]
     (folder / "run.json").write_text(json.dumps(recorded))
@@ -67,9 +93,16 @@ def test_the_card_has_valid_metadata_and_says_how_the_model_was_made(run_dir: Pa
     assert (result.dataset_split, result.dataset_name) == ("test", "small_mnist0")
     assert card.data.datasets is None  # a folder is no data set of the Hub
     recorded = json.loads((run_dir / "run.json").read_text())
-    for said in (" ".join(recorded["command"]), recorded["machine"], recorded["world"], "seed 3",
-                 f"on {NUM_TEST} test samples", "(confusion.png)", "215,194",
-                 f"torch {recorded['versions']['torch']}"):  # fmt: skip
+    for said in (
+        " ".join(recorded["command"]),
+        recorded["machine"],
+        recorded["world"],
+        "seed 3",
+        f"on {NUM_TEST} test samples",
+        "(confusion.png)",
+        "215,194",
+        f"torch {recorded['versions']['torch']}",
+    ):
         assert said in card.text, said
     assert card.data.license == "apache-2.0"
     for name, source in (("confusion.png", run_dir), ("LICENSE", ROOT)):
@@ -142,14 +175,21 @@ def test_a_stranger_who_follows_the_card_gets_what_it_says(
     installed = importlib.metadata.packages_distributions()
     for packages, code in found:
         fine = allowed(packages.split())
-        hidden = {module for module, names in installed.items()
-                  if not fine & {canonicalize_name(name) for name in names}}  # fmt: skip
+        hidden = {
+            module
+            for module, names in installed.items()
+            if not fine & {canonicalize_name(name) for name in names}
+        }
         assert {"matplotlib", "gradio", "trackio"} & installed.keys() <= hidden
         hide = f"import sys; sys.modules.update(dict.fromkeys({sorted(hidden)!r}))\n"
         (tmp_path / "hub" / "use.py").write_text(hide + code)
         done = subprocess.run(
-            [sys.executable, "use.py"], cwd=tmp_path / "hub", env={**os.environ, "PYTHONPATH": ""},
-            text=True, capture_output=True)  # fmt: skip
+            [sys.executable, "use.py"],
+            cwd=tmp_path / "hub",
+            env={**os.environ, "PYTHONPATH": ""},
+            text=True,
+            capture_output=True,
+        )
         expected = code.splitlines()[-1].split("  # ")[1].split("; the truth")[0]
         assert done.stdout.splitlines()[-1:] == [expected], (code, done.stderr)
 
@@ -158,13 +198,15 @@ def test_readme_code_asks_model_onnx(run_dir: Path, tmp_path: Path) -> None:
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name)
     predict.main([str(run_dir), "--export", "onnx"])
-    (code,) = re.findall(r"```python\n([^`]*InferenceSession.*?)```",
-                         (ROOT / "README.md").read_text(), re.S)  # fmt: skip
+    (code,) = re.findall(
+        r"```python\n([^`]*InferenceSession.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
     (tmp_path / "runs").mkdir()
     shutil.copytree(run_dir, tmp_path / "runs" / "mnist")
     shutil.copyfile(run_dir / "hub" / "example.png", tmp_path / "digit.png")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True,
-                          capture_output=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True
+    )
     picture = torch.tensor(np.array(Image.open(tmp_path / "digit.png")))
     model, _ = predict.load_run(run_dir)
     with torch.inference_mode():
@@ -177,8 +219,9 @@ def test_a_row_of_the_card_is_an_evaluated_one_if_the_run_saved_it(
     regression_dir: Path, tmp_path: Path
 ) -> None:
     tensors, metadata = saved(regression_dir, "predictions")
-    features = torch.tensor([[190.0000003, 0, 1]] + [[20.0, 1, 0]] * (len(tensors["target"]) - 1),
-                            dtype=torch.float64)  # fmt: skip
+    features = torch.tensor(
+        [[190.0000003, 0, 1]] + [[20.0, 1, 0]] * (len(tensors["target"]) - 1), dtype=torch.float64
+    )
     shutil.copytree(regression_dir, tmp_path / "run")
     path = tmp_path / "run" / "predictions.safetensors"
     write_tensors(path, {**tensors, "feature": features}, metadata)
@@ -200,8 +243,13 @@ def test_no_path_of_this_machine_is_published(
 @pytest.mark.slow
 def test_what_app_py_imports_is_in_the_folder(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(run_dir / "hub", tmp_path / "hub")
-    result = subprocess.run([sys.executable, "app.py", "absent"], cwd=tmp_path / "hub", text=True,
-                            env=os.environ | {"PYTHONPATH": ""}, capture_output=True)  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "app.py", "absent"],
+        cwd=tmp_path / "hub",
+        text=True,
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+    )
     assert result.returncode == 2 and "absent is not a finished run" in result.stderr
     for name in ("train_mnist.py", "predict.py", "trainkit/run.py", "modelkit/hub.py"):
         assert not (tmp_path / "hub" / name).exists()
@@ -222,8 +270,11 @@ numpy.save(sys.argv[2], outputs.numpy())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(
         [sys.executable, "-c", code, tmp_path / "inputs.npy", tmp_path / "outputs.npy"],
-        cwd=tmp_path, env={**environment, "PYTHONPATH": str(folder)}, check=True, timeout=60,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(folder)},
+        check=True,
+        timeout=60,
+    )
     return torch.from_numpy(np.load(tmp_path / "outputs.npy"))
 
 
@@ -254,13 +305,29 @@ def test_every_model_of_the_scripts_can_stand_alone(name: str, tmp_path: Path) -
     import train_regression
 
     if name in train_mnist.MODELS:
-        about = {"script": "train_mnist", "model": name, "classes": [*"abc"], "size": 28,
-                 "mean": train_mnist.MEAN, "std": train_mnist.STD, "pictures": {}}  # fmt: skip
+        about = {
+            "script": "train_mnist",
+            "model": name,
+            "classes": [*"abc"],
+            "size": 28,
+            "mean": train_mnist.MEAN,
+            "std": train_mnist.STD,
+            "pictures": {},
+        }
         model = train_mnist.Predictor(about).eval()
     else:
-        about = {"script": "train_regression", "model": name, "features": ["a", "b"],
-                 "targets": ["y"], "hidden": [4], "feature_mean": [0.0, 1], "feature_std": [1.0, 2],
-                 "target_mean": [5.0], "target_std": [3.0], "columns": []}  # fmt: skip
+        about = {
+            "script": "train_regression",
+            "model": name,
+            "features": ["a", "b"],
+            "targets": ["y"],
+            "hidden": [4],
+            "feature_mean": [0.0, 1],
+            "feature_std": [1.0, 2],
+            "target_mean": [5.0],
+            "target_std": [3.0],
+            "columns": [],
+        }
         model = train_regression.Predictor(about).eval()
     save_file(model.model.state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(about))
@@ -313,16 +380,27 @@ def hub_server() -> Iterator[tuple[str, dict[str, Any]]]:
                 self.answer({"errors": [], "warnings": []})
             elif self.path.endswith("/preupload/main"):
                 names = [file["path"] for file in json.loads(body)["files"]]
-                self.answer({"files": [{"path": name, "uploadMode": "regular",
-                                        "shouldIgnore": False} for name in names]})  # fmt: skip
+                self.answer(
+                    {
+                        "files": [
+                            {"path": name, "uploadMode": "regular", "shouldIgnore": False}
+                            for name in names
+                        ]
+                    }
+                )
             elif self.path.endswith("s/someone/digits/commit/main"):
                 received["commits"].append(self.path.split("/")[2])
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "file":
                         content = base64.b64decode(line["value"]["content"])
                         received["files"][line["value"]["path"]] = content
-                self.answer({"commitUrl": f"{address}/someone/digits/commit/{'a' * 40}",
-                             "commitOid": "a" * 40, "success": True})  # fmt: skip
+                self.answer(
+                    {
+                        "commitUrl": f"{address}/someone/digits/commit/{'a' * 40}",
+                        "commitOid": "a" * 40,
+                        "success": True,
+                    }
+                )
             else:
                 self.send_error(404)
 
@@ -338,8 +416,12 @@ def test_push_uploads_the_folder_and_only_when_asked(
     run_dir: Path, hub_server: tuple[str, dict[str, Any]]
 ) -> None:
     address, received = hub_server
-    there = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_of_a_test", "HF_HUB_OFFLINE": "0",
-             "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    there = {
+        "HF_ENDPOINT": address,
+        "HF_TOKEN": "hf_of_a_test",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     exported = run("predict.py", run_dir, "--export", "hub", env=there)
     assert exported.returncode == 0 and not received["tokens"], exported.stderr
     pushed = run("predict.py", run_dir, "--export", "hub", "--push", "someone/digits", env=there)

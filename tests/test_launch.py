@@ -80,11 +80,14 @@ def test_every_yaml_explains_each_key_and_is_named_after_its_world() -> None:
     ("change", "sentence"),
     [
         ({"distributed_type": "MULTI_CPU"}, "only this one was started"),
-        pytest.param({"distributed_type": "NO", "num_processes": 4}, "only this one was started",
-                     marks=pytest.mark.slow),
+        pytest.param(
+            {"distributed_type": "NO", "num_processes": 4},
+            "only this one was started",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"mixed_precision": "fp16"}, "fp16 needs a GPU", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_a_yaml_that_accelerate_would_quietly_run_otherwise_is_refused(
     change: dict, sentence: str, tmp_path: Path
 ) -> None:
@@ -101,9 +104,11 @@ def test_a_main_process_that_starts_late_still_says_what_is_wrong(tmp_path: Path
     config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text()) | {"mixed_precision": "fp16"}
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
     program = tmp_path / "late.py"
-    program.write_text("import os, runpy, sys, time\n"
-                       "time.sleep(8 if os.environ['RANK'] == '0' else 0)\n"
-                       "runpy.run_path(sys.argv[1], run_name='__main__')\n")  # fmt: skip
+    program.write_text(
+        "import os, runpy, sys, time\n"
+        "time.sleep(8 if os.environ['RANK'] == '0' else 0)\n"
+        "runpy.run_path(sys.argv[1], run_name='__main__')\n"
+    )
     result = run(program, ROOT / "tests" / "probe.py", config=tmp_path / "wrong.yaml")
     assert result.returncode != 0
     assert len(error_lines(result.stderr)) == 1, result.stderr
@@ -111,8 +116,10 @@ def test_a_main_process_that_starts_late_still_says_what_is_wrong(tmp_path: Path
 
 WORLD = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=2950"
 ONE = WORLD.replace("=2 ", "=1 ")  # torchrun --nproc-per-node 1
-OMPI = ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
-        "OMPI_COMM_WORLD_LOCAL_SIZE=2")  # fmt: skip
+OMPI = (
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2"
+)
 LAUNCHED = "ACCELERATE_DYNAMO_MODE=default ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_MIXED_PRECISION="
 ON_CPU = "ACCELERATE_USE_CPU=True " + LAUNCHED
 IN_NOTEBOOK = f"{WORLD} NPROC=2 NODE_RANK=0 MIXED_PRECISION="
@@ -337,9 +344,18 @@ def test_what_is_started_trains_what_it_announces_or_says_one_sentence(
     config = flags.pop(0) if flags and flags[0][0].isdigit() else None
     allowed = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
     given = dict(pair.split("=", 1) for pair in variables.format(home=tmp_path).split())
-    result = run("train_regression.py", "--num-samples", 100, "--epochs", 1,
-                 "--run-dir", tmp_path / "run", config=config, launcher_flags=flags,
-                 env=allowed | given)  # fmt: skip
+    result = run(
+        "train_regression.py",
+        "--num-samples",
+        100,
+        "--epochs",
+        1,
+        "--run-dir",
+        tmp_path / "run",
+        config=config,
+        launcher_flags=flags,
+        env=allowed | given,
+    )
     assert_trains_or_refuses(result, outcome, tmp_path / "run")
 
 
@@ -347,8 +363,13 @@ def test_what_is_started_trains_what_it_announces_or_says_one_sentence(
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="no MPI is installed")
 def test_of_two_ranks_of_mpi_one_says_what_was_mistyped(tmp_path: Path) -> None:
     allowed = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
-    result = run("train_regression.py", "--lr", 3, env=allowed,
-                 launcher_flags=shlex.split(f"{MPIRUN} 2 {sys.executable}"))  # fmt: skip
+    result = run(
+        "train_regression.py",
+        "--lr",
+        3,
+        env=allowed,
+        launcher_flags=shlex.split(f"{MPIRUN} 2 {sys.executable}"),
+    )
     assert_trains_or_refuses(result, "--lr use --learning-rate", tmp_path / "run")
 
 
@@ -377,8 +398,11 @@ def test_an_older_way_of_sharding_is_refused_by_one_process(tmp_path: Path) -> N
 
 
 def test_two_ranks_of_mpi_become_one_world() -> None:
-    shared = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-              "MASTER_PORT": str(get_free_port())}  # fmt: skip
+    shared = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(get_free_port()),
+    }
     numbers = ({"OMPI_COMM_WORLD_RANK": n, "OMPI_COMM_WORLD_LOCAL_RANK": n} for n in "01")
     ranks = [start("tests/probe.py", env=shared | number) for number in numbers]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
@@ -450,10 +474,17 @@ def test_wrong_arguments_are_all_told_once_and_end_with_2(
     ("model", "accumulates"),  # of two and of three processes
     [
         ("deep", (1, 3)),  # with dropout
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("deep", (3, 1)), ("compact", (1, 1)), ("compact", (3, 3)), ("lenet", (1, 3)))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("deep", (3, 1)),
+                ("compact", (1, 1)),
+                ("compact", (3, 3)),
+                ("lenet", (1, 3)),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_two_and_three_processes_give_the_same_numbers(
     model: str,
     accumulates: tuple[int, int],
@@ -462,15 +493,35 @@ def test_one_two_and_three_processes_give_the_same_numbers(
     train_in_double: Callable,
 ) -> None:
     # 1009 = 9 x 108 + 37: with --no-drop-last one process ends each epoch with an empty batch.
-    arguments = ["--dataset", small_mnist, "--model", model, "--batch-size", 108, "--epochs", 2,
-                 "--log-every", 1, "--no-drop-last", "--eval-batch-size", 108]  # fmt: skip
+    arguments = [
+        "--dataset",
+        small_mnist,
+        "--model",
+        model,
+        "--batch-size",
+        108,
+        "--epochs",
+        2,
+        "--log-every",
+        1,
+        "--no-drop-last",
+        "--eval-batch-size",
+        108,
+    ]
     train_in_double("train_mnist", *arguments, "--run-dir", tmp_path / "1")
     one = rows(tmp_path / "1")
     assert len(one) == 2 * 10 + 2 and one[-1]["eval_samples"] == NUM_TEST
     for num_processes, accumulate in zip((2, 3), accumulates, strict=True):
         run_dir = tmp_path / str(num_processes)
-        train_in_double("train_mnist", *arguments, "--run-dir", run_dir, "--accumulate", accumulate,
-                        world=num_processes)  # fmt: skip
+        train_in_double(
+            "train_mnist",
+            *arguments,
+            "--run-dir",
+            run_dir,
+            "--accumulate",
+            accumulate,
+            world=num_processes,
+        )
         for row, same in zip(one, rows(run_dir), strict=True):
             assert same == pytest.approx(row, rel=SAME)
             # Also of the evaluation, not one picture is judged differently.

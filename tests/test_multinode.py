@@ -74,17 +74,30 @@ def start_node(
 ) -> subprocess.Popen:
     """What a person types on machine `node`."""
     words = conftest.command(script, *args, config=config)
-    words[5:5] = map(str, ["--machine_rank", node, "--main_process_ip", "127.0.0.1",
-                           "--main_process_port", port, *extra])  # fmt: skip
+    words[5:5] = map(
+        str,
+        [
+            "--machine_rank",
+            node,
+            "--main_process_ip",
+            "127.0.0.1",
+            "--main_process_port",
+            port,
+            *extra,
+        ],
+    )
     return start(words, **environment)
 
 
 def start(words: list[str], **environment: str) -> subprocess.Popen:
     mark = os.urandom(8).hex()
     process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | environment | {"TEST_RUN": mark},
-    )  # fmt: skip
+    )
     process.mark = mark
     return process
 
@@ -106,13 +119,23 @@ def start_different(folder: Path, data: Path, how: str, *only_second: object) ->
     script = folder / "different.py"
     script.write_text(DIFFERENT)
     args = [sys.executable, script, "--dataset", data, "--run-dir", folder / "run", *SMALL]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "DIFFERENT": how,
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "DIFFERENT": how,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     return [
-        start(list(map(str, [*args, *only_second] if node else args)),
-              RANK=str(node), GROUP_RANK=str(node), **shared)
+        start(
+            list(map(str, [*args, *only_second] if node else args)),
+            RANK=str(node),
+            GROUP_RANK=str(node),
+            **shared,
+        )
         for node in (0, 1)
-    ]  # fmt: skip
+    ]
 
 
 def assert_refused(results: list[tuple[int, str, str]], *phrases: str) -> None:
@@ -157,8 +180,18 @@ def test_two_nodes_of_two_processes_train_as_one_process(
     nodes = []
     for node, cache in enumerate(caches):
         (tmp_path / cache).mkdir(exist_ok=True)
-        nodes.append(start_node(node, port, *args, "--run-dir", tmp_path / "four", script=script,
-                                HF_HOME=str(tmp_path / cache), **IN_DOUBLE))  # fmt: skip
+        nodes.append(
+            start_node(
+                node,
+                port,
+                *args,
+                "--run-dir",
+                tmp_path / "four",
+                script=script,
+                HF_HOME=str(tmp_path / cache),
+                **IN_DOUBLE,
+            )
+        )
     train_in_double("train_mnist", *args, "--run-dir", tmp_path / "one")
     (code, output, errors), (other_code, _, _) = finish(nodes)
     assert code == other_code == 0, errors
@@ -220,8 +253,20 @@ def test_what_differs_is_said_with_the_nodes_that_have_it(values: str, phrases: 
 def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_bytes(
     small_mnist: Path, tmp_path: Path
 ) -> None:
-    args = ("--dataset", small_mnist, "--epochs", 8, "--log-every", 3, "--eval-batch-size", 100,
-            "--save-every", 5, "--timeout", 20)  # fmt: skip
+    args = (
+        "--dataset",
+        small_mnist,
+        "--epochs",
+        8,
+        "--log-every",
+        3,
+        "--eval-batch-size",
+        100,
+        "--save-every",
+        5,
+        "--timeout",
+        20,
+    )
     port = free_port()
     finish([start_node(n, port, *args, "--run-dir", tmp_path / "whole") for n in (0, 1)])
     args = (*args, "--run-dir", tmp_path / "run", "--resume", "auto")
@@ -252,17 +297,37 @@ def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_b
 def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
     small_mnist: Path, tmp_path: Path, train_in_double: Callable[..., str]
 ) -> None:
-    args = ("--dataset", small_mnist, "--epochs", 8, "--log-every", 3, "--eval-batch-size", 100,
-            "--save-every", 5, "--timeout", 20)  # fmt: skip
+    args = (
+        "--dataset",
+        small_mnist,
+        "--epochs",
+        8,
+        "--log-every",
+        3,
+        "--eval-batch-size",
+        100,
+        "--save-every",
+        5,
+        "--timeout",
+        20,
+    )
     train_in_double("train_mnist", *args, "--run-dir", tmp_path / "one")
     port, config = free_port(), elastic_config(tmp_path)
 
     def start_elastic(node: int) -> subprocess.Popen:
         return start_node(
-            node, port, *args, "--run-dir", tmp_path / "run", "--resume", "auto", config=config,
+            node,
+            port,
+            *args,
+            "--run-dir",
+            tmp_path / "run",
+            "--resume",
+            "auto",
+            config=config,
             extra=("--rdzv_backend", "c10d", "--max_restarts", 3),
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **IN_DOUBLE,
-        )  # fmt: skip
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            **IN_DOUBLE,
+        )
 
     first = start_elastic(0)
     wait_until(lambda: port_answers(port), "the first launcher listens")

@@ -38,8 +38,11 @@ def photograph(digit: Image.Image, kind: str, rng: np.random.Generator) -> Image
     """The digit on paper of another size, in uneven light, blurred and with noise."""
     width, height = rng.integers(280, 480, 2).tolist()
     paper = np.full((height, width, 3), rng.uniform(200, 250))
-    ink = {"pencil": paper[0, 0] - rng.uniform(45, 80), "coloured ink": (180, 30, 30),
-           "no contrast": (60, 170, 160)}.get(kind, (30, 30, 40))  # fmt: skip
+    ink = {
+        "pencil": paper[0, 0] - rng.uniform(45, 80),
+        "coloured ink": (180, 30, 30),
+        "no contrast": (60, 170, 160),
+    }.get(kind, (30, 30, 40))
     if kind == "no contrast":  # the grey values of the two are alike
         paper[:] = (230, 120, 110)
     if kind == "lined":

@@ -45,8 +45,11 @@ def shapes(split: str, negative: bool = False, size: tuple[int, int] = (28, 28))
     for number in range(NUMBERS[split]):
         a, b = x - random.uniform(-0.2, 0.2), y - random.uniform(-0.2, 0.2)
         inside = np.abs(a) + np.abs(b) < 0.9
-        ink = [np.abs(np.hypot(a, b) - 0.5) < 0.15, (np.abs(a * b) < 0.03) & inside,
-               (np.abs(a) < 0.15) & inside][number % 3]  # fmt: skip
+        ink = [
+            np.abs(np.hypot(a, b) - 0.5) < 0.15,
+            (np.abs(a * b) < 0.03) & inside,
+            (np.abs(a) < 0.15) & inside,
+        ][number % 3]
         grey = (ink * random.integers(100, 256, a.shape)).astype(np.uint8)
         pictures.append(Image.fromarray(255 - grey if negative else grey))
     return pictures
@@ -199,8 +202,19 @@ def test_predict_is_right_on_the_pictures_that_the_evaluation_was_right_on(
 ) -> None:
     make, flags, *_ = LAYOUTS[layout]
     make(tmp_path / "data", negative)
-    run_main("train_mnist", "--dataset", tmp_path / "data", "--run-dir", tmp_path / "run",
-             "--epochs", 3, "--batch-size", 10, "--no-augment", *flags)  # fmt: skip
+    run_main(
+        "train_mnist",
+        "--dataset",
+        tmp_path / "data",
+        "--run-dir",
+        tmp_path / "run",
+        "--epochs",
+        3,
+        "--batch-size",
+        10,
+        "--no-augment",
+        *flags,
+    )
     _, eval_set, about = load(tmp_path / "data", *flags)
     predictor, saved = predict.load_run(tmp_path / "run")
     assert saved["pictures"] == about["pictures"]
@@ -253,9 +267,16 @@ def save_bomb(path: Path, width: int, height: int) -> None:
     """A PNG file of a few bytes that says it holds width x height pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(content)) + name + content
-        + struct.pack(">I", zlib.crc32(name + content)) for name, content in chunks))  # fmt: skip
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + b"".join(
+            struct.pack(">I", len(content))
+            + name
+            + content
+            + struct.pack(">I", zlib.crc32(name + content))
+            for name, content in chunks
+        )
+    )
 
 
 def save_animation(path: Path, **options: object) -> None:
@@ -329,8 +350,13 @@ def put(name: str, row: int, value: object) -> Callable[[dict], dict]:
 
 
 def two_columns(folder: Path) -> None:
-    parquet(folder, {split: rows.add_column("id", [*range(len(rows))]) for split, rows in
-                     dataset("int").items()})  # fmt: skip
+    parquet(
+        folder,
+        {
+            split: rows.add_column("id", [*range(len(rows))])
+            for split, rows in dataset("int").items()
+        },
+    )
 
 
 def raw_bytes(folder: Path) -> None:
@@ -352,8 +378,9 @@ def listed(*names: str) -> Callable[[Path], None]:
 
     def make(folder: Path, on_disk: bool = False) -> None:
         made = dataset()
-        kinds = [names.index(name) if (name := NAMES[label]) in names else 0
-                 for label in labels("test")]  # fmt: skip
+        kinds = [
+            names.index(name) if (name := NAMES[label]) in names else 0 for label in labels("test")
+        ]
         rows = made["test"].remove_columns("kind").add_column("kind", kinds)
         made["test"] = rows.cast_column("kind", ClassLabel(names=list(names)))
         DatasetDict(made).save_to_disk(folder) if on_disk else parquet(folder, made)

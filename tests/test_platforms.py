@@ -40,11 +40,25 @@ def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(
     small_mnist: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    flags = ["--dataset", small_mnist, "--batch-size", 48, "--log-every", 1, "--save-every", 3,
-             "--epochs", 60, "--run-dir", run_dir]  # fmt: skip
+    flags = [
+        "--dataset",
+        small_mnist,
+        "--batch-size",
+        48,
+        "--log-every",
+        1,
+        "--save-every",
+        3,
+        "--epochs",
+        60,
+        "--run-dir",
+        run_dir,
+    ]
     # A cache of its own: without fcntl a file that a kernel lock left behind counts as locked.
-    environment = {"PYTHONPATH": f"{ROOT / 'tests' / 'platform_without'}{os.pathsep}{ROOT}",
-                   "HF_HOME": str(tmp_path / "hf")}  # fmt: skip
+    environment = {
+        "PYTHONPATH": f"{ROOT / 'tests' / 'platform_without'}{os.pathsep}{ROOT}",
+        "HF_HOME": str(tmp_path / "hf"),
+    }
     process = start("train_mnist.py", *flags, env=environment)
     deadline = time.monotonic() + 300
     while not list(run_dir.glob("checkpoints/step-*")) and process.poll() is None:
@@ -60,10 +74,28 @@ def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(
     Image.new("L", (28, 28)).save(tmp_path / "black.png")
     program = tmp_path / "resume_and_use.py"
     program.write_text(RESUME_AND_USE)
-    again = [sys.executable, program, run_dir, tmp_path / "black.png", *flags, "--resume", "auto",
-             "--no-pictures", "--num-workers", 1, "--stop-after-steps", stopped_at + 5]  # fmt: skip
-    done = subprocess.run([*map(str, again)], env={**os.environ, **environment}, cwd=ROOT,
-                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    again = [
+        sys.executable,
+        program,
+        run_dir,
+        tmp_path / "black.png",
+        *flags,
+        "--resume",
+        "auto",
+        "--no-pictures",
+        "--num-workers",
+        1,
+        "--stop-after-steps",
+        stopped_at + 5,
+    ]
+    done = subprocess.run(
+        [*map(str, again)],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stdout and f"{tmp_path / 'black.png'}: " in done.stdout
     assert rows(run_dir)[-1]["eval_samples"] == NUM_TEST

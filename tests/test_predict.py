@@ -30,8 +30,22 @@ def run_dir(
     small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
 ) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "mnist"
-    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", folder, "--model", "lenet",
-             "--batch-size", 32, "--epochs", 3, "--no-augment", "--label-smoothing", 0)  # fmt: skip
+    run_main(
+        "train_mnist",
+        "--dataset",
+        small_mnist,
+        "--run-dir",
+        folder,
+        "--model",
+        "lenet",
+        "--batch-size",
+        32,
+        "--epochs",
+        3,
+        "--no-augment",
+        "--label-smoothing",
+        0,
+    )
     return folder
 
 
@@ -271,8 +285,12 @@ def test_as_is_works_in_every_position(
     path = tmp_path / "page.png"
     Image.eval(pictures[0][0], lambda value: 255 - value).save(path)
     said = set()
-    for arguments in (["--as-is", run_dir, path], [run_dir, "--as-is", path],
-                      [run_dir, path, "--as-is"], [run_dir, path]):  # fmt: skip
+    for arguments in (
+        ["--as-is", run_dir, path],
+        [run_dir, "--as-is", path],
+        [run_dir, path, "--as-is"],
+        [run_dir, path],
+    ):
         predict.main([str(argument) for argument in arguments])
         said.add((capsys.readouterr().out, "--as-is" in arguments))
     assert len(said) == 2 and len({text for text, _ in said}) == 2
@@ -295,16 +313,37 @@ def table_run(
         area, city = generator.uniform(20, 200), ("Bonn", "Rome", "Oslo")[number % 3]
         price = 3000 * area + 50_000 * (number % 3) + generator.normal(0, 1000)
         shown = "" if number == 7 else f"{area:.3f}"
-        records.append({"name": f"house {number}", "area": shown, "city": city,
-                        "price": f"{price:.2f}", "rent": f"{price / 300:.3f}"})  # fmt: skip
+        records.append(
+            {
+                "name": f"house {number}",
+                "area": shown,
+                "city": city,
+                "price": f"{price:.2f}",
+                "rent": f"{price / 300:.3f}",
+            }
+        )
     path = folder / "houses.csv"
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, records[0])
         writer.writeheader()
         writer.writerows(records)
-    run_main("train_regression", "--data", path, "--target", "price,rent", "--features",
-             "area,city", "--missing", "impute", "--model", "mlp", "--epochs", 60,
-             "--run-dir", folder / "run")  # fmt: skip
+    run_main(
+        "train_regression",
+        "--data",
+        path,
+        "--target",
+        "price,rent",
+        "--features",
+        "area,city",
+        "--missing",
+        "impute",
+        "--model",
+        "mlp",
+        "--epochs",
+        60,
+        "--run-dir",
+        folder / "run",
+    )
     return folder / "run", path, records
 
 

@@ -21,8 +21,22 @@ from trainkit.signals import Signals
 if os.name != "posix":
     pytest.skip("Windows has no signals but Ctrl-C", allow_module_level=True)
 
-ENDLESS = ["--epochs", 1000, "--batch-size", 60, "--log-every", 1, "--save-every", 5,
-           "--schedule", "constant", "--warmup", 0, "--eval-batch-size", 50]  # fmt: skip
+ENDLESS = [
+    "--epochs",
+    1000,
+    "--batch-size",
+    60,
+    "--log-every",
+    1,
+    "--save-every",
+    5,
+    "--schedule",
+    "constant",
+    "--warmup",
+    0,
+    "--eval-batch-size",
+    50,
+]
 
 
 @pytest.fixture
@@ -32,8 +46,17 @@ def started(tiny_mnist: Path, tmp_path: Path) -> Iterator:
 
     def call(*args: object, config: str | None = None, **options: object) -> subprocess.Popen:
         folder = tmp_path / "run"
-        process = start("train_mnist.py", "--dataset", tiny_mnist, "--run-dir", folder, *ENDLESS,
-                        *args, config=config, **options)  # fmt: skip
+        process = start(
+            "train_mnist.py",
+            "--dataset",
+            tiny_mnist,
+            "--run-dir",
+            folder,
+            *ENDLESS,
+            *args,
+            config=config,
+            **options,
+        )
         running.append(process)
         wait_until(lambda: list(folder.glob("checkpoints/step-*")), 90, process)
         return process
@@ -136,8 +159,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_second_interrupt_ends_at_once(tiny_mnist: Path, tmp_path: Path) -> None:
     """(test_resume.py: after a single one the run saves and ends with 75.)"""
     (tmp_path / "train_slowly.py").write_text(SLOW)
-    process = start(str(tmp_path / "train_slowly.py"), "--dataset", tiny_mnist, "--run-dir",
-                    tmp_path / "run", *ENDLESS)  # fmt: skip
+    process = start(
+        str(tmp_path / "train_slowly.py"),
+        "--dataset",
+        tiny_mnist,
+        "--run-dir",
+        tmp_path / "run",
+        *ENDLESS,
+    )
     try:
         while (line := process.stdout.readline()) != "saving\n":
             assert line, process.communicate()

@@ -26,33 +26,50 @@ from trainkit.order import EpochBatches, key, keyed_uniform
 
 # The same examples in every run, so that a change that has nothing to do with them cannot fail.
 FIXED = settings(
-    derandomize=True, database=None, deadline=None, max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+)
 NUMBERS_63 = st.integers(0, 2**63 - 1)
 
 
 @FIXED
 @given(
-    num_samples=st.integers(1, 200), num_processes=st.integers(1, 5), accumulate=st.integers(1, 3),
-    share=st.integers(1, 7), drop_last=st.booleans(), seed=st.none() | st.integers(0, 2**32 - 1),
-    epoch=st.integers(0, 1000), num_done=st.integers(0, 220),
-)  # fmt: skip
+    num_samples=st.integers(1, 200),
+    num_processes=st.integers(1, 5),
+    accumulate=st.integers(1, 3),
+    share=st.integers(1, 7),
+    drop_last=st.booleans(),
+    seed=st.none() | st.integers(0, 2**32 - 1),
+    epoch=st.integers(0, 1000),
+    num_done=st.integers(0, 220),
+)
 def test_each_sample_comes_once_in_one_order_in_every_world_and_from_every_position(
-    num_samples: int, num_processes: int, accumulate: int, share: int, drop_last: bool,
-    seed: int | None, epoch: int, num_done: int,
-) -> None:  # fmt: skip
+    num_samples: int,
+    num_processes: int,
+    accumulate: int,
+    share: int,
+    drop_last: bool,
+    seed: int | None,
+    epoch: int,
+    num_done: int,
+) -> None:
     batch_size = share * num_processes * accumulate
-    batches = EpochBatches(num_samples, batch_size, seed=seed, drop_last=drop_last,
-                           accumulate=accumulate)  # fmt: skip
+    batches = EpochBatches(
+        num_samples, batch_size, seed=seed, drop_last=drop_last, accumulate=accumulate
+    )
     alone = EpochBatches(num_samples, 1, seed=seed).order(epoch)
     assert alone.sort().values.tolist() == [*range(num_samples)]
     assert seed is not None or alone.tolist() == [*range(num_samples)]
     wanted = alone[: num_samples // batch_size * batch_size if drop_last else num_samples]
     batches.set_position(epoch, num_done)
     # What Accelerate gives each process.
-    shards = [[*BatchSamplerShard(batches, num_processes, rank, split_batches=True)]
-              for rank in range(num_processes)]  # fmt: skip
+    shards = [
+        [*BatchSamplerShard(batches, num_processes, rank, split_batches=True)]
+        for rank in range(num_processes)
+    ]
     # No process waits for another one's batch, and to Accelerate all look full.
     assert {len(shard) for shard in shards} == {len(batches)}
     assert {len(part) for shard in shards for part in shard} <= {share}
@@ -78,8 +95,10 @@ def splitmix64(state: int) -> int:
 def test_the_reference_is_splitmix64() -> None:
     states = [(1234567 + n * 0x9E3779B97F4A7C15) % 2**64 for n in range(3)]
     assert [*map(splitmix64, states)] == [
-        6457827717110365317, 3203168211198807973, 9817491932198370423,
-    ]  # fmt: skip
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
 
 
 @FIXED
@@ -90,15 +109,23 @@ def test_a_key_is_splitmix64_of_its_numbers_one_after_another(numbers: list[int]
 
 @FIXED
 @given(
-    st.integers(0, 2**32 - 1), st.integers(0, 10**6), st.integers(1, 40), st.randoms(),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 10**6),
+    st.integers(1, 40),
+    st.randoms(),
     st.lists(st.integers(0, 2**48), min_size=1, max_size=20),
-)  # fmt: skip
+)
 def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(
     seed: int, epoch: int, num: int, random: object, indices: list[int]
 ) -> None:
     first = key(seed, epoch)
-    rows = {index: [(finalize((index * num + column + first) % 2**64) >> 40) / 2**24
-                    for column in range(num)] for index in indices}  # fmt: skip
+    rows = {
+        index: [
+            (finalize((index * num + column + first) % 2**64) >> 40) / 2**24
+            for column in range(num)
+        ]
+        for index in indices
+    }
     random.shuffle(indices)
     given_ = keyed_uniform(seed, epoch, torch.tensor(indices), num)
     assert given_.dtype == torch.float32 and given_.shape == (len(indices), num)
@@ -111,8 +138,11 @@ def rates(schedule: str, epochs: int, steps_per_epoch: int, **flags: float) -> l
     defaults = {"gamma": 0.9, "cosine_epochs": None, "warmup": 0.0}
     args = argparse.Namespace(schedule=schedule, epochs=epochs, **(defaults | flags))
     optimizer = two_groups()
-    return stepped(optimizer, epochs * steps_per_epoch - (schedule == "onecycle"),
-                   make_scheduler(optimizer, args, steps_per_epoch))  # fmt: skip
+    return stepped(
+        optimizer,
+        epochs * steps_per_epoch - (schedule == "onecycle"),
+        make_scheduler(optimizer, args, steps_per_epoch),
+    )
 
 
 def two_groups() -> torch.optim.Optimizer:
@@ -140,8 +170,11 @@ def same(ours: list[list[float]], theirs: list[list[float]]) -> None:
 @FIXED
 @given(
     st.sampled_from(["constant", "exponential", "cosine", "exponential+cosine"]),
-    st.integers(1, 12), st.integers(1, 4), st.floats(0.3, 1), st.none() | st.integers(1, 14),
-)  # fmt: skip
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.floats(0.3, 1),
+    st.none() | st.integers(1, 14),
+)
 def test_at_each_epoch_the_rates_are_those_of_pytorchs_schedulers_stepped_together(
     schedule: str, epochs: int, steps_per_epoch: int, gamma: float, cosine_epochs: int | None
 ) -> None:
@@ -166,8 +199,9 @@ def test_within_an_epoch_cosine_and_onecycle_are_pytorchs(
     assume(warmup * steps != 100)  # torch divides by 0
     ours = rates("onecycle", epochs, steps_per_epoch, warmup=warmup / 100)
     optimizer = two_groups()
-    onecycle = lr_scheduler.OneCycleLR(optimizer, [0.01, 2.0], steps, pct_start=warmup / 100,
-                                       cycle_momentum=False)  # fmt: skip
+    onecycle = lr_scheduler.OneCycleLR(
+        optimizer, [0.01, 2.0], steps, pct_start=warmup / 100, cycle_momentum=False
+    )
     theirs = stepped(optimizer, steps - 1, onecycle)
     assert np.array(ours) == pytest.approx(np.array(theirs), rel=1e-5, abs=1e-8)
 
@@ -175,8 +209,10 @@ def test_within_an_epoch_cosine_and_onecycle_are_pytorchs(
 @FIXED
 @given(
     st.sampled_from(["constant", "exponential", "cosine", "exponential+cosine"]),
-    st.integers(1, 10), st.integers(1, 6), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 10),
+    st.integers(1, 6),
+    st.integers(0, 99),
+)
 def test_a_warmup_multiplies_by_a_line_up_to_1(
     schedule: str, epochs: int, steps_per_epoch: int, warmup: int
 ) -> None:
@@ -205,11 +241,14 @@ def test_a_table_is_written_read_encoded_and_decoded_to_itself(
     tmp_path: Path, data: st.DataObject, kinds: list[str], size: int
 ) -> None:
     numbers = st.floats(-1e38, 1e38)
-    table = pd.DataFrame({
-        f"{kind} {i}": data.draw(st.lists(TEXTS if kind == "text" else numbers, min_size=size,
-                                          max_size=size))
-        for i, kind in enumerate(kinds)
-    })  # fmt: skip
+    table = pd.DataFrame(
+        {
+            f"{kind} {i}": data.draw(
+                st.lists(TEXTS if kind == "text" else numbers, min_size=size, max_size=size)
+            )
+            for i, kind in enumerate(kinds)
+        }
+    )
     separator = data.draw(st.sampled_from(",;\t|"))
     encoding = data.draw(st.sampled_from(["utf-8", "utf-8-sig", "latin-1", "utf-16"]))
     # Each row twice: a text that is in one row alone is no category.
@@ -288,9 +327,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @posix_only  # links and pipes
 @settings(FIXED, max_examples=120)
 @given(
-    st.sampled_from([*NAMES, "MANIFEST.json"]), st.sampled_from(sorted(CHANGES)),
+    st.sampled_from([*NAMES, "MANIFEST.json"]),
+    st.sampled_from(sorted(CHANGES)),
     st.integers(0, 2**13),
-)  # fmt: skip
+)
 def test_every_single_change_of_a_checkpoint_is_found(
     whole: Path, tmp_path: Path, name: str, change: str, place: int
 ) -> None:

@@ -28,8 +28,12 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT
 
 READMES = sorted(ROOT.glob("README*.md"))
-PAGES = [*READMES, ROOT / "docs" / "coming_from.md", ROOT / "docs" / "scaling.md",
-         ROOT / "benchmarks" / "RECORDS.md"]  # fmt: skip
+PAGES = [
+    *READMES,
+    ROOT / "docs" / "coming_from.md",
+    ROOT / "docs" / "scaling.md",
+    ROOT / "benchmarks" / "RECORDS.md",
+]
 OTHER_LANGUAGES = [path for path in READMES if path.name != "README.md"]
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -54,8 +58,11 @@ def sections(path: Path) -> list[tuple[int, str]]:
     """Level and text of each section, the language switch left out; # in a block is no heading."""
     text = re.sub(r"^(?=.*\]\(README)[^`]*$\n", "", path.read_text(), count=1, flags=re.MULTILINE)
     blocks = [match.span() for match in FENCE.finditer(text)]
-    heads = [head for head in re.finditer(r"^(#+) .*\n", text, re.MULTILINE)
-             if not any(start < head.start() < end for start, end in blocks)]  # fmt: skip
+    heads = [
+        head
+        for head in re.finditer(r"^(#+) .*\n", text, re.MULTILINE)
+        if not any(start < head.start() < end for start, end in blocks)
+    ]
     ends = [head.start() for head in heads[1:]] + [len(text)]
     return [(len(head[1]), text[head.start() : end]) for head, end in zip(heads, ends, strict=True)]
 
@@ -109,8 +116,9 @@ def test_every_link_and_picture_is_there(path: Path) -> None:
 def commands(path: Path) -> list[tuple[str, ...]]:
     """The words of every command with python or accelerate, in blocks and in inline code."""
     text = path.read_text()
-    lines = [line for _, block in FENCE.findall(text)
-             for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
+    lines = [
+        line for _, block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()
+    ]
     found = []
     for line in [*lines, *code_spans(text)]:
         for part in re.split(r"&&|;|\|", line.removeprefix("$ ")):
@@ -221,8 +229,11 @@ def test_without_a_flag_both_scripts_fit_the_processes_of_every_yaml() -> None:
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
 def test_the_file_map_is_the_repository(path: Path) -> None:
-    (rows,) = (rows for _, text in sections(path) if "`train_mnist.py`" in str(rows := table(text))
-               and "trainkit/" in str(rows))  # fmt: skip
+    (rows,) = (
+        rows
+        for _, text in sections(path)
+        if "`train_mnist.py`" in str(rows := table(text)) and "trainkit/" in str(rows)
+    )
     listed = {name for row in rows for name in code_spans(row[0])}
     assert all((ROOT / name).exists() for name in listed), listed
     tracked = subprocess.run(
@@ -235,8 +246,10 @@ def test_the_file_map_is_the_repository(path: Path) -> None:
         module = name.startswith("trainkit/") and not name.endswith("/__init__.py")
         if module or not (top.startswith((".", "README", "LICENSE"))):
             part = name if module else top
-            assert any(entry.rstrip("/").split("/")[: part.count("/") + 1] == part.split("/")
-                       for entry in listed), f"{part} is not in the file map"  # fmt: skip
+            assert any(
+                entry.rstrip("/").split("/")[: part.count("/") + 1] == part.split("/")
+                for entry in listed
+            ), f"{part} is not in the file map"
 
 
 # Each row of README's first table by words of its first cell, and where its figures are from: a

@@ -52,13 +52,44 @@ def test_the_defaults_recover_the_truth(data_seed: int, tmp_path: Path, run_main
 
 TEMPLATES = {
     # torch.multiprocessing.spawn: 100 x 10 samples in batches of 32
-    "spawn": ["--num-samples", 100, "--num-features", 10, "--num-targets", 1, "--batch-size", 32,
-              "--learning-rate", 1e-3, "--epochs", 10, "--schedule", "constant"],
+    "spawn": [
+        "--num-samples",
+        100,
+        "--num-features",
+        10,
+        "--num-targets",
+        1,
+        "--batch-size",
+        32,
+        "--learning-rate",
+        1e-3,
+        "--epochs",
+        10,
+        "--schedule",
+        "constant",
+    ],
     # DistributedDataParallel, GradScaler and two schedules
-    "schedules": ["--num-samples", 32, "--num-features", 10, "--num-targets", 10,
-                  "--batch-size", 32, "--learning-rate", 1e-2, "--epochs", 100,
-                  "--schedule", "exponential+cosine", "--gamma", 0.9, "--cosine-epochs", 50],
-}  # fmt: skip
+    "schedules": [
+        "--num-samples",
+        32,
+        "--num-features",
+        10,
+        "--num-targets",
+        10,
+        "--batch-size",
+        32,
+        "--learning-rate",
+        1e-2,
+        "--epochs",
+        100,
+        "--schedule",
+        "exponential+cosine",
+        "--gamma",
+        0.9,
+        "--cosine-epochs",
+        50,
+    ],
+}
 
 
 TEMPLATE_TOLERANCE = 1e-6  # what README promises
@@ -70,8 +101,16 @@ def test_the_published_templates_are_plain_pytorch(
     template: str, tmp_path: Path, run_main: Callable
 ) -> None:
     flags = [*TEMPLATES[template], "--optimizer", "sgd", "--momentum", 0, "--test-fraction", 0]
-    run_main("train_regression", "--run-dir", tmp_path / "run", "--log-every", 1,
-             "--save-every", 10**6, *flags)  # fmt: skip
+    run_main(
+        "train_regression",
+        "--run-dir",
+        tmp_path / "run",
+        "--log-every",
+        1,
+        "--save-every",
+        10**6,
+        *flags,
+    )
 
     data, _, _ = load(*flags)
     torch.manual_seed(0)
@@ -108,11 +147,30 @@ def test_1_2_and_3_processes_give_the_same_weights(
 ) -> None:
     # 187 training rows in batches of 36: 7 are left for the last batch, so that with 12 rows per
     # process two of three processes get none; 47 test rows. None of it divides by 2 or 3.
-    flags = ["--num-samples", 234, "--batch-size", 36, "--eval-batch-size", 30, "--epochs", 3,
-             "--num-targets", 2, "--log-every", 1]  # fmt: skip
+    flags = [
+        "--num-samples",
+        234,
+        "--batch-size",
+        36,
+        "--eval-batch-size",
+        30,
+        "--epochs",
+        3,
+        "--num-targets",
+        2,
+        "--log-every",
+        1,
+    ]
     for world, accumulate in ((1, 1), (2, 3), (3, 1)):
-        train_in_double("train_regression", "--run-dir", tmp_path / str(world), *flags,
-                        "--accumulate", accumulate, world=world)  # fmt: skip
+        train_in_double(
+            "train_regression",
+            "--run-dir",
+            tmp_path / str(world),
+            *flags,
+            "--accumulate",
+            accumulate,
+            world=world,
+        )
     weights, _ = saved(tmp_path / "1")
     assert rows(tmp_path / "1")[-1]["eval_samples"] == 47
     for world in (2, 3):
@@ -127,19 +185,27 @@ def housing() -> pd.DataFrame:
     """2,003 blocks with the columns and the scales of the California housing table."""
     random = np.random.default_rng(0)
     size = 2003
-    table = pd.DataFrame({
-        "MedInc": random.lognormal(1.2, 0.45, size), "HouseAge": random.integers(1, 53, size),
-        "AveRooms": random.lognormal(1.65, 0.3, size), "Population": random.lognormal(7, 0.7, size),
-        "Latitude": random.uniform(32.5, 42, size),
-        "Ocean": random.choice(["inland", "near bay", "near, ocean"], size, p=[0.6, 0.3, 0.1]),
-        "Country": "US",
-    })  # fmt: skip
+    table = pd.DataFrame(
+        {
+            "MedInc": random.lognormal(1.2, 0.45, size),
+            "HouseAge": random.integers(1, 53, size),
+            "AveRooms": random.lognormal(1.65, 0.3, size),
+            "Population": random.lognormal(7, 0.7, size),
+            "Latitude": random.uniform(32.5, 42, size),
+            "Ocean": random.choice(["inland", "near bay", "near, ocean"], size, p=[0.6, 0.3, 0.1]),
+            "Country": "US",
+        }
+    )
     table["Longitude"] = -119.5 - 0.9 * (table.Latitude - 36) + random.normal(0, 0.6, size)
     table["Price"] = 1e5 * (
-        0.44 * table.MedInc + 0.009 * table.HouseAge - 0.42 * table.Latitude
-        - 0.43 * table.Longitude - 36 + 0.5 * (table.Ocean == "near bay")
+        0.44 * table.MedInc
+        + 0.009 * table.HouseAge
+        - 0.42 * table.Latitude
+        - 0.43 * table.Longitude
+        - 36
+        + 0.5 * (table.Ocean == "near bay")
         + random.normal(0, 0.7, size)
-    )  # fmt: skip
+    )
     return table
 
 
@@ -174,9 +240,18 @@ def test_real_tables_reach_scikit_learns_r2(
 ) -> None:
     table = make()
     table.to_csv(tmp_path / "table.csv", index=False)
-    metrics = run_main("train_regression", "--run-dir", tmp_path / "run", "--data",
-                       tmp_path / "table.csv", "--target", "Price", "--save-every", 10**6,
-                       *flags)  # fmt: skip
+    metrics = run_main(
+        "train_regression",
+        "--run-dir",
+        tmp_path / "run",
+        "--data",
+        tmp_path / "table.csv",
+        "--target",
+        "Price",
+        "--save-every",
+        10**6,
+        *flags,
+    )
     predictions, _ = saved(tmp_path / "run", "predictions")
     test = predictions["index"].numpy()
     train = np.setdiff1d(np.arange(len(table)), test)
@@ -221,25 +296,66 @@ def test_an_mlp_learns_what_a_line_cannot(tmp_path: Path, run_main: Callable) ->
     table = pd.DataFrame(inputs, columns=["a", "b"])
     table["product"], table["square"] = inputs.prod(1) * 1000, inputs[:, 0] ** 2
     table.to_json(tmp_path / "table.jsonl", orient="records", lines=True)
-    common = ["--data", tmp_path / "table.jsonl", "--target", "product,square", "--epochs", 12,
-              "--save-every", 10**6]  # fmt: skip
+    common = [
+        "--data",
+        tmp_path / "table.jsonl",
+        "--target",
+        "product,square",
+        "--epochs",
+        12,
+        "--save-every",
+        10**6,
+    ]
     line = run_main("train_regression", "--run-dir", tmp_path / "line", *common)
-    mlp = run_main("train_regression", "--run-dir", tmp_path / "mlp", *common, "--model", "mlp",
-                   "--hidden", "32,32", "--loss", "huber", "--target-r2", 0.8)  # fmt: skip
+    mlp = run_main(
+        "train_regression",
+        "--run-dir",
+        tmp_path / "mlp",
+        *common,
+        "--model",
+        "mlp",
+        "--hidden",
+        "32,32",
+        "--loss",
+        "huber",
+        "--target-r2",
+        0.8,
+    )
     assert line["eval_r2"] < 0.2 < 0.9 < mlp["eval_r2"] < 1
     assert list(saved(tmp_path / "mlp")[0]) == [
         f"{number}.{kind}" for number in (0, 2, 4) for kind in ("bias", "weight")
     ]
     with pytest.raises(SystemExit) as ended:
-        run_main("train_regression", "--run-dir", tmp_path / "line", *common, "--target-r2", 0.8,
-                 "--resume", "latest")  # fmt: skip
+        run_main(
+            "train_regression",
+            "--run-dir",
+            tmp_path / "line",
+            *common,
+            "--target-r2",
+            0.8,
+            "--resume",
+            "latest",
+        )
     assert ended.value.code == 3
 
 
 def test_bad_flags_are_named_at_once(tmp_path: Path, run_main: Callable) -> None:
     with pytest.raises(UsageError) as raised:
-        run_main("train_regression", "--run-dir", tmp_path, "--data", "x.csv", "--noise", "-1",
-                 "--test-fraction", 1, "--hidden", "8,0", "--batch-size", 0)  # fmt: skip
+        run_main(
+            "train_regression",
+            "--run-dir",
+            tmp_path,
+            "--data",
+            "x.csv",
+            "--noise",
+            "-1",
+            "--test-fraction",
+            1,
+            "--hidden",
+            "8,0",
+            "--batch-size",
+            0,
+        )
     for part in ("--target", "--noise -1", "--test-fraction 1", "--hidden [8, 0]", "--batch-size"):
         assert part in str(raised.value)
 
@@ -248,10 +364,10 @@ def test_a_stopped_run_continues_to_the_same_bytes(tmp_path: Path, run_main: Cal
     flags = ["--num-samples", 130, "--batch-size", 10, "--epochs", 3, "--save-every", 4]
     flags += ["--log-every", 5]
     run_main("train_regression", "--run-dir", tmp_path / "whole", *flags)
-    run_main("train_regression", "--run-dir", tmp_path / "parts", *flags,
-             "--stop-after-steps", 16)  # fmt: skip
-    metrics = run_main("train_regression", "--run-dir", tmp_path / "parts", *flags,
-                       "--resume", "auto")  # fmt: skip
+    run_main("train_regression", "--run-dir", tmp_path / "parts", *flags, "--stop-after-steps", 16)
+    metrics = run_main(
+        "train_regression", "--run-dir", tmp_path / "parts", *flags, "--resume", "auto"
+    )
     for name in ("model.safetensors", "predictions.safetensors"):
         whole, parts = (tmp_path / run_dir / name for run_dir in ("whole", "parts"))
         assert whole.read_bytes() == parts.read_bytes()
@@ -260,8 +376,9 @@ def test_a_stopped_run_continues_to_the_same_bytes(tmp_path: Path, run_main: Cal
     extra = [row for row in parts if row not in whole]
     assert [row["step"] for row in extra] == [16] and "eval_loss" in extra[0]
     assert [row for row in parts if row not in extra] == whole
-    again = run_main("train_regression", "--run-dir", tmp_path / "parts", *flags,
-                     "--resume", "auto")  # fmt: skip
+    again = run_main(
+        "train_regression", "--run-dir", tmp_path / "parts", *flags, "--resume", "auto"
+    )
     assert again == metrics
 
 
@@ -278,8 +395,15 @@ def test_r2_is_scikit_learns_also_of_a_target_that_does_not_vary() -> None:
 
 def test_numbers_that_go_bad_end_the_run(tmp_path: Path, run_main: Callable) -> None:
     with pytest.raises(RunFailure, match="loss or gradient is not finite at step"):
-        run_main("train_regression", "--run-dir", tmp_path / "run", "--optimizer", "sgd",
-                 "--learning-rate", 1e6)  # fmt: skip
+        run_main(
+            "train_regression",
+            "--run-dir",
+            tmp_path / "run",
+            "--optimizer",
+            "sgd",
+            "--learning-rate",
+            1e6,
+        )
 
 
 def test_synthetic_data_come_from_a_generator_of_their_own() -> None:
@@ -297,6 +421,12 @@ def test_synthetic_data_come_from_a_generator_of_their_own() -> None:
 
 
 def test_a_table_needs_no_cache(tmp_path: Path) -> None:
-    result = run("train_regression.py", "--epochs", 1, "--run-dir", tmp_path / "run",
-                 env={"HF_HOME": "/proc/nope"})  # fmt: skip
+    result = run(
+        "train_regression.py",
+        "--epochs",
+        1,
+        "--run-dir",
+        tmp_path / "run",
+        env={"HF_HOME": "/proc/nope"},
+    )
     assert result.returncode == 0, result.stderr

@@ -132,9 +132,14 @@ def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_ru
     tmp_path: Path,
 ) -> None:
     layer, places = Dropout(0.5), []
-    train("--run-dir", tmp_path / "run", "--accumulate", 2,
-          make_first=lambda: nn.Sequential(nn.Linear(2, 4), layer),
-          body=lambda run, number: places.append(tuple(layer.place.tolist())))  # fmt: skip
+    train(
+        "--run-dir",
+        tmp_path / "run",
+        "--accumulate",
+        2,
+        make_first=lambda: nn.Sequential(nn.Linear(2, 4), layer),
+        body=lambda run, number: places.append(tuple(layer.place.tolist())),
+    )
     # Per epoch 5 steps of 4 + 4 samples and one of 3; each step has a key of its own.
     assert [first for _, first in places] == [*([0, 4] * 5), 0] * 2
     keys = [key for key, first in places if first == 0]
@@ -147,8 +152,15 @@ def test_the_first_weights_depend_on_the_seed_whatever_loading_drew(tmp_path: Pa
     weights = []
     for seed in (1, 2, 1):
         forget_accelerator()
-        train("--run-dir", tmp_path / "run", "--seed", seed, "--stop-after-steps", 1,
-              body=lambda run, number: weights.append(run.models[0].weight.clone()))  # fmt: skip
+        train(
+            "--run-dir",
+            tmp_path / "run",
+            "--seed",
+            seed,
+            "--stop-after-steps",
+            1,
+            body=lambda run, number: weights.append(run.models[0].weight.clone()),
+        )
     assert torch.equal(weights[0], weights[2]) and not torch.equal(weights[0], weights[1])
 
 
@@ -369,9 +381,19 @@ def test_every_schedule_keeps_the_ratio_of_two_rates_and_the_plan_names_both(
         rates = [group["lr"] for group in run.optimizers[0].param_groups]
         ratios.append(rates[1] / rates[0] if rates[0] else 10)
 
-    train("--run-dir", tmp_path, "--schedule", schedule, "--warmup", 0.2, body=look,
-          groups=lambda model: [{"params": [model.weight], "lr": 0.001},
-                                {"params": [model.bias], "lr": 0.01}])  # fmt: skip
+    train(
+        "--run-dir",
+        tmp_path,
+        "--schedule",
+        schedule,
+        "--warmup",
+        0.2,
+        body=look,
+        groups=lambda model: [
+            {"params": [model.weight], "lr": 0.001},
+            {"params": [model.bias], "lr": 0.01},
+        ],
+    )
     assert ratios == pytest.approx([10] * 12)
     assert "learning rate 0.001 and 0.01 at its peak" in capfd.readouterr().out
 
@@ -469,8 +491,16 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
         assert first.codes + outcome.codes == [0] * (world + 1), outcome.output
         matched = "2 of 4 tensors matched; left as initialised: 2.weight, 2.bias; not used: 2."
         assert outcome.output.count(matched) == 1, outcome.output
-    again = nursery.run("train_regression", *NOISY, *flags, tmp_path / "same",
-                        "--start-from", weights, "--learning-rate", 1e-30)  # fmt: skip
+    again = nursery.run(
+        "train_regression",
+        *NOISY,
+        *flags,
+        tmp_path / "same",
+        "--start-from",
+        weights,
+        "--learning-rate",
+        1e-30,
+    )
     assert again.codes == [0], again.output
     before, after = load_file(weights), load_file(tmp_path / "same" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)

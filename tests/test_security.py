@@ -60,8 +60,10 @@ def refused(call: Callable[[], object], message: str) -> None:
     assert len(str(raised.value).splitlines()) == 1 and len(str(raised.value)) < 500
 
 
-@pytest.mark.parametrize("name", ["../outside/file", "state/../../outside/file", "/etc/hostname",
-                                  "state", "", "MANIFEST.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["../outside/file", "state/../../outside/file", "/etc/hostname", "state", "", "MANIFEST.json"],
+)
 def test_a_manifest_names_nothing_outside_its_folder(
     name: str, tmp_path: Path, outside: Path
 ) -> None:
@@ -95,16 +97,26 @@ def test_rotation_and_resume_keep_to_the_run_folder(tmp_path: Path) -> None:
     for path in [*steps.iterdir()]:
         path.rename(tmp_path / f"away-{path.name}")
         path.symlink_to(tmp_path / f"away-{path.name}")
-    away = {name: content for name, content in test_checkpoint.contents(tmp_path).items()
-            if "/away-" in name}  # fmt: skip
+    away = {
+        name: content
+        for name, content in test_checkpoint.contents(tmp_path).items()
+        if "/away-" in name
+    }
     assert "is a symbolic link" in run.refuses("latest")
     run.train(2)  # both links are rotated out
     assert names(steps) == ["step-0000000003", "step-0000000004"]
     assert len(away) == 12 and away.items() <= test_checkpoint.contents(tmp_path).items()
 
 
-LINKS = {"metrics.jsonl": "file", "timing.jsonl": "file", "run.json": "file", "checkpoints": ".",
-         "tensorboard": ".", "wandb": ".", ".tmp-run.json": "nothing"}  # fmt: skip
+LINKS = {
+    "metrics.jsonl": "file",
+    "timing.jsonl": "file",
+    "run.json": "file",
+    "checkpoints": ".",
+    "tensorboard": ".",
+    "wandb": ".",
+    ".tmp-run.json": "nothing",
+}
 
 
 @posix_only  # links
@@ -177,10 +189,14 @@ def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path: Path) -> None:
 def run_dir(tmp_path: Path) -> Path:
     """A run folder whose classes are named by somebody who means harm."""
     about = {
-        "script": "train_mnist", "model": "lenet", "size": 28, "mean": 0.1, "std": 0.3,
+        "script": "train_mnist",
+        "model": "lenet",
+        "size": 28,
+        "mean": 0.1,
+        "std": 0.3,
         "classes": ["../../x", "\x1b]0;title\x07\x1b[2J", "=1+1\r", "\u202egnp", "<script>"],
         "pictures": {"shape": [28, 28], "border": [0, 0], "frame": None, "read_as": ""},
-    }  # fmt: skip
+    }
     folder = tmp_path / "run"
     folder.mkdir()
     weights = train_mnist.Predictor(about).model.state_dict()

@@ -21,8 +21,24 @@ from trainkit.manifest import verify
 
 CLOSE = 1e-6  # between losses of float32 runs that add up in different orders
 KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
-TEXT = ["--num-lines", 300, "--epochs", 2, "--batch-size", 30, "--log-every", 1, "--timeout", 20,
-        "--save-every", 4, "--keep", 9, "--clip-norm", "inf"]  # fmt: skip
+TEXT = [
+    "--num-lines",
+    300,
+    "--epochs",
+    2,
+    "--batch-size",
+    30,
+    "--log-every",
+    1,
+    "--timeout",
+    20,
+    "--save-every",
+    4,
+    "--keep",
+    9,
+    "--clip-norm",
+    "inf",
+]
 LAST = 20  # steps of it, ten per epoch
 
 
@@ -37,9 +53,15 @@ def env(kind: str | None, **changes: str) -> dict[str, str]:
 
 
 def train(
-    nursery: Nursery, where: Path, *args: object, kind: str | None = None, world: int = 2,
-    script: str = "examples.text", codes: list[int] | None = None, **plan: Any,
-) -> Outcome:  # fmt: skip
+    nursery: Nursery,
+    where: Path,
+    *args: object,
+    kind: str | None = None,
+    world: int = 2,
+    script: str = "examples.text",
+    codes: list[int] | None = None,
+    **plan: Any,
+) -> Outcome:
     outcome = nursery.run(
         script, *args, "--run-dir", where, world=world, env=env(kind) | plan.pop("env", {}), **plan
     )
@@ -94,8 +116,16 @@ def test_a_killed_sharded_run_ends_with_the_bytes_of_an_undisturbed_one(
     nursery: Nursery, whole: dict[str | None, Path], tmp_path: Path, kind: str
 ) -> None:
     kill = {"rank": 1, "signal": [6, signal.SIGKILL]}
-    train(nursery, tmp_path, *TEXT, "--resume", "auto", kind=kind, fault=kill,
-          codes=[1, -signal.SIGKILL])  # fmt: skip
+    train(
+        nursery,
+        tmp_path,
+        *TEXT,
+        "--resume",
+        "auto",
+        kind=kind,
+        fault=kill,
+        codes=[1, -signal.SIGKILL],
+    )
     outcome = train(nursery, tmp_path, *TEXT, "--resume", "auto", kind=kind)
     assert "resuming from" in outcome.output
     assert digests(tmp_path) == digests(whole[kind])
@@ -135,8 +165,17 @@ def test_chains_of_resumes(
 def test_three_processes_resume_exactly(nursery: Nursery, tmp_path: Path, kind: str) -> None:
     train(nursery, tmp_path / "whole", *TEXT, kind=kind, world=3)
     kill = {"rank": 2, "signal": [6, signal.SIGKILL]}
-    train(nursery, tmp_path / "run", *TEXT, "--resume", "auto", kind=kind, world=3, fault=kill,
-          codes=[1, 1, -signal.SIGKILL])  # fmt: skip
+    train(
+        nursery,
+        tmp_path / "run",
+        *TEXT,
+        "--resume",
+        "auto",
+        kind=kind,
+        world=3,
+        fault=kill,
+        codes=[1, 1, -signal.SIGKILL],
+    )
     train(nursery, tmp_path / "run", *TEXT, "--resume", "auto", kind=kind, world=3)
     assert digests(tmp_path / "run") == digests(tmp_path / "whole")
 
@@ -289,8 +328,9 @@ def test_a_forged_file_of_a_sharded_checkpoint_executes_nothing(
     (path / "state" / name).write_bytes(pickle.dumps(Evil(), protocol=2))
     reforge(path)
     for kind, world in (("SHARDED_STATE_DICT", 2), (None, 1)):
-        outcome = nursery.run("examples.text", *TEXT, "--run-dir", where, "--resume", path,
-                              world=world, env=env(kind))  # fmt: skip
+        outcome = nursery.run(
+            "examples.text", *TEXT, "--run-dir", where, "--resume", path, world=world, env=env(kind)
+        )
         assert outcome.codes == [2] * world, outcome.output
         assert outcome.output.count("\nerror:") == 1
     assert not (ROOT / "executed").exists() and not Path("executed").exists()
@@ -316,8 +356,9 @@ def test_a_share_that_does_not_fit_ends_in_one_sentence(
     assert verify(path) is not None
     reforge(path)
     for kind, world in (("SHARDED_STATE_DICT", 2), (None, 1)):
-        outcome = nursery.run("examples.text", *TEXT, "--run-dir", where, "--resume", path,
-                              world=world, env=env(kind))  # fmt: skip
+        outcome = nursery.run(
+            "examples.text", *TEXT, "--run-dir", where, "--resume", path, world=world, env=env(kind)
+        )
         assert outcome.codes == [2] * world, outcome.output
         assert outcome.output.count("\nerror:") == 1, outcome.output
 

@@ -38,9 +38,14 @@ def test_the_run_folder_says_how_a_job_ended(
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "WHERE": str(tmp_path), "JOB": job,
-        "CODE": str(code), "SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7",
-    }  # fmt: skip
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "WHERE": str(tmp_path),
+        "JOB": job,
+        "CODE": str(code),
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "7",
+    }
     subprocess.run(["bash", "-c", earlier], env=environment, check=True)
     for path in tmp_path.glob("run/DONE"):
         os.utime(path, (1, 1))

@@ -81,8 +81,11 @@ def plain(folder: Path) -> Callable[[str], tuple[list[float], dict, dict]]:
         model = gpt.GPT(args)
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
-        adam = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-                                 lr=3e-3, weight_decay=0.1)  # fmt: skip
+        adam = torch.optim.AdamW(
+            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+            lr=3e-3,
+            weight_decay=0.1,
+        )
         total, losses = 5 * math.ceil(len(samples) / BATCH), []
         assert len(samples) % BATCH and total > NUM_STEPS
         average = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -115,9 +118,14 @@ def plain(folder: Path) -> Callable[[str], tuple[list[float], dict, dict]]:
     grid(("text", 2, 4), ("answers", 1, 4), ("answers", 3, 1)),
 )
 def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
-    nursery: Nursery, folder: Path, tmp_path: Path, plain: Callable, mode: str, world: int,
+    nursery: Nursery,
+    folder: Path,
+    tmp_path: Path,
+    plain: Callable,
+    mode: str,
+    world: int,
     accumulate: int,
-) -> None:  # fmt: skip
+) -> None:
     run_dir = folder / f"{mode}-{world}-{accumulate}"
     more = ["--accumulate", accumulate, "--ema", DECAY, "--stop-after-steps", NUM_STEPS]
     start(nursery, "gpt", *MODES[mode], *more, "--run-dir", run_dir, world=world)
@@ -142,8 +150,17 @@ def test_two_processes_in_bf16_are_as_near_to_one_as_bf16_is(
     found = []
     for world in (1, 2):
         run_dir, env = folder / f"bf16-{mode}-{world}", {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        start(nursery, "gpt", *MODES[mode], "--stop-after-steps", NUM_STEPS, "--run-dir", run_dir,
-              world=world, env=env)  # fmt: skip
+        start(
+            nursery,
+            "gpt",
+            *MODES[mode],
+            "--stop-after-steps",
+            NUM_STEPS,
+            "--run-dir",
+            run_dir,
+            world=world,
+            env=env,
+        )
         assert json.loads((run_dir / "run.json").read_text())["mixed_precision"] == "bf16"
         found.append([row["train_loss"] for row in rows(run_dir, "steps")])
     assert found[0] == pytest.approx(found[1], abs=2e-3)
@@ -169,8 +186,16 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
 
         monkeypatch.setattr(gpt, "judge", overflowing)
         flags = [*MODES["answers"], "--epochs", 1, "--schedule", "constant", "--warmup", 0]
-        run_main("examples.gpt", *flags, "--min-learning-rate", 0, "--accumulate", accumulate,
-                 "--run-dir", folder / name)  # fmt: skip
+        run_main(
+            "examples.gpt",
+            *flags,
+            "--min-learning-rate",
+            0,
+            "--accumulate",
+            accumulate,
+            "--run-dir",
+            folder / name,
+        )
         return [row["train_loss"] for row in rows(folder / name, "steps")]
 
     monkeypatch.setattr(gpt, "load_data", same_batches)
@@ -192,8 +217,20 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
 
 
 NAMES = ["metrics.jsonl", "model.safetensors", "raw.safetensors", "best.safetensors"]
-ENDING = ["--dropout", 0.1, "--ema", DECAY, "--eval-every", 3, "--save-every", 4,
-          "--keep-best", "eval_samples", "--patience", 2]  # fmt: skip
+ENDING = [
+    "--dropout",
+    0.1,
+    "--ema",
+    DECAY,
+    "--eval-every",
+    3,
+    "--save-every",
+    4,
+    "--keep-best",
+    "eval_samples",
+    "--patience",
+    2,
+]
 
 
 @pytest.mark.parametrize(("mode", "world", "accumulate"), grid(("answers", 2, 1)))
@@ -317,8 +354,15 @@ def test_what_is_no_value_of_this_batch_is_refused_in_a_sentence(tmp_path: Path,
 def test_a_gather_inside_of_accumulation_is_refused_in_a_sentence(tmp_path: Path) -> None:
     forget_accelerator()
     with pytest.raises(UsageError, match=r"--accumulate 2: this loss .*--accumulate 1"):
-        train("--run-dir", tmp_path, "--accumulate", 2, "--batch-size", 8,
-              body=lambda run, number: run.gather(torch.ones(4, 1)) and None)  # fmt: skip
+        train(
+            "--run-dir",
+            tmp_path,
+            "--accumulate",
+            2,
+            "--batch-size",
+            8,
+            body=lambda run, number: run.gather(torch.ones(4, 1)) and None,
+        )
 
 
 @pytest.mark.parametrize("foreign", ["loader", "sampler", "evaluation"])

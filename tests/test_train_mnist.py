@@ -49,11 +49,36 @@ def test_the_loop_is_plain_pytorch(
     float64_default: None,
 ) -> None:
     train_in_double(
-        "train_mnist", "--dataset", small_mnist, "--run-dir", tmp_path / "run", "--model", model,
-        "--no-augment", "--epochs", 2, "--batch-size", 96, "--accumulate", accumulate,
-        "--optimizer", "sgd", "--learning-rate", 0.05, "--schedule", "constant", "--warmup", 0,
-        "--clip-norm", 1.2, "--log-every", 1, "--no-drop-last", "--label-smoothing", 0.1,
-    )  # fmt: skip
+        "train_mnist",
+        "--dataset",
+        small_mnist,
+        "--run-dir",
+        tmp_path / "run",
+        "--model",
+        model,
+        "--no-augment",
+        "--epochs",
+        2,
+        "--batch-size",
+        96,
+        "--accumulate",
+        accumulate,
+        "--optimizer",
+        "sgd",
+        "--learning-rate",
+        0.05,
+        "--schedule",
+        "constant",
+        "--warmup",
+        0,
+        "--clip-norm",
+        1.2,
+        "--log-every",
+        1,
+        "--no-drop-last",
+        "--label-smoothing",
+        0.1,
+    )
     images, labels, num_classes = training_tensors(small_mnist)
     torch.manual_seed(0)
     net = train_mnist.MODELS[model](num_classes)
@@ -85,8 +110,23 @@ def test_each_loss_is_that_of_the_weights_before_its_step(
     small_mnist: Path, tmp_path: Path, run_main: Callable
 ) -> None:
     """In float32, with augmentation: each step starts from saved weights, so nothing adds up."""
-    flags = ["--dataset", small_mnist, "--run-dir", tmp_path, "--epochs", 2, "--batch-size", 200,
-             "--no-drop-last", "--log-every", 1, "--save-every", 1, "--keep", 99]  # fmt: skip
+    flags = [
+        "--dataset",
+        small_mnist,
+        "--run-dir",
+        tmp_path,
+        "--epochs",
+        2,
+        "--batch-size",
+        200,
+        "--no-drop-last",
+        "--log-every",
+        1,
+        "--save-every",
+        1,
+        "--keep",
+        99,
+    ]
     run_main("train_mnist", *flags)
     args = train_mnist.parse_args([str(flag) for flag in flags])
     images, labels, num_classes = training_tensors(small_mnist)
@@ -112,16 +152,34 @@ def test_a_run_leaves_metrics_weights_and_done(
     small_mnist: Path, tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
 ) -> None:
     run_dir = tmp_path / "run"
-    metrics = run_main("train_mnist", "--dataset", small_mnist, "--run-dir", run_dir, "--epochs", 3,
-                       "--batch-size", 64, "--log-every", 5)  # fmt: skip
+    metrics = run_main(
+        "train_mnist",
+        "--dataset",
+        small_mnist,
+        "--run-dir",
+        run_dir,
+        "--epochs",
+        3,
+        "--batch-size",
+        64,
+        "--log-every",
+        5,
+    )
     output = capfd.readouterr().out
     steps, epochs = rows(run_dir, "steps"), rows(run_dir, "epochs")
     assert [row["step"] for row in steps] == list(range(5, 46, 5))  # 15 steps of 64 in 1009
     assert set(steps[0]) == {"step", "epoch", "train_loss", "train_loss_smoothed", "learning_rate"}
     assert [(row["step"], row["epoch"]) for row in epochs] == [(15, 1), (30, 2), (45, 3)]
-    assert set(epochs[0]) == {"step", "epoch", "train_loss", "train_loss_smoothed",
-                              "train_accuracy", "eval_loss", "eval_accuracy",
-                              "eval_samples"}  # fmt: skip
+    assert set(epochs[0]) == {
+        "step",
+        "epoch",
+        "train_loss",
+        "train_loss_smoothed",
+        "train_accuracy",
+        "eval_loss",
+        "eval_accuracy",
+        "eval_samples",
+    }
     assert metrics == {k: v for k, v in epochs[-1].items() if k != "step"}
     assert 0.75 < metrics["eval_accuracy"] < 1  # seen: 0.90
     assert f"{metrics['eval_accuracy']:.2%}".replace("%", " %") in output
@@ -146,8 +204,9 @@ def test_compiled_the_weights_have_plain_names(
     small_mnist: Path, tmp_path: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # traces, needs no compiler
-    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", tmp_path, "--stop-after-steps",
-             2)  # fmt: skip
+    run_main(
+        "train_mnist", "--dataset", small_mnist, "--run-dir", tmp_path, "--stop-after-steps", 2
+    )
     assert_plain_names(tmp_path)
 
 
@@ -158,9 +217,17 @@ def test_compiled_by_the_yaml_on_two_processes_the_weights_have_plain_names(
     config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text())
     config["dynamo_config"] = {"dynamo_backend": "EAGER"}  # traces like INDUCTOR, needs no compiler
     (tmp_path / "compiled.yaml").write_text(yaml.safe_dump(config))
-    result = run("train_mnist.py", "--dataset", small_mnist, "--run-dir", tmp_path / "run",
-                 "--stop-after-steps", 2, config=tmp_path / "compiled.yaml",
-                 timeout=300)  # fmt: skip
+    result = run(
+        "train_mnist.py",
+        "--dataset",
+        small_mnist,
+        "--run-dir",
+        tmp_path / "run",
+        "--stop-after-steps",
+        2,
+        config=tmp_path / "compiled.yaml",
+        timeout=300,
+    )
     assert result.returncode == 0, result.stderr
     assert_num_processes(result.stdout, 2)
     assert_plain_names(tmp_path / "run")
@@ -174,8 +241,18 @@ def assert_plain_names(run_dir: Path) -> None:
 def test_stop_after_steps_ends_as_if_done(
     small_mnist: Path, tmp_path: Path, run_main: Callable
 ) -> None:
-    arguments = ["--dataset", small_mnist, "--run-dir", tmp_path / "run", "--batch-size", 64,
-                 "--stop-after-steps", 20, "--save-every", 10]  # fmt: skip
+    arguments = [
+        "--dataset",
+        small_mnist,
+        "--run-dir",
+        tmp_path / "run",
+        "--batch-size",
+        64,
+        "--stop-after-steps",
+        20,
+        "--save-every",
+        10,
+    ]
     metrics = run_main("train_mnist", *arguments)
     assert metrics["eval_samples"] == 251 and (tmp_path / "run" / "DONE").exists()
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
@@ -189,8 +266,17 @@ def test_target_accuracy_missed_ends_with_3(
     small_mnist: Path, tmp_path: Path, run_main: Callable
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        run_main("train_mnist", "--dataset", small_mnist, "--run-dir", tmp_path / "run",
-                 "--stop-after-steps", 1, "--target-accuracy", 0.99)  # fmt: skip
+        run_main(
+            "train_mnist",
+            "--dataset",
+            small_mnist,
+            "--run-dir",
+            tmp_path / "run",
+            "--stop-after-steps",
+            1,
+            "--target-accuracy",
+            0.99,
+        )
     assert ended.value.code == 3
     assert (tmp_path / "run" / "DONE").exists()
 
@@ -334,10 +420,24 @@ def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(
     )
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
     result = subprocess.run(
-        [sys.executable, "-c", program, ROOT / "train_mnist.py", "--dataset", small_mnist,
-         "--run-dir", tmp_path / "run", "--stop-after-steps", "2", "--no-pictures"],
-        env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            program,
+            ROOT / "train_mnist.py",
+            "--dataset",
+            small_mnist,
+            "--run-dir",
+            tmp_path / "run",
+            "--stop-after-steps",
+            "2",
+            "--no-pictures",
+        ],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "DONE").exists()
 
@@ -355,8 +455,22 @@ def test_lenet_on_fashion_mnist(tmp_path: Path) -> None:
     folder = ROOT.parent / "shared" / "data" / "fashion_mnist"
     if not folder.exists():
         pytest.skip("Fashion-MNIST is not shipped")
-    result = run("train_mnist.py", "--dataset", folder, "--model", "lenet", "--optimizer", "sgd",
-                 "--batch-size", 256, "--epochs", 5, "--run-dir", tmp_path / "run", timeout=300,
-                 env={"OMP_NUM_THREADS": "2"})  # fmt: skip
+    result = run(
+        "train_mnist.py",
+        "--dataset",
+        folder,
+        "--model",
+        "lenet",
+        "--optimizer",
+        "sgd",
+        "--batch-size",
+        256,
+        "--epochs",
+        5,
+        "--run-dir",
+        tmp_path / "run",
+        timeout=300,
+        env={"OMP_NUM_THREADS": "2"},
+    )
     assert result.returncode == 0, result.stderr
     assert 0.88 <= rows(tmp_path / "run", "epochs")[-1]["eval_accuracy"] < 0.95

@@ -44,6 +44,7 @@ OF_THE_LAUNCH = re.compile(
 )
 
 Rule = tuple[Callable[[Any], bool], str]
+Flags = Sequence[tuple[str, Any, Any, Rule | None, str]]
 AT_LEAST_0 = (lambda value: 0 <= value < math.inf, "a number of at least 0")
 AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
 AT_LEAST_2 = (lambda value: value >= 2, "at least 2")
@@ -176,7 +177,7 @@ def whole_numbers(text: str) -> list[int]:
 
 def add_training_arguments(parser: Parser) -> None:
     """Add the flags that decide the numbers of a run, whatever its model and data."""
-    _add_flags(parser, "training", EXPERIMENT_FLAGS)
+    add_flags(parser, "training", EXPERIMENT_FLAGS)
 
 
 def add_run_arguments(parser: Parser, run_dir: str, not_the_experiment: Sequence[str] = ()) -> None:
@@ -185,11 +186,12 @@ def add_run_arguments(parser: Parser, run_dir: str, not_the_experiment: Sequence
     `not_the_experiment` names the script's own flags that may differ between the nodes of a run and
     when it is resumed, such as the place of the data, whose content is compared instead.
     """
-    _add_flags(parser, "run", RUN_FLAGS)
+    add_flags(parser, "run", RUN_FLAGS)
     parser.set_defaults(run_dir=Path(run_dir), not_the_experiment=list(not_the_experiment))
 
 
-def _add_flags(parser: Parser, title: str, flags: Sequence[tuple]) -> None:
+def add_flags(parser: Parser, title: str, flags: Flags) -> None:
+    """Add a group of flags from a table like those above."""
     group = parser.add_argument_group(title)
     for flag, kind, default, _, text in flags:
         how: dict[str, Any] = {"choices" if isinstance(kind, tuple) else "type": kind}
@@ -198,14 +200,13 @@ def _add_flags(parser: Parser, title: str, flags: Sequence[tuple]) -> None:
         group.add_argument(flag, default=default, help=text, **how)
 
 
-def find_problems(args: argparse.Namespace, num_processes: int, **rules: Rule) -> list[str]:
-    """What is wrong with the shared flags, and with those that rules name; one phrase each."""
-    shared = {_variable(flag): rule for flag, _, _, rule, _ in (*EXPERIMENT_FLAGS, *RUN_FLAGS)}
+def find_problems(args: argparse.Namespace, num_processes: int, flags: Flags = ()) -> list[str]:
+    """What is wrong with the shared flags and with these of the script; one phrase each."""
     problems: list[str] = []
-    for name, rule in (shared | rules).items():
-        value = getattr(args, name)
+    for flag, _, _, rule, _ in (*EXPERIMENT_FLAGS, *RUN_FLAGS, *flags):
+        value = getattr(args, _variable(flag))
         if rule is not None and value is not None and not rule[0](value):
-            problems.append(f"--{name.replace('_', '-')} {value} must be {rule[1]}")
+            problems.append(f"{flag} {value} must be {rule[1]}")
     if args.min_learning_rate > 0 and args.schedule not in ("onecycle", "cosine"):
         problems.append("--min-learning-rate is for --schedule onecycle and cosine")
     elif 0 < (args.learning_rate or 0) <= args.min_learning_rate:

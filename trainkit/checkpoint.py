@@ -103,8 +103,10 @@ class Checkpoints:
         temporary = self.directory / f".tmp-{final.name}"
         sums = self.means.state()
         disk = next(path for path in self.directory.parents if path.exists())
-        what = (f"saving {final} failed, the older checkpoints are untouched, "
-                f"{shutil.disk_usage(disk).free // 2**20} MiB were free")  # fmt: skip
+        what = (
+            f"saving {final} failed, the older checkpoints are untouched, "
+            f"{shutil.disk_usage(disk).free // 2**20} MiB were free"
+        )
         write = accelerator.save_state
         if accelerator.is_fsdp2:
             write = shards.writer(accelerator, self.average)

@@ -22,10 +22,17 @@ loader = fabric.setup_dataloaders(loader)
 
 torch.manual_seed(0)
 model = nn.Sequential(
-    nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2),
-    nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2),
-    nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10),
-)  # fmt: skip
+    nn.Conv2d(1, 20, 3),
+    nn.ReLU(),
+    nn.AvgPool2d(2),
+    nn.Conv2d(20, 50, 5),
+    nn.ReLU(),
+    nn.AvgPool2d(2),
+    nn.Flatten(),
+    nn.Linear(800, 128),
+    nn.ReLU(),
+    nn.Linear(128, 10),
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer = fabric.setup(model, optimizer)
 

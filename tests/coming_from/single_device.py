@@ -16,10 +16,17 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 torch.manual_seed(0)
 model = nn.Sequential(
-    nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2),
-    nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2),
-    nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10),
-).to(device)  # fmt: skip
+    nn.Conv2d(1, 20, 3),
+    nn.ReLU(),
+    nn.AvgPool2d(2),
+    nn.Conv2d(20, 50, 5),
+    nn.ReLU(),
+    nn.AvgPool2d(2),
+    nn.Flatten(),
+    nn.Linear(800, 128),
+    nn.ReLU(),
+    nn.Linear(128, 10),
+).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 losses = []

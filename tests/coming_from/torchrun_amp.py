@@ -26,15 +26,24 @@ num_steps = len(data["batches"])
 
 torch.manual_seed(0)
 model = nn.Sequential(
-    nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2),
-    nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2),
-    nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10),
-).to(device)  # fmt: skip
+    nn.Conv2d(1, 20, 3),
+    nn.ReLU(),
+    nn.AvgPool2d(2),
+    nn.Conv2d(20, 50, 5),
+    nn.ReLU(),
+    nn.AvgPool2d(2),
+    nn.Flatten(),
+    nn.Linear(800, 128),
+    nn.ReLU(),
+    nn.Linear(128, 10),
+).to(device)
 model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
 # Both stepped after each batch: down by a tenth over the epoch, and half a cosine on top.
-schedulers = [ExponentialLR(optimizer, 0.9 ** (1 / num_steps)),
-              CosineAnnealingLR(optimizer, num_steps)]  # fmt: skip
+schedulers = [
+    ExponentialLR(optimizer, 0.9 ** (1 / num_steps)),
+    CosineAnnealingLR(optimizer, num_steps),
+]
 scaler = torch.amp.GradScaler(device.type, enabled=amp)
 
 losses = []

@@ -133,9 +133,14 @@ class Card(torch.Tensor):
         cls: type["Card"], elem: torch.Tensor, device: torch.device | str = "cuda"
     ) -> "Card":
         card = torch.Tensor._make_wrapper_subclass(
-            cls, elem.shape, strides=elem.stride(), storage_offset=elem.storage_offset(),
-            dtype=elem.dtype, layout=elem.layout, device=cards.use(device),
-        )  # fmt: skip
+            cls,
+            elem.shape,
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            layout=elem.layout,
+            device=cards.use(device),
+        )
         card.elem = elem
         return card
 

@@ -18,9 +18,17 @@ from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 from torch.utils._pytree import tree_leaves, tree_map
 
 COLLECTIVES = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all",
-    "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
-)  # fmt: skip
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+)
 OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list")
 
 
@@ -110,8 +118,14 @@ def install_cuda() -> None:
     torch.accelerator.set_device_index = functools.partial(set_device)
     cuda.current_device = lambda: cards.current
     torch.accelerator.current_device_index = lambda: cards.current
-    for name in ("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats",
-                 "set_rng_state", "set_rng_state_all"):  # fmt: skip
+    for name in (
+        "_lazy_init",
+        "init",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "set_rng_state",
+        "set_rng_state_all",
+    ):
         setattr(cuda, name, gives(None))
     cuda.is_initialized = gives(True)
     cuda.is_bf16_supported = gives(True)
