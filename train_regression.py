@@ -208,7 +208,7 @@ def validate(
     eval_set: InMemory,
     loss: str,
     about: dict[str, Any],
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, Any]]:
     """Return eval_loss, eval_samples and, in the units of the targets, what Regression computes.
 
     The second dict holds row numbers, predictions and targets. Every process must call this.
@@ -224,12 +224,13 @@ def validate(
         **{f"eval_{name}": value for name, value in metric.items()},
         "eval_samples": len(targets),
     }
-    return metrics, {
+    predictions = {
         "index": rows,
         "feature": torch.from_numpy(in_own_unit(features, about, "feature")),
         "prediction": torch.from_numpy(prediction),
         "target": torch.from_numpy(target),
     }
+    return metrics, predictions, {"targets": about["targets"], "feature": about["features"][0]}
 
 
 def compare(model: nn.Module, train_set: InMemory, about: dict, noise: float) -> dict[str, float]:
@@ -290,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     optimizer.zero_grad()
                 run.add(loss=losses)
             results = validate(accelerator, model, eval_loader, eval_set, args.loss, about)
-            run.end_epoch(*results, targets=about["targets"], feature=about["features"][0])
+            run.end_epoch(*results)
 
         metrics = run.finish(f"python app.py {args.run_dir}")
         if args.model == "linear":

@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -225,6 +226,18 @@ def test_without_a_flag_both_scripts_fit_the_processes_of_every_yaml() -> None:
         for file in (ROOT / "accelerate_configs").glob("*.yaml"):
             num_processes = load_config_from_file(str(file)).num_processes
             script.check_arguments(script.parse_args([]), num_processes)
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_the_loop_that_is_shown_is_that_of_the_script(path: Path) -> None:
+    (shown,) = (text for kind, text in FENCE.findall(path.read_text()) if "run.epochs()" in text)
+    script = (ROOT / "train_mnist.py").read_text()
+    loop = script[
+        script.index("        for epoch in run.epochs():") : script.index(
+            "        metrics = run.finish("
+        )
+    ]
+    assert shown.strip() == textwrap.dedent(loop).strip()
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)

@@ -545,7 +545,7 @@ class Run:
         self,
         metrics: dict[str, float],
         predictions: dict[str, torch.Tensor] | None = None,
-        **about: Any,
+        about: dict[str, Any] | None = None,
     ) -> None:
         """Log, print and save after an evaluation.
 
@@ -578,7 +578,7 @@ class Run:
         is_best = args.keep_best is not None and self._keep_best()
         if self._is_over() and predictions is not None:
             # Before the last checkpoint: a resume from it does not evaluate again.
-            self._write(records.PREDICTIONS, predictions, about)
+            self._write(records.PREDICTIONS, predictions, about or {})
         if self.average is not None:
             self.average.swap()
         due = not args.save_every or progress.step % args.save_every == 0
