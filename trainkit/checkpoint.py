@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from trainkit import shards
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
 from trainkit.history import History, RunningMeans
-from trainkit.internals import prepared_optimizers
+from trainkit.internals import prepared_models, prepared_optimizers
 from trainkit.manifest import verify, write_manifest
 from trainkit.rundir import remove_tree, rename_free, sync
 
@@ -103,9 +103,11 @@ class Checkpoints:
         temporary = self.directory / f".tmp-{final.name}"
         sums = self.means.state()
         disk = next(path for path in self.directory.parents if path.exists())
+        sizes = num_bytes(accelerator), shutil.disk_usage(disk).free
+        needed, free = (f"{size / 2**20:.1f} MiB" for size in sizes)
         what = (
-            f"saving {final} failed, the older checkpoints are untouched, "
-            f"{shutil.disk_usage(disk).free // 2**20} MiB were free"
+            f"saving {final} failed, the older checkpoints are untouched; it takes {needed} and "
+            f"{free} were free"
         )
         write = accelerator.save_state
         if accelerator.is_fsdp2:
@@ -281,6 +283,15 @@ class Checkpoints:
 
     def _steps(self) -> list[Path]:
         return sorted(p for p in self.directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
+
+
+def num_bytes(accelerator: Accelerator) -> int:
+    """What the weights and the optimizers' moments take on a disk, about."""
+    tensors = [t for model in prepared_models(accelerator) for t in model.state_dict().values()]
+    for optimizer in prepared_optimizers(accelerator):
+        moments = (value for state in optimizer.state.values() for value in state.values())
+        tensors += [value for value in moments if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def copy_tied_weights(models: list, weights: list[dict[str, torch.Tensor]], folder: str) -> None:
