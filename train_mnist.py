@@ -88,7 +88,7 @@ FLAGS: arguments.Flags = (
     ("--dataset", str, str(Path(__file__).parent / "data" / "mnist"), None,
      "folder or Hub id that holds a column of pictures and one of classes"),
     ("--label", str, None, None, "column of classes; None: the only one"),
-    ("--model", tuple(MODELS), "compact", None, "the network"),
+    ("--model", MODELS, "compact", None, "the network"),
     ("--label-smoothing", float, 0.1, arguments.FRACTION, "of the training loss"),
     ("--augment", bool, True, None,
      "shift, turn and warp each training picture, differently in each epoch"),

@@ -97,10 +97,10 @@ FLAGS: arguments.Flags = (
     ("--noise", float, 0.1, arguments.AT_LEAST_0, "standard deviation in the synthetic targets"),
     ("--data-seed", int, 0, arguments.SEED, "of synthetic data and of the split"),
     ("--test-fraction", float, 0.2, arguments.FRACTION, "of the rows, to evaluate on; 0: on all"),
-    ("--model", tuple(MODELS), "linear", None, "the model"),
+    ("--model", MODELS, "linear", None, "the model"),
     ("--hidden", arguments.whole_numbers, [64, 64],
      (lambda value: min(value, default=0) >= 1, "at least 1 each"), "widths of --model mlp"),
-    ("--loss", tuple(LOSSES), "mse", None, "huber: squared below 1, absolute above"),
+    ("--loss", LOSSES, "mse", None, "huber: squared below 1, absolute above"),
     ("--target-r2", float, None, (lambda value: value <= 1, "at most 1"),
      "exit with 3 if eval_r2 ends below"),
 )  # fmt: skip

@@ -81,7 +81,8 @@ def pixel_tensor(decoded: datasets.Dataset, size: int) -> torch.Tensor:
             for chunk in decoded.data.column("pixels").chunks:
                 file.write(chunk.flatten().to_numpy())
         os.replace(unfinished, path)
-    mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    # Not torch.from_file: a loader worker that is spawned could not be given such a tensor.
+    mapped = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))
     return mapped.view(-1, 1, size, size)
 
 

@@ -33,7 +33,7 @@ def evidence(model: nn.Module, picture: torch.Tensor, answer: int) -> torch.Tens
     logs = torch.cat([model(part)[:, answer] for part in covered.split(64)]).clamp(1e-9).log()
     loss = model(picture[None, None])[0, answer].clamp(1e-9).log() - logs
     loss = F.interpolate(loss.view(1, 1, len(places), -1), (size, size), mode="bilinear")[0, 0]
-    return loss / loss.abs().max().clamp(0.01)
+    return loss / loss.abs().max().clamp(1e-4)
 
 
 @torch.inference_mode()

@@ -438,7 +438,7 @@ def test_push_uploads_the_folder_and_only_when_asked(
     assert received["files"] == files
     assert b"hf download someone/digits" in files["README.md"]
     named = {"model.safetensors", "config.json", "model.py", "README.md", "app.py"}
-    assert named | {"requirements.txt", "modelkit/page.py", "datakit/pictures.py"} < files.keys()
+    assert named | {"requirements.txt", "modelkit/page.py", "datakit/files.py"} < files.keys()
 
 
 def test_a_space_is_pushed_as_one(

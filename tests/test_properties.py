@@ -135,7 +135,8 @@ def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(
 
 def rates(schedule: str, epochs: int, steps_per_epoch: int, **flags: float) -> list[list[float]]:
     """The learning rates of every step, and the ones after the last, of two groups of weights."""
-    defaults = {"gamma": 0.9, "cosine_epochs": None, "warmup": 0.0}
+    defaults = {"gamma": 0.9, "cosine_epochs": None, "warmup": 0.0, "min_learning_rate": 0.0}
+    defaults |= {"learning_rate": 0.1, "batch_size": 1, "scale_lr": None}
     args = argparse.Namespace(schedule=schedule, epochs=epochs, **(defaults | flags))
     optimizer = two_groups()
     return stepped(

@@ -21,11 +21,10 @@ import torch
 from conftest import posix_only
 from PIL import Image
 
-import app
 import predict
 import train_mnist
 from datakit import pictures, tables
-from modelkit import photos
+from modelkit import hub, photos
 from trainkit import arguments, plots, rundir, startup
 from trainkit.checkpoint import read_weights
 from trainkit.errors import UsageError
@@ -233,18 +232,18 @@ def test_an_export_does_not_write_through_a_link(name: str, run_dir: Path, outsi
 def test_the_page_asks_no_network_for_the_data_that_a_run_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"arguments": {"dataset": "someone/pictures"}}))
-    monkeypatch.setattr(app, "load_images", lambda *args: pytest.fail(f"asked for {args[0]}"))
-    assert app.first_examples(tmp_path, {"size": 28, "classes": ["a", "b"]})[1] == []
+    arguments = {"dataset": "someone/pictures", "label": None}
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": arguments}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 1.0, "eval_samples": 9}\n')
+    monkeypatch.setattr(hub, "load_images", lambda *args: pytest.fail(f"asked for {args[0]}"))
+    about = {"size": 28, "classes": ["a", "b"], "pictures": {}}
+    assert hub.describe_run(tmp_path, about)["examples"] == {}
 
 
 @pytest.mark.parametrize(
     ("tensors", "about", "message"),
     [
-        ({}, {}, "holds no prediction and no target"),
-        ({"prediction": [1]}, {"classes": ["a", "b"]}, "holds no target"),
-        ({"prediction": [1], "target": [1], "mistake_images": [1]}, {"classes": ["a", "b"]},
-         "holds no probability"),
+        ({"prediction": [1]}, {"classes": ["a", "b"]}, "cannot be drawn"),
         ({"prediction": [7], "target": [9]}, {"classes": ["a", "b"]}, "cannot be drawn"),
         ({"prediction": [1], "target": [1]}, {"classes": 5}, "cannot be drawn"),
         ({"prediction": [1], "target": [1]}, [], "cannot be drawn"),

@@ -194,7 +194,7 @@ def add_flags(parser: Parser, title: str, flags: Flags) -> None:
     """Add a group of flags from a table like those above."""
     group = parser.add_argument_group(title)
     for flag, kind, default, _, text in flags:
-        how: dict[str, Any] = {"choices" if isinstance(kind, tuple) else "type": kind}
+        how: dict[str, Any] = {"choices" if isinstance(kind, tuple | dict) else "type": kind}
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         group.add_argument(flag, default=default, help=text, **how)

@@ -8,12 +8,15 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
 
+from trainkit.errors import UsageError
 from trainkit.internals import prepared_schedulers
+from trainkit.order import Indices
 from trainkit.shards import describe_shards
 from trainkit.text import count
 from trainkit.world import describe_world
@@ -77,7 +80,7 @@ def describe(run: Any, plan: dict[str, str]) -> str:
         buffers = [name for model in run.models for name, _ in model.named_buffers()]
         newest = f"; buffers ({buffers[0]}, ...) are not averaged" if buffers else ""
         lines["average"] = f"of the weights, decay {args.ema}: evaluated and written{newest}"
-    if note := describe_batch_norm(args, num_processes, run.models):
+    if note := describe_batch_norm(args, num_processes, run.num_used, run.models):
         lines["note"] = note
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
@@ -163,7 +166,7 @@ def describe_optimizer(accelerator: Accelerator, optimizer: AcceleratedOptimizer
 
 
 def describe_batch_norm(
-    args: argparse.Namespace, num_processes: int, models: Sequence[nn.Module]
+    args: argparse.Namespace, num_processes: int, num_used: int, models: Sequence[nn.Module]
 ) -> str | None:
     """What to know of BatchNorm layers, if there are any.
 
@@ -171,9 +174,21 @@ def describe_batch_norm(
     """
     norms = [layer for model in models for layer in model.modules()]
     norms = [layer for layer in norms if isinstance(layer, BATCH_NORMS)]
-    if not norms or num_processes * args.accumulate == 1:
+    if not norms:
+        return None
+    kind = type(norms[0]).__name__
+    size = args.batch_size // args.accumulate  # of a micro-batch, over all processes
+    share = size // num_processes
+    last = Indices(torch.arange(num_used % size or size), size)
+    smallest = min(len(last[n : n + share].values) for n in range(0, size, share))
+    if smallest < 2:
+        raise UsageError(
+            f"--batch-size {args.batch_size}: {kind} needs more than a batch of {smallest}, which "
+            "a process gets here: use another --batch-size or --drop-last"
+        )
+    if args.batch_size == share:
         return None
     return (
-        f"{count(len(norms), type(norms[0]).__name__ + ' layer')}: its numbers depend on how a "
-        "batch is split, so other processes or micro-batches give other losses"
+        f"{count(len(norms), kind + ' layer')}: its numbers depend on how a batch is split, so "
+        "other processes or micro-batches give other losses"
     )

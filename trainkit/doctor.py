@@ -16,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
@@ -96,6 +95,8 @@ def examine(accelerator: Accelerator, run_dir: Path) -> dict[str, Any]:
 def describe_rank(accelerator: Accelerator) -> dict[str, Any]:
     """What this process runs on and how fast; "facts" must be equal everywhere."""
     device, backend, driver = accelerator.device, accelerator.state.backend or "none", "none"
+    import psutil  # here: it does not load everywhere
+
     name, free_bytes = platform.machine(), psutil.virtual_memory().available
     if device.type == "cuda":
         name, free_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
