@@ -5,6 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil  # noqa: F401  on Linux it needs what is taken away, on Windows it does not
+
 for name in ("fcntl", "resource"):
     sys.modules[name] = None
 del signal.SIGUSR1, os.setpgid
