@@ -2,27 +2,26 @@
 
     python -m benchmarks.pictures
 
-Lines longer than the picture are broken between words, and the folder of this repository is left
-out of them.
+The terminal is a real one of 80 columns (util-linux's `script`); the folder of this repository is
+left out of what it shows, and so is the bar, which is gone when an epoch ends.
 """
 
+import subprocess
+import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from PIL import Image
 
-from benchmarks._runs import MNIST, ROOT, execute
+from benchmarks._runs import MNIST, ROOT
 
-COLUMNS, DPI = 116, 100
+COLUMNS, DPI = 80, 100
 
 
 def draw_terminal(text: str) -> Figure:
     """Dark monospaced text on a light ground."""
-    lines = ["$ python train_mnist.py"]
-    for line in text.splitlines():
-        lines += textwrap.wrap(line, COLUMNS, subsequent_indent=" " * 12)
+    lines = ["$ python train_mnist.py", *text.splitlines()]
     width, height = 8 * COLUMNS + 32, 19 * len(lines) + 28  # pixels
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="#f6f6f3")
     figure.text(
@@ -41,7 +40,10 @@ def draw_terminal(text: str) -> Figure:
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory, "runs", "mnist")
-        text = "".join(line for _, line in execute(MNIST, cwd=directory).lines)
+        shell = f"stty cols {COLUMNS}; {sys.executable} {MNIST}"
+        command = ["script", "-qec", shell, "/dev/null"]
+        shown = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True)
+        text = "\n".join(line.rpartition("\r")[2] for line in shown.stdout.split("\n"))
         draw_terminal(text.replace(f"{ROOT}/", "")).savefig(run_dir / "terminal.png")
         for name in ("terminal.png", "curves.png", "mistakes.png"):
             with Image.open(run_dir / name) as picture:
