@@ -21,6 +21,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -233,12 +234,14 @@ def validate(
     return metrics, predictions, {"targets": about["targets"], "feature": about["features"][0]}
 
 
-def compare(model: nn.Module, train_set: InMemory, about: dict, noise: float) -> dict[str, float]:
+def compare(
+    weights: dict[str, torch.Tensor], train_set: InMemory, about: dict, noise: float
+) -> dict[str, float]:
     """A linear model beside the least-squares optimum of its training rows and the known truth.
 
     standard_error is the root mean square distance to the truth that the noise gives the optimum.
     """
-    learned = torch.cat((model.weight, model.bias[:, None]), 1).detach().cpu().double()
+    learned = torch.cat((weights["weight"], weights["bias"][:, None]), 1).double()
     features, targets = (tensor.double() for tensor in train_set.tensors)
     inputs = F.pad(features, (0, 1), value=1.0)  # a column of ones for the bias
     optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.T
@@ -295,7 +298,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
         metrics = run.finish(f"python app.py {args.run_dir}")
         if args.model == "linear":
-            found = compare(run.models[0], train_set, about, args.noise)
+            weights = load_file(args.run_dir / "model.safetensors")
+            found = compare(weights, train_set, about, args.noise)
             run.print("  ".join(f"{name} {value:.6g}" for name, value in found.items()))
             metrics |= found
     if args.target_r2 is not None and metrics["eval_r2"] < args.target_r2:

@@ -56,13 +56,14 @@ class Classifier(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        if len(tokens) == 0:  # nn.TransformerEncoder refuses what others take: no rows
-            return self(tokens.new_ones(1, 1), lengths.new_ones(1))[:0]
+        num_rows = len(tokens)
+        if num_rows == 0:
+            tokens, lengths = tokens.new_ones(1, 1), lengths.new_ones(1)
         is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
         states = self.embedding(tokens) + self.position[: tokens.shape[1]]
         states = self.encoder(states, src_key_padding_mask=is_padding)
         mean = states.masked_fill(is_padding[:, :, None], 0).sum(1) / lengths[:, None]
-        return self.head(mean)
+        return self.head(mean)[:num_rows]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

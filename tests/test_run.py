@@ -505,7 +505,10 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
     before, after = load_file(weights), load_file(tmp_path / "same" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     other = tmp_path / "first" / "predictions.safetensors"
-    for path, sentence in ((tmp_path / "none", "cannot be read"), (other, "none of its 4")):
+    for path, sentence in (
+        (tmp_path / "none", "cannot be read"),
+        (other, "none of its 4"),
+    ):
         bad = nursery.run("train_regression", *flags, tmp_path / "bad", "--start-from", path)
         assert bad.codes == [2] and sentence in bad.output, bad.output
         assert not (tmp_path / "bad").exists()

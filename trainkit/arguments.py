@@ -49,6 +49,7 @@ AT_LEAST_0 = (lambda value: 0 <= value < math.inf, "a number of at least 0")
 AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
 AT_LEAST_2 = (lambda value: value >= 2, "at least 2")
 POSITIVE = (lambda value: 0 < value < math.inf, "a number above 0")
+UP_TO_1 = (lambda value: 0 < value <= 1, "above 0 and at most 1")
 POSITIVE_OR_INF = (lambda value: value > 0, "above 0")
 DECAY = (lambda value: 0 < value < 1, "above 0 and below 1")
 FRACTION = (lambda value: 0 <= value < 1, "at least 0 and below 1")
@@ -68,7 +69,7 @@ EXPERIMENT_FLAGS = (
      "fraction of all steps in which the learning rate rises to its peak"),
     ("--min-learning-rate", float, 0.0, AT_LEAST_0,
      "lowest learning rate of the onecycle and cosine schedules"),
-    ("--gamma", float, 0.9, POSITIVE, "decay per epoch of the exponential schedules"),
+    ("--gamma", float, 0.9, UP_TO_1, "decay per epoch of the exponential schedules"),
     ("--cosine-epochs", float, None, POSITIVE,
      "half a period of the cosine, in epochs; None: the whole run"),
     ("--scale-lr", int, None, AT_LEAST_1,
@@ -94,7 +95,7 @@ RUN_FLAGS = (
     ("--patience", int, None, AT_LEAST_1,
      "end the run after this many evaluations in a row that are not the best by --keep-best"),
     ("--start-from", Path, None, None,
-     "begin with the weights in this safetensors file, by name; no resume"),
+     "begin with the weights in this safetensors file, by name; with --resume a checkpoint wins"),
     ("--stop-after-steps", int, None, AT_LEAST_1,
      "end the run after this many optimizer steps as if it were done"),
     ("--pictures", bool, True, None, "draw curves and results into the run folder at the end"),
@@ -107,7 +108,7 @@ RUN_FLAGS = (
      "micro-batches per optimizer step: less memory, the same numbers"),
     ("--tracker", TRACKERS, None, None, "log there as well"),
     ("--num-workers", int, 0, AT_LEAST_0, "loader processes per training process"),
-    ("--timeout", int, 300, AT_LEAST_1,
+    ("--timeout", int, 300, (lambda value: 1 <= value < 1e7, "1 to below 10,000,000"),
      "seconds after which a process that does not answer counts as lost"),
 )  # fmt: skip
 # A comment in a file of flags; group 1: what only looks like one, in quotes or inside a word.
@@ -233,10 +234,10 @@ def check_shared(args: argparse.Namespace, num_processes: int) -> None:
     refuse(find_problems(args, num_processes))
 
 
-def check_size(args: argparse.Namespace, num_train: int) -> None:
-    """Raise UsageError if the flags leave no step for this number of training samples."""
-    if num_train < 1:
-        raise UsageError("no training samples are left")
+def check_size(args: argparse.Namespace, num_train: int, num_eval: int) -> None:
+    """Raise UsageError if there are no samples, or no step for them."""
+    if num_train < 1 or num_eval < 1:
+        raise UsageError(f"there are {num_train} samples to train on and {num_eval} to evaluate on")
     if args.drop_last and args.batch_size > num_train:
         raise UsageError(
             f"--batch-size {args.batch_size} is larger than the {num_train} training samples: "

@@ -49,7 +49,8 @@ class Average:
         assert not self.swapped, "a checkpoint holds the weights that are trained"
         if self.accelerator.is_main_process:
             for number, values in enumerate(self.values):
-                save_file(values, self._path(folder, number))
+                plain = {name: value.contiguous() for name, value in values.items()}
+                save_file(plain, self._path(folder, number))
 
     def _load(self, models: list, folder: str) -> None:
         for number, values in enumerate(self.values):

@@ -46,6 +46,7 @@ class Progress:
         metrics: the metrics of the last evaluation.
         metrics_step: the step of that evaluation.
         best, best_step: the best value of the metric of --keep-best, and its step.
+        best_name: that metric.
         num_worse: evaluations since then.
         ended: run.stop() or --patience has ended the run, whatever is left of it.
         state: run.state, the script's own.
@@ -59,6 +60,7 @@ class Progress:
     metrics_step: int = 0
     best: float | None = None
     best_step: int = 0
+    best_name: str | None = None
     num_worse: int = 0
     ended: bool = False
     state: dict[str, Any] = field(default_factory=dict)
@@ -330,10 +332,11 @@ def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Te
     own = model.state_dict()
     fits = {n: v for n, v in given.items() if n in own and kind(v) == kind(own[n])}
     if not fits:
-        raise UsageError(
-            f"--start-from {path}: none of its {len(given)} tensors has the name and shape of one "
-            f"of the model's {len(own)}, of which the first is {next(iter(own))!r}"
-        )
+        name = next((name for name in own if name in given), None)
+        unlike = f"no name of the model's, of which the first is {next(iter(own))!r}"
+        if name is not None:
+            unlike = f"{name!r} is {tuple(given[name].shape)}, and {tuple(own[name].shape)} here"
+        raise UsageError(f"--start-from {path}: none of its {len(given)} tensors fits: {unlike}")
     for name, value in fits.items():
         if not value.isfinite().all():
             raise UsageError(f"--start-from {path}: {name} holds numbers that are not finite")

@@ -102,7 +102,7 @@ def raise_together(
 def explain_failure(problem: Exception) -> str | None:
     """What happened to this process alone, for example a lost peer; None if that is not known."""
     text = str(problem)
-    if isinstance(problem, torch.OutOfMemoryError):
+    if isinstance(problem, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't" in text:
         return "ran out of memory, try a larger --accumulate or a smaller --batch-size"
     if text.startswith("DataLoader worker"):
         return "lost a loader worker (the kernel kills one when memory runs out)"

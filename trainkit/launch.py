@@ -76,6 +76,12 @@ def check_ranks() -> None:
     """Refuse a process that no launcher started although it is one of several."""
     adopt_ranks()
     env = os.environ
+    numbers = [env.get("RANK", "0"), env.get("WORLD_SIZE", "1")]
+    good = all(map(str.isdecimal, numbers)) and int(numbers[0]) < int(numbers[1])
+    if "WORLD_SIZE" in env and not good:
+        raise UsageError(
+            f"RANK={numbers[0]} WORLD_SIZE={numbers[1]}: there is no such process: unset both"
+        )
     several = [name for _, name, *_ in (RANKS, *MPI_RANKS) if env.get(name, "1") != "1"]
     several += env.keys() & {"RANK", "LOCAL_RANK"}
     # A step of srun says how many tasks it has. Without that this is the script of sbatch, whose

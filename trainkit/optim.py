@@ -27,10 +27,11 @@ def make_optimizer(
     then counts a skipped step as made. None leaves the choice to torch, which takes its foreach
     kernels on a GPU.
     """
+    sharded_sgd = args.optimizer == "sgd" and accelerator.is_fsdp2  # torch has no such kernel
     options: dict[str, Any] = {
         "lr": peak_learning_rate(args),
         "weight_decay": args.weight_decay,
-        "fused": None if accelerator.mixed_precision == "fp16" else True,
+        "fused": None if accelerator.mixed_precision == "fp16" or sharded_sgd else True,
     }
     if args.optimizer == "sgd":
         options["momentum"] = args.momentum

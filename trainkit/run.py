@@ -25,6 +25,7 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -47,6 +48,7 @@ from trainkit.console import (
     describe,
     fit,
     num_parameters,
+    show,
     show_best,
     smallest_is_best,
 )
@@ -66,6 +68,7 @@ from trainkit.internals import (
     registered_objects,
 )
 from trainkit.manifest import sha256_of
+from trainkit.optim import weights_of
 from trainkit.order import (
     Dropout,
     EpochBatches,
@@ -232,9 +235,9 @@ class Run:
         self.train_set, self.eval_set = data[:2]
         check_indexable(self.train_set, "training set")
         check_indexable(self.eval_set, "evaluation set")
+        arguments.check_size(args, len(self.train_set), len(self.eval_set))
         self.data_md5 = data_md5(self.train_set, self.eval_set)
         world.check_same(self.accelerator, {"the data's md5": self.data_md5})
-        arguments.check_size(args, len(self.train_set))
         self.num_used = num_used(len(self.train_set), args.batch_size, args.drop_last)
         self.steps_per_epoch = math.ceil(self.num_used / args.batch_size)
         num_steps = args.epochs * self.steps_per_epoch
@@ -262,15 +265,7 @@ class Run:
         self._need("run.begin(...)", "loaded")
         args, accelerator = self.args, self.accelerator
         prepared = [model] if isinstance(model, nn.Module) else list(model)
-        if len(prepared) != len(prepared_models(accelerator)):
-            raise RuntimeError(
-                "run.begin(...) needs every model that accelerator.prepare was given"
-            )
-        if registered_objects(accelerator):
-            raise UsageError(
-                "register_for_checkpointing is not supported, because reading it back could "
-                "execute code: keep numbers in run.state, tensors in a buffer of a prepared module"
-            )
+        self._check_prepared(len(prepared))
         self.about, self.optimizers = about, prepared_optimizers(accelerator)
         self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
         self.print(describe(self, plan or {}))
@@ -281,15 +276,39 @@ class Run:
             self.resources.callback(held.release)
         self._make_state(facts)
         self.progress = self.checkpoints.resume(args.resume, self.last_step)
+        if self.progress.best_name not in (None, args.keep_best):
+            self.print(f"--keep-best was {self.progress.best_name}: what is best is found anew")
+            self.progress.best, self.progress.best_step, self.progress.num_worse = None, 0, 0
         if notice and self.progress.step == 0:
             self.print(notice)
         if self.progress.ended:
-            self.print("this run has ended early, as run.stop() or --patience asked for")
+            self.print(
+                "this run has ended early, as run.stop() or --patience asked for: to go on, start "
+                "a new one with --start-from"
+            )
         record_run(accelerator, args)
         for each in prepared:
             fix_bucket_order(each)
         accelerator.init_trackers(self.project, vars(args))
         self.stage = "between"
+
+    def _check_prepared(self, num_models: int) -> None:
+        """Raise an error for what could not be trained or resumed as it was prepared."""
+        accelerator = self.accelerator
+        if num_models != len(prepared_models(accelerator)):
+            raise RuntimeError(
+                "run.begin(...) needs every model that accelerator.prepare was given"
+            )
+        if registered_objects(accelerator):
+            raise UsageError(
+                "register_for_checkpointing is not supported, because reading it back could "
+                "execute code: keep numbers in run.state, tensors in a buffer of a prepared module"
+            )
+        weights = Counter(weights_of(*prepared_optimizers(accelerator)))
+        if twice := [weight for weight, num in weights.items() if num > 1]:
+            raise RuntimeError(
+                f"{len(twice)} of the weights are in two optimizers, or twice in one"
+            )
 
     def _start_from(self) -> tuple[dict[str, Any], str]:
         """What must be equal in a resumed run, and a line about what --start-from has loaded."""
@@ -473,6 +492,13 @@ class Run:
         Every process must call this. Raises RunFailure on all of them.
         """
         self._need("run.clip_and_check(...)", "backward", "checked")
+        for each in optimizers:
+            if each not in self.optimizers:
+                raise RuntimeError(
+                    f"run.clip_and_check(...) got a {type(each).__name__} that accelerator.prepare "
+                    "did not return: prepare every optimizer, or a resume loses its state, and "
+                    "hand over several as *optimizers"
+                )
         if self.accelerator.sync_gradients:
             self.step.clip_and_check(*optimizers)
             self.stage = "checked"
@@ -553,26 +579,9 @@ class Run:
         if there are any, are written to predictions.safetensors, with `about` as metadata.
         """
         self._need("run.end_epoch(...)", "trained")
+        metrics = world.agree(self.accelerator, metrics)
         args, progress = self.args, self.progress
-        eval_seconds = time.perf_counter() - self.started_at - self.train_seconds
-        num_trained = self._num_done() - self.num_before
-        if progress.batch == self.steps_per_epoch:
-            progress.epoch, progress.batch = progress.epoch + 1, 0
-        progress.metrics = {"epoch": progress.epoch, **self.means.means("train"), **metrics}
-        progress.metrics_step = progress.step
-        self.accelerator.log(progress.metrics, step=progress.step)
-        self.history.log_timing(
-            {
-                "step": progress.step,
-                "train_seconds": self.train_seconds,
-                "eval_seconds": eval_seconds,
-                "train_samples": num_trained,
-            }
-        )
-        done = progress.epoch + progress.batch / self.steps_per_epoch
-        rate = num_trained / self.train_seconds
-        where = f"{done:.4g}/{args.epochs}"
-        self.print(self.table.line(where, progress.metrics, self.train_seconds, rate))
+        self._log_evaluation(metrics)
         if progress.batch == 0:  # else the epoch goes on, perhaps after a resume
             self.means.clear()
         is_best = args.keep_best is not None and self._keep_best()
@@ -585,6 +594,31 @@ class Run:
         if self._is_over() or is_best or due:
             self.checkpoints.save(progress)
         self.stage = "between"
+
+    def _log_evaluation(self, metrics: dict[str, float]) -> None:
+        progress = self.progress
+        eval_seconds = time.perf_counter() - self.started_at - self.train_seconds
+        num_trained = self._num_done() - self.num_before
+        if progress.batch == self.steps_per_epoch:
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+        means = self.means.means("train")
+        if nothing := [name for name in self.means.sums if f"train_{name}" not in means]:
+            raise RuntimeError(f"{nothing[0]}: where= has counted no value since the epoch began")
+        progress.metrics = {"epoch": progress.epoch, **means, **metrics}
+        progress.metrics_step = progress.step
+        self.accelerator.log(progress.metrics, step=progress.step)
+        self.history.log_timing(
+            {
+                "step": progress.step,
+                "train_seconds": self.train_seconds,
+                "eval_seconds": eval_seconds,
+                "train_samples": num_trained,
+            }
+        )
+        done = progress.epoch + progress.batch / self.steps_per_epoch
+        rate = num_trained / self.train_seconds
+        epoch = f"{round(done, 2):g}/{self.args.epochs}"
+        self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))
 
     def finish(self, next_command: str = "") -> dict[str, float]:
         """Write the weights and DONE, draw the pictures; return the metrics of the last evaluation.
@@ -609,6 +643,11 @@ class Run:
                 drawn = plots.draw_run(args.run_dir)
             except Exception as problem:  # no matplotlib, no memory, no disk
                 self.print(f"the pictures were not drawn: {first_sentence(problem)}")
+        if progress.best is not None:
+            self.print(
+                f"{args.keep_best} was best at step {progress.best_step}, "
+                f"{show(args.keep_best, progress.best)}: best.safetensors has those weights"
+            )
         names = ", ".join(path.name for path in drawn)
         self.print(
             f"done: {count(progress.step, 'step')}, {show_best(progress.metrics)}; in "
@@ -641,7 +680,7 @@ class Run:
                 self.average.swap()
             self.checkpoints.save(progress)  # the epoch is not lost
             raise UsageError(f"--keep-best {name}: there are only {', '.join(progress.metrics)}")
-        value, best = progress.metrics[name], progress.best
+        value, best, progress.best_name = progress.metrics[name], progress.best, name
         better = best is None or (value < best if smallest_is_best(name) else value > best)
         if not (better and math.isfinite(value)):
             progress.num_worse += 1

@@ -20,7 +20,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, as_usage_error
 from trainkit.internals import (
     prepared_models,
     prepared_optimizers,
@@ -71,7 +71,8 @@ def plugin(precision: str) -> FullyShardedDataParallelPlugin | None:
     # Accelerate's own policy adds gradients up in bf16 too, and rounds inputs and outputs to it.
     dtype = torch.bfloat16 if precision == "bf16" else None
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    with as_usage_error("fsdp_config cannot be used"):
+        return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
 
 
 def shard(accelerator: Accelerator, wanted: FullyShardedDataParallelPlugin | None) -> None:
@@ -184,7 +185,12 @@ def writer(
         tensors, optimizers = whole((tensors, optimizers), main)
     else:
         for kind, named in tensors.items():
-            shares |= {f"{kind}.{name}": value for name, value in named.items()}
+            seen = set()
+            for name, value in named.items():
+                memory = getattr(value, "to_local", lambda value=value: value)().data_ptr()
+                # Copied: safetensors refuses two names of one memory, which tied weights are.
+                shares[f"{kind}.{name}"] = value.clone() if memory in seen else value
+                seen.add(memory)
         optimizers = [
             _without_moments(saved, number, shares) for number, saved in enumerate(optimizers)
         ]
@@ -250,6 +256,10 @@ def read(
         from torch.distributed import checkpoint as dcp
 
         storage = dcp.HuggingFaceStorageReader(str(folder))
+        for name, kept in storage.read_metadata().state_dict_metadata.items():
+            num = sum(chunk.sizes.numel() for chunk in getattr(kept, "chunks", ()))
+            if hasattr(kept, "chunks") and num != kept.size.numel():
+                raise UsageError(f"{folder}: a part of {name} is missing")
         with _own_errors():
             dcp.load(shares, storage_reader=storage, no_dist=accelerator.num_processes == 1)
     for wrapped, saved in zip(prepared_optimizers(accelerator), loaded, strict=True):

@@ -2,11 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch.distributed.nn.functional import all_gather
 
 from trainkit.errors import UsageError
 from trainkit.finite import FiniteGuard, Position
@@ -142,11 +142,27 @@ class Step:
         nums = [self.rows_of(rank)[1] for rank in world]
         # All processes must send equally many rows: those that are missing are zeros.
         padded = torch.cat((rows, rows.new_zeros(max(nums) - len(rows), *rows.shape[1:])))
-        shares = all_gather(padded.contiguous())
+        shares = AllGather.apply(padded)
         return torch.cat([share[:num] for share, num in zip(shares, nums, strict=True)]), first
 
     def _num_here(self) -> int:
         return min(self.size, self.num_samples - self.num_before)
+
+
+class AllGather(torch.autograd.Function):
+    """Tensors of one shape from all processes; gradients are added up and flow back to each."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(tensors, tensor.contiguous())
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        total = torch.stack(gradients)
+        torch.distributed.all_reduce(total)
+        return total[torch.distributed.get_rank()]
 
 
 def masked_sum(

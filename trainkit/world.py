@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.metadata
+import math
 import os
 import platform
 import socket
@@ -112,6 +113,23 @@ def check_same(accelerator: Accelerator, facts: dict[str, Any]) -> None:
     facts = {name: str(value) for name, value in facts.items()}
     if problems := find_differences(gather_object([{"node": node_name(), "facts": facts}])):
         raise UsageError(f"the nodes of this run differ: {'; '.join(problems)}")
+
+
+def agree(accelerator: Accelerator, metrics: dict[str, float]) -> dict[str, float]:
+    """The main process's metrics, by which all decide alike whether one is the best.
+
+    Every process must call this. Raises RuntimeError on all of them if theirs are not about equal.
+    """
+    everybody = gather_object([metrics])
+    for rank, others in enumerate(everybody):
+        for name, value in everybody[0].items():
+            other = others.get(name, math.nan)
+            if value == value and not math.isclose(value, other, rel_tol=1e-2, abs_tol=1e-6):
+                raise RuntimeError(
+                    f"{name} is {value:.6g} on process 0 and {other:.6g} on process {rank}: add up "
+                    "what the processes have evaluated first (accelerator.reduce)"
+                )
+    return everybody[0]
 
 
 def check_shared_folder(accelerator: Accelerator, directory: Path) -> None:
