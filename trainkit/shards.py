@@ -184,13 +184,7 @@ def writer(
     if full:
         tensors, optimizers = whole((tensors, optimizers), main)
     else:
-        for kind, named in tensors.items():
-            seen = set()
-            for name, value in named.items():
-                memory = getattr(value, "to_local", lambda value=value: value)().data_ptr()
-                # Copied: safetensors refuses two names of one memory, which tied weights are.
-                shares[f"{kind}.{name}"] = value.clone() if memory in seen else value
-                seen.add(memory)
+        shares = _flat(tensors)
         optimizers = [
             _without_moments(saved, number, shares) for number, saved in enumerate(optimizers)
         ]
@@ -274,6 +268,21 @@ def _named(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of a run by the kind of file that holds them, and by name."""
     return {"model": model.state_dict(), **({"average": average[0]} if average else {})}
+
+
+def _flat(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """All of them as KIND.NAME; a second name of one memory, a tied weight's, gets a copy.
+
+    safetensors would refuse it.
+    """
+    flat: dict[str, torch.Tensor] = {}
+    seen = set()
+    for kind, named in tensors.items():
+        for name, value in named.items():
+            memory = (value.to_local() if hasattr(value, "to_local") else value).data_ptr()
+            flat[f"{kind}.{name}"] = value.clone() if memory in seen else value
+            seen.add(memory)
+    return flat
 
 
 def _without_moments(
