@@ -129,6 +129,7 @@ def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
         assert (run_dir / file).read_bytes() == (undisturbed / file).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_colour_pictures_do_not_depend_on_loader_workers(
     start: Start, whole: Callable[..., Path], tmp_path: Path
 ) -> None:

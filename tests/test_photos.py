@@ -108,6 +108,7 @@ def answers(run_dir: Path, pictures: list[Image.Image], folder: Path) -> list[st
     return said
 
 
+@pytest.mark.slow
 def test_sixty_photographs(run_dir: Path, digits: list, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     chosen = [digits[rng.integers(len(digits))] for _ in range(60)]

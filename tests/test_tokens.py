@@ -291,7 +291,7 @@ def test_a_loss_that_couples_samples_sees_those_of_all_processes(
     flags += ["--eval-batch-size", 25, "--no-pictures", "--timeout", 60, "--run-dir", tmp_path]
     start(nursery, "two_towers", *flags, world=world)
     found = [row["train_loss"] for row in rows(tmp_path, "steps")]
-    assert found == pytest.approx(contrasted, abs=1e-6)
+    assert found == pytest.approx(contrasted, rel=1e-6)
     assert [row["eval_samples"] for row in rows(tmp_path, "epochs")] == [101, 101]
     metrics = rows(tmp_path, "epochs")[-1]
     assert 0.02 < metrics["eval_accuracy"] < 1
