@@ -26,6 +26,7 @@ from trainkit.errors import RunFailure, UsageError
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import Dropout, make_loaders
 from trainkit.run import Run
+from trainkit.world import agree
 
 NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
 
@@ -472,6 +473,61 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_after_a_kill(
         assert again.codes == [0] * world, again.output
         for name in ("best.safetensors", "metrics.jsonl", "model.safetensors"):
             assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_another_metric_to_keep_is_compared_with_itself_alone(
+    tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    flags = ["--num-samples", 64, "--epochs", 4, "--run-dir", tmp_path, "--keep-best"]
+    run_main("train_regression", *flags, "eval_loss", "--stop-after-steps", 4)
+    run_main("train_regression", *flags, "eval_r2", "--patience", 1, "--resume", "auto")
+    assert "--keep-best was eval_loss" in capfd.readouterr().out
+    assert rows(tmp_path)[-1]["epoch"] == 4  # eval_r2 rose, so nothing ended early
+
+
+def test_an_average_is_saved_beside_weights_that_are_channels_last(
+    tmp_path: Path, tiny_mnist: Path, run_main: Callable
+) -> None:
+    flags = ["--dataset", tiny_mnist, "--run-dir", tmp_path, "--ema", 0.9, "--save-every", 1]
+    run_main("train_mnist", *flags, "--stop-after-steps", 2)
+    average, raw = (load_file(tmp_path / f"{name}.safetensors") for name in ("model", "raw"))
+    assert average.keys() == raw.keys()
+    assert not any(torch.equal(average[name], raw[name]) for name in raw)
+
+
+def test_what_could_not_be_resumed_or_counted_is_told_so(tmp_path: Path) -> None:
+    stray = torch.optim.SGD([torch.zeros(1)], lr=1)
+    with pytest.raises(RuntimeError, match=r"got a SGD that accelerator\.prepare did not return"):
+        train("--run-dir", tmp_path / "a", body=lambda run, number: check(run, stray))
+    forget_accelerator()
+    shared = nn.Linear(2, 4)
+
+    def twice(model: nn.Module) -> list:
+        return [{"params": [*model.parameters()]}, {"params": [*shared.parameters()]}]
+
+    with pytest.raises(RuntimeError, match="2 of the weights are in two optimizers"):
+        train("--run-dir", tmp_path / "b", groups=twice)
+    forget_accelerator()
+    with (
+        pytest.raises(UsageError, match="there are 0 samples to train on and 1 to evaluate on"),
+        Run(parse("--run-dir", tmp_path / "c"), "test") as run,
+    ):
+        run.load(lambda args: ([], [1]))
+
+
+def check(run: Run, optimizer: torch.optim.Optimizer) -> None:
+    with run.accelerator.accumulate(*run.models):
+        run.step_mean(torch.ones(run.step.num_rows, requires_grad=True))
+        run.clip_and_check(optimizer)
+
+
+def test_metrics_that_differ_between_processes_are_refused(
+    accelerator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.world.gather_object", lambda mine: [*mine, {"eval_auc": 0.61}])
+    assert agree(accelerator, {"eval_auc": 0.612}) == {"eval_auc": 0.612}
+    with pytest.raises(RuntimeError, match=r"eval_auc is 0.7 on process 0 and 0.61 on process 1"):
+        agree(accelerator, {"eval_auc": 0.7})
 
 
 def test_an_unknown_metric_to_keep_is_named(tmp_path: Path, run_main: Callable) -> None:

@@ -215,6 +215,37 @@ def test_channels_last_weights_are_sharded_and_come_back(
     assert_close(tmp_path / "whole", tmp_path / "run", tolerance=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("train_regression", ["--num-samples", 96, "--batch-size", 30, "--optimizer", "sgd"]),
+        ("examples.text", ["--num-lines", 7, "--batch-size", 6, "--epochs", 1]),
+        ("examples.gpt", ["--layers", 1, "--width", 32, "--stop-after-steps", 2]),
+    ],
+    ids=["sgd and a linear model", "a batch without rows", "tied weights"],
+)
+def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
+    nursery: Nursery, tmp_path: Path, script: str, flags: list
+) -> None:
+    flags = [*flags, "--timeout", 30, "--no-pictures", "--log-every", 1]
+    for kind in (None, "SHARDED_STATE_DICT"):
+        train(nursery, tmp_path / str(kind), *flags, script=script, kind=kind, world=3)
+    assert_close(tmp_path / "None", tmp_path / "SHARDED_STATE_DICT", 1e-5)
+
+
+def test_a_share_that_is_missing_is_named(
+    whole: dict[str | None, Path], nursery: Nursery, tmp_path: Path
+) -> None:
+    run_dir = copy_until(whole["SHARDED_STATE_DICT"], tmp_path / "run", 12)
+    folder = run_dir / "checkpoints" / "step-0000000012"
+    min(folder.glob("state/shard-*")).unlink()
+    reforge(folder)
+    outcome = train(
+        nursery, run_dir, *TEXT, "--resume", "latest", kind="SHARDED_STATE_DICT", codes=[2, 2]
+    )
+    assert "missing" in outcome.output or "cannot be loaded" in outcome.output, outcome.output
+
+
 def test_weights_of_a_file_are_shared_out(
     nursery: Nursery, whole: dict[str | None, Path], tmp_path: Path
 ) -> None:
