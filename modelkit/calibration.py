@@ -40,4 +40,4 @@ def _error(logits: torch.Tensor, targets: torch.Tensor) -> float:
     gaps = torch.zeros(15).index_add(
         0, (probability * 15).long().clamp(max=14), probability - (answer == targets).float()
     )
-    return gaps.abs().sum().item() / len(targets)
+    return gaps.abs().sum().item() / max(1, len(targets))
