@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dataset", default=str(MNIST), help="folder or Hub id of pictures")
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, "runs/gan", not_the_experiment=["dataset"])
-    parser.set_defaults(epochs=5, learning_rate=5e-4, schedule="cosine", optimizer="adam")
+    parser.set_defaults(epochs=3, learning_rate=5e-4, schedule="cosine", optimizer="adam")
     return parser.parse_args(argv)
 
 

@@ -5,6 +5,7 @@ compute_float32_in_full, is applied by Run, so that it holds in a notebook too. 
 measured by `python -m benchmarks.time_to_accuracy --compare startup`.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -54,6 +55,7 @@ def run(main: Callable[[], Any]) -> None:
         with contextlib.suppress(ValueError):  # not in the main thread: Run says so
             signal.signal(signal.SIGINT, _interrupt_once)
     gc.freeze()  # what was imported is never searched for garbage: a start is a fifth shorter
+    atexit.register(gc.unfreeze)  # else triton, where it is imported, prints leaks at the exit
     try:
         adopt_ranks()  # from here on one process speaks for all
         end_with_launcher()
