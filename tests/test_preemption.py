@@ -111,6 +111,7 @@ def test_sigterm_to_a_group_with_loader_workers_saves_and_a_second_run_is_refuse
     assert gone(process, 6)
 
 
+# Known defect, fails now and then: a move in the middle of torch.save prints a traceback first.
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--save-every", 1, "--log-every", 9999]])
 def test_a_run_folder_that_is_moved_away_ends_the_run_in_one_sentence(
@@ -291,6 +292,7 @@ def test_a_killed_worker_comes_back_into_the_same_run(tmp_path: Path, arguments:
     assert digests(tmp_path / "run") == digests(tmp_path / "whole")
 
 
+# Fails now and then on a busy machine; the cause is not known yet.
 @pytest.mark.slow
 def test_a_killed_peer_ends_the_job_within_seconds(started: object) -> None:
     process = started(config="2cpu")
