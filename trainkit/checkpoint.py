@@ -29,7 +29,7 @@ from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_toge
 from trainkit.history import History, RunningMeans
 from trainkit.internals import prepared_models, prepared_optimizers
 from trainkit.manifest import verify, write_manifest
-from trainkit.rundir import remove_tree, rename_free, sync
+from trainkit.rundir import check_still_there, remove_tree, rename_free, sync
 
 STEP_NAME = re.compile(r"step-\d{10}")
 
@@ -119,7 +119,11 @@ class Checkpoints:
                 temporary.mkdir()  # not its parents: the run folder may have been moved away
                 (temporary / "state").mkdir()
         with failing_together(accelerator, what, RunFailure):
-            write(temporary / "state")
+            try:
+                write(temporary / "state")
+            except Exception:  # torch.save does not say FileNotFoundError
+                check_still_there(self.directory.parent)
+                raise
         with failing_together(accelerator, what, RunFailure):
             if main:
                 self._commit(temporary, final, progress, sums)
