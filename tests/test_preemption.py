@@ -319,8 +319,6 @@ def test_a_killed_worker_comes_back_into_the_same_run(tmp_path: Path, arguments:
     assert digests(tmp_path / "run") == digests(tmp_path / "whole")
 
 
-# Fails now and then on a busy machine; the cause is not known yet.
-@pytest.mark.slow
 def test_a_killed_peer_ends_the_job_within_seconds(started: object) -> None:
     process = started(config="2cpu")
     ranks(process)[1].kill()

@@ -23,6 +23,7 @@ stops.
 
 import argparse
 import math
+import signal
 import sys
 import time
 from collections import Counter
@@ -210,6 +211,9 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Clean up. No collectives after an error: other processes may be gone."""
         with self.resources:
+            if error is not None and self.accelerator.num_processes > 1:
+                # The launcher sends it to all when the first has left: their sentence comes before.
+                self.signals.ignore(signal.SIGTERM)
             if isinstance(error, FileNotFoundError):
                 check_still_there(self.args.run_dir)
             if self.stage == "over":
@@ -731,7 +735,7 @@ class Run:
 
     def _leave(self) -> None:
         """End every process with exit code 75, after a checkpoint of this step."""
-        self.signals.ignore_interrupts()
+        self.signals.ignore(signal.SIGINT)
         self.bar.close()  # or the sentence would begin on its line
         self.print(
             f"stopped by {self.signals.signal_name or 'a signal to another process'} at step "

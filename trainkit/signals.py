@@ -72,14 +72,15 @@ class Signals:
         if self.group is not None:
             torch.distributed.all_reduce(torch.zeros(1), group=self.group)
 
-    def ignore_interrupts(self) -> None:
-        """The run is ending: one more Ctrl-C would only change its exit code or leave a traceback.
+    def ignore(self, number: int) -> None:
+        """Let this signal do nothing from here on: the run is ending, with something left to say.
 
-        A notebook, which goes on after the run, has Python's own handler and gets it back.
+        One more Ctrl-C would change the exit code or leave a traceback. A notebook, which goes on
+        after the run, has Python's own handler of it and gets that back.
         """
-        if self.previous[signal.SIGINT] is not signal.default_int_handler:
-            self.previous[signal.SIGINT] = signal.SIG_IGN
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self.previous[number] is not signal.default_int_handler:
+            self.previous[number] = signal.SIG_IGN
+        signal.signal(number, signal.SIG_IGN)
 
     def restore(self) -> None:
         """Put back the handlers that were there before."""
@@ -90,7 +91,7 @@ class Signals:
         again, name = self.signal_name is not None, signal.Signals(number).name
         self.signal_name = name
         if number == signal.SIGINT and (again or not self.stepping):
-            self.ignore_interrupts()
+            self.ignore(number)
             raise KeyboardInterrupt
         if not self.stepping:
             raise Stopped(
