@@ -75,7 +75,7 @@ class RunningMeans:
         """Add the sum of `count` values of this process, a scalar on the device."""
         if name not in self.sums:
             self._open(name)
-        self.sums[name] += total.detach()
+        self.sums[name] += total
         self.counts[name] += count
 
     def flush(self, prefix: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate.accelerator
@@ -144,5 +145,6 @@ def spare_lookups() -> None:
     looks = getattr(accelerate.optimizer, "is_lomo_available", None)
     if looks is not None:
         accelerate.optimizer.is_lomo_available = functools.cache(looks)
-    zero_grad = torch.optim.Optimizer.zero_grad
-    zero_grad.__signature__ = inspect.signature(zero_grad)  # inspect takes one that is stored
+    signature = functools.cache(inspect.signature)
+    of_any = {"signature": lambda call: signature(getattr(call, "__func__", call))}
+    accelerate.optimizer.inspect = SimpleNamespace(**vars(inspect) | of_any)
