@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import Nursery, Outcome, acknowledged, digests, incomplete, newest
+from faults import SCRIPTS, Nursery, Outcome, acknowledged, digests, incomplete, newest
 
 SAVE = 4  # the save that is broken: the first whose pruning removes a checkpoint
 STEPS = range(2, 11, 2)  # at which a run of the `arguments` fixture saves
@@ -206,19 +206,34 @@ def strike_at_random_times(
     sweep.finish(row)
 
 
-def all_scripts() -> list[str]:
-    from faults import SCRIPTS
+EXAMPLES = {
+    "examples.colour_pictures": "--num-pictures 60 --batch-size 12",
+    "examples.gan": "--dataset",  # two models, each with an optimizer
+    "examples.gpt": "--num-bytes 16000 --batch-size 24 --layers 1 --width 32 --ema 0.9",
+    "examples.text": "--num-lines 300",
+    "examples.two_towers": "--dataset",
+}
 
-    return SCRIPTS
+
+@pytest.fixture
+def tiny(arguments: dict, tiny_mnist: Path) -> dict[str, list[object]]:
+    """The `arguments` of the scripts, and the same for the examples."""
+    shared = ["--batch-size", 60, "--epochs", 2, "--log-every", 1, "--save-every", 2]
+    shared += ["--eval-batch-size", 50, "--timeout", 20, "--no-pictures"]
+    found = dict(arguments)
+    for name, flags in EXAMPLES.items():
+        data = [tiny_mnist] if flags == "--dataset" else []
+        found[name] = [*shared, *flags.split(), *data]
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("script", all_scripts())
-def test_sweep(nursery: Nursery, arguments: dict, tmp_path: Path, script: str, world: int) -> None:
-    sweep = Sweep(nursery, script, arguments[script], world, tmp_path)
-    num_events = sweep.count_events()
-    rows = []
+@pytest.mark.parametrize("script", [*SCRIPTS, *EXAMPLES])
+def test_sweep(nursery: Nursery, tiny: dict, tmp_path: Path, script: str, world: int) -> None:
+    sweep = Sweep(nursery, script, tiny[script], world, tmp_path)
+    num_events, rows = sweep.count_events(), []
+    num_strikes, num_others = (200, 20) if script in SCRIPTS else (40, 10)
     for fault, how in (
         ("SIGKILL before each I/O event of a save", "kill"),
         ("SIGKILL after each, a written file torn", "tear"),
@@ -228,11 +243,11 @@ def test_sweep(nursery: Nursery, arguments: dict, tmp_path: Path, script: str, w
         for event in range(1, num_events + 1):
             sweep.break_one_save(row, event, how)
         row.show()
-    at_random = [("SIGKILL of all at a random time", 200, signal.SIGKILL, None)]
-    at_random.append(("SIGTERM to all at a random time", 20, signal.SIGTERM, None))
+    at_random = [("SIGKILL of all at a random time", num_strikes, signal.SIGKILL, None)]
+    at_random.append(("SIGTERM to all at a random time", num_others, signal.SIGTERM, None))
     if world == 2:
-        at_random.append(("SIGKILL of the first process at a random time", 20, signal.SIGKILL, 0))
-        at_random.append(("SIGKILL of the last process at a random time", 20, signal.SIGKILL, 1))
+        at_random.append(("SIGKILL of the first process", num_others, signal.SIGKILL, 0))
+        at_random.append(("SIGKILL of the last process", num_others, signal.SIGKILL, 1))
     for fault, number_of_strikes, number, rank in at_random:
         rows.append(row := Row(fault, script, world))
         strike_at_random_times(sweep, row, number_of_strikes, number, rank)
