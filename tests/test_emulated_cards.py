@@ -614,6 +614,40 @@ def test_each_example_trains_and_evaluates_in_fp16(
     assert all(map(math.isfinite, epoch.values()))
 
 
+@pytest.mark.slow
+def test_the_mean_over_tokens_goes_through_the_loss_scale(
+    cards: dict[str, str], tmp_path: Path
+) -> None:
+    """By SGD, which sees every factor; after the skipped steps the batches are others."""
+    flags = ["--answers-only", "--num-bytes", 1_030_000, "--layers", 1, "--width", 32]
+    flags += ["--optimizer", "sgd", "--learning-rate", 0.3, "--min-learning-rate", 0]
+    flags += ["--schedule", "constant", "--warmup", 0, "--clip-norm", "inf", "--batch-size", 24]
+    flags += ["--stop-after-steps", 8, "--eval-every", 99, "--log-every", 1]
+    flags += ["--no-pictures", "--timeout", 60]
+    losses = []
+    for yaml, processes, accumulate in (("1gpu", 1, 1), ("1gpu_fp16", 1, 1), ("4gpu_fp16", 2, 4)):
+        run_dir, overflows = tmp_path / yaml, "fp16" in yaml
+        launch(
+            cards,
+            yaml,
+            "examples/gpt",
+            *flags,
+            "--accumulate",
+            accumulate,
+            "--run-dir",
+            run_dir,
+            processes=processes,
+            fault={"scale_loss": [2 * accumulate + 1, 1e30]} if overflows else None,
+        )
+        last = max((run_dir / "checkpoints").glob("step-*"))
+        progress = json.loads((last / "trainer.json").read_text())["progress"]
+        assert (progress["num_skipped"] > 0) == overflows and progress["step"] == 8
+        losses.append([row["train_loss"] for row in rows(run_dir, "steps")])
+    assert losses[0][-1] < losses[0][0] - 0.4
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=0.05)
+
+
 @pytest.mark.gpu
 def test_the_doctor_calls_every_card_healthy(real_cards: dict[str, str], tmp_path: Path) -> None:
     """Not on emulated ones: it multiplies matrices as large as a card needs to show its rate."""

@@ -206,10 +206,9 @@ def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
 
 def execute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run one operator as a machine with cards would: refuse it, count it, compute it."""
-    if torch.is_inference_mode_enabled() and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    ):
-        with Emulation():  # inference mode leaves to us what autograd would have taken apart
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        # Inference mode, and what it made, leave to us what autograd would have taken apart.
+        with Emulation():
             return func.decompose(*args, **kwargs)
     device = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     to_card = device is not None and device.type == "cuda"
