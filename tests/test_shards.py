@@ -266,16 +266,25 @@ def test_batchnorm_counts_what_the_first_process_saw_as_under_ddp(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_mnist", "train_regression", "examples.colour_pictures"])
+@pytest.mark.parametrize(
+    ("script", "model"),
+    [
+        ("contiguous", ["--model", "compact"]),
+        ("contiguous", ["--model", "wide"]),
+        ("train_regression", ["--model", "mlp"]),
+        ("examples.colour_pictures", ["--num-pictures", 600]),
+    ],
+)
 def test_the_scripts_have_the_losses_of_ddp(
-    nursery: Nursery, arguments: dict, tmp_path: Path, script: str
+    nursery: Nursery, arguments: dict, tmp_path: Path, script: str, model: list[object]
 ) -> None:
-    pictures = ["--num-pictures", 600, "--epochs", 2, "--log-every", 1, "--stop-after-steps", 20]
-    args = [*arguments.get(script, pictures), "--epochs", 4]
-    args += ["--model", "compact"] if script == "train_mnist" else []
+    known = arguments | {"contiguous": arguments["train_mnist"]}
+    args = [*known.get(script, ["--log-every", 1]), *model, "--epochs", 4]
+    args += ["--stop-after-steps", 20, "--timeout", 60]
     for kind in (None, *KINDS):
         train(nursery, tmp_path / str(kind), *args, kind=kind, script=script, timeout=300)
     for kind in KINDS:
+        assert len(rows(tmp_path / kind, "steps")) == 20
         assert_close(tmp_path / "None", tmp_path / kind)
 
 
