@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from matplotlib.figure import Figure
 
 from trainkit.records import read_rows
 
@@ -149,15 +148,3 @@ def table(head: str, rows: Iterable[Iterable[object]]) -> None:
     print(f"| {head} |\n|" + " --- |" * (head.count("|") + 1))
     for row in rows:
         print(f"| {' | '.join(map(as_text, row))} |", flush=True)
-
-
-def draw(name: str, lines: dict[str, tuple[Sequence, Sequence]], x: str, y: str) -> None:
-    """Write docs/NAME.png: a line for each pair of x and y, on two logarithmic axes."""
-    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    for (label, pair), style in zip(lines.items(), ("-", "--", "-."), strict=False):
-        axes.loglog(*pair, style, label=label, nonpositive="mask")
-    axes.set(xlabel=x, ylabel=y)
-    axes.grid(color="0.9")
-    figure.legend(loc="outside upper left", ncols=3, frameon=False)
-    figure.savefig(ROOT / "docs" / f"{name}.png")

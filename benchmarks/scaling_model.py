@@ -2,6 +2,7 @@
 
     python -m benchmarks.scaling_model
     python -m benchmarks.scaling_model --matmul-flops 4e14 --bytes-per-gradient 2
+    python -m benchmarks.scaling_model --gathers 2
 
 docs/scaling.md explains the model. Bandwidths are in bytes per second and GPU, times in seconds.
 """
@@ -43,12 +44,16 @@ class Cluster:
         matmul_flops: as trainkit.doctor measures it, for the precision trained in.
         link_bandwidth, link_latency: inside a node.
         network_bandwidth, network_latency: between nodes.
-        overlap: fraction of the backward pass behind which an all-reduce can hide.
+        overlap: fraction of the backward pass behind which an all-reduce can hide; of the whole
+            step if weights are sharded.
         jitter: standard deviation of a GPU's step, as a fraction of its compute time.
         storage_bandwidth: of the one process that writes the checkpoint.
         gpu_hours_per_failure: over all causes.
         restart_seconds: from a failure to the next step, data and checkpoint loaded.
         bytes_per_gradient: 4 for float32, 2 with a bf16 compression hook.
+        gathers: of sharded weights in a step: 2 under FSDP2, 1 with fsdp_reshard_after_forward:
+            false, 0 under DDP.
+        bytes_per_weight: of a weight that is gathered.
     """
 
     gpus_per_node: float = 8
@@ -63,6 +68,8 @@ class Cluster:
     gpu_hours_per_failure: float = 50_000
     restart_seconds: float = 300
     bytes_per_gradient: float = 4
+    gathers: float = 0
+    bytes_per_weight: float = 2
 
 
 # Counted by torch.utils.flop_counter for the models in train_mnist.py; for the transformer 6 per
@@ -98,9 +105,14 @@ def step_seconds(cluster: Cluster, work: Workload, num_gpus: int) -> tuple[float
     compute = work.step_overhead + flops / (cluster.matmul_flops * work.utilisation)
     # All wait for the slowest: the expected maximum of n normal deviates.
     slowest = compute * (1 + cluster.jitter * math.sqrt(2 * math.log(num_gpus)))
-    reduce = all_reduce_seconds(cluster, num_gpus, cluster.bytes_per_gradient * work.num_parameters)
+    talk = all_reduce_seconds(cluster, num_gpus, cluster.bytes_per_gradient * work.num_parameters)
     hidden = cluster.overlap * compute * 2 / 3  # the backward pass is two thirds
-    return slowest + max(0.0, reduce - hidden), compute
+    if cluster.gathers:
+        # An all-reduce is a reduce-scatter and an all-gather, which take equally long.
+        num_bytes = cluster.bytes_per_weight * work.num_parameters
+        talk = (talk + cluster.gathers * all_reduce_seconds(cluster, num_gpus, num_bytes)) / 2
+        hidden = cluster.overlap * compute
+    return slowest + max(0.0, talk - hidden), compute
 
 
 def checkpoint_interval(save: float, mean_time_to_failure: float) -> float:

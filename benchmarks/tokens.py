@@ -1,21 +1,37 @@
-"""Tokens per second of the loop of examples/gpt.py, beside a bare PyTorch loop on the same model.
+"""Tokens per second of examples/gpt.py, beside a bare PyTorch loop on its model and beside peers.
 
     OMP_NUM_THREADS=1 python -m benchmarks.tokens
+    OMP_NUM_THREADS=1 python -m benchmarks.tokens --trainer --nanogpt CLONE
 
-Both clip the gradient; the loop also masks, logs, counts, checks and follows its schedule. They
-take turns in one process. What counts is the median of the steps' seconds of CPU time, so that it
-matters little what else the machine does.
+    loop      examples/gpt.py: it also masks, logs, counts, checks and follows its schedule
+    bare      the same model, batches and clipping, and nothing else: the limit
+    trainer   the same model under Transformers' Trainer (pip install transformers)
+    nanogpt   train.py of karpathy/nanoGPT, unmodified: its own model of the same sizes
+
+All clip the gradient, and take turns in one process. What counts is the median of the seconds of
+CPU time from one optimizer step to the next, so that it matters little what else the machine does.
+CLONE is a git repository (bare or not), whose HEAD is run.
 """
 
+import contextlib
+import io
 import itertools
+import pickle
+import runpy
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from benchmarks._runs import Parser, in_process, in_turn, spread, table
@@ -25,56 +41,101 @@ from trainkit import startup
 NUM_TOKENS = gpt.parse_args([]).batch_size * gpt.CONTEXT  # in a batch
 
 
-def rate(stamps: list[float]) -> float:
-    """Tokens per second, of the CPU time at which each step began."""
-    return NUM_TOKENS / statistics.median(b - a for a, b in itertools.pairwise(stamps))
-
-
-def loop(flags: list[str], precision: str) -> float:
-    stamps, judge = [], gpt.judge
-
-    def stamping(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        if model.training:
-            stamps.append(time.process_time())
-        return judge(model, batch)
-
-    with mock.patch.multiple(gpt, judge=stamping, write=mock.Mock()):
+def loop(flags: list[str], precision: str) -> None:
+    with mock.patch.object(gpt, "sample", lambda model: b""):
         in_process(gpt, *flags, precision=precision)
-    return rate(stamps)
 
 
-def bare(flags: list[str], precision: str) -> float:
-    args, stamps = gpt.parse_args(flags), []
-    loader = DataLoader(gpt.load_data(args)[0], args.batch_size, shuffle=True)
-    model = gpt.GPT(args)
+class WithLoss(gpt.GPT):
+    """The GPT as most loops call it: its mean loss comes out."""
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(tokens[:, :-1])
+        return {"loss": F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())}
+
+
+def bare(flags: list[str], precision: str) -> None:
+    args = gpt.parse_args(flags)
+    model = WithLoss(args)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for tokens, *_ in loader:
-        stamps.append(time.process_time())
-        tokens = tokens.long()
+    for tokens, *_ in DataLoader(gpt.load_data(args)[0], args.batch_size, shuffle=True):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss = model(tokens.long())["loss"]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-    return rate(stamps)
+
+
+def trainer(flags: list[str], precision: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    args = gpt.parse_args(flags)
+    options = TrainingArguments(
+        tempfile.gettempdir(),
+        per_device_train_batch_size=args.batch_size,
+        num_train_epochs=args.epochs,
+        max_grad_norm=args.clip_norm,
+        bf16=precision == "bf16",
+        optim="adamw_torch_fused",
+        use_cpu=True,
+        report_to=[],
+    )
+    samples = [{"tokens": torch.tensor(text).long()} for text, *_ in gpt.load_data(args)[0]]
+    Trainer(WithLoss(args), options, train_dataset=samples).train()
+
+
+def nanogpt(clone: Path, flags: list[str], precision: str) -> None:
+    args = gpt.parse_args(flags)
+    samples = gpt.load_data(args)[0]
+    text = np.concatenate([text for text, *_ in samples]).astype("u2")
+    words = (
+        f"train.py --n_layer={args.layers} --n_embd={args.width} --n_head={args.width // 32} "
+        f"--block_size={gpt.CONTEXT} --batch_size={args.batch_size} --eval_iters=1 "
+        f"--max_iters={len(samples) // args.batch_size} --gradient_accumulation_steps=1 "
+        f"--dtype={'bfloat16' if precision == 'bf16' else 'float32'} --device=cpu --dataset=. "
+        "--compile=False"
+    )
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        files = subprocess.check_output(["git", "-C", clone, "archive", "HEAD"])
+        subprocess.run(["tar", "x"], input=files, check=True)
+        for split in ("train", "val"):
+            text.tofile(f"data/{split}.bin")
+        Path("data/meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
+        with mock.patch.multiple(sys, argv=words.split(), path=[folder, *sys.path]):
+            runpy.run_path("train.py")
+
+
+def rate(train: Callable[[], None]) -> float:
+    """Tokens per second while it trains."""
+    stamps = []
+    hook = register_optimizer_step_post_hook(lambda *_: stamps.append(time.process_time()))
+    with contextlib.redirect_stdout(io.StringIO()):
+        train()
+    hook.remove()
+    seconds = statistics.median(b - a for a, b in itertools.pairwise(stamps))
+    return NUM_TOKENS / seconds
 
 
 def main() -> None:
     parser = Parser(__doc__, rounds=7)
-    parser.add_argument("--steps", type=int, default=20, help="per loop and round")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--trainer", action="store_true")
+    parser.add_argument("--nanogpt", type=Path, metavar="CLONE")
     args = parser.parse_args()
-    num_bytes = NUM_TOKENS * args.steps * 10 // 9  # a tenth is for the evaluation
-    flags = ["--epochs", "1", "--eval-every", str(args.steps), "--num-bytes", str(num_bytes)]
+    ways = {"loop": loop, "bare": bare}
+    ways |= {"trainer": trainer} if args.trainer else {}
+    ways |= {"nanogpt": partial(nanogpt, args.nanogpt.resolve())} if args.nanogpt else {}
+    # A tenth is for the evaluation.
+    flags = ["--epochs", "1", "--num-bytes", str(NUM_TOKENS * args.steps * 10 // 9)]
     rows = []
     for precision in ("no", "bf16"):
-        ways = {way: partial(way, flags, precision) for way in (loop, bare)}
-        rates = in_turn(ways, args.rounds, warm_up=1)
-        ratios = [a / b for a, b in zip(rates[loop], rates[bare], strict=True)]
+        calls = {n: partial(rate, partial(way, flags, precision)) for n, way in ways.items()}
+        rates = in_turn(calls, args.rounds, warm_up=1)
+        ratios = [a / b for a, b in zip(rates["loop"], rates["bare"], strict=True)]
         rows.append((precision, *map(spread, rates.values()), statistics.median(ratios)))
-    table(f"precision, {torch.get_num_threads()} threads | loop | bare | loop / bare", rows)
+    table(f"{torch.get_num_threads()} threads | {' | '.join(ways)} | loop / bare", rows)
 
 
 if __name__ == "__main__":
-    startup.run(main)  # with the settings of a run, which the bare loop gets as well
+    startup.run(main)  # with the settings of a run, which the others get as well

@@ -7,7 +7,6 @@ python examples/gpt.py --answers-only --start-from runs/gpt/model.safetensors --
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +58,7 @@ class GPT(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument_group("problem").add_argument
     add("--answers-only", action="store_true", help="learn docstrings, each from its function")
@@ -91,7 +90,7 @@ def load_data(args: argparse.Namespace) -> tuple[list, list]:
     return [sample for n, sample in enumerate(samples) if n % 10], samples[::10]
 
 
-def judge(model: nn.Module, batch: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def judge(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The loss of each byte after the first, and where it counts."""
     tokens, first, end = batch[0].long(), batch[1][:, None], batch[2][:, None]
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
@@ -101,19 +100,19 @@ def judge(model: nn.Module, batch: Sequence[torch.Tensor]) -> dict[str, torch.Te
 
 
 @torch.inference_mode()
-def write(model: GPT, prompt: bytes, path: Path) -> None:
-    """Write the prompt, and byte by byte what the model says comes after it."""
-    text = torch.tensor([[*prompt]], device=model.lm_head.weight.device)
+def sample(model: GPT) -> bytes:
+    """What the model writes after `def `, byte by byte. Every process must call this."""
+    text = torch.tensor([[*b"def "]], device=model.lm_head.weight.device)
     torch.manual_seed(0)
     model.eval()
     for _ in range(300):
         chances = model(text[:, -CONTEXT:])[:, -1].softmax(1)
         text = torch.cat((text, torch.multinomial(chances, 1)), 1)
     model.train()
-    path.write_bytes(bytes(text[0].tolist()))
+    return bytes(text[0].tolist())
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write a sample and the run folder; return the last metrics."""
     args = parse_args(argv)
     with Run(args, "gpt") as run:
@@ -140,8 +139,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
+            text = sample(run.models[0])  # on all processes: a sharded model gathers its weights
             if accelerator.is_main_process:
-                write(run.models[0], b"def ", args.run_dir / f"sample-{run.progress.step:06d}.txt")
+                (args.run_dir / f"sample-{run.progress.step:06d}.txt").write_bytes(text)
             run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
         return run.finish()
 

@@ -146,6 +146,14 @@ def test_tokens_compares_the_loop_with_a_bare_one_in_both_precisions() -> None:
     assert all(0.3 < number(ratio) < 3 for *_, ratio in rows)
 
 
+@pytest.mark.slow
+def test_a_sharded_run_holds_half_of_an_unsharded_one() -> None:
+    rows = table("sharded", "--rounds", 1, "--steps", 4, "--layers", 2, "--width", 64)
+    assert [name for name, *_ in rows] == ["2cpu", "2cpu_fsdp"]
+    whole, weights, moments = map(number, (rows[0][-1], *rows[1][-1].split(",")))
+    assert weights + moments == pytest.approx(whole / 2, abs=0.2)
+
+
 def test_peers_find_the_shipped_pictures_and_the_same_network(tmp_path: Path) -> None:
     from torchvision.datasets import MNIST
 

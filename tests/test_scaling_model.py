@@ -28,3 +28,14 @@ def test_more_gpus_give_more_samples_at_a_smaller_useful_fraction() -> None:
 def test_the_table_of_the_page_is_what_the_program_prints(capsys: pytest.CaptureFixture) -> None:
     model.main([])
     assert capsys.readouterr().out in (ROOT / "docs" / "scaling.md").read_text()
+
+
+def test_sharded_weights_are_gathered_twice_and_gradients_go_half_the_way() -> None:
+    """Of float32 weights and gradients a ring sends 3 (n - 1) / n instead of 2 (n - 1) / n."""
+    work = model.WORKLOADS["wide"]
+    talk = {}
+    for gathers in (0, 1, 2):
+        cluster = model.Cluster(gathers=gathers, bytes_per_weight=4, overlap=0, jitter=0)
+        seconds, alone = model.step_seconds(cluster, work, 64)
+        talk[gathers] = seconds - alone
+    assert talk[1] == pytest.approx(talk[0]) and talk[2] == pytest.approx(1.5 * talk[0])

@@ -1,0 +1,48 @@
+"""What sharding costs and saves: a GPT under 2cpu.yaml and 2cpu_fsdp.yaml, in turn.
+
+    python -m benchmarks.sharded
+    python -m benchmarks.sharded --layers 14 --width 768 --steps 4 --rounds 1
+
+Samples per second of examples/gpt.py, whose parameters are 12 x layers x width**2 and a few, and
+the MiB of weights and of AdamW's moments in a process, as the plan of a sharded run says.
+"""
+
+import re
+import statistics
+from functools import partial
+
+from benchmarks._runs import ROOT, Ended, Parser, in_turn, one_run, spread, table
+
+
+def held(run: Ended) -> str:
+    """What the plan says of a sharded run; of another one weights and two moments in float32."""
+    plan = "".join(line for _, line in run.lines)
+    num = int(re.search(r"([\d,]+) parameters", plan).group(1).replace(",", ""))
+    shares = re.search(r"[\d,.]+ MiB of weights.*", plan)
+    return shares.group() if shares else f"{num * 12 / 2**20:,.1f} MiB of both"
+
+
+def main() -> None:
+    parser = Parser(__doc__, rounds=5)
+    for flag, default in (("--layers", 12), ("--width", 256), ("--steps", 30)):
+        parser.add_argument(flag, type=int, default=default)
+    args = parser.parse_args()
+    flags = f"--layers {args.layers} --width {args.width} --stop-after-steps {args.steps} "
+    flags += f"--eval-every {args.steps} --num-bytes {2000 * args.steps} --no-pictures"
+    run = partial(one_run, ROOT / "examples" / "gpt.py", *flags.split())
+    ways = {
+        name: partial(run, launch=["--config_file", f"{ROOT}/accelerate_configs/{name}.yaml"])
+        for name in ("2cpu", "2cpu_fsdp")
+    }
+    runs = in_turn(ways, args.rounds)
+    rates = {name: [run.samples_per_second for run in found] for name, found in runs.items()}
+    unsharded = statistics.median(rates["2cpu"])
+    rows = []
+    for name, values in rates.items():
+        share = statistics.median(values) / unsharded
+        rows.append((name, spread(values), share, held(runs[name][0])))
+    table("YAML | samples/s | over DDP | in each process", rows)
+
+
+if __name__ == "__main__":
+    main()
