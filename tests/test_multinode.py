@@ -249,24 +249,15 @@ def test_what_differs_is_said_with_the_nodes_that_have_it(values: str, phrases: 
     assert find_differences(ranks) == phrases
 
 
+EIGHT_EPOCHS = ("--epochs", 8, "--log-every", 3, "--eval-batch-size", 100)
+EIGHT_EPOCHS += ("--save-every", 5, "--timeout", 20)
+
+
 @pytest.mark.slow
 def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_bytes(
     small_mnist: Path, tmp_path: Path
 ) -> None:
-    args = (
-        "--dataset",
-        small_mnist,
-        "--epochs",
-        8,
-        "--log-every",
-        3,
-        "--eval-batch-size",
-        100,
-        "--save-every",
-        5,
-        "--timeout",
-        20,
-    )
+    args = ("--dataset", small_mnist, *EIGHT_EPOCHS)
     port = free_port()
     finish([start_node(n, port, *args, "--run-dir", tmp_path / "whole") for n in (0, 1)])
     args = (*args, "--run-dir", tmp_path / "run", "--resume", "auto")
@@ -297,20 +288,7 @@ def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_b
 def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
     small_mnist: Path, tmp_path: Path, train_in_double: Callable[..., str]
 ) -> None:
-    args = (
-        "--dataset",
-        small_mnist,
-        "--epochs",
-        8,
-        "--log-every",
-        3,
-        "--eval-batch-size",
-        100,
-        "--save-every",
-        5,
-        "--timeout",
-        20,
-    )
+    args = ("--dataset", small_mnist, *EIGHT_EPOCHS)
     train_in_double("train_mnist", *args, "--run-dir", tmp_path / "one")
     port, config = free_port(), elastic_config(tmp_path)
 

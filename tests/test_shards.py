@@ -359,6 +359,15 @@ class Evil:
         return (open, ("executed", "w"))
 
 
+def assert_refused(nursery: Nursery, run_dir: Path, checkpoint: Path) -> None:
+    """In one sentence, by a sharded run and by one that is not."""
+    args = [*TEXT, "--run-dir", run_dir, "--resume", checkpoint]
+    for kind, world in (("SHARDED_STATE_DICT", 2), (None, 1)):
+        outcome = nursery.run("examples.text", *args, world=world, env=env(kind))
+        assert outcome.codes == [2] * world, outcome.output
+        assert outcome.output.count("\nerror:") == 1, outcome.output
+
+
 @pytest.mark.parametrize("name", [".metadata", "optimizer.bin", "scheduler.bin"])
 def test_a_forged_file_of_a_sharded_checkpoint_executes_nothing(
     nursery: Nursery, whole: dict[str | None, Path], tmp_path: Path, name: str
@@ -367,12 +376,7 @@ def test_a_forged_file_of_a_sharded_checkpoint_executes_nothing(
     path = where / "checkpoints" / "step-0000000008"
     (path / "state" / name).write_bytes(pickle.dumps(Evil(), protocol=2))
     reforge(path)
-    for kind, world in (("SHARDED_STATE_DICT", 2), (None, 1)):
-        outcome = nursery.run(
-            "examples.text", *TEXT, "--run-dir", where, "--resume", path, world=world, env=env(kind)
-        )
-        assert outcome.codes == [2] * world, outcome.output
-        assert outcome.output.count("\nerror:") == 1
+    assert_refused(nursery, where, path)
     assert not (ROOT / "executed").exists() and not Path("executed").exists()
 
 
@@ -395,12 +399,7 @@ def test_a_share_that_does_not_fit_ends_in_one_sentence(
         save_file(tensors, share, {"DCP_SHARDING_INFO": json.dumps(offsets)})
     assert verify(path) is not None
     reforge(path)
-    for kind, world in (("SHARDED_STATE_DICT", 2), (None, 1)):
-        outcome = nursery.run(
-            "examples.text", *TEXT, "--run-dir", where, "--resume", path, world=world, env=env(kind)
-        )
-        assert outcome.codes == [2] * world, outcome.output
-        assert outcome.output.count("\nerror:") == 1, outcome.output
+    assert_refused(nursery, where, path)
 
 
 # Accelerate.
