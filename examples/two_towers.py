@@ -37,7 +37,8 @@ class Towers(nn.Module):
             nn.Sequential(nn.Flatten(), nn.Linear(392, hidden), nn.GELU(), nn.Linear(hidden, WIDTH))
             for _ in range(2)
         )
-        self.scale = nn.Parameter(torch.tensor(1.3))  # learned; CLIP's begins at 14 = exp(2 * 1.3)
+        # CLIP's begins at 14 = exp(2 * 1.3). Not a scalar, which FSDP2 does not shard.
+        self.scale = nn.Parameter(torch.tensor([1.3]))
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
         halves = (pictures / 127.5 - 1).chunk(2, dim=2)

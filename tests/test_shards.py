@@ -273,12 +273,14 @@ def test_batchnorm_counts_what_the_first_process_saw_as_under_ddp(
         ("contiguous", ["--model", "wide"]),
         ("train_regression", ["--model", "mlp"]),
         ("examples.colour_pictures", ["--num-pictures", 600]),
+        ("examples.two_towers", ["--batch-size", 60, "--dataset"]),
     ],
 )
 def test_the_scripts_have_the_losses_of_ddp(
     nursery: Nursery, arguments: dict, tmp_path: Path, script: str, model: list[object]
 ) -> None:
     known = arguments | {"contiguous": arguments["train_mnist"]}
+    model = [*model, arguments["train_mnist"][1]] if model[-1] == "--dataset" else model
     args = [*known.get(script, ["--log-every", 1]), *model, "--epochs", 4]
     args += ["--stop-after-steps", 20, "--timeout", 60]
     for kind in (None, *KINDS):

@@ -100,10 +100,10 @@ def shard(accelerator: Accelerator, wanted: FullyShardedDataParallelPlugin | Non
             _make_ready(accelerator, model)
         try:
             prepared = prepare(*objects, **options)
-        except ValueError as problem:  # a class to wrap that is not there, a list of layers to wrap
+        except ValueError as problem:  # a scalar; no such class to wrap; a list of layers to wrap
             raise UsageError(
-                f"fsdp_config does not fit the model ({first_sentence(problem)}): use NO_WRAP, or "
-                "see docs/scaling.md for the policy that fits"
+                f"fsdp_config does not fit the model ({first_sentence(problem)}): give a scalar "
+                "parameter the shape (1,), use NO_WRAP, or see docs/scaling.md for other policies"
             ) from problem
         for layer in (layer for model in models for layer in model.modules()):
             if isinstance(layer, FSDPModule):
