@@ -315,6 +315,13 @@ def test_what_a_run_could_not_follow_is_refused(
         shards.plugin("no")
 
 
+def test_fp16_is_refused_with_sharded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, given in env("FULL_STATE_DICT").items():
+        monkeypatch.setenv(key, given)
+    with pytest.raises(UsageError, match="fp16 is not supported with sharded weights: use bf16"):
+        shards.plugin("fp16")
+
+
 @pytest.mark.parametrize("spelling", ["true", "True", "1", "yes", "on", "Y"])
 def test_every_spelling_of_true_shards(monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
     for key, given in env("FULL_STATE_DICT", ACCELERATE_USE_FSDP=spelling).items():
