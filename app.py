@@ -173,7 +173,7 @@ def load(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Open the page of a run."""
-    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(__doc__)
     add = parser.add_argument
     add(
         "run_dir",

@@ -116,7 +116,7 @@ def export_onnx(predictor: nn.Module, about: dict[str, Any], run_dir: Path) -> P
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict, or export."""
-    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(__doc__)
     add = parser.add_argument
     add("run_dir", type=Path, help="folder of a finished run")
     add("files", nargs="*", type=Path, help="pictures, or tables, of any kind that trains")

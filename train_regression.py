@@ -108,7 +108,7 @@ FLAGS: arguments.Flags = (
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(__doc__)
     arguments.add_flags(parser, "problem", FLAGS)
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, "runs/regression", not_the_experiment=["data", "target_r2"])

@@ -119,6 +119,12 @@ def load_images(
             f"{where}: there are only {sorted(splits)}; to evaluate on held out training pictures "
             "use --validation-split N"
         )
+    for other in files.keys() - {split}:
+        if both := set(files.get(split, [])) & set(files[other]):
+            raise UsageError(
+                f"{where}: {min(both)} belongs to the split '{other}' too, because a folder on its "
+                "way has that name: rename the folder"
+            )
     rows = splits[split]
     images = [key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     if not images or len(rows) == 0:

@@ -120,6 +120,11 @@ def _read_file(
     table = pd.read_csv(
         io.StringIO(text), sep=separator, header=None, skiprows=1, dtype=dtype, low_memory=False
     )
+    if table.shape[1] != len(headers[separator]):
+        raise UsageError(
+            f"{path}: the first line names {len(headers[separator])} columns, and the rows have "
+            f"{table.shape[1]}: name each column there, and nothing else"
+        )
     table.columns = [name.strip() or f"Unnamed: {n}" for n, name in enumerate(headers[separator])]
     return table
 
@@ -161,8 +166,8 @@ def parse_column(values: pd.Series, where: str, category: bool | None = None) ->
         bad,
         texts,
         where,
-        "{!r} is not a number: write plain numbers (1234.5, a year, days), or if the column is a "
-        "category, train with --categorical",
+        "{!r} is not a number: write plain numbers (1234.5, a year, days)"
+        + (", or if the column is a category, train with --categorical" * (category is None)),
     )
     return numbers
 

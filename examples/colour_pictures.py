@@ -61,7 +61,7 @@ class Letters(Dataset):
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("problem").add_argument
     add("--num-pictures", type=int, default=4000, help="to train on; a fourth of it to evaluate on")
     add(

@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("problem").add_argument
     add("--answers-only", action="store_true", help="learn docstrings, each from its function")
     add("--num-bytes", type=int, default=500_000, help="of text")

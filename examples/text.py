@@ -67,7 +67,7 @@ class Classifier(nn.Module):
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("problem").add_argument
     add("--num-lines", type=int, default=None, help="to train on, and to evaluate on; None: all")
     arguments.add_training_arguments(parser)

@@ -73,7 +73,7 @@ def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("problem").add_argument
     add("--dataset", default=str(MNIST), help="folder or Hub id of pictures")
     arguments.add_training_arguments(parser)

@@ -256,6 +256,33 @@ def test_no_file_of_a_checkpoint_is_executed(
         assert not mark.exists(), name
 
 
+@pytest.mark.parametrize("size", [0, 3, 1000])
+def test_a_forged_moment_is_not_given_to_a_kernel_that_reads_beyond_it(
+    saved: Path, size: int
+) -> None:
+    path = step(saved, 3) / "state" / "optimizer.bin"
+    state = torch.load(path, weights_only=True)
+    state["state"][0]["exp_avg"] = torch.zeros(size)
+    torch.save(state, path)
+    reforge(step(saved, 3))
+    run = Run(saved)
+    run.optimizer.param_groups[0]["fused"] = True
+    with pytest.raises(UsageError, match=rf"exp_avg .* is \({size},\) for a weight of \(7, 50\)"):
+        run.checkpoints.resume(str(step(saved, 3)))
+
+
+def test_sums_are_added_up_by_their_names_in_whatever_order_a_process_added_them() -> None:
+    values = {"easy": 3.0, "hard": 5.0}
+    rows = []
+    for names in (["easy", "hard"], ["hard", "easy"]):
+        means = RunningMeans(Accelerator(cpu=True))
+        for name in names:
+            means.add(name, torch.tensor(values[name]), 2)
+        rows.append(means.state()["rows"])
+        assert means.means("train") == {"train_easy": 1.5, "train_hard": 2.5}
+    assert rows[0] == rows[1]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, '{"sha256": 1}', "\x00"])
 def test_a_forged_manifest_or_position_that_is_no_object_ends_in_one_sentence(
     saved: Path, text: str
@@ -372,6 +399,10 @@ def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path: Path) -> 
     assert holder.stdout.readline() == b"locked\n"
     with pytest.raises(UsageError, match=f"in use by process {holder.pid} on .*wait for it"):
         rundir.lock(run_dir, 0)
+    link = tmp_path / "link"
+    link.symlink_to(run_dir)
+    with pytest.raises(UsageError, match=f"in use by process {holder.pid} on "):
+        rundir.lock(link, 0)
     holder.kill()
     holder.wait()
     # The name of the dead holder is still in the file; the kernel gave the lock back.

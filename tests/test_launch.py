@@ -197,6 +197,8 @@ REFUSED = [
     ("ACCELERATE_MIXED_PRECISION=float16", 1, "use bf16, fp16 or no"),
     ("ACCELERATE_MIXED_PRECISON=bf16", 0, "Accelerate reads only ACCELERATE_MIXED_PRECISION"),
     ("ACCELERATE_USE_CPU=maybe", 0, "use true or false"),
+    ("ACCELERATE_DEBUG_MODE=hello", 0, "use true or false"),
+    (f"LOCAL_WORLD_SIZE=two {ONE.replace('LOCAL_WORLD_SIZE=1 ', '')}", 2, "give a number"),
     ("ACCELERATE_DYNAMO_BACKEND=tensorrt", 0, "inductor"),
     # Here the value is in the sentence, and the variable a detail of the launcher's.
     ("ACCELERATE_MIXED_PRECISION=fp16", 0, "fp16 needs a GPU.*use mixed_precision: bf16 or no"),

@@ -400,6 +400,13 @@ def new_folder(folder: Path) -> None:
     shapes("test")[0].save(folder / "test" / "four" / "0.png")
 
 
+def class_called_test(folder: Path) -> None:
+    """datasets takes every folder called train or test for a split, wherever it lies."""
+    image_folder(folder, ".png")
+    (folder / "train" / "test").mkdir()
+    shapes("train")[0].save(folder / "train" / "test" / "0.png")
+
+
 # How a folder is made, flags, and the sentence.
 BAD_LAYOUTS = {
     "no folder": (lambda f: None, [], "cannot be read"),
@@ -426,6 +433,7 @@ BAD_LAYOUTS = {
     "other classes": (listed("six", "one", "two"), [], r"'test', column 'kind', row 1: .* not one "
                       r"of the 3 classes \['three', 'one', 'two'\]; this split has \['six', 'one'"),
     "an untrained class": (new_folder, [], "no training picture is of the class 'four'"),
+    "a class called test": (class_called_test, [], "0.png belongs to the split 'test' too.*rename"),
     "raw bytes": (raw_bytes, [], r"datasets\.Image\(\)"),
     "html": (lambda f: (f.mkdir(), (f / "train.parquet").write_text("<html>")), [],
              "cannot be read"),

@@ -517,6 +517,70 @@ def test_what_could_not_be_resumed_or_counted_is_told_so(tmp_path: Path) -> None
         run.load(lambda args: ([], [1]))
 
 
+def plain(
+    *argv: object,
+    optimised: Callable[[nn.Module], list] = lambda model: [*model.parameters()],
+    schedule: bool = False,
+    accumulating: bool = True,
+    change: Callable[[Run, nn.Module, int], Any] = lambda run, model, epoch: None,
+    about: dict[str, Any] | None = None,
+    judge: Callable[[torch.Tensor], torch.Tensor] = lambda losses: losses,
+) -> None:
+    """A run of one model by the loop of the docs, in which a test changes one part."""
+    forget_accelerator()
+    args = parse(*argv)
+    with Run(args, "test") as run:
+        sets = run.load(lambda args: (Numbers(), Numbers()))
+        loaders = make_loaders(run.accelerator, *sets, args)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = make_optimizer(run.accelerator, optimised(model), args)
+        if schedule:
+            make_scheduler(optimizer, args, run.steps_per_epoch)
+        model, optimizer, *loaders = run.accelerator.prepare(model, optimizer, *loaders)
+        run.begin(model, about or {})
+        for epoch in run.epochs():
+            for batch in run.steps(loaders[0]):
+                with run.accelerator.accumulate(model) if accumulating else ExitStack():
+                    losses = (model(batch["x"]) - batch["y"]).square()
+                    run.accelerator.backward(run.step_mean(losses))
+                    run.clip_and_check(optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.add(loss=losses)
+            change(run, model, epoch)
+            run.end_epoch(
+                run.evaluate(
+                    loaders[1],
+                    lambda batch: {"loss": judge((model(batch["x"]) - batch["y"]).square())},
+                )
+            )
+        run.finish()
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "sentence"),
+    [
+        ([], {"optimised": lambda model: [*model.parameters(), *nn.Linear(3, 3).parameters()]},
+         "2 of the optimizers' weights are in no model that accelerator.prepare was given"),
+        ([], {"schedule": True}, "a learning rate schedule was not given to accelerator.prepare"),
+        (["--accumulate", 2], {"accumulating": False}, "accelerator.accumulate"),
+        ([], {"change": lambda run, model, epoch: model[0].requires_grad_(False)},
+         "other weights require gradients .*--start-from"),
+        ([], {"judge": lambda losses: losses.mean().reshape(1)}, "got .* rows of loss for .* samp"),
+        ([], {"change": lambda run, model, epoch: run.state.update({"seen": {epoch: 1}})},
+         "run.state holds 'seen': {0: 1}, which JSON does not give back: use texts as keys"),
+        ([], {"change": lambda run, model, epoch: run.state.update(x=(1, 2))}, "run.state holds"),
+        ([], {"about": {"classes": {"a", "b"}}}, "the `about` of run.begin.* holds 'classes'"),
+    ],
+)  # fmt: skip
+def test_a_loop_that_forgets_something_is_told_so(
+    tmp_path: Path, flags: list[object], options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(RuntimeError, match=sentence):
+        plain("--run-dir", tmp_path / "run", *flags, **options)
+    plain("--run-dir", tmp_path / "run", *flags)
+
+
 def check(run: Run, optimizer: torch.optim.Optimizer) -> None:
     with run.accelerator.accumulate(*run.models):
         run.step_mean(torch.ones(run.step.num_rows, requires_grad=True))

@@ -1,12 +1,16 @@
 """Settings of the whole process: each does what it says, and is noticed if its target changes."""
 
+import io
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
+import torch
 from conftest import ROOT, linux_only, posix_only
+
+from trainkit import startup
 
 
 def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
@@ -170,3 +174,21 @@ def test_a_closed_pipe_ends_quietly() -> None:
     process.stdout.close()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and errors == b"", errors
+
+
+def test_a_variable_that_would_let_code_be_unpickled_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # put back after the test
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    startup.refuse_pickled_code()
+    file = io.BytesIO()
+    torch.save({"a": torch.ones(1)}, file)
+    file.seek(0)
+    assert torch.load(file)["a"] == 1
+
+
+def test_a_script_without_its_docstrings_still_starts() -> None:
+    command = [sys.executable, "-OO", ROOT / "train_regression.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--epochs" in done.stdout, done.stderr

@@ -381,7 +381,7 @@ def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
             loader, model, optimizer, *make_loaders(run.accelerator, *sets, run.args)
         )
         run.begin(rest[0], {})
-        with pytest.raises(RuntimeError, match="did not make: Accelerate may give .* twice"):
+        with pytest.raises(RuntimeError, match=r"did not make: Accelerate may give .* twice"):
             run.evaluate(mine, lambda batch: {"loss": batch["y"]})
         next(run.epochs())
         next(run.steps(rest[-1] if foreign == "evaluation" else mine))

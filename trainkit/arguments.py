@@ -118,12 +118,14 @@ COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.|(?<=\S)#)|#.*""")
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that prints once per run, not once per process, and reads flags from @FILE.
 
-    Such a file is read as a shell would: several flags to a line, quotes, # for comments.
+    Such a file is read as a shell would: several flags to a line, quotes, # for comments. Of the
+    description, a script's docstring (None under python -OO), --help shows the first line.
     """
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, description: str | None = None, **kwargs: Any):
+        first_line = (description or "").partition("\n")[0]
         kind = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(formatter_class=kind, allow_abbrev=False, **kwargs)
+        super().__init__(description=first_line, formatter_class=kind, allow_abbrev=False, **kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = with_files(sys.argv[1:] if args is None else args)

@@ -192,9 +192,16 @@ class Checkpoints:
                 for weight in group["params"]:
                     state = optimizer.state.get(weight, {})
                     for name, value in state.items():
+                        if not isinstance(value, torch.Tensor):
+                            continue
                         # A fused kernel takes numbers as they lie, and sharded ones lie otherwise.
-                        if isinstance(value, torch.Tensor) and value.shape == weight.shape:
+                        if value.shape == weight.shape:
                             state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+                        elif kernel.get("fused") and value.ndim:  # it would read beyond them
+                            raise UsageError(
+                                f"{folder}: {name} of an optimizer is {tuple(value.shape)} for a "
+                                f"weight of {tuple(weight.shape)}"
+                            )
                     if isinstance(state.get("step"), torch.Tensor):
                         state["step"] = state["step"].to(weight.device if on_device else "cpu")
 

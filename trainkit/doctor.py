@@ -34,7 +34,7 @@ MAX_ROWS = 32
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--run-dir", type=Path, default=Path("runs"), help="must be one folder for all ranks")
     add("--json", action="store_true", help="print one JSON object instead of text")

@@ -61,7 +61,7 @@ class RunningMeans:
 
     `add` sums and counts them on the device, each name by itself. `flush` adds that up over the
     processes and adds it to the epoch's totals, float64 on the host; it waits once. Every process
-    must add the same names in the same order.
+    must add the same names, in any order.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -116,7 +116,9 @@ class RunningMeans:
         else:
             row = rows.sum(0) * accelerator.is_main_process
         self.totals = {name: tuple(pair) for name, pair in state["totals"].items()}
-        for name, (total, count) in zip(self.totals, row.view(-1, 2), strict=True):
+        pairs = dict(zip(sorted(self.totals), row.view(-1, 2), strict=True))
+        for name in self.totals:
+            total, count = pairs[name]
             self.sums[name] = total.float().to(accelerator.device)
             self.counts[name] = int(count)
 
@@ -126,16 +128,17 @@ class RunningMeans:
         self.totals.setdefault(name, (0.0, 0.0))
 
     def _row(self) -> torch.Tensor:
-        """Sum and count of each name, one after another; float64, as a count may exceed 2**24."""
+        """Sum and count of each name, by name; float64, as a count may exceed 2**24."""
         device = self.accelerator.device
         dtype = torch.float32 if device.type == "mps" else torch.float64  # a Mac's GPU has no other
-        pairs = zip(self.sums.values(), self.counts.values(), strict=True)
+        pairs = [(self.sums[name], self.counts[name]) for name in sorted(self.sums)]
         numbers = [torch.as_tensor(x, dtype=dtype, device=device) for pair in pairs for x in pair]
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
 
     def _reduce(self) -> dict[str, tuple[float, float]]:
         row = self.accelerator.reduce(self._row(), reduction="sum").tolist()
-        return dict(zip(self.sums, zip(row[::2], row[1::2], strict=True), strict=True))
+        pairs = dict(zip(sorted(self.sums), zip(row[::2], row[1::2], strict=True), strict=True))
+        return {name: pairs[name] for name in self.sums}
 
 
 def add_pairs(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:

@@ -50,7 +50,10 @@ VARIABLES = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (NEVER, "it would override --accumulate: use that"),
     "ACCELERATE_GRADIENT_CLIPPING": (NEVER, "only DeepSpeed reads it: use --clip-norm"),
     # These are here to be found when they are misspelt.
-    "ACCELERATE_USE_CPU": ("(?i:y|yes|t|true|on|1|n|no|f|false|off|0)", "use true or false"),
+    "ACCELERATE_USE_CPU": (f"{TRUE}|(?!$){NOT_SET}", "use true or false"),
+    "ACCELERATE_DEBUG_MODE": (f"{TRUE}|(?!$){NOT_SET}", "use true or false"),
+    "LOCAL_RANK": (r"\d+", "give a number"),
+    "LOCAL_WORLD_SIZE": (r"\d+", "give a number"),
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
 }
 # Flags that accelerate launch passes on only with what NO_SHARDS refuses, or on a TPU.

@@ -226,7 +226,7 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Fig
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the pictures of one run folder, or the curves of several in one picture."""
-    parser = Parser(prog="python -m trainkit.plots", description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, prog="python -m trainkit.plots")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     run_dirs = parser.parse_args(argv).run_dirs
     for run_dir in run_dirs:

@@ -66,6 +66,7 @@ from trainkit.internals import (
     prepared_loaders,
     prepared_models,
     prepared_optimizers,
+    prepared_schedulers,
     registered_objects,
 )
 from trainkit.manifest import sha256_of
@@ -84,7 +85,7 @@ from trainkit.rundir import check_still_there, open_run, record_run, write_durab
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
 from trainkit.step import Step, masked_sum
-from trainkit.text import count, first_sentence, printable
+from trainkit.text import check_json, count, first_sentence, printable
 from trainkit.trackers import make_trackers
 
 QUIET_SECONDS = 60.0  # off a terminal, an epoch says where it is at least this often
@@ -139,6 +140,7 @@ class Run:
     log_every: int
     # Since begin().
     models: list[nn.Module]  # without the wrappers of DDP and torch.compile
+    trained: list[bool]  # of each weight of the optimizers: does it require a gradient?
     optimizers: list[AcceleratedOptimizer]
     about: dict[str, Any]
     means: RunningMeans
@@ -270,8 +272,10 @@ class Run:
         args, accelerator = self.args, self.accelerator
         prepared = [model] if isinstance(model, nn.Module) else list(model)
         self._check_prepared(len(prepared))
+        check_json("the `about` of run.begin(...)", about)
         self.about, self.optimizers = about, prepared_optimizers(accelerator)
         self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
+        self.trained = [weight.requires_grad for weight in weights_of(*self.optimizers)]
         self.print(describe(self, plan or {}))
         facts, notice = self._start_from()
         world.check_same(accelerator, facts)
@@ -308,11 +312,28 @@ class Run:
                 "register_for_checkpointing is not supported, because reading it back could "
                 "execute code: keep numbers in run.state, tensors in a buffer of a prepared module"
             )
-        weights = Counter(weights_of(*prepared_optimizers(accelerator)))
+        optimizers = prepared_optimizers(accelerator)
+        weights = Counter(weights_of(*optimizers))
         if twice := [weight for weight, num in weights.items() if num > 1]:
             raise RuntimeError(
                 f"{len(twice)} of the weights are in two optimizers, or twice in one"
             )
+        models = prepared_models(accelerator)
+        if strange := weights.keys() - {w for model in models for w in model.parameters()}:
+            raise RuntimeError(
+                f"{len(strange)} of the optimizers' weights are in no model that "
+                "accelerator.prepare was given, so they would be neither averaged nor saved: "
+                "prepare every module that is trained"
+            )
+        schedules = prepared_schedulers(accelerator)
+        steered = [optimizer for schedule in schedules for optimizer in schedule.optimizers]
+        for optimizer in optimizers:
+            # A schedule notes its first rate there.
+            if "initial_lr" in optimizer.param_groups[0] and optimizer not in steered:
+                raise RuntimeError(
+                    "a learning rate schedule was not given to accelerator.prepare, so a resume "
+                    "would begin it anew: prepare it with its optimizer"
+                )
 
     def _start_from(self) -> tuple[dict[str, Any], str]:
         """What must be equal in a resumed run, and a line about what --start-from has loaded."""
@@ -415,7 +436,7 @@ class Run:
             yield batch
             is_new = self.accelerator.sync_gradients  # else inside an accumulation window
             self._need("the next batch", "checked" if is_new else "backward")
-            step.finish_micro_batch()
+            step.finish_micro_batch(is_last=is_new)
             if is_new and self._finish_step():
                 loader.end()  # Accelerate's own, at an end that comes before the loader's
                 break
@@ -428,7 +449,10 @@ class Run:
         self.stage = "trained"
 
     def _batches(self, loader: DataLoader) -> EpochBatches:
-        """The batches of the prepared training loader. Raises RuntimeError for another one."""
+        """The batches of the prepared training loader.
+
+        Raises RuntimeError for another one, and for weights that were frozen or unfrozen since.
+        """
         batches = batches_of(loader)
         mine = loader in prepared_loaders(self.accelerator)
         if batches is None or batches.seed is None or not mine:
@@ -436,6 +460,12 @@ class Run:
                 f"run.steps(...) got a {type(loader).__name__} whose order cannot be resumed: give "
                 "it the training loader that make_loaders(...) made and accelerator.prepare "
                 "returned (for a sampler of your own see its weights=)"
+            )
+        if self.trained != [weight.requires_grad for weight in weights_of(*self.optimizers)]:
+            raise RuntimeError(
+                "other weights require gradients than when they were prepared, which is when "
+                "DistributedDataParallel looks: to unfreeze weights start a new run with "
+                "--start-from, or let them wait in a group whose learning rate is 0"
             )
         return batches
 
@@ -461,6 +491,7 @@ class Run:
         if stopping or (due and not self._must_evaluate()):
             self.signals.meet()
             self.step.guard.finish(*self.optimizers)
+            check_json("run.state", progress.state)
             self.checkpoints.save(progress)
         if stopping:
             self._leave()
@@ -553,6 +584,7 @@ class Run:
         layers = [layer for model in self.models for layer in model.modules()]
         modes = [layer.training for layer in layers]
         means, num_samples = RunningMeans(self.accelerator), len(loader.dataset)
+        num_rows: Counter[str] = Counter()  # of what is not masked
         for model in self.models:
             model.eval()
         with torch.inference_mode():
@@ -565,11 +597,26 @@ class Run:
                             f"run.evaluate(...) got a single number for {name}: let it be one "
                             'value for each sample, as losses with reduction="none" are'
                         )
-                    mask = torch.ones_like(value, dtype=torch.bool) if where is None else where
-                    means.add(name, *masked_sum("run.evaluate(...)", value, mask))
+                    if where is None:
+                        num_rows[name] += len(value)
+                        means.add(name, value.sum(), value.numel())
+                    else:
+                        means.add(name, *masked_sum("run.evaluate(...)", value, where))
         for layer, mode in zip(layers, modes, strict=True):
             layer.training = mode
+        self._check_evaluated(num_rows, num_samples)
         return {**means.means("eval"), "eval_samples": num_samples}
+
+    def _check_evaluated(self, num_rows: dict[str, int], num_samples: int) -> None:
+        """Raise RuntimeError if a metric does not have a row for each sample."""
+        counts = torch.tensor([*num_rows.values()], device=self.accelerator.device)
+        counts = self.accelerator.reduce(counts, reduction="sum").tolist() if num_rows else []
+        for name, num in zip(num_rows, counts, strict=True):
+            if num != num_samples:
+                raise RuntimeError(
+                    f"run.evaluate(...) got {num} rows of {name} for {num_samples} samples: let "
+                    "it be one value for each sample, or say which values count with `where`"
+                )
 
     def end_epoch(
         self,
@@ -583,7 +630,9 @@ class Run:
         if there are any, are written to predictions.safetensors, with `about` as metadata.
         """
         self._need("run.end_epoch(...)", "trained")
-        metrics = world.agree(self.accelerator, metrics)
+        plain = {name: v.item() if hasattr(v, "item") else v for name, v in metrics.items()}
+        metrics = world.agree(self.accelerator, plain)
+        check_json("run.state", self.progress.state)
         args, progress = self.args, self.progress
         self._log_evaluation(metrics)
         if progress.batch == 0:  # else the epoch goes on, perhaps after a resume
@@ -591,7 +640,8 @@ class Run:
         is_best = args.keep_best is not None and self._keep_best()
         if self._is_over() and predictions is not None:
             # Before the last checkpoint: a resume from it does not evaluate again.
-            self._write(records.PREDICTIONS, predictions, about or {})
+            tensors = {name: torch.as_tensor(value) for name, value in predictions.items()}
+            self._write(records.PREDICTIONS, tensors, about or {})
         if self.average is not None:
             self.average.swap()
         due = not args.save_every or progress.step % args.save_every == 0

@@ -64,7 +64,8 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
 
     It lies beside the folder, RUN_DIR.lock, so that the folder can be moved aside.
     """
-    path = run_dir.with_name(f"{run_dir.name}.lock")
+    real = run_dir.resolve()  # whatever link it was reached by
+    path = real.with_name(f"{real.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     held = FileLock(path)
     try:

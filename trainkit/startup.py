@@ -93,6 +93,7 @@ def replace_closed_streams() -> None:
 
 def refuse_pickled_code() -> None:
     """Every torch.load of this process, accelerate's included, refuses to unpickle code."""
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # torch refuses to load with both
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 
 

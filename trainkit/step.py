@@ -72,8 +72,14 @@ class Step:
         first, last = dealt(num, self.size, rank * share, (rank + 1) * share)
         return min(first, num), max(0, min(last, num) - first)
 
-    def finish_micro_batch(self) -> None:
+    def finish_micro_batch(self, is_last: bool) -> None:
+        """Count its samples; is_last: an optimizer step was made behind it."""
         self.num_before += self._num_here()
+        if is_last and self.num_before < self.num_samples:
+            raise RuntimeError(
+                "the optimizer was stepped before the last micro-batch of --accumulate: put the "
+                "body of run.steps(...) into `with accelerator.accumulate(model)`"
+            )
 
     def finish(self) -> bool:
         """Update the loss scale; return False if fp16 skipped the step because it overflowed."""

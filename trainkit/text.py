@@ -1,5 +1,7 @@
 """Helpers for messages, used by all modules."""
 
+import json
+from typing import Any
 from unicodedata import category
 
 
@@ -9,6 +11,20 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or category(c) == "Zs" or c in fine else ascii(c)[1:-1] for c in text
     )
+
+
+def check_json(what: str, values: dict[str, Any]) -> None:
+    """Raise RuntimeError unless JSON gives back the same: text keys, plain numbers, lists."""
+    for name, value in values.items():
+        try:
+            same = repr(json.loads(json.dumps({name: value}))) == repr({name: value})
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise RuntimeError(
+                f"{what} holds {name!r}: {value!r}, which JSON does not give back: use texts as "
+                "keys, lists instead of tuples, and float(...) or .tolist() of what is not Python's"
+            )
 
 
 def count(number: int, noun: str) -> str:
