@@ -79,7 +79,7 @@ def trainer(flags: list[str], precision: str) -> None:
         bf16=precision == "bf16",
         optim="adamw_torch_fused",
         use_cpu=True,
-        report_to=[],
+        save_strategy="no",
     )
     samples = [{"tokens": torch.tensor(text).long()} for text, *_ in gpt.load_data(args)[0]]
     Trainer(WithLoss(args), options, train_dataset=samples).train()
