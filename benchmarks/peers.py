@@ -93,7 +93,7 @@ def epochs_of_peer(lines: list[tuple[float, str]]) -> list[Epoch]:
 
 def epochs_of_ours(run: Ended) -> list[Epoch]:
     """The same of train_mnist.py, which measures itself."""
-    times = [at for at, line in run.lines if "eval_accuracy" in line]
+    times = [at for at, line in run.lines if re.match(r"\d+/\d+ ", line)]
     accuracies = [100 * row["eval_accuracy"] for row in run.metrics if "eval_accuracy" in row]
     return [
         Epoch(accuracy, at, row["train_seconds"], row["eval_seconds"])

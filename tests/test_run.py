@@ -577,8 +577,13 @@ def test_a_loop_that_forgets_something_is_told_so(
     tmp_path: Path, flags: list[object], options: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(RuntimeError, match=sentence):
-        plain("--run-dir", tmp_path / "run", *flags, **options)
-    plain("--run-dir", tmp_path / "run", *flags)
+        plain("--run-dir", tmp_path, *flags, **options)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loop_that_forgets_nothing_trains(tmp_path: Path, accumulate: int) -> None:
+    plain("--run-dir", tmp_path, "--accumulate", accumulate)
+    assert (tmp_path / "DONE").exists()
 
 
 def check(run: Run, optimizer: torch.optim.Optimizer) -> None:

@@ -261,7 +261,8 @@ class Run:
     ) -> None:
         """Print the plan, lock the run folder, load the checkpoint. Call after accelerator.prepare.
 
-        Every process must call this. Raises UsageError on all of them.
+        Every process must call this. Raises UsageError on all of them, and RuntimeError for what
+        was not prepared.
 
         Args:
             model: what accelerator.prepare returned for the model, or for each of them.
@@ -381,7 +382,8 @@ class Run:
     def state(self) -> dict[str, Any]:
         """A dict for the script to use: saved with each checkpoint, restored by begin().
 
-        Its values are JSON, equal on all processes.
+        It is JSON, equal on all processes: its keys are texts. Raises RuntimeError at a checkpoint
+        for what JSON does not give back.
         """
         self._need("run.state", "between", "epoch", *IN_BATCH, "trained", "over")
         return self.progress.state
@@ -556,7 +558,8 @@ class Run:
 
         Their means over all processes become train_NAME in metrics.jsonl, at an evaluation; those
         whose name begins with "loss" also at every --log-every steps. where: bool of their shape,
-        which values count. Waits for nothing. Raises RuntimeError for values that are reduced.
+        which values count. Every process adds the same names. Waits for nothing. Raises
+        RuntimeError for values that are reduced.
         """
         self._need("run.add(...)", *IN_BATCH)
         for name, value in values.items():
@@ -573,7 +576,7 @@ class Run:
 
         judge returns what add() takes: unreduced values by name, and perhaps "where". The models
         are in evaluation mode, without gradients. Each sample counts once, whoever has it. Every
-        process must call this.
+        process must call this. Raises RuntimeError for values that are not one row per sample.
         """
         self._need("run.evaluate(...)", "between", "epoch", "trained")
         if batches_of(loader) is None:
