@@ -127,7 +127,7 @@ def main() -> None:
     ways |= {"trainer": trainer} if args.trainer else {}
     ways |= {"nanogpt": partial(nanogpt, args.nanogpt.resolve())} if args.nanogpt else {}
     # A tenth is for the evaluation.
-    flags = ["--epochs", "1", "--num-bytes", str(NUM_TOKENS * args.steps * 10 // 9)]
+    flags = f"--epochs 1 --num-bytes {NUM_TOKENS * args.steps * 10 // 9}".split()
     rows = []
     for precision in ("no", "bf16"):
         calls = {n: partial(rate, partial(way, flags, precision)) for n, way in ways.items()}

@@ -1,5 +1,6 @@
 """Labelled pictures of any size and mode as one uint8 tensor."""
 
+import itertools
 import math
 import os
 import re
@@ -97,7 +98,14 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
         if is_main_rank() and not Path(builder.cache_dir).exists():
             print("preparing the pictures (once)", file=sys.stderr)
         builder.download_and_prepare()
-        return builder.as_dataset(), builder.config.data_files or {}
+        files = builder.config.data_files or {}
+        for one, other in itertools.combinations(files, 2):
+            if both := set(files[one]) & set(files[other]):
+                raise UsageError(
+                    f"--dataset {name}: {min(both)} belongs to the splits '{one}' and '{other}', "
+                    "because folders on its way have those names: rename the folder of the class"
+                )
+        return builder.as_dataset(), files
 
 
 def load_images(
@@ -119,12 +127,6 @@ def load_images(
             f"{where}: there are only {sorted(splits)}; to evaluate on held out training pictures "
             "use --validation-split N"
         )
-    for other in files.keys() - {split}:
-        if both := set(files.get(split, [])) & set(files[other]):
-            raise UsageError(
-                f"{where}: {min(both)} belongs to the split '{other}' too, because a folder on its "
-                "way has that name: rename the folder"
-            )
     rows = splits[split]
     images = [key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     if not images or len(rows) == 0:

@@ -433,7 +433,7 @@ BAD_LAYOUTS = {
     "other classes": (listed("six", "one", "two"), [], r"'test', column 'kind', row 1: .* not one "
                       r"of the 3 classes \['three', 'one', 'two'\]; this split has \['six', 'one'"),
     "an untrained class": (new_folder, [], "no training picture is of the class 'four'"),
-    "a class called test": (class_called_test, [], "0.png belongs to the split 'test' too.*rename"),
+    "a class called test": (class_called_test, [], "belongs to the splits 'train' and 'test'"),
     "raw bytes": (raw_bytes, [], r"datasets\.Image\(\)"),
     "html": (lambda f: (f.mkdir(), (f / "train.parquet").write_text("<html>")), [],
              "cannot be read"),

@@ -261,8 +261,7 @@ class Run:
     ) -> None:
         """Print the plan, lock the run folder, load the checkpoint. Call after accelerator.prepare.
 
-        Every process must call this. Raises UsageError on all of them, and RuntimeError for what
-        was not prepared.
+        Every process must call this. Raises UsageError on all; RuntimeError for what is unprepared.
 
         Args:
             model: what accelerator.prepare returned for the model, or for each of them.
