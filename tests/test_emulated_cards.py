@@ -306,7 +306,7 @@ def kill_and_resume(
         assert after == before[QUIET_STEPS.index(7) :], "a resumed run waits or copies more often"
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(
     cards: dict[str, str], problems: dict, tmp_path: Path, precision: str
 ) -> None:

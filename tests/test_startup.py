@@ -188,6 +188,7 @@ def test_a_variable_that_would_let_code_be_unpickled_does_not_count(
     assert torch.load(file)["a"] == 1
 
 
+@pytest.mark.slow
 def test_a_script_without_its_docstrings_still_starts() -> None:
     command = [sys.executable, "-OO", ROOT / "train_regression.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
