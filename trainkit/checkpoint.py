@@ -30,6 +30,7 @@ from trainkit.history import History, RunningMeans
 from trainkit.internals import prepared_models, prepared_optimizers
 from trainkit.manifest import verify, write_manifest
 from trainkit.rundir import check_still_there, remove_tree, rename_free, sync
+from trainkit.text import check_json
 
 STEP_NAME = re.compile(r"step-\d{10}")
 
@@ -96,8 +97,9 @@ class Checkpoints:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
 
         When it returns, the checkpoint survives a crash. Raises RunFailure on all processes if any
-        of them fails; the older checkpoints are then untouched.
+        of them fails, RuntimeError if JSON changes run.state; older checkpoints are untouched.
         """
+        check_json("run.state", progress.state)
         if progress.step == self.last_step:
             return  # same weights; a resume repeats whatever was done since, for example evaluating
         accelerator, main = self.accelerator, self.accelerator.is_main_process

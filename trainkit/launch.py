@@ -31,6 +31,8 @@ MPI_RANKS = (  # the same four, as Open MPI, MVAPICH and MPICH (with Intel MPI) 
 
 TRUE, NOT_SET = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
 NEVER = "(?!)"  # matches no value
+YES_OR_NO = (f"{TRUE}|(?!$){NOT_SET}", "use true or false")
+A_NUMBER = (r"\d+", "give a number")
 NO_SHARDS = (
     NOT_SET,
     "these scripts keep the whole model on each card: start them without it, with "
@@ -49,11 +51,12 @@ VARIABLES = {
     "ACCELERATE_TORCH_DEVICE": ("", "choose cards by gpu_ids in the YAML"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (NEVER, "it would override --accumulate: use that"),
     "ACCELERATE_GRADIENT_CLIPPING": (NEVER, "only DeepSpeed reads it: use --clip-norm"),
+    # These are read as they are, and a wrong value would end in a traceback.
+    "ACCELERATE_DEBUG_MODE": YES_OR_NO,
+    "LOCAL_RANK": A_NUMBER,
+    "LOCAL_WORLD_SIZE": A_NUMBER,
     # These are here to be found when they are misspelt.
-    "ACCELERATE_USE_CPU": (f"{TRUE}|(?!$){NOT_SET}", "use true or false"),
-    "ACCELERATE_DEBUG_MODE": (f"{TRUE}|(?!$){NOT_SET}", "use true or false"),
-    "LOCAL_RANK": (r"\d+", "give a number"),
-    "LOCAL_WORLD_SIZE": (r"\d+", "give a number"),
+    "ACCELERATE_USE_CPU": YES_OR_NO,
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
 }
 # Flags that accelerate launch passes on only with what NO_SHARDS refuses, or on a TPU.

@@ -84,7 +84,7 @@ from trainkit.order import (
 from trainkit.rundir import check_still_there, open_run, record_run, write_durably, write_tensors
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
-from trainkit.step import Step, masked_sum
+from trainkit.step import Step, sum_and_count
 from trainkit.text import check_json, count, first_sentence, printable
 from trainkit.trackers import make_trackers
 
@@ -302,8 +302,8 @@ class Run:
 
     def _check_prepared(self, num_models: int) -> None:
         """Raise an error for what could not be trained or resumed as it was prepared."""
-        accelerator = self.accelerator
-        if num_models != len(prepared_models(accelerator)):
+        accelerator, models = self.accelerator, prepared_models(self.accelerator)
+        if num_models != len(models):
             raise RuntimeError(
                 "run.begin(...) needs every model that accelerator.prepare was given"
             )
@@ -318,7 +318,6 @@ class Run:
             raise RuntimeError(
                 f"{len(twice)} of the weights are in two optimizers, or twice in one"
             )
-        models = prepared_models(accelerator)
         if strange := weights.keys() - {w for model in models for w in model.parameters()}:
             raise RuntimeError(
                 f"{len(strange)} of the optimizers' weights are in no model that "
@@ -492,7 +491,6 @@ class Run:
         if stopping or (due and not self._must_evaluate()):
             self.signals.meet()
             self.step.guard.finish(*self.optimizers)
-            check_json("run.state", progress.state)
             self.checkpoints.save(progress)
         if stopping:
             self._leave()
@@ -562,11 +560,10 @@ class Run:
         """
         self._need("run.add(...)", *IN_BATCH)
         for name, value in values.items():
+            call = f"run.add({name}=...)"
             if where is None:
-                self.step.check_rows(f"run.add({name}=...)", value)
-                self.means.add(name, value.detach().sum(), value.numel())
-            else:
-                self.means.add(name, *masked_sum(f"run.add({name}=...)", value.detach(), where))
+                self.step.check_rows(call, value)
+            self.means.add(name, *sum_and_count(call, value.detach(), where))
 
     def evaluate(
         self, loader: DataLoader, judge: Callable[[Any], dict[str, torch.Tensor]]
@@ -601,9 +598,7 @@ class Run:
                         )
                     if where is None:
                         num_rows[name] += len(value)
-                        means.add(name, value.sum(), value.numel())
-                    else:
-                        means.add(name, *masked_sum("run.evaluate(...)", value, where))
+                    means.add(name, *sum_and_count("run.evaluate(...)", value, where))
         for layer, mode in zip(layers, modes, strict=True):
             layer.training = mode
         self._check_evaluated(num_rows, num_samples)
@@ -634,7 +629,6 @@ class Run:
         self._need("run.end_epoch(...)", "trained")
         plain = {name: v.item() if hasattr(v, "item") else v for name, v in metrics.items()}
         metrics = world.agree(self.accelerator, plain)
-        check_json("run.state", self.progress.state)
         args, progress = self.args, self.progress
         self._log_evaluation(metrics)
         if progress.batch == 0:  # else the epoch goes on, perhaps after a resume

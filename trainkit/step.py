@@ -112,7 +112,7 @@ class Step:
             self.check_rows("run.step_mean(...)", values)
             total, num = values.sum(), num * values.shape[1:].numel()
         else:
-            total, counted = masked_sum("run.step_mean(...)", values, where)
+            total, counted = sum_and_count("run.step_mean(...)", values, where)
             self.num_counted = counted + (0 if self.num_counted is None else self.num_counted)
         loss = total.detach() / num
         self.losses.append(loss)
@@ -171,10 +171,12 @@ class AllGather(torch.autograd.Function):
         return total[torch.distributed.get_rank()]
 
 
-def masked_sum(
-    call: str, values: torch.Tensor, where: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum and number of the values that count, as tensors: the host does not wait for them."""
+def sum_and_count(
+    call: str, values: torch.Tensor, where: torch.Tensor | None
+) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """Sum and number of the values that count, all without where: the host waits for neither."""
+    if where is None:
+        return values.sum(), values.numel()
     if where.shape != values.shape or where.dtype != torch.bool:
         raise RuntimeError(
             f"{call} got values of shape {tuple(values.shape)} and where= of shape "
