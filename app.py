@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from modelkit import answers, page
+from modelkit import answers, page, plots
 from modelkit.photos import read_picture
-from trainkit import arguments, plots, startup
+from trainkit import arguments, startup
 from trainkit.errors import UsageError, as_usage_error
 
 HERE = Path(__file__).resolve().parent

@@ -20,9 +20,10 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
+from modelkit import plots
 from modelkit.calibration import calibrate
 from modelkit.photos import learn_framing, read_photo
-from trainkit import arguments, plots, startup
+from trainkit import arguments, startup
 from trainkit.errors import EXIT_TARGET_MISSED
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import Dropout, InMemory, keyed_uniform, make_loaders
@@ -303,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             results = validate(accelerator, model, eval_loader, eval_set, about["classes"])
             run.end_epoch(*results)
 
-        metrics = run.finish(f"python app.py {args.run_dir}")
+        metrics = run.finish(f"python app.py {args.run_dir}", plots.draw_run)
     if args.target_accuracy is not None and metrics["eval_accuracy"] < args.target_accuracy:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics

@@ -6,7 +6,6 @@ python train_regression.py --data houses.csv --target price --model mlp
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -21,11 +20,12 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
 from datakit import tables
+from modelkit import plots
+from modelkit.predictions import add_predictions
 from trainkit import arguments, startup
 from trainkit.errors import EXIT_TARGET_MISSED
 from trainkit.optim import make_optimizer, make_scheduler
@@ -173,7 +173,7 @@ class Predictor(nn.Module):
 
     def predict_file(self, path: Path) -> str:
         """Write TABLE_predictions.csv: the rows of a table and a column for each target."""
-        return tables.add_predictions(path, self.about, lambda inputs: self(inputs).numpy())
+        return add_predictions(path, self.about, lambda inputs: self(inputs).numpy())
 
 
 @torch.inference_mode()
@@ -234,31 +234,6 @@ def validate(
     return metrics, predictions, {"targets": about["targets"], "feature": about["features"][0]}
 
 
-def compare(
-    weights: dict[str, torch.Tensor], train_set: InMemory, about: dict, noise: float
-) -> dict[str, float]:
-    """A linear model beside the least-squares optimum of its training rows and the known truth.
-
-    standard_error is the root mean square distance to the truth that the noise gives the optimum.
-    """
-    learned = torch.cat((weights["weight"], weights["bias"][:, None]), 1).double()
-    features, targets = (tensor.double() for tensor in train_set.tensors)
-    inputs = F.pad(features, (0, 1), value=1.0)  # a column of ones for the bias
-    optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.T
-    result = {
-        "train_mse": F.mse_loss(inputs @ learned.T, targets).item(),
-        "least_squares_mse": F.mse_loss(inputs @ optimum.T, targets).item(),
-    }
-    if about["truth"] is not None:
-        variances = noise**2 * torch.linalg.pinv(inputs.T @ inputs).diagonal()
-        result |= {
-            "distance_to_least_squares": (learned - optimum).norm().item(),
-            "distance_to_truth": (learned - torch.tensor(about["truth"])).norm().item(),
-            "standard_error": math.sqrt(len(learned) * variances.sum().item()),
-        }
-    return result
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
     args = parse_args(argv)
@@ -296,12 +271,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             results = validate(accelerator, model, eval_loader, eval_set, args.loss, about)
             run.end_epoch(*results)
 
-        metrics = run.finish(f"python app.py {args.run_dir}")
-        if args.model == "linear":
-            weights = load_file(args.run_dir / "model.safetensors")
-            found = compare(weights, train_set, about, args.noise)
-            run.print("  ".join(f"{name} {value:.6g}" for name, value in found.items()))
-            metrics |= found
+        metrics = run.finish(f"python app.py {args.run_dir}", plots.draw_run)
     if args.target_r2 is not None and metrics["eval_r2"] < args.target_r2:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelkit import page
-from trainkit import plots
+from trainkit import curves
 
-FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange and blue of trainkit.plots
+FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange and blue of trainkit.curves
 MAX_DRAWN = 4  # targets, one below the other
 
 
@@ -78,19 +78,19 @@ def landscape(
     values, here = outputs(rows), outputs(row[None])[0]
     html = ""
     for number, target in enumerate(targets[:MAX_DRAWN]):
-        figure = plots.new_figure(4.4, 3.0)
+        figure = curves.new_figure(4.4, 3.0)
         axes = figure.subplots()
         if len(axis) == 2:
             drawn = axes.contourf(*axis, values[:, number].reshape(41, 41).T, 12)
             figure.colorbar(drawn, label=target)
         else:
-            axes.plot(*axis, values[:, number], color=plots.COLOURS[4])
+            axes.plot(*axis, values[:, number], color=curves.COLOURS[4])
         # Along two features the target is the colour, not an axis.
         (xlabel, x), (ylabel, y) = [
             *zip(ranges, row[numbers], strict=True),
             (target, here[number]),
         ][:2]
-        axes.plot(x, y, "o", color=plots.COLOURS[1], mec="white")
+        axes.plot(x, y, "o", color=curves.COLOURS[1], mec="white")
         axes.set(xlabel=xlabel, ylabel=ylabel)
         html += page.drawing(figure, f"{target} along {' and '.join(ranges)}")
     return html

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import predict
 from datakit.pictures import load_images
 from modelkit.photos import read_picture
-from trainkit import plots
+from trainkit import records
 from trainkit.errors import RunFailure, UsageError
 
 
@@ -229,10 +229,10 @@ def test_a_model_file_that_is_none_is_one_sentence(case: str, tmp_path: Path) ->
     with pytest.raises(UsageError, match=r"model\.safetensors is not a model") as raised:
         predict.main([str(tmp_path), "a.png"])
     assert "\n" not in str(raised.value)
-    (tmp_path / "model.safetensors").rename(tmp_path / plots.PREDICTIONS)
+    (tmp_path / "model.safetensors").rename(tmp_path / records.PREDICTIONS)
     if case not in ("no metadata", "metadata of another kind"):
         with pytest.raises(UsageError, match=r"predictions\.safetensors cannot be read"):
-            plots.load_predictions(tmp_path / plots.PREDICTIONS)
+            records.load_predictions(tmp_path / records.PREDICTIONS)
 
 
 @posix_only  # links

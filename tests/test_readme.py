@@ -3,7 +3,7 @@
 What is run for real, and where: the README's test command by .ci/run, which takes it from the file;
 the default run by test_train_mnist.py (slow) and, on fewer pictures, by nearly every test file; the
 YAML of two processes by test_train_mnist.py, test_regression.py and others; --save-every with
---resume auto by test_faults.py; predict.py by test_predict.py; trainkit.plots by test_plots.py; the
+--resume auto by test_faults.py; predict.py by test_predict.py; modelkit.plots by test_plots.py; the
 doctor by test_doctor.py; notebook_launcher by test_notebook.py. What needs GPUs or minutes is
 parsed here with the parser that would read it.
 """

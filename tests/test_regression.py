@@ -1,5 +1,6 @@
 """train_regression.py finds what is in the data, as plain PyTorch and least squares find it."""
 
+import math
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -37,10 +38,37 @@ def named(data: Any) -> Namespace:
     return Namespace(**dict(zip(("features", "targets", "numbers"), data.tensors, strict=False)))
 
 
+def beside_least_squares(run_dir: Path, *flags: object, noise: float = 0.1) -> dict[str, float]:
+    """The weights of a linear run, the least-squares optimum of its training rows and the truth.
+
+    standard_error is the root mean square distance to the truth that the noise gives the optimum.
+    """
+    train_set, _, about = load(*flags)
+    weights, _ = saved(run_dir, "model")
+    learned = torch.cat((weights["weight"], weights["bias"][:, None]), 1).double()
+    inputs = F.pad(train_set.features.double(), (0, 1), value=1.0)  # a column of ones for the bias
+    targets = train_set.targets.double()
+    optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.T
+    found = {
+        "train_mse": F.mse_loss(inputs @ learned.T, targets).item(),
+        "least_squares_mse": F.mse_loss(inputs @ optimum.T, targets).item(),
+    }
+    if about["truth"] is not None:
+        variances = noise**2 * torch.linalg.pinv(inputs.T @ inputs).diagonal()
+        found |= {
+            "distance_to_least_squares": (learned - optimum).norm().item(),
+            "distance_to_truth": (learned - torch.tensor(about["truth"])).norm().item(),
+            "standard_error": math.sqrt(len(learned) * variances.sum().item()),
+        }
+    print(found)
+    return found
+
+
 @pytest.mark.parametrize("data_seed", [0, 1, 2])
 def test_the_defaults_recover_the_truth(data_seed: int, tmp_path: Path, run_main: Callable) -> None:
     started_at = time.process_time()  # of one thread: a busy machine does not count
-    found = run_main("train_regression", "--run-dir", tmp_path / "run", "--data-seed", data_seed)
+    run_main("train_regression", "--run-dir", tmp_path / "run", "--data-seed", data_seed)
+    found = beside_least_squares(tmp_path / "run", "--data-seed", data_seed)
     assert time.process_time() - started_at < 10
     assert found["train_mse"] < 1.01 * found["least_squares_mse"]
     # What training leaves undone is small beside what the noise hides from anyone.
@@ -261,7 +289,10 @@ def test_real_tables_reach_scikit_learns_r2(
     error = price[test] - learned.predict(inputs.iloc[test])
     r2 = r2_score(price[test], learned.predict(inputs.iloc[test]))
     assert metrics["eval_r2"] == pytest.approx(r2, abs=0.005)
-    assert metrics["train_mse"] < 1.01 * metrics["least_squares_mse"]
+    found = beside_least_squares(
+        tmp_path / "run", "--data", tmp_path / "table.csv", "--target", "Price", *flags
+    )
+    assert found["train_mse"] < 1.01 * found["least_squares_mse"]
 
     # Errors are in the target's own unit, and come from the predictions that were saved.
     assert predictions["target"].squeeze(1).numpy() == pytest.approx(price[test], rel=1e-5)

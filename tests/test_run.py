@@ -418,11 +418,11 @@ def test_state_that_only_a_pickle_could_hold_is_refused_before_the_first_step(
 def test_a_picture_that_cannot_be_drawn_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    def fail(run_dir: Path) -> list[Path]:
+    def fail(run_dir: Path) -> None:
         assert (run_dir / "DONE").exists()
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
-    monkeypatch.setattr("trainkit.plots.draw_run", fail)
+    monkeypatch.setattr("trainkit.curves.draw_curves", fail)
     train("--run-dir", tmp_path, "--pictures")
     assert "the pictures were not drawn: ModuleNotFoundError: No module" in capfd.readouterr().out
 
@@ -647,7 +647,7 @@ ROWS = (
     {"order", "optim", "finite", "world"},
     {"records", "rundir", "manifest", "history"},
     {"checkpoint", "signals", "average", "shards"},
-    {"plots", "compare", "trackers", "console", "step"},
+    {"curves", "trackers", "console", "step"},
     {"run"},
     {"doctor"},
 )

@@ -24,8 +24,8 @@ from PIL import Image
 import predict
 import train_mnist
 from datakit import pictures, tables
-from modelkit import hub, photos
-from trainkit import arguments, plots, rundir, startup
+from modelkit import hub, photos, plots
+from trainkit import arguments, records, rundir, startup
 from trainkit.checkpoint import read_weights
 from trainkit.errors import UsageError
 from trainkit.manifest import seal, sha256_of, verify, write_manifest
@@ -149,7 +149,7 @@ def test_a_file_is_replaced_where_a_link_was(tmp_path: Path, outside: Path) -> N
 READERS: dict[str, Callable[[Path], object]] = {
     "weights.safetensors": lambda path: read_weights(path, torch.nn.Linear(1, 1)),
     "pytorch_model.bin": lambda path: read_weights(path, torch.nn.Linear(1, 1)),
-    "predictions.safetensors": plots.load_predictions,
+    "predictions.safetensors": records.load_predictions,
     "metrics.jsonl": lambda path: plots.main([str(path.parent)]),
     "picture.png": lambda path: photos.read_picture(path, 28, {}),
     **{f"table.{kind}": lambda path: tables.read_table(str(path), str(path))
@@ -254,7 +254,7 @@ def test_predictions_that_lack_something_are_one_sentence(
 ) -> None:
     tensors = {name: torch.tensor(values) for name, values in tensors.items()}
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train_loss": 1.0}\n')
-    rundir.write_tensors(tmp_path / plots.PREDICTIONS, tensors, about)
+    rundir.write_tensors(tmp_path / records.PREDICTIONS, tensors, about)
     refused(lambda: plots.main([str(tmp_path)]), message)
     assert not [*tmp_path.glob("*.png")]
 

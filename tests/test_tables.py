@@ -18,7 +18,7 @@ from conftest import posix_only, run
 import predict
 import train_regression
 from datakit import tables
-from trainkit import plots
+from trainkit import records
 from trainkit.errors import UsageError
 from trainkit.order import InMemory
 
@@ -387,7 +387,7 @@ def test_a_model_takes_the_table_in_every_form(name: str, table_run: Path, tmp_p
     FORMS[name](frame(200), tmp_path / name)
     predict.main([str(table_run / "run"), str(tmp_path / name)])
     written = pd.read_csv(tmp_path / f"{name.split('.')[0]}_predictions.csv")
-    tensors, _ = plots.load_predictions(table_run / "run" / plots.PREDICTIONS)
+    tensors, _ = records.load_predictions(table_run / "run" / records.PREDICTIONS)
     said = written.predicted_y[tensors["index"].numpy()].to_numpy()
     assert said == pytest.approx(tensors["prediction"][:, 0].numpy(), rel=1e-6)
     assert (written.y == frame(200).y).all()
@@ -454,7 +454,7 @@ def test_a_model_of_synthetic_data_takes_a_table_of_its_columns(
     table.drop(columns="y0").to_csv(tmp_path / "t.csv", index=False)
     predict.main([str(tmp_path / "run"), str(tmp_path / "t.csv")])
     said = pd.read_csv(tmp_path / "t_predictions.csv").predicted_y0
-    tensors, _ = plots.load_predictions(tmp_path / "run" / plots.PREDICTIONS)
+    tensors, _ = records.load_predictions(tmp_path / "run" / records.PREDICTIONS)
     rows = said[tensors["index"].numpy()].to_numpy()
     assert rows == pytest.approx(tensors["prediction"][:, 0].numpy(), rel=1e-5)
 
@@ -475,7 +475,7 @@ def test_large_numbers_lose_nothing(tmp_path: Path, run_main: Callable) -> None:
     )
     predict.main([str(tmp_path / "run"), str(tmp_path / "t.csv")])
     written = pd.read_csv(tmp_path / "t_predictions.csv")
-    tensors, _ = plots.load_predictions(tmp_path / "run" / plots.PREDICTIONS)
+    tensors, _ = records.load_predictions(tmp_path / "run" / records.PREDICTIONS)
     said = written.predicted_y[tensors["index"].numpy()].to_numpy()
     assert said == pytest.approx(tensors["prediction"][:, 0].numpy(), rel=1e-6)
 

@@ -168,7 +168,7 @@ class Checkpoints:
         for notice in notices:
             print(notice, flush=True)
         if path:
-            self.history.log_timing({"resumed_at": progress.step})  # plots.py marks the place
+            self.history.log_timing({"resumed_at": progress.step})  # curves.py marks the place
         return progress
 
     def _load_state(self, folder: Path) -> None:

@@ -41,7 +41,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from trainkit import arguments, launch, plots, records, shards, world
+from trainkit import arguments, curves, launch, records, shards, world
 from trainkit.average import Average
 from trainkit.checkpoint import Checkpoints, Progress, read_weights
 from trainkit.console import (
@@ -670,12 +670,15 @@ class Run:
         epoch = f"{round(done, 2):g}/{self.args.epochs}"
         self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))
 
-    def finish(self, next_command: str = "") -> dict[str, float]:
+    def finish(
+        self, next_command: str = "", draw: Callable[[Path], list[Path]] = curves.draw_run
+    ) -> dict[str, float]:
         """Write the weights and DONE, draw the pictures; return the metrics of the last evaluation.
 
-        next_command is printed last: what a person may type now. Every process must call this, last
-        in the body. Raises RunFailure on all of them if the disk is full. A picture that cannot be
-        drawn is a sentence, not a failed run.
+        next_command is printed last: what a person may type now. draw draws from the files of the
+        run folder and returns the paths of its pictures; the main process calls it. Every process
+        must call this, last in the body. Raises RunFailure on all of them if the disk is full. A
+        picture that cannot be drawn is a sentence, not a failed run.
         """
         if self.stage != "between" or not self._is_over():
             raise self._out_of_order("run.finish()")
@@ -690,7 +693,7 @@ class Run:
         drawn: list[Path] = []
         if args.pictures and accelerator.is_main_process:
             try:
-                drawn = plots.draw_run(args.run_dir)
+                drawn = draw(args.run_dir)
             except Exception as problem:  # no matplotlib, no memory, no disk
                 self.print(f"the pictures were not drawn: {first_sentence(problem)}")
         if progress.best is not None:

@@ -1,36 +1,29 @@
-"""Pictures of runs, drawn from the files in their folders and nothing else.
+"""Pictures of finished runs, drawn from the files in their folders and nothing else.
 
-python -m trainkit.plots runs/mnist         draws the pictures of one run again
-python -m trainkit.plots runs/a runs/b      compares runs: what differs, curves in comparison.png
+python -m modelkit.plots runs/mnist         draws the pictures of one run again
+python -m modelkit.plots runs/a runs/b      compares runs: what differs, what was measured
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from trainkit import compare, startup
+from modelkit.compare import compare_runs
+from trainkit import curves, startup
 from trainkit.arguments import Parser
+from trainkit.curves import COLOURS, legend_above, new_figure
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.records import PREDICTIONS, load_predictions, read_rows
+from trainkit.records import PREDICTIONS, load_predictions
 
 if TYPE_CHECKING:  # imported where it is used, because it takes a second
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NUM_MISTAKES = 24
-FEW = 20  # points: so few are drawn one by one, as a line alone may be too short to see
-SCORES = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}
 MAX_CELLS = 32  # classes for which confusion.png has room for the numbers and every name
-# Okabe and Ito's colours, which colour-blind people can tell apart; styles and markers do it in
-# black and white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
-STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
-MARKERS = "os^Dv*"
 
 
 def worst_mistakes(
@@ -52,7 +45,7 @@ def confusion_matrix(
 
 def draw_run(run_dir: Path) -> list[Path]:
     """Draw every picture that the files of a run folder allow and return their paths."""
-    figures = {"curves.png": draw_curves([run_dir])}
+    figures: dict[str, Figure] = {}
     tensors, metadata = load_predictions(run_dir / PREDICTIONS)
     if "classes" in metadata:
         figures["confusion.png"] = draw_confusion(tensors, metadata["classes"])
@@ -60,66 +53,9 @@ def draw_run(run_dir: Path) -> list[Path]:
             figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
     elif tensors:
         figures["fit.png"] = draw_fit(tensors, metadata)
-    for name, figure in figures.items():
-        (run_dir / name).unlink(missing_ok=True)  # a link is replaced, not written through
-        figure.savefig(run_dir / name)
-    return [run_dir / name for name in figures]
-
-
-def draw_curves(run_dirs: Sequence[Path]) -> "Figure":
-    """Loss, accuracy or error if there is one, and learning rate over steps, of one run or more."""
-    several = len(run_dirs) > 1
-    logs = [read_rows(run_dir / "metrics.jsonl") for run_dir in run_dirs]
-    measured = {name for rows in logs for row in rows for name in row}
-    score = next((name for name in SCORES if f"eval_{name}" in measured), None)
-    heights = {"loss": 3, "rate": 1.3} if score is None else {"loss": 3, score: 3, "rate": 1.3}
-    figure = new_figure(8, 1.7 + sum(heights.values()))
-    panels = figure.subplot_mosaic(
-        [[name] for name in heights], sharex=True, height_ratios=list(heights.values())
-    )
-    for number, (run_dir, rows) in enumerate(zip(run_dirs, logs, strict=True)):
-        colours = (COLOURS[number % 6], COLOURS[number % 6 if several else 1])
-        # A shorter run may be equal to the beginning of a longer one: it lies above.
-        both: dict[str, Any] = {"linestyle": STYLES[number % 6], "zorder": 2 + 1 / (1 + len(rows))}
-        few = sum("learning_rate" in row for row in rows) < FEW
-        train: dict[str, Any] = both | {"color": colours[0], "marker": "." if few else ""}
-        held_out = both | {"color": colours[1], "linewidth": 2.5, "marker": MARKERS[number % 6]}
-        for panel, metric, label, style in (
-            ("loss", "train_loss", "training", train),
-            ("loss", "eval_loss", "evaluation", held_out),
-            (score, f"train_{score}", "training, mean of the epoch", train),
-            (score, f"eval_{score}", "evaluation", held_out),
-            ("rate", "learning_rate", "", train),
-        ):
-            points = _points(rows, metric)
-            if panel in panels and points[0]:
-                prefix = f"{run_dir}: " if several else ""
-                panels[panel].plot(*points, label=prefix + label, **style)
-    if several:
-        lines = panels["loss"].get_lines()  # one column of the legend for training
-        _legend_above(panels["loss"], ncols=2, handles=lines[::2] + lines[1::2])
-    else:
-        _mark_resumes(panels.values(), run_dirs[0])
-        for name in panels.keys() - {"rate"}:
-            _legend_above(panels[name], ncols=3)
-    low, high = panels["loss"].dataLim.intervaly
-    if 0 < 4 * low < high:
-        panels["loss"].set_yscale("log")
-    panels["rate"].set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
-    for name, axes in panels.items():
-        axes.set_ylabel({"loss": "loss", "rate": "learning rate"}.get(name) or SCORES[name])
-        axes.grid(color="0.9")
-        axes.set_axisbelow(True)
-    figure.align_ylabels()
-    return figure
-
-
-def _mark_resumes(panels: Iterable["Axes"], run_dir: Path) -> None:
-    timing = read_rows(run_dir / "timing.jsonl")
-    resumed_at = sorted({row["resumed_at"] for row in timing if "resumed_at" in row})
-    for axes, step in itertools.product(panels, resumed_at):
-        label = "resumed" if step == resumed_at[0] else None
-        axes.axvline(step, color="0.45", linestyle=":", zorder=0, label=label)
+    return curves.draw_run(run_dir) + [
+        curves.save(figure, run_dir / name) for name, figure in figures.items()
+    ]
 
 
 def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
@@ -215,7 +151,7 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Fig
             line.scatter(feature, true, label="true", **dots)
             line.plot(feature[order], said[order], color=COLOURS[1], label="predicted")
             line.set(xlabel=metadata.get("feature", "feature"), ylabel=name)
-            _legend_above(line, ncols=2)
+            legend_above(line, ncols=2)
     for axes in grid.flat:
         axes.locator_params(nbins=5)
         for axis in (axes.xaxis, axes.yaxis):
@@ -225,8 +161,8 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Fig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the pictures of one run folder, or the curves of several in one picture."""
-    parser = Parser(__doc__, prog="python -m trainkit.plots")
+    """Draw the pictures of one run folder, or compare several."""
+    parser = Parser(__doc__, prog="python -m modelkit.plots")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     run_dirs = parser.parse_args(argv).run_dirs
     for run_dir in run_dirs:
@@ -236,34 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if len(run_dirs) == 1:
             print(*draw_run(run_dirs[0]), sep="\n")
         else:
-            output = run_dirs[0].parent / "comparison.png"
-            draw_curves(run_dirs).savefig(output)
-            print(compare.compare_runs(run_dirs), output, sep="\n")
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    """A figure of so many inches that no window and no global state knows of."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
-def _points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    # An evaluation has a train_loss too, the mean of its epoch: only the steps' are drawn.
-    rows = [row for row in rows if name in row and (name != "train_loss" or "eval_loss" not in row)]
-    return [row["step"] for row in rows], [row[name] for row in rows]
-
-
-def _legend_above(axes: "Axes", **options: Any) -> None:
-    """Outside the axes, where no line can run beneath it."""
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        frameon=False,
-        fontsize=9,
-        borderaxespad=0.2,
-        **options,
-    )
+            print(compare_runs(run_dirs))
 
 
 if __name__ == "__main__":
