@@ -124,8 +124,9 @@ def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
         problems.append("--data and --target belong together: which columns are to be predicted?")
     if args.data is None and (args.features or args.categorical or args.separator or args.encoding):
         problems.append("--features, --categorical, --separator and --encoding are for --data")
-    if args.target and set(args.target) & set(args.features or []):
-        problems.append("--target and --features have a column in common")
+    named = [*(args.target or []), *(args.features or [])]
+    if len(set(named)) < len(named):
+        problems.append("--target and --features name a column twice")
     arguments.refuse(problems)
 
 

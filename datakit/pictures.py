@@ -162,10 +162,12 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
     ]
     choices = [label] if label else found or fitting
     if len(choices) != 1 or choices[0] not in fitting:
+        problem = f"--label must name the column of the classes, one of {fitting}"
+        if not fitting:
+            problem = "there is no column of classes (pictures in two folders or more have one)"
         raise UsageError(
-            f"{where}: --label must name the column of the classes, whole numbers or texts, one of "
-            f"{fitting}; or make one: rows = datasets.load_dataset(...)"
-            ".class_encode_column(NAME); rows.save_to_disk(FOLDER)"
+            f"{where}: {problem}, whole numbers or texts; or make one: "
+            "rows = datasets.load_dataset(...).class_encode_column(NAME); rows.save_to_disk(FOLDER)"
         )
     return choices[0]
 
@@ -225,7 +227,7 @@ def names_in_file(path: Path, column: str) -> list[str]:
 def check_classes(name: str, train_set: InMemory, eval_set: InMemory, classes: list[str]) -> None:
     """Raise UsageError if the evaluation set has a class of which there is no training picture."""
     unknown = set(eval_set.tensors[1].tolist()) - set(train_set.tensors[1].tolist())
-    if unknown:
+    if unknown and len(train_set):
         raise UsageError(
             f"--dataset {name}: no training picture is of the class {classes[min(unknown)]!r}, "
             "which the evaluation pictures have"

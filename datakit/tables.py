@@ -105,8 +105,14 @@ def _read_file(
     if "json" in _kind(path):
         try:
             return pd.DataFrame(json.loads(text))
-        except ValueError:  # a row on each line
-            return pd.DataFrame(map(json.loads, text.strip().split("\n")))
+        except ValueError:
+            if text.lstrip().startswith("["):
+                raise
+        rows = []  # one on each line
+        for number, line in enumerate(text.split("\n"), 1):
+            with as_usage_error(f"{path}, line {number} cannot be read"):
+                rows += [json.loads(line)] if line.strip() else []
+        return pd.DataFrame(rows)
     # pandas would rename a column that is named twice.
     headers = {
         sep: next(csv.reader(io.StringIO(text), delimiter=sep), [])
@@ -145,6 +151,8 @@ def parse_column(values: pd.Series, where: str, category: bool | None = None) ->
     category: None: it is one if no value reads as a number. Raises UsageError about a value that is
     not a number, or about texts that are no categories.
     """
+    if not category and pd.api.types.infer_dtype(values) == "boolean":
+        values = values.astype(float)  # also where one is missing
     if values.dtype.kind in "biuf" and not category:
         return values
     texts = values.astype(object).map(str, na_action="ignore")

@@ -46,6 +46,7 @@ FILES = [
     ('--run-dir "a # b"\t--label "it\'s"', "a # b", "it's"),
     ("\ufeff--run-dir x", "x", None),
     ("--run-dir=x\\ y", "x y", None),
+    ("--run-dir\xa0x", "x", None),
 ]
 
 
@@ -83,12 +84,14 @@ WRONG = {
     "--eval-every 0": "--eval-every 0 must be at least 1",
     "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
     "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
+    "--run-dir \udcff": "--run-dir \udcff must be UTF-8",
+    "--target y,y": "--target and --features name a column twice",
     "--noise inf": "--noise inf must be a number of at least 0",
 }
 
 
 def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
-    args = train_regression.parse_args(" ".join(WRONG).split())
+    args = train_regression.parse_args([*" ".join(WRONG).split(), "--data", "x.csv"])
     args.timeout = 0
     with pytest.raises(UsageError) as refused:
         train_regression.check_arguments(args, 2)

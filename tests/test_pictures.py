@@ -1,6 +1,7 @@
 """Every layout of pictures that people bring is read as they meant it or refused in a sentence."""
 
 import io
+import shutil
 import struct
 import zlib
 from collections import Counter
@@ -407,6 +408,13 @@ def class_called_test(folder: Path) -> None:
     shapes("train")[0].save(folder / "train" / "test" / "0.png")
 
 
+def one_folder(folder: Path) -> None:
+    image_folder(folder, ".png")
+    for kind in folder.glob("*/*"):
+        if kind.name != "one":
+            shutil.rmtree(kind)
+
+
 # How a folder is made, flags, and the sentence.
 BAD_LAYOUTS = {
     "no folder": (lambda f: None, [], "cannot be read"),
@@ -423,7 +431,8 @@ BAD_LAYOUTS = {
     "no labels": (without("kind"), [], "class_encode_column"),
     "fractions": (lambda f: parquet(f, {split: rows.cast_column("kind", Value("float32"))
                                         for split, rows in dataset("int").items()}), [],
-                  "--label must name"),
+                  "no column of classes"),
+    "one folder": (one_folder, [], r"no column of classes \(pictures in two folders"),
     "two columns": (two_columns, [], r"--label must name .*'kind', 'id'.*class_encode_column"),
     "not a column": (two_columns, ["--label", "x"], "--label must name"),
     "the pictures": (two_columns, ["--label", "picture"], "--label must name"),

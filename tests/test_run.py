@@ -17,7 +17,7 @@ from conftest import ROOT, forget_accelerator, linux_only, rows
 from faults import Nursery, digests
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -632,8 +632,14 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
     before, after = load_file(weights), load_file(tmp_path / "same" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     other = tmp_path / "first" / "predictions.safetensors"
+    shapes = {"0.weight": (8, 10), "0.bias": (8,)}
+    for name, dtype, value in (("whole", torch.int64, 1), ("huge", torch.float64, 1e300)):
+        tensors = {key: torch.full(size, value, dtype=dtype) for key, size in shapes.items()}
+        save_file(tensors, tmp_path / name)
     for path, sentence in (
         (tmp_path / "none", "cannot be read"),
+        (tmp_path / "whole", "'0.weight' is torch.int64 of (8, 10), and torch.float32 of (8, 10)"),
+        (tmp_path / "huge", "0.bias holds numbers that are not finite here"),
         (other, "none of its 4"),
     ):
         bad = nursery.run("train_regression", *flags, tmp_path / "bad", "--start-from", path)

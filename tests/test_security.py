@@ -131,6 +131,13 @@ def test_a_run_does_not_write_through_a_link_in_its_folder(
     assert untouched(outside)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
+def test_a_log_that_is_no_file_is_refused(name: str, tmp_path: Path, accelerator: Any) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    args = argparse.Namespace(run_dir=tmp_path / "run", resume="auto")
+    refused(lambda: rundir.open_run(accelerator, args), f"{name} is no file")
+
+
 @posix_only  # links
 def test_a_file_is_replaced_where_a_link_was(tmp_path: Path, outside: Path) -> None:
     folder = tmp_path / "run"

@@ -124,6 +124,8 @@ READ = {
         orient="records", lines=True).encode()), [], ALL),
     "json records": ("t.json", frame().to_json(orient="records", indent=1).encode(), [],
                      ALL),
+    "json lines and blank ones": ("t.jsonl", b"\n\n" + frame().to_json(
+        orient="records", lines=True).encode() + b"\n \n", [], ALL),
     "json columns": ("t.json", frame().to_json().encode(), [], ALL),
     "json lines in a .json": ("t.json", frame().to_json(orient="records", lines=True).encode(), [],
                               ALL),
@@ -264,6 +266,11 @@ REFUSED = {
     "thousands of columns": ("t.csv", b",".join(b"c%d" % i for i in range(3000)) + b"\n1" +
                              b",1" * 2999, [], "'c0', 'c1'.*'c9' and 2,990 more$"),
     "twice but for a space": ("t.csv", b"a, a,y\n1,2,3\n", [], "name each column once"),
+    "a bad line": ("t.jsonl", b'{"a": 1, "y": 2}\n\n{"a": 1, "y": \n', [],
+                   "t.jsonl, line 3 cannot be read"),
+    "a bad array": ("t.json", b'[{"a": 1, "y": 2},\n{"a": 1, "y": }]', [], "line 2 column"),
+    "true, false and missing": ("t.parquet", parquet(pd.DataFrame({
+        "a": range(9), "y": [True, False, None] * 3})), [], "'y', row 3: the value is missing"),
     "lists": ("t.jsonl", b'{"a": [1, 2], "y": 1}\n{"a": [3, 4], "y": 2}\n{"a": [3], "y": 3}', [],
               r"'a', row 1: '\[1, 2\]' is not a number"),
     "parquet dates": ("t.parquet", parquet(frame().assign(

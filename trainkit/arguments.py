@@ -53,6 +53,7 @@ UP_TO_1 = (lambda value: 0 < value <= 1, "above 0 and at most 1")
 POSITIVE_OR_INF = (lambda value: value > 0, "above 0")
 DECAY = (lambda value: 0 < value < 1, "above 0 and below 1")
 FRACTION = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+UTF_8 = (lambda value: not re.search("[\ud800-\udfff]", str(value)), "UTF-8")
 SEED = (lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 # Flag, type or choices, default, what a value must be, help.
@@ -82,7 +83,7 @@ EXPERIMENT_FLAGS = (
 )  # fmt: skip
 # The same, of flags that may differ when a run is resumed: they change no number of a step.
 RUN_FLAGS = (
-    ("--run-dir", Path, None, None,
+    ("--run-dir", Path, None, UTF_8,
      "folder of this run; an earlier run in it is moved aside, never deleted"),
     ("--resume", str, None, None,
      "auto: continue from the newest whole checkpoint if there is one; latest: fail if there is "
@@ -161,7 +162,7 @@ def with_files(words: Iterable[str]) -> Iterator[str]:
     for word in words:
         if word.startswith("@"):
             with as_usage_error(f"{word} cannot be read as a file of flags"):
-                text = Path(word[1:]).read_text("utf-8-sig")
+                text = Path(word[1:]).read_text("utf-8-sig").replace("\xa0", " ")
                 yield from with_files(shlex.split(COMMENT.sub(r"\1", text)))
         else:
             yield word

@@ -343,16 +343,17 @@ def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Te
     with as_usage_error(f"--start-from {path} cannot be read"):
         given = load_file(path)
     own = model.state_dict()
-    fits = {n: v for n, v in given.items() if n in own and kind(v) == kind(own[n])}
+    fits = {n: v.to(own[n].dtype) for n, v in given.items() if n in own and kind(v) == kind(own[n])}
     if not fits:
         name = next((name for name in own if name in given), None)
         unlike = f"no name of the model's, of which the first is {next(iter(own))!r}"
         if name is not None:
-            unlike = f"{name!r} is {tuple(given[name].shape)}, and {tuple(own[name].shape)} here"
+            there, here = (f"{t[name].dtype} of {tuple(t[name].shape)}" for t in (given, own))
+            unlike = f"{name!r} is {there}, and {here} here"
         raise UsageError(f"--start-from {path}: none of its {len(given)} tensors fits: {unlike}")
     for name, value in fits.items():
         if not value.isfinite().all():
-            raise UsageError(f"--start-from {path}: {name} holds numbers that are not finite")
+            raise UsageError(f"--start-from {path}: {name} holds numbers that are not finite here")
     missed = ", ".join(n for n in own if n not in fits) or "none"
     unused = ", ".join(n for n in given if n not in fits) or "none"
     return fits, (

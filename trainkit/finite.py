@@ -95,5 +95,5 @@ class FiniteGuard:
         raise RunFailure(
             f"loss or gradient is not finite at {position}: loss "
             f"{' and '.join(f'{loss:.4g}' for loss in losses)}, gradient norm {norm:.4g}; the "
-            f"checkpoints hold the last good step: {REMEDY}"
+            f"checkpoints are untouched: {REMEDY}"
         )

@@ -158,8 +158,13 @@ def remove_tree(path: Path) -> None:
 
 
 def refuse_links(paths: Iterable[Path]) -> None:
-    """Raise UsageError if one is a symbolic link: what a run writes stays in its own folder."""
+    """Raise UsageError if one is a symbolic link: what a run writes stays in its own folder.
+
+    Also if a log is no file: a pipe would be waited for.
+    """
     for path in paths:
+        if path.suffix == ".jsonl" and not path.is_file():
+            raise UsageError(f"{path} is no file, and a run writes its log there: remove it")
         if path.is_symlink():
             raise UsageError(
                 f"{path} is a symbolic link, and a run writes into its own folder "
