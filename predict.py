@@ -154,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(folder := hub.write_hub(predictor, about, args.run_dir))
         if args.push:
             print(hub.push(folder, args.push))
+    if (args.run_dir / "checkpoints").exists() and not (args.run_dir / "DONE").exists():
+        print(f"{args.run_dir} has not finished: these weights are of an earlier end of it")
     failed = 0
     for path in args.files:
         try:

@@ -28,6 +28,7 @@ from trainkit.errors import EXIT_TARGET_MISSED
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import Dropout, InMemory, keyed_uniform, make_loaders
 from trainkit.run import Run
+from trainkit.text import shorten
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
@@ -277,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         )
         about |= {"script": Path(__file__).stem, "model": args.model, "size": SIZE}
         about |= {"mean": MEAN, "std": STD}
-        data = f"{args.dataset}, {len(about['classes'])} classes"
+        data = f"{args.dataset}, {len(about['classes'])} classes: {shorten(about['classes'])}"
         plan = {"data": data, "pictures": about["pictures"]["read_as"]}
         run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
 

@@ -82,7 +82,8 @@ class Regression(evaluate.Metric):
 FLAGS: arguments.Flags = (
     ("--data", str, None, None,
      "CSV, JSON or Parquet file, a folder of them, or Hub id; None: synthetic"),
-    ("--separator", str, None, None, "of the values in text files; None: , ; tab or |"),
+    ("--separator", str, None, (lambda value: len(value) == 1, "one character (a tab: $'\\t')"),
+     "of the values in text files; None: , ; tab or |"),
     ("--encoding", str, None, None, "of text files, such as cp1252 or utf-16; None: UTF-8"),
     ("--target", arguments.names, None, None,
      "columns to predict; put a name that contains a comma in quotes"),
@@ -100,7 +101,8 @@ FLAGS: arguments.Flags = (
     ("--test-fraction", float, 0.2, arguments.FRACTION, "of the rows, to evaluate on; 0: on all"),
     ("--model", MODELS, "linear", None, "the model"),
     ("--hidden", arguments.whole_numbers, [64, 64],
-     (lambda value: min(value, default=0) >= 1, "at least 1 each"), "widths of --model mlp"),
+     (lambda value: value and 1 <= min(value) <= max(value) < 2**20, "1 to 2**20 each"),
+     "widths of --model mlp"),
     ("--loss", LOSSES, "mse", None, "huber: squared below 1, absolute above"),
     ("--target-r2", float, None, (lambda value: value <= 1, "at most 1"),
      "exit with 3 if eval_r2 ends below"),
@@ -140,7 +142,7 @@ def make_synthetic(args: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, An
     targets = features @ truth[:, :-1].T + truth[:, -1] + noise
     x, y = (pd.DataFrame(tensor.numpy()) for tensor in (features, targets))
     table = pd.concat((x.add_prefix("x"), y.add_prefix("y")), axis=1)
-    return table, {"source": "synthetic", "truth": truth.tolist()}
+    return table, {"data": "synthetic", "truth": truth.tolist()}
 
 
 def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:
@@ -250,13 +252,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         )
         about |= {"script": Path(__file__).stem, "model": args.model}
         about["hidden"] = args.hidden if args.model == "mlp" else []
-        plan = {
-            "data": args.data or "synthetic",
-            "loss": args.loss,
-            "features": f"{len(about['features'])} (left out, constant or an index: "
-            f"{tables.first_few(about['left_out']) or 'none'})",
-            "targets": ", ".join(about["targets"]),
-        }
+        plan = tables.describe(about, args) | {"loss": args.loss}
         run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
 
         for _ in run.epochs():

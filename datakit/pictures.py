@@ -1,5 +1,6 @@
 """Labelled pictures of any size and mode as one uint8 tensor."""
 
+import glob
 import itertools
 import math
 import os
@@ -21,7 +22,9 @@ from PIL import Image
 from datakit.files import RANGES, open_picture, resize, to_grey
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.order import InMemory
+from trainkit.text import shorten
 
+NO_DATA = re.compile(r"\.|README|LICENSE|(metadata|state|dataset_info)")  # names of other files
 NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
 
 
@@ -64,7 +67,7 @@ def decode_pictures(cells: list, indices: list[int], size: int, where: str) -> d
                 picture = open_picture(BytesIO(content))
                 grey = resize(to_grey(picture), size)
                 width, height = picture.size
-                kind = f"{width} x {height} {RANGES.get(picture.mode, picture.mode)}"
+                kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
         pixels.append(grey.reshape(-1))
         kinds.append(kind)
     return {"pixels": pixels, "kind": kinds}
@@ -91,6 +94,9 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
     """The splits of a folder or of a data set on the Hub, and the files of a folder's splits."""
     datasets.disable_progress_bars()
     with as_usage_error(f"--dataset {name} cannot be read"):
+        folder = Path(name).resolve()
+        if folder.exists() and glob.has_magic(str(folder)):
+            raise UsageError(f"{folder}: `datasets` takes *, ? and [ for patterns: rename it")
         source = {"path": name}
         if (Path(name) / "state.json").is_file():  # one data set that save_to_disk wrote
             source = {"path": "arrow", "data_files": str(Path(name) / "*.arrow")}
@@ -99,6 +105,8 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
             print("preparing the pictures (once)", file=sys.stderr)
         builder.download_and_prepare()
         files = builder.config.data_files or {}
+        if is_main_rank():
+            tell_unread(folder, files)
         for one, other in itertools.combinations(files, 2):
             if both := set(files[one]) & set(files[other]):
                 raise UsageError(
@@ -106,6 +114,20 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
                     "because folders on its way have those names: rename the folder of the class"
                 )
         return builder.as_dataset(), files
+
+
+def tell_unread(folder: Path, files: dict[str, list[str]]) -> None:
+    """Say which files of a folder belong to no split: other kinds, hidden, behind a link."""
+    read = {file for split in files.values() for file in split}
+    unread = [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("*"))
+        if (path.is_file() or path.is_symlink())
+        and str(path) not in read
+        and not NO_DATA.match(path.name)
+    ]
+    if read and unread:
+        print(f"--dataset {folder}: not read: {shorten(unread)}", file=sys.stderr)
 
 
 def load_images(
@@ -129,9 +151,9 @@ def load_images(
         )
     rows = splits[split]
     images = [key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)]
-    if not images or len(rows) == 0:
+    if len(images) != 1 or len(rows) == 0:
         raise UsageError(
-            f"{where}: there must be rows with an Image column, not {len(rows)} rows of "
+            f"{where}: there must be rows with one Image column, not {len(rows)} rows of "
             f"{rows.column_names} (make one with cast_column(NAME, datasets.Image()))"
         )
     labels, classes = read_labels(rows, where, label, classes, files.get(split, []))

@@ -5,6 +5,7 @@
 
 import argparse
 import csv
+import datetime
 import gzip
 import io
 import json
@@ -20,12 +21,14 @@ import torch
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.order import InMemory
+from trainkit.text import count, shorten
 
 # Each also with .gz behind it, but Parquet.
 KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
 SEPARATORS = ",;\t|"
 INDICES = {"Unnamed: 0", "__index_level_0__"}  # an index that pandas wrote with the table
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
+NESTED = (list, tuple, dict, set, bytes, np.ndarray, datetime.timedelta)
 LARGEST = 1e38  # float32 ends at 3.4e38
 
 
@@ -60,7 +63,16 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     most), encoding (None: UTF-8), dtype (as pandas takes it).
     """
     path = Path(name)
-    files = [file for file in sorted(path.rglob("*")) or [path] if _kind(file) in KINDS]
+    inside = [  # without what is hidden: .ipynb_checkpoints/a.csv
+        file for file in sorted(path.rglob("*")) if "/." not in f"/{file.relative_to(path)}"
+    ]
+    for file in inside:
+        if file.is_dir() and (file.is_symlink() or "=" in file.name):
+            raise UsageError(
+                f"{where}: {file.name} in it is a link or a partition, which would not be read: "
+                "put all files into one folder"
+            )
+    files = [file for file in inside or [path] if _kind(file) in KINDS]
     if not (files or path.exists()):
         with as_usage_error(f"{where} cannot be read"):
             import datasets
@@ -77,6 +89,7 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     if len({tuple(table.columns) for table in tables}) > 1:
         raise UsageError(f"{where}: its files differ in columns")
     table = pd.concat(tables, ignore_index=True)
+    table.attrs["files"] = shorten([file.name for file in files])
     if not table.columns.is_unique:
         raise UsageError(f"{where}: the first line must name each column once")
     return table
@@ -154,8 +167,10 @@ def parse_column(values: pd.Series, where: str, category: bool | None = None) ->
     if not category and pd.api.types.infer_dtype(values) == "boolean":
         values = values.astype(float)  # also where one is missing
     if values.dtype.kind in "biuf" and not category:
-        return values
+        return values.astype(float) if values.dtype == np.float16 else values
     texts = values.astype(object).map(str, na_action="ignore")
+    kinds = values.astype(object).map(lambda value: isinstance(value, NESTED))
+    _refuse_row(kinds, texts, where, "{!r} is not a number, nor a text")
     if category:
         return texts
     numbers = pd.to_numeric(texts, errors="coerce")
@@ -240,12 +255,19 @@ def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, Any]]:
         "dtype": "str" if args.categorical else None,  # 01234 does not become 1234
     }
     table = read_table(args.data, where, **options)
+    files = f" ({table.attrs['files']})" * Path(args.data).is_dir()
     check_columns(table, [*args.target, *(args.features or []), *args.categorical], where)
     if args.features:
         table = table[[*dict.fromkeys([*args.features, *args.target])]]
-    if args.missing == "drop":
-        table = table.dropna()
-    return table, {"source": Path(args.data).name, "read_options": options, "truth": None}
+    missing = table.isna()
+    known = {
+        "data": Path(args.data).name + files,
+        "read_options": options,
+        "missing": f"{count(missing.sum().sum(), 'value')} in "
+        f"{count(missing.any(axis=1).sum(), 'row')}",
+        "truth": None,
+    }
+    return table.dropna() if args.missing == "drop" else table, known
 
 
 def make_sets(
@@ -292,6 +314,25 @@ def make_sets(
     train_set = InMemory(*(tensor[train] for tensor in tensors))
     tensors.append(torch.from_numpy(table.index.to_numpy(copy=True)))
     return train_set, InMemory(*(tensor[test] for tensor in tensors)), about
+
+
+def describe(about: dict[str, Any], args: argparse.Namespace) -> dict[str, str]:
+    """Lines of the plan: what was taken for what."""
+    categories = [
+        f"{column['name']} ({shorten([text[:20] for text in column['categories']])})"
+        for column in about["columns"]
+        if column["categories"]
+    ]
+    left_out = first_few(about["left_out"]) or "none"
+    lines = {
+        "data": about["data"],
+        "features": f"{len(about['features'])} (left out, constant or an index: {left_out})",
+    }
+    if categories:
+        lines["categories"] = shorten(categories)
+    if args.missing != "refuse":
+        lines["missing"] = f"{about.get('missing', 'none')}, to {args.missing}"
+    return lines | {"targets": ", ".join(about["targets"])}
 
 
 def split_rows(num_rows: int, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:

@@ -1,1 +1,1 @@
-"""What predict.py and app.py do with a trained model: a folder for the Hub, a page to draw on."""
+"""What uses a finished run: pictures, predictions, a page to draw on, a folder for the Hub."""

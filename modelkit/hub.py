@@ -211,8 +211,8 @@ def write_hub(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
     folder.mkdir(exist_ok=True)
     known = describe_run(run_dir, about)
     examples = known["examples"] or {"inputs": model.example_inputs()[:1]}
-    source = Path(about.get("source", "")).name  # the name alone: not where it lies
-    config = about | {"metrics": known["metrics"], "source": source}
+    source = Path(about.get("data", "")).name  # the name alone: not where it lies
+    config = about | {"metrics": known["metrics"], "data": source}
     write_tensors(folder / "model.safetensors", model.model.state_dict(), config)
     write_tensors(folder / "examples.safetensors", examples, {})
     write_json(folder / "config.json", config)

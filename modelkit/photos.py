@@ -49,13 +49,15 @@ def learn_framing(size: int, *seen: tuple[torch.Tensor, Counter[str]]) -> dict[s
     """
     pixels, counts = zip(*seen, strict=True)
     looks = describe_looks(torch.cat(pixels))
+    border = looks["border"][~looks["border"].isnan()]
+    if not len(border):
+        raise UsageError("each of the pictures is of one grey value: there is nothing in them")
     kinds = [kind for kind, _ in sum(counts, Counter()).most_common()]
     shapes = {tuple(map(int, kind.split()[:3:2])) for kind in kinds}
     frame = torch.stack([looks[name] for name in ("side", "x", "y")])
     low, middle, high = frame.nanquantile(torch.tensor([0.05, 0.5, 0.95]), 1)
     framed = len(shapes) == 1 and len({*next(iter(shapes))}) == 1
     framed = framed and (high - low).max().item() < 0.1
-    border = looks["border"][~looks["border"].isnan()]
     others = f" and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
     grey, kind = f"{size} x {size} grey", f"{kinds[0]}{others}"
     return {

@@ -12,6 +12,7 @@ import torch
 from datakit import tables
 from trainkit.errors import UsageError
 from trainkit.rundir import write_durably
+from trainkit.text import shorten
 
 # What a spreadsheet would run: = + - @ first, but no number; or a tab or line break first.
 FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
@@ -36,11 +37,12 @@ def add_predictions(
     for column in columns:
         if column.categories:
             texts = tables.parse_column(table[column.name], where, True).dropna()
-            for new in texts[~texts.isin(column.categories)].head(1):
-                notes += f"  (column {column.name!r}: {new!r} was not in the training rows)"
+            if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
+                notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
     # The rows as they are written: 01234 stays 01234.
     rows = tables.read_table(where, where, **options | {"dtype": "str"}).join(predictions)
-    stem = re.sub(r"\.\w+(\.gz)?$", "", path.name, flags=re.IGNORECASE)
+    kinds = "|".join(kind[1:] for kind in tables.KINDS)
+    stem = re.sub(rf"\.({kinds})(\.gz)?$", "", path.name, flags=re.IGNORECASE)
     output = path.with_name(f"{stem}_predictions.csv")
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
     write_durably(output, rows.to_csv(index=False).encode())

@@ -74,6 +74,8 @@ def test_a_file_of_flags_that_cannot_be_read_is_one_sentence(
 
 # Flags of train_regression.py, and what is said of them; each with all the others at once.
 WRONG = {
+    "--num-samples 99999999999": "--num-samples 99999999999 must be at least 1 and below 2",
+    "--separator ::": "--separator :: must be one character",
     "--epochs 0": "--epochs 0 must be at least 1",
     "--learning-rate nan": "--learning-rate nan must be a number above 0",
     "--warmup 1": "--warmup 1.0 must be at least 0 and below 1",
@@ -104,7 +106,12 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
     ("flags", "words"),
     [
         ("--schedule constant --min-learning-rate 1e-4", "is for --schedule onecycle and cosine"),
-        ("--learning-rate 1e-4 --min-learning-rate 1e-4", "must be below --learning-rate"),
+        ("--learning-rate 1e-4 --min-learning-rate 1e-4", "must be below the peak of 0.0001"),
+        (
+            "--learning-rate 0.1 --schedule cosine --scale-lr 1024 --min-learning-rate 0.01",
+            "below the peak of 0.003125",
+        ),
+        ("--start-from x/a/model.safetensors --run-dir x", "is in --run-dir"),
         ("--learning-rate 2e-4 --min-learning-rate 1e-4 --keep-best eval_loss --patience 1", ""),
     ],
 )

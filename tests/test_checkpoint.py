@@ -1,5 +1,6 @@
 """Checkpoints: damage is found, nothing in a folder executes, and a refusal names its reason."""
 
+import argparse
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -388,6 +390,23 @@ print("locked", flush=True); sys.stdin.read()
 """
 
 
+def test_files_of_others_are_neither_overwritten_nor_locked(tmp_path: Path) -> None:
+    from trainkit import rundir
+
+    (tmp_path / "uv.lock").write_text("version = 1")
+    with pytest.raises(UsageError, match=r"needs .*uv\.lock, which is no lock"):
+        rundir.lock(tmp_path / "uv", 0)
+    assert (tmp_path / "uv.lock").read_text() == "version = 1"
+    for resume in (None, "auto"):
+        run_dir = tmp_path / f"models-{resume}"
+        run_dir.mkdir()
+        (run_dir / "model.safetensors").write_text("theirs")
+        args = argparse.Namespace(run_dir=run_dir, resume=resume)
+        single = SimpleNamespace(num_processes=1, is_main_process=True)
+        rundir.open_run(single, args).release()
+        assert Path(f"{run_dir}.1", "model.safetensors").read_text() == "theirs"
+
+
 def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path: Path) -> None:
     from trainkit import rundir
 
@@ -403,6 +422,10 @@ def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path: Path) -> 
     link.symlink_to(run_dir)
     with pytest.raises(UsageError, match=f"in use by process {holder.pid} on "):
         rundir.lock(link, 0)
+    args = argparse.Namespace(run_dir=link, resume="auto")
+    single = SimpleNamespace(num_processes=1, is_main_process=True)
+    with pytest.raises(UsageError, match=f"is a symbolic link: give {run_dir} itself"):
+        rundir.open_run(single, args)
     holder.kill()
     holder.wait()
     # The name of the dead holder is still in the file; the kernel gave the lock back.

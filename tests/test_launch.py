@@ -106,7 +106,7 @@ def test_a_main_process_that_starts_late_still_says_what_is_wrong(tmp_path: Path
     program = tmp_path / "late.py"
     program.write_text(
         "import os, runpy, sys, time\n"
-        "time.sleep(8 if os.environ['RANK'] == '0' else 0)\n"
+        "time.sleep(4 if os.environ['RANK'] == '0' else 0)\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')\n"
     )
     result = run(program, ROOT / "tests" / "probe.py", config=tmp_path / "wrong.yaml")
@@ -174,6 +174,12 @@ REFUSED = [
     ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", 0, "with `srun ... accelerate launch` as in docs/"),
     ("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 ENVIRONMENT=BATCH", 0, "docs/slurm/train.sbatch"),
     ("SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0", 8, "docs/slurm/train.sbatch"),
+    (
+        f"{ONE} SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2",
+        0,
+        "SLURM_NTASKS=2, .* made a world of 1: let one launcher reach all",
+    ),
+    (f"{ONE} {OMPI}", 0, "OMPI_COMM_WORLD_SIZE=2, .* reach all tasks, as in docs/slurm"),
     ("WORLD_SIZE=2", 0, "RANK is not set"),
     ("WORLD_SIZE=2 RANK=0", 0, "MASTER_ADDR is not set"),
     ("LOCAL_RANK=0", 0, "RANK is not set"),

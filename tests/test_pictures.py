@@ -144,7 +144,7 @@ LAYOUTS = {
     "transparent": (lambda f, n: parquet(f, dataset(change=transparent, negative=n)), [], BY_NAME,
                     "28 x 28 RGBA read as 28 x 28 grey"),
     "16 bits": (lambda f, n: parquet(f, dataset(change=deep, negative=n)), [], BY_NAME,
-                "28 x 28 I;16 read as 28 x 28 grey"),
+                "28 x 28 I of 0 to 65535 read as 28 x 28 grey"),
     "not square": (lambda f, n: parquet(f, dataset(change=lambda p: p.resize((40, 33)),
                                                    negative=n)), [], BY_NAME,
                    "40 x 33 L read as 28 x 28 grey"),
@@ -408,6 +408,17 @@ def class_called_test(folder: Path) -> None:
     shapes("train")[0].save(folder / "train" / "test" / "0.png")
 
 
+def two_pictures(folder: Path) -> None:
+    made = {}
+    for split, rows in dataset().items():
+        table = rows.to_dict()
+        features = rows.features | {"mask": datasets.Image()}
+        made[split] = Dataset.from_dict(
+            table | {"mask": table["picture"]}, features=datasets.Features(features)
+        )
+    parquet(folder, made)
+
+
 def one_folder(folder: Path) -> None:
     image_folder(folder, ".png")
     for kind in folder.glob("*/*"):
@@ -427,7 +438,7 @@ BAD_LAYOUTS = {
     "no text": (with_rows(put("kind", 7, None), kind="string"), [], "row 8: the label is missing"),
     "no number": (with_rows(put("kind", 7, None), kind="int"), [], "row 8: the label is missing"),
     "label -1": (with_rows(put("kind", 7, -1)), [], "row 8: the label is not one of the 3"),
-    "no pictures": (without("picture"), [], "an Image column"),
+    "no pictures": (without("picture"), [], "one Image column"),
     "no labels": (without("kind"), [], "class_encode_column"),
     "fractions": (lambda f: parquet(f, {split: rows.cast_column("kind", Value("float32"))
                                         for split, rows in dataset("int").items()}), [],
@@ -443,6 +454,7 @@ BAD_LAYOUTS = {
                       r"of the 3 classes \['three', 'one', 'two'\]; this split has \['six', 'one'"),
     "an untrained class": (new_folder, [], "no training picture is of the class 'four'"),
     "a class called test": (class_called_test, [], "belongs to the splits 'train' and 'test'"),
+    "two pictures": (two_pictures, [], "one Image column"),
     "raw bytes": (raw_bytes, [], r"datasets\.Image\(\)"),
     "html": (lambda f: (f.mkdir(), (f / "train.parquet").write_text("<html>")), [],
              "cannot be read"),
@@ -456,6 +468,31 @@ def test_a_layout_that_cannot_be_meant_is_one_sentence(layout: str, tmp_path: Pa
     with pytest.raises(UsageError, match=message) as raised:
         load(tmp_path / "data", *flags)
     assert str(tmp_path / "data") in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path: Path) -> None:
+    image_folder(tmp_path / "data[1]", ".png")
+    image_folder(tmp_path / "data1", ".png")  # which would be read
+    with pytest.raises(UsageError, match=r"data\[1\]: .* rename it"):
+        load(tmp_path / "data[1]")
+
+
+def test_files_that_are_not_read_are_named(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    image_folder(tmp_path, ".png")
+    (tmp_path / "README.md").write_text("hello")
+    load(tmp_path)
+    assert "not read" not in capfd.readouterr().err
+    first = next((tmp_path / "train" / "one").iterdir())
+    first.rename(first.with_suffix(".heic"))
+    (tmp_path / "train" / "four").symlink_to("two")
+    load(tmp_path)
+    assert f"not read: train/four, train/one/{first.stem}.heic\n" in capfd.readouterr().err
+
+
+def test_pictures_of_one_grey_value_are_refused(tmp_path: Path) -> None:
+    flat = torch.full((5, 28, 28), 7, dtype=torch.uint8)
+    with pytest.raises(UsageError, match="of one grey value"):
+        photos.learn_framing(28, (flat, Counter({"28 x 28 L": 5})))
 
 
 def test_the_column_of_the_classes_can_be_named(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_the_digit_is_told_from_any_size_mode_and_polarity(
 ) -> None:
     model, about = predict.load_run(run_dir)
     right, num_digits = {}, 0
-    for digit, label in pictures[:60]:
+    for digit, label in pictures[:20]:
         paths = in_many_forms(digit, tmp_path)
         probability, prediction = classify(model, paths["same.png"], about)
         if prediction != label or probability < 0.9:
@@ -93,7 +93,7 @@ def test_the_digit_is_told_from_any_size_mode_and_polarity(
         num_digits += 1
         for name, path in paths.items():
             right[name] = right.get(name, 0) + (classify(model, path, about)[1] == label)
-    assert num_digits > 25
+    assert num_digits > 8
     for name in ("same.png", "negative.png", "sixteen_bits.png"):
         assert right[name] == num_digits, name
     assert all(count >= 0.9 * num_digits for count in right.values()), (num_digits, right)

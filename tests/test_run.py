@@ -477,6 +477,44 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_after_a_kill(
             assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def test_the_best_weights_are_those_that_the_last_sentence_names(
+    tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    flags = [*NOISY, "--keep-best", "eval_loss", "--keep", 99, "--run-dir", tmp_path]
+    run_main("train_regression", *flags)
+    losses = [row["eval_loss"] for row in rows(tmp_path, "epochs")]
+    best = min(range(1, len(losses)), key=losses.__getitem__)
+    assert losses[best] < losses[0], "the first epoch is the best: this shows nothing"
+    first = min((tmp_path / "checkpoints").glob("step-*"))
+    capfd.readouterr()
+    more = ["--stop-after-steps", int(first.name[5:]) + 1, "--patience", 1, "--resume", first]
+    run_main("train_regression", *flags, *more)
+    said = capfd.readouterr().out
+    assert f"was best at step {int(first.name[5:])}" in said, said
+    assert f"{first.name} has those weights" in said
+    assert (tmp_path / "abandoned-best.safetensors").exists()
+
+
+def test_a_table_in_other_units_is_another_run(tmp_path: Path, run_main: Callable) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("a,y\n" + "".join(f"{i},{i * i}\n" for i in range(40)))
+    flags = ["--data", table, "--target", "y", "--run-dir", tmp_path / "run"]
+    run_main("train_regression", *flags, "--stop-after-steps", 1)
+    table.write_text("a,y\n" + "".join(f"{i},{1000 * i * i}\n" for i in range(40)))
+    with pytest.raises(UsageError, match=r"belongs to another run: about\[baseline\]"):
+        run_main("train_regression", *flags, "--resume", "auto")
+
+
+def test_every_model_is_handed_to_begin(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="needs every model"),
+        Run(parse("--run-dir", tmp_path), "test") as run,
+    ):
+        run.load(lambda args: ([1], [1]))
+        one, _ = run.accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
+        run.begin(one, {})
+
+
 def test_another_metric_to_keep_is_compared_with_itself_alone(
     tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
 ) -> None:

@@ -46,7 +46,7 @@ OF_THE_LAUNCH = re.compile(
 Rule = tuple[Callable[[Any], bool], str]
 Flags = Sequence[tuple[str, Any, Any, Rule | None, str]]
 AT_LEAST_0 = (lambda value: 0 <= value < math.inf, "a number of at least 0")
-AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
+AT_LEAST_1 = (lambda value: 1 <= value < 2**31, "at least 1 and below 2**31")
 AT_LEAST_2 = (lambda value: value >= 2, "at least 2")
 POSITIVE = (lambda value: 0 < value < math.inf, "a number above 0")
 UP_TO_1 = (lambda value: 0 < value <= 1, "above 0 and at most 1")
@@ -104,7 +104,7 @@ RUN_FLAGS = (
      "steps between rows of metrics.jsonl; None: 50, or fewer for at least 50 rows in a run"),
     ("--eval-every", int, None, AT_LEAST_1,
      "steps between evaluations, besides those at an epoch's end"),
-    ("--eval-batch-size", int, 1024, AT_LEAST_1, "in evaluations; changes no result"),
+    ("--eval-batch-size", int, 1024, AT_LEAST_1, "in evaluations; changes nothing but rounding"),
     ("--accumulate", int, 1, AT_LEAST_1,
      "micro-batches per optimizer step: less memory, the same numbers"),
     ("--tracker", TRACKERS, None, None, "log there as well"),
@@ -144,8 +144,8 @@ class Parser(argparse.ArgumentParser):
 
         typed, flags = word.split("=")[0], flags_of(self)
         flag = "--" + typed.strip("-").replace("_", "-").lower()
-        if FLAG_ALIASES.get(flag, flag) in flags:
-            return f"instead of {typed} use {FLAG_ALIASES.get(flag, flag)}"
+        if (ours := FLAG_ALIASES.get(flag, flag)) in flags:
+            return f"instead of {typed} use {ours}" * (typed != ours)  # equal behind a lone --
         if OF_THE_LAUNCH.fullmatch(flag) or flag in flags_of(launch_command_parser()):
             return f"{typed} is for the launch: the YAML, accelerate launch or torchrun decides it"
         near = difflib.get_close_matches(flag, flags, 1)
@@ -213,8 +213,13 @@ def find_problems(args: argparse.Namespace, num_processes: int, flags: Flags = (
             problems.append(f"{flag} {value} must be {rule[1]}")
     if args.min_learning_rate > 0 and args.schedule not in ("onecycle", "cosine"):
         problems.append("--min-learning-rate is for --schedule onecycle and cosine")
-    elif 0 < (args.learning_rate or 0) <= args.min_learning_rate:
-        problems.append("--min-learning-rate must be below --learning-rate")
+    elif 0 < peak_learning_rate(args) <= args.min_learning_rate:
+        problems.append(
+            f"--min-learning-rate must be below the peak of {peak_learning_rate(args):g}, which is "
+            "--learning-rate after --scale-lr"
+        )
+    if args.start_from and args.start_from.resolve().is_relative_to(args.run_dir.resolve()):
+        problems.append(f"--start-from {args.start_from} is in --run-dir: give another --run-dir")
     if args.patience and not args.keep_best:
         problems.append("--patience needs --keep-best METRIC: what is to become better?")
     if args.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
@@ -230,6 +235,11 @@ def find_problems(args: argparse.Namespace, num_processes: int, flags: Flags = (
             f"--accumulate {args.accumulate} = {parts}"
         )
     return problems
+
+
+def peak_learning_rate(args: argparse.Namespace) -> float:
+    """--learning-rate after the linear scaling rule (Goyal et al. 2017, arXiv:1706.02677)."""
+    return (args.learning_rate or 0) * (args.batch_size / args.scale_lr if args.scale_lr else 1.0)
 
 
 def check_shared(args: argparse.Namespace, num_processes: int) -> None:

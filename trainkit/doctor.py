@@ -45,6 +45,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine and report; return 0 if these ranks can train together, 1 if not."""
     args = parse_args(argv)
+    if not 1 <= args.timeout < 1e7:
+        raise UsageError(f"--timeout {args.timeout} must be 1 to below 10,000,000")
     launch.check_launch()
     timeout = timedelta(seconds=args.timeout)
     with world.deadline(timeout):

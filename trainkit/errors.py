@@ -52,7 +52,7 @@ class Stopped(SystemExit):
 def is_main_rank() -> bool:
     """True on the process that may print on its machine, also before there is an Accelerator."""
     rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    return rank == "0" or "WORLD_SIZE" not in os.environ
+    return rank in ("0", "") or os.environ.get("RANK") == "0" or "WORLD_SIZE" not in os.environ
 
 
 @contextmanager

@@ -93,7 +93,8 @@ def check_ranks() -> None:
     # A step of srun says how many tasks it has. Without that this is the script of sbatch, whose
     # SLURM_NTASKS is what it may start.
     in_batch = "1" if env.get("ENVIRONMENT") == "BATCH" else env.get("SLURM_NTASKS", "1")
-    if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", in_batch) != "1":
+    num_tasks = env.get("SLURM_STEP_NUM_TASKS", in_batch) if "SLURM_PROCID" in env else "1"
+    if num_tasks != "1":
         several.append("SLURM_PROCID")
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in env]
     if several and missing and not joined():
@@ -102,6 +103,13 @@ def check_ranks() -> None:
             "is not set): start it with accelerate launch or mpirun, under Slurm with `srun ... "
             f"accelerate launch` as in docs/slurm/train.sbatch, or unset {several[0]}"
         )
+    sizes = {size: env.get(size, "1") for _, size, *_ in MPI_RANKS} | {"SLURM_NTASKS": num_tasks}
+    for name, size in sizes.items():
+        if size.isdecimal() and int(size) > int(numbers[1]):
+            raise UsageError(
+                f"{name}={size}, and the launcher of this task made a world of {numbers[1]}: let "
+                "one launcher reach all tasks, as in docs/slurm/train.sbatch"
+            )
     port = env.setdefault("MASTER_PORT", "29500") if several else "1"
     if not port.isdecimal() or int(port) >= 2**16:
         raise UsageError(f"MASTER_PORT={port} is not the number of a port: unset it")

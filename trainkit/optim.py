@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import lr_scheduler
 
+from trainkit.arguments import peak_learning_rate
 from trainkit.internals import total_norm
 
 
@@ -37,11 +38,6 @@ def make_optimizer(
         options["momentum"] = args.momentum
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     return kind[args.optimizer](parameters, **options)
-
-
-def peak_learning_rate(args: argparse.Namespace) -> float:
-    """--learning-rate after the linear scaling rule (Goyal et al. 2017, arXiv:1706.02677)."""
-    return args.learning_rate * (args.batch_size / args.scale_lr if args.scale_lr else 1.0)
 
 
 def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -43,6 +43,11 @@ def load_predictions(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any
     if not path.exists():
         return {}, {}
     with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
-        metadata = json.loads((file.metadata() or {}).get("trainkit", "{}"))
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, metadata
+    return tensors, read_metadata(path)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What a safetensors file of a run says beside its tensors. Raises UsageError."""
+    with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {}).get("trainkit", "{}"))

@@ -22,6 +22,8 @@ stops.
 """
 
 import argparse
+import hashlib
+import json
 import math
 import signal
 import sys
@@ -81,7 +83,14 @@ from trainkit.order import (
     num_used,
     release_dropout,
 )
-from trainkit.rundir import check_still_there, open_run, record_run, write_durably, write_tensors
+from trainkit.rundir import (
+    check_still_there,
+    open_run,
+    record_run,
+    rename_free,
+    write_durably,
+    write_tensors,
+)
 from trainkit.signals import Signals
 from trainkit.startup import compute_float32_in_full, refuse_pickled_code
 from trainkit.step import Step, sum_and_count
@@ -265,7 +274,7 @@ class Run:
 
         Args:
             model: what accelerator.prepare returned for the model, or for each of them.
-            about: what a reader of model.safetensors must know, as JSON.
+            about: what a reader of model.safetensors must know, as JSON; equal when it is resumed.
             plan: lines to print, by name, for example where the data come from.
         """
         self._need("run.begin(...)", "loaded")
@@ -345,6 +354,11 @@ class Run:
             "weights of samples": data_md5(*(InMemory(w) for w in weights if w is not None)),
             "size": num_parameters(self.models),
         }
+        for name, value in self.about.items():
+            text = json.dumps(value)
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            if name not in args.not_the_experiment:
+                facts[f"about[{name}]"] = min(text, digest, key=len)
         if args.start_from is None:
             return facts, ""
         what = f"--start-from {args.start_from} cannot be read"
@@ -699,7 +713,7 @@ class Run:
         if progress.best is not None:
             self.print(
                 f"{args.keep_best} was best at step {progress.best_step}, "
-                f"{show(args.keep_best, progress.best)}: best.safetensors has those weights"
+                f"{show(args.keep_best, progress.best)}: {self._best_file()} has those weights"
             )
         names = ", ".join(path.name for path in drawn)
         self.print(
@@ -740,8 +754,18 @@ class Run:
             progress.ended |= patience is not None and progress.num_worse >= patience
             return False
         progress.best, progress.best_step, progress.num_worse = value, progress.step, 0
-        self._write("best.safetensors", self.models[0].state_dict(), self.about)
+        about = self.about | {"step": progress.step}
+        self._write("best.safetensors", self.models[0].state_dict(), about)
         return True
+
+    def _best_file(self) -> str:
+        """Where the best weights are: a resume from an older checkpoint has left others behind."""
+        path, step = self.args.run_dir / "best.safetensors", self.progress.best_step
+        if path.exists() and self.accelerator.is_main_process:
+            if records.read_metadata(path).get("step") == step:
+                return path.name
+            rename_free(path, f"abandoned-{path.name}")
+        return f"checkpoints/step-{step:010d}"
 
     def _is_over(self) -> bool:
         """Is there nothing left to train?"""

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -35,9 +36,14 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
         if accelerator.is_main_process:
             if Path.cwd().is_relative_to(run_dir.resolve()):
                 raise UsageError(f"--run-dir {run_dir}: choose a folder that you are not in")
+            if run_dir.is_symlink():  # it would be moved aside, and the lock would stay behind
+                raise UsageError(
+                    f"--run-dir {run_dir} is a symbolic link: give {run_dir.resolve()} itself"
+                )
             held = lock(run_dir, LOCK_WAIT_SECONDS if args.resume is not None else 0.0)
             no_steps = next(run_dir.glob("checkpoints/step-*"), None) is None
-            over = args.resume == "auto" and no_steps and (run_dir / "DONE").exists()
+            weights = any((run_dir / name).exists() for name in ("DONE", "model.safetensors"))
+            over = args.resume == "auto" and no_steps and weights
             if over or (args.resume is None and _holds_a_run(run_dir)):
                 moved_to = rename_free(run_dir, run_dir.name)
                 print(f"{run_dir} held an earlier run: moved to {moved_to}", flush=True)
@@ -67,6 +73,11 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
     real = run_dir.resolve()  # whatever link it was reached by
     path = real.with_name(f"{real.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # Windows lets nobody else read a locked file
+        if path.exists() and not re.match(r"process \d+ on |$", path.read_text("utf-8", "replace")):
+            raise UsageError(
+                f"--run-dir {run_dir} needs {path}, which is no lock: rename one of them"
+            )
     held = FileLock(path)
     try:
         held.acquire(timeout=wait_seconds, poll_interval=0.2)
@@ -160,20 +171,20 @@ def remove_tree(path: Path) -> None:
 def refuse_links(paths: Iterable[Path]) -> None:
     """Raise UsageError if one is a symbolic link: what a run writes stays in its own folder.
 
-    Also if a log is no file: a pipe would be waited for.
+    Also if there is a folder, or a pipe, in the place of a file.
     """
     for path in paths:
-        if path.suffix == ".jsonl" and not path.is_file():
-            raise UsageError(f"{path} is no file, and a run writes its log there: remove it")
         if path.is_symlink():
             raise UsageError(
                 f"{path} is a symbolic link, and a run writes into its own folder "
                 "alone: replace the link by what it names"
             )
+        if path.suffix in (".jsonl", ".json", ".safetensors") and not path.is_file():
+            raise UsageError(f"{path} is no file, and a run writes one there: remove it")
 
 
 def _holds_a_run(run_dir: Path) -> bool:
-    names = ("run.json", "metrics.jsonl", "checkpoints/step-*")
+    names = ("run.json", "metrics.jsonl", "*.safetensors", "checkpoints/step-*")
     return any(next(run_dir.glob(name), None) is not None for name in names)
 
 

@@ -57,6 +57,8 @@ def run(main: Callable[[], Any]) -> None:
     gc.freeze()  # what was imported is never searched for garbage: a start is a fifth shorter
     atexit.register(gc.unfreeze)  # else triton, where it is imported, prints leaks at the exit
     try:
+        if sys.flags.optimize > 1:
+            raise UsageError("python -OO removes the docstrings that evaluate needs: use python -O")
         adopt_ranks()  # from here on one process speaks for all
         end_with_launcher()
         main()
@@ -76,7 +78,7 @@ def run(main: Callable[[], Any]) -> None:
         traceback.print_exc()
         rank = os.environ.get("RANK", "0")
         print(
-            f"error: process {rank} {reason}: {first_sentence(error)}; the checkpoints are "
+            f"error: process {rank} {reason}: {first_sentence(error)}; what was saved is "
             "whole: remove the cause, then start the same command with --resume auto",
             file=sys.stderr,
             flush=True,

@@ -140,7 +140,7 @@ def check_shared_folder(accelerator: Accelerator, directory: Path) -> None:
     if accelerator.num_processes == 1:
         return
     (name,) = broadcast_object_list([uuid.uuid4().hex])
-    token = directory.with_name(f".tmp-token-{name}")  # beside it, where the lock will lie
+    token = directory.parent / f".tmp-token-{name}"  # beside it, where the lock will lie
     with failing_together(accelerator, f"{directory} cannot be used"):
         if accelerator.is_main_process:
             token.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str
 def git_revision() -> str | None:
     """The commit of the script's folder, "-dirty" if files were edited; None without git."""
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
-    with contextlib.suppress(FileNotFoundError):
-        said = subprocess.run(git, capture_output=True, text=True, check=False).stdout
-        return said.strip() or None
+    with contextlib.suppress(OSError):  # there is none, or something else has its name
+        said = subprocess.run(git, capture_output=True, check=False).stdout
+        return said.decode(errors="replace").strip() or None
     return None
