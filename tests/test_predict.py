@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import pickle
+import shutil
 import struct
 import sys
 from collections.abc import Callable
@@ -158,6 +159,19 @@ def test_an_export_that_differs_is_removed(
     with torch.inference_mode(), pytest.raises(RunFailure, match="differ by"):
         predict.export_onnx(model, about, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_an_unfinished_run_are_said_to_be(
+    run_dir: Path, pictures: list, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    pictures[0][0].save(tmp_path / "0.png")
+    for done, said in ((True, False), (False, True)):
+        if not done:
+            (copy / "DONE").unlink()
+        predict.main([str(copy), str(tmp_path / "0.png")])
+        assert (f"{copy} has not finished" in capsys.readouterr().out) == said
 
 
 def test_a_missing_onnx_package_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import argparse
 import ast
 import inspect
+import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -513,6 +515,28 @@ def test_every_model_is_handed_to_begin(tmp_path: Path) -> None:
         run.load(lambda args: ([1], [1]))
         one, _ = run.accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
         run.begin(one, {})
+
+
+def test_a_metric_that_is_not_a_number_is_never_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = iter([math.nan, math.inf, 0.5, -math.inf])
+    end = Run.end_epoch
+    monkeypatch.setattr(
+        Run, "end_epoch", lambda run, metrics, seen: end(run, {"eval_score": next(scores)}, seen)
+    )
+    train("--run-dir", tmp_path, "--epochs", 4, "--keep-best", "eval_score")
+    last = max((tmp_path / "checkpoints").glob("step-*")) / "trainer.json"
+    progress = json.loads(last.read_text())["progress"]
+    assert progress["best"] == 0.5 and progress["best_step"] == 3 * progress["step"] // 4
+
+
+def test_a_mean_of_nothing_is_refused(tmp_path: Path) -> None:
+    def count_nothing(run: Run, number: int) -> None:
+        run.add(of_none=torch.ones(3), where=torch.zeros(3, dtype=torch.bool))
+
+    with pytest.raises(RuntimeError, match="of_none: where= has counted no value"):
+        train("--run-dir", tmp_path, body=count_nothing)
 
 
 def test_another_metric_to_keep_is_compared_with_itself_alone(

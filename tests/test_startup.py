@@ -1,16 +1,19 @@
 """Settings of the whole process: each does what it says, and is noticed if its target changes."""
 
 import io
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, linux_only, posix_only
 
-from trainkit import startup
+from trainkit import errors, startup, world
 
 
 def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
@@ -188,8 +191,37 @@ def test_a_variable_that_would_let_code_be_unpickled_does_not_count(
     assert torch.load(file)["a"] == 1
 
 
-@pytest.mark.slow
-def test_a_script_without_its_docstrings_still_starts() -> None:
-    command = [sys.executable, "-OO", ROOT / "train_regression.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "--epochs" in done.stdout, done.stderr
+# Flags of python, variables, flags of the script, and the sentence.
+SPEAKS = [
+    pytest.param(["-OO"], {}, [], "python -OO removes", marks=pytest.mark.slow),  # compiles torch
+    ([], {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1"}, ["--bad"], "arguments: --bad"),
+    ([], {"RANK": "", "LOCAL_RANK": "", "WORLD_SIZE": ""}, ["--bad"], "arguments: --bad"),
+]
+
+
+@pytest.mark.parametrize(("options", "variables", "flags", "words"), SPEAKS)
+def test_a_start_that_cannot_be_says_why(
+    options: list[str], variables: dict[str, str], flags: list[str], words: str
+) -> None:
+    command = [sys.executable, *options, ROOT / "train_regression.py", *flags]
+    env = {**os.environ, **variables}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_a_git_that_cannot_run_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "git").write_text("no program")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert world.git_revision() is None
+
+
+def test_a_run_folder_may_be_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for module in (world, errors):
+        monkeypatch.setattr(module, "gather_object", lambda mine: mine * 2)
+    monkeypatch.setattr(world, "broadcast_object_list", lambda mine: mine)
+    two = SimpleNamespace(num_processes=2, is_main_process=True)
+    for name in (".", "runs/a"):
+        world.check_shared_folder(two, Path(name))
+        assert not [*Path(name).glob(".tmp-*"), *Path(name).parent.glob(".tmp-*")]
