@@ -105,8 +105,6 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
             print("preparing the pictures (once)", file=sys.stderr)
         builder.download_and_prepare()
         files = builder.config.data_files or {}
-        if is_main_rank():
-            tell_unread(folder, files)
         for one, other in itertools.combinations(files, 2):
             if both := set(files[one]) & set(files[other]):
                 raise UsageError(
@@ -144,6 +142,8 @@ def load_images(
     """
     where = f"--dataset {name}, split {split!r}"
     splits, files = open_dataset(name)
+    if is_main_rank() and classes is None:  # once, for all splits
+        tell_unread(Path(name).resolve(), files)
     if split not in splits:
         raise UsageError(
             f"{where}: there are only {sorted(splits)}; to evaluate on held out training pictures "
