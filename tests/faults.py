@@ -116,7 +116,8 @@ def newest(run_dir: Path) -> int:
 def acknowledged(run_dir: Path) -> int:
     """Step of the last save that returned, or -1: the children of the nursery write it down."""
     path = Path(f"{run_dir}.saved")
-    return int(path.read_text().split()[-1]) if path.exists() else -1
+    steps = path.read_text().split() if path.exists() else []  # empty: killed before it wrote
+    return int(steps[-1]) if steps else -1
 
 
 # What follows runs in the nursery and in its children.
