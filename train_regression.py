@@ -6,6 +6,7 @@ python train_regression.py --data houses.csv --target price --model mlp
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -82,7 +83,8 @@ class Regression(evaluate.Metric):
 FLAGS: arguments.Flags = (
     ("--data", str, None, None,
      "CSV, JSON or Parquet file, a folder of them, or Hub id; None: synthetic"),
-    ("--separator", str, None, (lambda value: len(value) == 1, "one character (a tab: $'\\t')"),
+    ("--separator", str, None,
+     (lambda value: bool(re.fullmatch("[ -~\t]", value)), "one character"),
      "of the values in text files; None: , ; tab or |"),
     ("--encoding", str, None, None, "of text files, such as cp1252 or utf-16; None: UTF-8"),
     ("--target", arguments.names, None, None,
@@ -101,7 +103,7 @@ FLAGS: arguments.Flags = (
     ("--test-fraction", float, 0.2, arguments.FRACTION, "of the rows, to evaluate on; 0: on all"),
     ("--model", MODELS, "linear", None, "the model"),
     ("--hidden", arguments.whole_numbers, [64, 64],
-     (lambda value: value and 1 <= min(value) <= max(value) < 2**20, "1 to 2**20 each"),
+     (lambda value: 1 <= min(value, default=0) <= max(value) < 2**20, "1 to 2**20 each"),
      "widths of --model mlp"),
     ("--loss", LOSSES, "mse", None, "huber: squared below 1, absolute above"),
     ("--target-r2", float, None, (lambda value: value <= 1, "at most 1"),

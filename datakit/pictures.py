@@ -24,7 +24,8 @@ from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.order import InMemory
 from trainkit.text import shorten
 
-NO_DATA = re.compile(r"\.|README|LICENSE|(metadata|state|dataset_info)")  # names of other files
+# Names of files that nobody takes for pictures.
+NO_DATA = re.compile(r"\.|README|LICENSE|(metadata|state|dataset_infos?)\.(csv|jsonl?|parquet)$")
 NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
 
 

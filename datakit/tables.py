@@ -63,24 +63,26 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     most), encoding (None: UTF-8), dtype (as pandas takes it).
     """
     path = Path(name)
-    inside = [  # without what is hidden: .ipynb_checkpoints/a.csv
-        file for file in sorted(path.rglob("*")) if "/." not in f"/{file.relative_to(path)}"
-    ]
-    for file in inside:
-        if file.is_dir() and (file.is_symlink() or "=" in file.name):
-            raise UsageError(
-                f"{where}: {file.name} in it is a link or a partition, which would not be read: "
-                "put all files into one folder"
-            )
+    # Without what is hidden: .ipynb_checkpoints/a.csv.
+    inside = [p for p in sorted(path.rglob("*")) if "/." not in f"/{p.relative_to(path)}"]
     files = [file for file in inside or [path] if _kind(file) in KINDS]
+    for one in inside:
+        linked = one.is_dir() and one.is_symlink()
+        if linked or (_kind(one) in KINDS and "=" in str(one.relative_to(path).parent)):
+            raise UsageError(
+                f"{where}: {one.relative_to(path)} in it is a link or a partition, which would "
+                "not be read: put all files into one folder"
+            )
     if not (files or path.exists()):
         with as_usage_error(f"{where} cannot be read"):
             import datasets
 
             return datasets.load_dataset(name, split="train").to_pandas()
-    if len({_kind(file) for file in files}) != 1:
+    kinds = {_kind(file): file.name for file in files}
+    if len(kinds) != 1:
         raise UsageError(
-            f"{where} is not a table: there must be files of one kind of {', '.join(KINDS)}"
+            f"{where} is not a table: there must be files of one kind of {', '.join(KINDS)}, not "
+            f"{' and '.join(kinds.values()) or 'none'}"
         )
     tables = []
     for file in files:
@@ -117,14 +119,14 @@ def _read_file(
         )
     if "json" in _kind(path):
         try:
-            return pd.DataFrame(json.loads(text))
+            return pd.DataFrame(json.loads(text, object_pairs_hook=_row))
         except ValueError:
             if text.lstrip().startswith("["):
                 raise
         rows = []  # one on each line
         for number, line in enumerate(text.split("\n"), 1):
             with as_usage_error(f"{path}, line {number} cannot be read"):
-                rows += [json.loads(line)] if line.strip() else []
+                rows += [json.loads(line, object_pairs_hook=_row)] if line.strip() else []
         return pd.DataFrame(rows)
     # pandas would rename a column that is named twice.
     headers = {
@@ -142,6 +144,13 @@ def _read_file(
         )
     table.columns = [name.strip() or f"Unnamed: {n}" for n, name in enumerate(headers[separator])]
     return table
+
+
+def _row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"a row names a column twice: {first_few([n for n, _ in pairs])}")
+    return dict(pairs)
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -168,6 +177,8 @@ def parse_column(values: pd.Series, where: str, category: bool | None = None) ->
         values = values.astype(float)  # also where one is missing
     if values.dtype.kind in "biuf" and not category:
         return values.astype(float) if values.dtype == np.float16 else values
+    if category and values.dtype.kind == "f":
+        values = values.convert_dtypes()  # whole numbers of which one is missing: 1, not 1.0
     texts = values.astype(object).map(str, na_action="ignore")
     kinds = values.astype(object).map(lambda value: isinstance(value, NESTED))
     _refuse_row(kinds, texts, where, "{!r} is not a number, nor a text")
@@ -281,6 +292,8 @@ def make_sets(
     where = f"--data {args.data or 'synthetic'}"
     train, test = split_rows(len(table), args)
     chosen = args.features or [name for name in table.columns if name not in [*targets, *INDICES]]
+    if lost := [name for name in args.categorical if name not in chosen]:
+        raise UsageError(f"{where}: --categorical {lost[0]!r} is none of the features")
     learned = {}
     for name in chosen:
         values = parse_column(table[name], where, name in args.categorical or None)

@@ -17,6 +17,8 @@ from trainkit.text import shorten
 # What a spreadsheet would run: = + - @ first, but no number; or a tab or line break first.
 FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
 
+WRITTEN: set[Path] = set()  # by this process
+
 
 def add_predictions(
     path: Path, about: dict[str, Any], predict: Callable[[torch.Tensor], np.ndarray]
@@ -44,6 +46,9 @@ def add_predictions(
     kinds = "|".join(kind[1:] for kind in tables.KINDS)
     stem = re.sub(rf"\.({kinds})(\.gz)?$", "", path.name, flags=re.IGNORECASE)
     output = path.with_name(f"{stem}_predictions.csv")
+    if output in WRITTEN:
+        raise UsageError(f"{where}: {output} has just been written for another table: rename one")
+    WRITTEN.add(output)
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
     write_durably(output, rows.to_csv(index=False).encode())
     first_rows = (

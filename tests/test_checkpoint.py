@@ -397,6 +397,9 @@ def test_files_of_others_are_neither_overwritten_nor_locked(tmp_path: Path) -> N
     with pytest.raises(UsageError, match=r"needs .*uv\.lock, which is no lock"):
         rundir.lock(tmp_path / "uv", 0)
     assert (tmp_path / "uv.lock").read_text() == "version = 1"
+    (tmp_path / "a.lock").mkdir()
+    with pytest.raises(UsageError, match="which is no lock"):
+        rundir.lock(tmp_path / "a", 0)
     for resume in (None, "auto"):
         run_dir = tmp_path / f"models-{resume}"
         run_dir.mkdir()

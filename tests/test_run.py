@@ -489,12 +489,20 @@ def test_the_best_weights_are_those_that_the_last_sentence_names(
     assert losses[best] < losses[0], "the first epoch is the best: this shows nothing"
     first = min((tmp_path / "checkpoints").glob("step-*"))
     capfd.readouterr()
-    more = ["--stop-after-steps", int(first.name[5:]) + 1, "--patience", 1, "--resume", first]
+    more = ["--stop-after-steps", int(first.name[5:]) + 1, "--resume", first]
     run_main("train_regression", *flags, *more)
     said = capfd.readouterr().out
     assert f"was best at step {int(first.name[5:])}" in said, said
     assert f"{first.name} has those weights" in said
     assert (tmp_path / "abandoned-best.safetensors").exists()
+    (tmp_path / "best.safetensors").write_text("damaged")
+    run_main("train_regression", *flags, *more[:-1], "auto")
+    assert f"{first.name} has those weights" in capfd.readouterr().out
+    # Without the flag nothing is compared, and the best checkpoint stays.
+    flags = [*NOISY, "--keep", 2, "--run-dir", tmp_path]
+    run_main("train_regression", *flags, "--resume", "auto")
+    assert "has those weights" not in capfd.readouterr().out
+    assert first.exists()
 
 
 def test_a_table_in_other_units_is_another_run(tmp_path: Path, run_main: Callable) -> None:

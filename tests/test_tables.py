@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -271,6 +272,9 @@ REFUSED = {
     "a bad array": ("t.json", b'[{"a": 1, "y": 2},\n{"a": 1, "y": }]', [], "line 2 column"),
     "true, false and missing": ("t.parquet", parquet(pd.DataFrame({
         "a": range(9), "y": [True, False, None] * 3})), [], "'y', row 3: the value is missing"),
+    "a category that is no feature": ("t.csv", text(), ["--features", "area", "--categorical",
+                                      "city"], "--categorical 'city' is none of the features"),
+    "a key twice": ("t.json", b'[{"a": 1, "a": 2, "y": 1}]', [], "names a column twice"),
     "structures": ("t.jsonl", b'{"a": {"b": 1}, "y": 1}\n' * 9, [],
                    r"'a', row 1: .* is not a number, nor a text"),
     "bytes": ("t.parquet", parquet(pd.DataFrame({"a": [b"1", b"2"] * 9, "y": range(18)})), [],
@@ -327,12 +331,28 @@ def test_a_folder_is_read_whole_and_its_files_are_named_in_the_plan(tmp_path: Pa
     assert plan["data"] == f"{tmp_path.name} (a.csv, b.csv)"
     assert plan["categories"] == "k (x, y)" and plan["targets"] == "y"
     assert plan["missing"] == "20 values in 20 rows, to drop"
-    for bad in ("link", "city=Bonn"):
-        (tmp_path / "else").mkdir(exist_ok=True)
-        (tmp_path / bad).symlink_to("else") if bad == "link" else (tmp_path / bad).mkdir()
-        with pytest.raises(UsageError, match=f"{bad} in it is a link or a partition"):
-            load(*flags)
-        (tmp_path / bad).unlink() if bad == "link" else (tmp_path / bad).rmdir()
+    (tmp_path / "city=Bonn").mkdir()
+    load(*flags)
+    (tmp_path / "city=Bonn" / "a.csv").write_text("")
+    with pytest.raises(UsageError, match=r"city=Bonn/a.csv in it is a link or a partition"):
+        load(*flags)
+    shutil.rmtree(tmp_path / "city=Bonn")
+    (tmp_path / "link").symlink_to(".ipynb_checkpoints")
+    with pytest.raises(UsageError, match="link in it is a link or a partition"):
+        load(*flags)
+    (tmp_path / "link").unlink()
+    (tmp_path / "README.txt").write_text("hello")
+    with pytest.raises(UsageError, match=r"of one kind of .*, not (README.txt and )?b.csv"):
+        load(*flags)
+
+
+def test_whole_numbers_are_the_same_categories_where_one_is_missing(tmp_path: Path) -> None:
+    codes = pd.Series([0, 1, 2, None] * 9)
+    table = pd.DataFrame({"code": codes, "y": range(36)})
+    table.to_parquet(tmp_path / "t.parquet")
+    flags = ["--target", "y", "--categorical", "code", "--missing", "impute"]
+    _, _, about = load("--data", tmp_path / "t.parquet", *flags)
+    assert about["features"] == ["code=0", "code=1", "code=2"]
 
 
 def test_a_bad_table_ends_with_2_and_one_line(tmp_path: Path) -> None:

@@ -103,12 +103,13 @@ def check_ranks() -> None:
             "is not set): start it with accelerate launch or mpirun, under Slurm with `srun ... "
             f"accelerate launch` as in docs/slurm/train.sbatch, or unset {several[0]}"
         )
-    sizes = {size: env.get(size, "1") for _, size, *_ in MPI_RANKS} | {"SLURM_NTASKS": num_tasks}
+    sizes = {size: env.get(size, "1") for _, size, *_ in MPI_RANKS} | {"SLURM_PROCID": num_tasks}
     for name, size in sizes.items():
         if size.isdecimal() and int(size) > int(numbers[1]):
             raise UsageError(
-                f"{name}={size}, and the launcher of this task made a world of {numbers[1]}: let "
-                "one launcher reach all tasks, as in docs/slurm/train.sbatch"
+                f"{size} tasks were started, and the launcher of this one made a world of "
+                f"{numbers[1]}: let one launcher reach all, as in docs/slurm/train.sbatch, or, if "
+                f"they are separate runs, unset {name}"
             )
     port = env.setdefault("MASTER_PORT", "29500") if several else "1"
     if not port.isdecimal() or int(port) >= 2**16:

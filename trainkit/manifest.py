@@ -10,7 +10,7 @@ from typing import Any
 from trainkit.errors import RunFailure
 from trainkit.rundir import sync
 
-FORMAT = 2
+FORMAT = 3
 # What save_state writes of models, optimizers and schedules, of which there may be several.
 FILE_NAME = re.compile(
     r"trainer\.json|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"

@@ -30,7 +30,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ from trainkit.errors import (
     EXIT_STOPPED,
     RunFailure,
     UsageError,
+    as_usage_error,
     failing_together,
 )
 from trainkit.finite import Position
@@ -293,7 +294,7 @@ class Run:
             self.resources.callback(held.release)
         self._make_state(facts)
         self.progress = self.checkpoints.resume(args.resume, self.last_step)
-        if self.progress.best_name not in (None, args.keep_best):
+        if args.keep_best and self.progress.best_name not in (None, args.keep_best):
             self.print(f"--keep-best was {self.progress.best_name}: what is best is found anew")
             self.progress.best, self.progress.best_step, self.progress.num_worse = None, 0, 0
         if notice and self.progress.step == 0:
@@ -710,7 +711,7 @@ class Run:
                 drawn = draw(args.run_dir)
             except Exception as problem:  # no matplotlib, no memory, no disk
                 self.print(f"the pictures were not drawn: {first_sentence(problem)}")
-        if progress.best is not None:
+        if args.keep_best and progress.best is not None:
             self.print(
                 f"{args.keep_best} was best at step {progress.best_step}, "
                 f"{show(args.keep_best, progress.best)}: {self._best_file()} has those weights"
@@ -762,8 +763,9 @@ class Run:
         """Where the best weights are: a resume from an older checkpoint has left others behind."""
         path, step = self.args.run_dir / "best.safetensors", self.progress.best_step
         if path.exists() and self.accelerator.is_main_process:
-            if records.read_metadata(path).get("step") == step:
-                return path.name
+            with suppress(UsageError), as_usage_error(f"{path} cannot be read"):
+                if records.read_metadata(path)["step"] == step:
+                    return path.name
             rename_free(path, f"abandoned-{path.name}")
         return f"checkpoints/step-{step:010d}"
 

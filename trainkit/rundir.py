@@ -42,8 +42,8 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
                 )
             held = lock(run_dir, LOCK_WAIT_SECONDS if args.resume is not None else 0.0)
             no_steps = next(run_dir.glob("checkpoints/step-*"), None) is None
-            weights = any((run_dir / name).exists() for name in ("DONE", "model.safetensors"))
-            over = args.resume == "auto" and no_steps and weights
+            ends = [*run_dir.glob("DONE"), *run_dir.glob("*.safetensors")]
+            over = args.resume == "auto" and no_steps and ends
             if over or (args.resume is None and _holds_a_run(run_dir)):
                 moved_to = rename_free(run_dir, run_dir.name)
                 print(f"{run_dir} held an earlier run: moved to {moved_to}", flush=True)
@@ -74,7 +74,8 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
     path = real.with_name(f"{real.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):  # Windows lets nobody else read a locked file
-        if path.exists() and not re.match(r"process \d+ on |$", path.read_text("utf-8", "replace")):
+        locks = path.is_file() and re.match(r"process \d+ on |$", path.read_text(errors="replace"))
+        if path.exists() and not locks:
             raise UsageError(
                 f"--run-dir {run_dir} needs {path}, which is no lock: rename one of them"
             )

@@ -227,7 +227,8 @@ def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str
 def git_revision() -> str | None:
     """The commit of the script's folder, "-dirty" if files were edited; None without git."""
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError):  # there is none, or something else has its name
-        said = subprocess.run(git, capture_output=True, check=False).stdout
+    # There is none, or something else has its name.
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        said = subprocess.run(git, capture_output=True, check=False, timeout=10).stdout
         return said.decode(errors="replace").strip() or None
     return None
