@@ -121,9 +121,9 @@ def tell_unread(folder: Path, files: dict[str, list[str]]) -> None:
     unread = [
         path.relative_to(folder).as_posix()
         for path in sorted(folder.rglob("*"))
-        if (path.is_file() or path.is_symlink())
-        and str(path) not in read
+        if str(path) not in read
         and not NO_DATA.match(path.name)
+        and (path.is_file() or path.is_symlink())
     ]
     if read and unread:
         print(f"--dataset {folder}: not read: {shorten(unread)}", file=sys.stderr)

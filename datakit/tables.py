@@ -91,7 +91,7 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     if len({tuple(table.columns) for table in tables}) > 1:
         raise UsageError(f"{where}: its files differ in columns")
     table = pd.concat(tables, ignore_index=True)
-    table.attrs["files"] = shorten([file.name for file in files])
+    table.attrs["files"] = shorten([file.name for file in inside and files])
     if not table.columns.is_unique:
         raise UsageError(f"{where}: the first line must name each column once")
     return table
@@ -149,22 +149,16 @@ def _read_file(
 def _row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of a JSON file."""
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"a row names a column twice: {first_few([n for n, _ in pairs])}")
+        raise ValueError(f"a row names a column twice: {shorten([repr(n) for n, _ in pairs], 10)}")
     return dict(pairs)
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Ten of the names, and how many more there are."""
-    return ", ".join(map(repr, names[:10])) + f" and {len(names) - 10:,} more" * (len(names) > 10)
 
 
 def check_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> None:
     """Raise UsageError if a column is not there."""
     for name in names:
         if name not in table.columns:
-            raise UsageError(
-                f"{where}: there is no column {name!r}, only {first_few(table.columns)}"
-            )
+            columns = shorten([*map(repr, table.columns)], 10)
+            raise UsageError(f"{where}: there is no column {name!r}, only {columns}")
 
 
 def parse_column(values: pd.Series, where: str, category: bool | None = None) -> pd.Series:
@@ -179,9 +173,10 @@ def parse_column(values: pd.Series, where: str, category: bool | None = None) ->
         return values.astype(float) if values.dtype == np.float16 else values
     if category and values.dtype.kind == "f":
         values = values.convert_dtypes()  # whole numbers of which one is missing: 1, not 1.0
-    texts = values.astype(object).map(str, na_action="ignore")
-    kinds = values.astype(object).map(lambda value: isinstance(value, NESTED))
-    _refuse_row(kinds, texts, where, "{!r} is not a number, nor a text")
+    objects = values.astype(object)
+    texts = objects.map(str, na_action="ignore")
+    nested = objects.map(lambda value: isinstance(value, NESTED))
+    _refuse_row(nested, texts, where, "{!r} is not a number, nor a text")
     if category:
         return texts
     numbers = pd.to_numeric(texts, errors="coerce")
@@ -266,13 +261,13 @@ def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, Any]]:
         "dtype": "str" if args.categorical else None,  # 01234 does not become 1234
     }
     table = read_table(args.data, where, **options)
-    files = f" ({table.attrs['files']})" * Path(args.data).is_dir()
+    files = table.attrs.get("files")
     check_columns(table, [*args.target, *(args.features or []), *args.categorical], where)
     if args.features:
         table = table[[*dict.fromkeys([*args.features, *args.target])]]
     missing = table.isna()
     known = {
-        "data": Path(args.data).name + files,
+        "data": Path(args.data).name + (f" ({files})" if files else ""),
         "read_options": options,
         "missing": f"{count(missing.sum().sum(), 'value')} in "
         f"{count(missing.any(axis=1).sum(), 'row')}",
@@ -336,7 +331,7 @@ def describe(about: dict[str, Any], args: argparse.Namespace) -> dict[str, str]:
         for column in about["columns"]
         if column["categories"]
     ]
-    left_out = first_few(about["left_out"]) or "none"
+    left_out = shorten([*map(repr, about["left_out"])], 10) or "none"
     lines = {
         "data": about["data"],
         "features": f"{len(about['features'])} (left out, constant or an index: {left_out})",

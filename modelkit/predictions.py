@@ -17,7 +17,7 @@ from trainkit.text import shorten
 # What a spreadsheet would run: = + - @ first, but no number; or a tab or line break first.
 FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
 
-WRITTEN: set[Path] = set()  # by this process
+WRITTEN: dict[Path, Path] = {}  # by this process: from which table
 
 
 def add_predictions(
@@ -46,9 +46,8 @@ def add_predictions(
     kinds = "|".join(kind[1:] for kind in tables.KINDS)
     stem = re.sub(rf"\.({kinds})(\.gz)?$", "", path.name, flags=re.IGNORECASE)
     output = path.with_name(f"{stem}_predictions.csv")
-    if output in WRITTEN:
+    if WRITTEN.setdefault(output, path) != path:
         raise UsageError(f"{where}: {output} has just been written for another table: rename one")
-    WRITTEN.add(output)
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
     write_durably(output, rows.to_csv(index=False).encode())
     first_rows = (

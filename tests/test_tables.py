@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -447,6 +448,23 @@ def test_a_model_takes_the_table_in_every_form(name: str, table_run: Path, tmp_p
     said = written.predicted_y[tensors["index"].numpy()].to_numpy()
     assert said == pytest.approx(tensors["prediction"][:, 0].numpy(), rel=1e-6)
     assert (written.y == frame(200).y).all()
+
+
+def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    rows = datasets.Dataset.from_pandas(frame())
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
+    _, _, about = load("--data", "someone/houses", "--target", "y")
+    assert (about["data"], about["features"]) == ("houses", ALL)
+
+
+def test_two_tables_with_one_answer_file_keep_the_first(table_run: Path, tmp_path: Path) -> None:
+    FORMS["commas.csv"](frame(5), tmp_path / "t.csv")
+    FORMS["t.parquet"](frame(9), tmp_path / "t.parquet")
+    with pytest.raises(UsageError, match="1 of 2 files cannot be used"):
+        predict.main([str(table_run / "run"), str(tmp_path / "t.csv"), str(tmp_path / "t.parquet")])
+    assert len(pd.read_csv(tmp_path / "t_predictions.csv")) == 5
+    predict.main([str(table_run / "run"), str(tmp_path / "t.csv")])  # once more is allowed
 
 
 def test_what_a_prediction_cannot_know_is_said(

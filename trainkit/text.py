@@ -1,6 +1,7 @@
 """Helpers for messages, used by all modules."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 from unicodedata import category
 
@@ -40,6 +41,6 @@ def first_sentence(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {reason.split('. ')[0]}"
 
 
-def shorten(names: list[str]) -> str:
-    """The first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+def shorten(names: Sequence[str], most: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)

@@ -30,6 +30,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trainkit.errors import UsageError, failing_together, raise_together
 from trainkit.text import count, shorten
 
+GIT_SECONDS = 10.0
 TOKEN_WAIT_SECONDS = 5.0  # a network file system may show a new file a little later
 
 
@@ -229,6 +230,6 @@ def git_revision() -> str | None:
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
     # There is none, or something else has its name.
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        said = subprocess.run(git, capture_output=True, check=False, timeout=10).stdout
+        said = subprocess.run(git, capture_output=True, check=False, timeout=GIT_SECONDS).stdout
         return said.decode(errors="replace").strip() or None
     return None
