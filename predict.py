@@ -35,6 +35,7 @@ from torch import nn
 from modelkit import hub
 from trainkit import arguments, records, startup
 from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.manifest import sha256_of
 from trainkit.text import printable
 
 TOLERANCE = 1e-5  # between PyTorch and the exported model, relative to the largest output
@@ -96,6 +97,7 @@ def export_onnx(predictor: nn.Module, about: dict[str, Any], run_dir: Path) -> P
         dynamic_shapes=[{0: torch.export.Dim("n")}],
     )
     program.model.metadata_props["trainkit"] = json.dumps(about)
+    program.model.metadata_props["weights"] = sha256_of(run_dir / "model.safetensors")
     temporary.unlink(missing_ok=True)
     program.save(temporary)
     session = onnxruntime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
@@ -148,10 +150,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = {"as_is": True} if args.as_is else {}
     if not options.keys() <= inspect.signature(predictor.predict_file).parameters.keys():
         raise UsageError(f"--as-is means nothing to the models of {about['script']}.py")
-    if args.export == "onnx":
-        export_onnx(predictor, about, args.run_dir)
+    with as_usage_error(f"{args.run_dir} cannot be exported"):
+        if args.export == "onnx":
+            export_onnx(predictor, about, args.run_dir)
+        if args.export == "hub":
+            folder = hub.write_hub(predictor, about, args.run_dir)
     if args.export == "hub":
-        print(folder := hub.write_hub(predictor, about, args.run_dir))
+        print(folder)
         if args.push:
             print(hub.push(folder, args.push))
     if (args.run_dir / "checkpoints").exists() and not (args.run_dir / "DONE").exists():
@@ -160,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in args.files:
         try:
             with as_usage_error(f"{path} cannot be used with {args.run_dir}"):
-                print(printable(predictor.predict_file(path, **options)), flush=True)
+                said = predictor.predict_file(path, **options)
+            print(printable(said), flush=True)
         except UsageError as error:
             if len(args.files) == 1:
                 raise

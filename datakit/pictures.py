@@ -2,6 +2,7 @@
 
 import glob
 import itertools
+import json
 import math
 import os
 import re
@@ -15,6 +16,7 @@ import datasets
 import evaluate
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
 import pyarrow.parquet
 import torch
 from PIL import Image
@@ -25,7 +27,9 @@ from trainkit.order import InMemory
 from trainkit.text import shorten
 
 # Names of files that nobody takes for pictures.
-NO_DATA = re.compile(r"\.|README|LICENSE|(metadata|state|dataset_infos?)\.(csv|jsonl?|parquet)$")
+NO_DATA = re.compile(
+    r"\.|README|LICENSE|(metadata|state|dataset_infos?|dataset_dict)\.(csv|jsonl?|parquet)$"
+)
 NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
 
 
@@ -98,9 +102,8 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
         folder = Path(name).resolve()
         if folder.exists() and glob.has_magic(str(folder)):
             raise UsageError(f"{folder}: `datasets` takes *, ? and [ for patterns: rename it")
-        source = {"path": name}
-        if (Path(name) / "state.json").is_file():  # one data set that save_to_disk wrote
-            source = {"path": "arrow", "data_files": str(Path(name) / "*.arrow")}
+        saved = files_of_save_to_disk(folder)
+        source = {"path": "arrow", "data_files": saved} if saved else {"path": name}
         builder = datasets.load_dataset_builder(**source)
         if is_main_rank() and not Path(builder.cache_dir).exists():
             print("preparing the pictures (once)", file=sys.stderr)
@@ -115,9 +118,30 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
         return builder.as_dataset(), files
 
 
-def tell_unread(folder: Path, files: dict[str, list[str]]) -> None:
-    """Say which files of a folder belong to no split: other kinds, hidden, behind a link."""
-    read = {file for split in files.values() for file in split}
+def files_of_save_to_disk(folder: Path) -> dict[str, list[str]]:
+    """The files of each split that save_to_disk wrote last; older ones may lie beside them."""
+    inside = {"train": folder}
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        inside = {split: folder / split for split in splits}
+    return {
+        split: [str(inside[split] / file["filename"]) for file in json.loads(state)["_data_files"]]
+        for split in inside
+        if (path := inside[split] / "state.json").is_file() and (state := path.read_text())
+    }
+
+
+def tell_unread(
+    folder: Path, splits: dict[str, datasets.Dataset], files: dict[str, list[str]]
+) -> None:
+    """Say which files of a folder are in no split: of other kinds, hidden, behind a link.
+
+    And pictures beside a metadata.csv that does not list them.
+    """
+    known = {file for split in files.values() for file in split}
+    cells = (rows.data.column(name) for rows in splits.values() for name in image_columns(rows))
+    rows = {path for cell in cells for path in pc.struct_field(cell, "path").to_pylist()}
+    read = known & rows or known  # rows of Parquet files have other paths, or none
     unread = [
         path.relative_to(folder).as_posix()
         for path in sorted(folder.rglob("*"))
@@ -144,14 +168,14 @@ def load_images(
     where = f"--dataset {name}, split {split!r}"
     splits, files = open_dataset(name)
     if is_main_rank() and classes is None:  # once, for all splits
-        tell_unread(Path(name).resolve(), files)
+        tell_unread(Path(name).resolve(), splits, files)
     if split not in splits:
-        raise UsageError(
-            f"{where}: there are only {sorted(splits)}; to evaluate on held out training pictures "
-            "use --validation-split N"
-        )
+        remedy = "to evaluate on held out training pictures use --validation-split N"
+        if split == "train":
+            remedy = "names of folders and files say so: put the training pictures into train/"
+        raise UsageError(f"{where}: there are only {sorted(splits)}; {remedy}")
     rows = splits[split]
-    images = [key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)]
+    images = image_columns(rows)
     if len(images) != 1 or len(rows) == 0:
         raise UsageError(
             f"{where}: there must be rows with one Image column, not {len(rows)} rows of "
@@ -174,6 +198,11 @@ def load_images(
     return InMemory(pixels, labels), classes, (some, kinds)
 
 
+def image_columns(rows: datasets.Dataset) -> list[str]:
+    """The names of the columns that hold pictures."""
+    return [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
+
+
 def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
     """The column of the classes: `label`, or the only one that fits. Raises UsageError."""
     kinds = rows.features.items()
@@ -187,7 +216,10 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
     if len(choices) != 1 or choices[0] not in fitting:
         problem = f"--label must name the column of the classes, one of {fitting}"
         if not fitting:
-            problem = "there is no column of classes (pictures in two folders or more have one)"
+            problem = (
+                "there is no column of classes (pictures have one if each lies in the folder of "
+                "its class, and these in one folder)"
+            )
         raise UsageError(
             f"{where}: {problem}, whole numbers or texts; or make one: "
             "rows = datasets.load_dataset(...).class_encode_column(NAME); rows.save_to_disk(FOLDER)"

@@ -9,6 +9,7 @@ import datetime
 import gzip
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from trainkit.text import count, shorten
 # Each also with .gz behind it, but Parquet.
 KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
 SEPARATORS = ",;\t|"
-INDICES = {"Unnamed: 0", "__index_level_0__"}  # an index that pandas wrote with the table
+INDEX = re.compile(r"Unnamed: \d[\d.]*|__index_level_\d+__")  # that pandas wrote with the table
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 NESTED = (list, tuple, dict, set, bytes, np.ndarray, datetime.timedelta)
 LARGEST = 1e38  # float32 ends at 3.4e38
@@ -59,8 +60,9 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
 
     Raises UsageError.
 
-    Options of text files, None by default: separator (None: the one that splits the first line
-    most), encoding (None: UTF-8), dtype (as pandas takes it).
+    Options, None by default: separator (None: the one that splits the first line most) and encoding
+    (None: UTF-8) of text files; dtype (None: numbers where all values read as numbers; "str": what
+    is written, where whole numbers lose no digit because one is missing; "object": NA as well).
     """
     path = Path(name)
     # Without what is hidden: .ipynb_checkpoints/a.csv.
@@ -105,11 +107,12 @@ def _read_file(
     path: Path, separator: str | None = None, encoding: str | None = None, dtype: Any = None
 ) -> pd.DataFrame:
     if _kind(path) == ".parquet":
-        return pyarrow.parquet.read_table(path).to_pandas(ignore_metadata=True)
+        rows = pyarrow.parquet.read_table(path)
+        return rows.to_pandas(ignore_metadata=True, integer_object_nulls=dtype is not None)
     open_text = gzip.open if path.suffix.lower() == ".gz" else open
     try:
-        with open_text(path, "rt", encoding=encoding or "utf-8-sig") as file:
-            text = file.read()
+        with open_text(path, "rt", encoding=encoding or "utf-8") as file:
+            text = file.read().removeprefix("\ufeff")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:  # or UTF-16 that passes for UTF-8
@@ -118,16 +121,7 @@ def _read_file(
             "and the name of its encoding, such as cp1252 or utf-16"
         )
     if "json" in _kind(path):
-        try:
-            return pd.DataFrame(json.loads(text, object_pairs_hook=_row))
-        except ValueError:
-            if text.lstrip().startswith("["):
-                raise
-        rows = []  # one on each line
-        for number, line in enumerate(text.split("\n"), 1):
-            with as_usage_error(f"{path}, line {number} cannot be read"):
-                rows += [json.loads(line, object_pairs_hook=_row)] if line.strip() else []
-        return pd.DataFrame(rows)
+        return pd.DataFrame(_read_json(text, path), dtype=dtype and object)
     # pandas would rename a column that is named twice.
     headers = {
         sep: next(csv.reader(io.StringIO(text), delimiter=sep), [])
@@ -135,15 +129,42 @@ def _read_file(
     }
     separator = max(headers, key=lambda sep: len(headers[sep]))
     table = pd.read_csv(
-        io.StringIO(text), sep=separator, header=None, skiprows=1, dtype=dtype, low_memory=False
+        io.StringIO(text),
+        sep=separator,
+        header=None,
+        skiprows=1,
+        dtype=dtype,
+        keep_default_na=dtype != "object",
+        low_memory=False,
     )
     if table.shape[1] != len(headers[separator]):
         raise UsageError(
             f"{path}: the first line names {len(headers[separator])} columns, and the rows have "
-            f"{table.shape[1]}: name each column there, and nothing else"
+            f"{table.shape[1]}: name each column there, and nothing else, or give --separator"
         )
-    table.columns = [name.strip() or f"Unnamed: {n}" for n, name in enumerate(headers[separator])]
+    names = [name.strip() for name in headers[separator]]
+    unnamed = "Unnamed: {}.1" if any(map(INDEX.match, names)) else "Unnamed: {}"
+    table.columns = [name or unnamed.format(n) for n, name in enumerate(names)]
     return table
+
+
+def _read_json(text: str, path: Path) -> Any:
+    """Rows in a list, columns in an object, or a row on each line."""
+    try:
+        content = json.loads(text, object_pairs_hook=_row)
+    except ValueError:
+        if text.lstrip().startswith("["):
+            raise
+    else:
+        one_row = isinstance(content, dict) and not any(
+            isinstance(value, list | dict) for value in content.values()
+        )
+        return [content] if one_row else content
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        with as_usage_error(f"{path}, line {number} cannot be read"):
+            rows += [json.loads(line, object_pairs_hook=_row)] if line.strip() else []
+    return rows
 
 
 def _row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -171,10 +192,8 @@ def parse_column(values: pd.Series, where: str, category: bool | None = None) ->
         values = values.astype(float)  # also where one is missing
     if values.dtype.kind in "biuf" and not category:
         return values.astype(float) if values.dtype == np.float16 else values
-    if category and values.dtype.kind == "f":
-        values = values.convert_dtypes()  # whole numbers of which one is missing: 1, not 1.0
     objects = values.astype(object)
-    texts = objects.map(str, na_action="ignore")
+    texts = objects.map(_as_text, na_action="ignore")
     nested = objects.map(lambda value: isinstance(value, NESTED))
     _refuse_row(nested, texts, where, "{!r} is not a number, nor a text")
     if category:
@@ -195,6 +214,14 @@ def parse_column(values: pd.Series, where: str, category: bool | None = None) ->
         + (", or if the column is a category, train with --categorical" * (category is None)),
     )
     return numbers
+
+
+def _as_text(value: Any) -> str:
+    """One text for what readers of files make of it: 1 of 1.0 too, True of TRUE."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value)
+    return text.capitalize() if text.lower() in ("true", "false") else text
 
 
 def _refuse_row(bad: pd.Series, values: pd.Series, where: str, why: str) -> None:
@@ -286,7 +313,8 @@ def make_sets(
     """
     where = f"--data {args.data or 'synthetic'}"
     train, test = split_rows(len(table), args)
-    chosen = args.features or [name for name in table.columns if name not in [*targets, *INDICES]]
+    chosen = [name for name in table.columns if name not in targets]
+    chosen = args.features or [name for name in chosen if not INDEX.fullmatch(name)]
     if lost := [name for name in args.categorical if name not in chosen]:
         raise UsageError(f"{where}: --categorical {lost[0]!r} is none of the features")
     learned = {}

@@ -120,8 +120,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     # softplus(-x) is the cross-entropy of a logit that should say real
                     losses_d = F.softplus(-real) + F.softplus(fake)
                     accelerator.backward(run.step_mean(losses_d))
-                    losses_g = F.softplus(-discriminator(drawn))
-                    # `inputs`: nothing is added to the discriminator's gradients.
+                    # Not through DistributedDataParallel, which would wait for the gradients of the
+                    # discriminator; `inputs`: nothing is added to them.
+                    losses_g = F.softplus(-models[1](drawn))
                     accelerator.backward(run.step_mean(losses_g), inputs=[*models[0].parameters()])
                     # Both steps come after both passes: --accumulate then changes no number.
                     for optimizer, scheduler in zip(optimizers, schedulers, strict=True):

@@ -56,7 +56,8 @@ def _mcnemar_line(first: Path, second: Path) -> str:
     )
     if "classes" not in about_a or "classes" not in about_b:
         return ""
-    if not torch.equal(a["target"], b["target"]):
+    same = about_a["classes"] == about_b["classes"] and torch.equal(a["target"], b["target"])
+    if not same:
         return f"\n{first} and {second} were evaluated on different pictures: no test"
     right_a, right_b = (tensors["prediction"] == tensors["target"] for tensors in (a, b))
     only_a, only_b = int((right_a & ~right_b).sum()), int((right_b & ~right_a).sum())

@@ -21,6 +21,7 @@ from datakit.pictures import load_images
 from modelkit.photos import read_picture
 from modelkit.space import ROOT, needed_by, write_space
 from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.manifest import sha256_of
 from trainkit.records import PREDICTIONS, last_evaluation, load_predictions, read_run_json
 from trainkit.rundir import refuse_links, write_durably, write_json, write_tensors
 
@@ -208,23 +209,28 @@ def write_hub(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
         raise UsageError(f"--export hub does not know the models of {about['script']}.py")
     folder = run_dir / "hub"
     refuse_links([folder, *folder.rglob("*")])
-    folder.mkdir(exist_ok=True)
     known = describe_run(run_dir, about)
     examples = known["examples"] or {"inputs": model.example_inputs()[:1]}
     source = Path(about.get("data", "")).name  # the name alone: not where it lies
     config = about | {"metrics": known["metrics"], "data": source}
+    names = ("confusion.png", "fit.png", "curves.png", "model.onnx")
+    copied = [name for name in names if (run_dir / name).exists()]
+    weights = sha256_of(run_dir / "model.safetensors").encode()
+    if "model.onnx" in copied and weights not in (run_dir / "model.onnx").read_bytes():
+        raise UsageError(
+            f"{run_dir / 'model.onnx'} was made of other weights: remove it, or --export onnx again"
+        )
+    card = _card(model, config, known["run"], examples, copied)
+    folder.mkdir(exist_ok=True)
     write_tensors(folder / "model.safetensors", model.model.state_dict(), config)
     write_tensors(folder / "examples.safetensors", examples, {})
     write_json(folder / "config.json", config)
     write_durably(folder / "model.py", _loader(model, about).encode())
     if "pictures" in about:
         Image.fromarray(examples["inputs"][0, 0].numpy()).save(folder / "example.png")
-    names = ("confusion.png", "fit.png", "curves.png", "model.onnx")
-    copied = [name for name in names if (run_dir / name).exists()]
     for path in [*(run_dir / name for name in copied), ROOT / "LICENSE"]:
         shutil.copyfile(path, folder / path.name)
     _check(model, folder)
-    card = _card(model, config, known["run"], examples, copied)
     write_durably(folder / "README.md", card.encode())
     write_space(folder)
     return folder
@@ -367,7 +373,7 @@ def _examples(
     else:
         pairs = zip(inputs[0].tolist(), about["features"], strict=True)
         said |= {
-            "row": "\n".join(f"    {value:.6g},  # {name}" for value, name in pairs),
+            "row": "\n".join(f"    {x:.6g},  # {' '.join(name.split())}" for x, name in pairs),
             "classes": ", ".join(about["targets"]),
             "said": '[f"{value:,.4g}" for value in outputs[0]]',
             "answers": [f"{value:,.4g}" for value in outputs[0]],

@@ -42,12 +42,13 @@ def add_predictions(
             if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
     # The rows as they are written: 01234 stays 01234.
-    rows = tables.read_table(where, where, **options | {"dtype": "str"}).join(predictions)
+    rows = tables.read_table(where, where, **options | {"dtype": "object"}).join(predictions)
     kinds = "|".join(kind[1:] for kind in tables.KINDS)
     stem = re.sub(rf"\.({kinds})(\.gz)?$", "", path.name, flags=re.IGNORECASE)
     output = path.with_name(f"{stem}_predictions.csv")
     if WRITTEN.setdefault(output, path) != path:
         raise UsageError(f"{where}: {output} has just been written for another table: rename one")
+    rows = rows.astype(object).where(rows.notna(), "")  # else map makes floats of ids and NaN
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
     write_durably(output, rows.to_csv(index=False).encode())
     first_rows = (

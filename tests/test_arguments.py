@@ -47,6 +47,7 @@ FILES = [
     ("\ufeff--run-dir x", "x", None),
     ("--run-dir=x\\ y", "x y", None),
     ("--run-dir\xa0x", "x", None),
+    ("--run-dir \\\n x \\\n--label y # one \\\n --seed 1", "x", "y"),
 ]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -341,6 +342,25 @@ def test_a_path_is_taken_or_refused(saved: Path, tmp_path: Path) -> None:
     assert again.checkpoints.resume(str(abandoned)).step == 3
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_auto_goes_on_where_a_resume_by_path_was_killed(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    renamed, rename = [], os.rename
+
+    def die(*paths: Path) -> None:
+        if len(renamed) == number:
+            raise KeyboardInterrupt
+        renamed.append(paths)
+        rename(*paths)
+
+    monkeypatch.setattr("trainkit.rundir.os.rename", die)
+    with pytest.raises(KeyboardInterrupt):
+        Run(saved).checkpoints.resume(str(step(saved, 1)))
+    monkeypatch.undo()
+    assert Run(saved).checkpoints.resume("auto").step == 3 - number
+
+
 def test_latest_must_exist_and_auto_need_not(tmp_path: Path) -> None:
     assert "there is no checkpoint" in Run(tmp_path).refuses("latest")
     assert Run(tmp_path).checkpoints.resume("auto") == Progress()
@@ -390,7 +410,13 @@ print("locked", flush=True); sys.stdin.read()
 """
 
 
-def test_files_of_others_are_neither_overwritten_nor_locked(tmp_path: Path) -> None:
+def raise_broken_pipe(*_: object, **options: object) -> None:
+    raise BrokenPipeError
+
+
+def test_files_of_others_are_neither_overwritten_nor_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainkit import rundir
 
     (tmp_path / "uv.lock").write_text("version = 1")
@@ -400,14 +426,19 @@ def test_files_of_others_are_neither_overwritten_nor_locked(tmp_path: Path) -> N
     (tmp_path / "a.lock").mkdir()
     with pytest.raises(UsageError, match="which is no lock"):
         rundir.lock(tmp_path / "a", 0)
-    for resume in (None, "auto"):
-        run_dir = tmp_path / f"models-{resume}"
+    names = ("model.safetensors", "curves.png", "DONE")
+    for resume, name in [*product((None, "auto"), names), (None, "timing.jsonl")]:
+        run_dir = tmp_path / f"{resume}-{name}"
         run_dir.mkdir()
-        (run_dir / "model.safetensors").write_text("theirs")
+        (run_dir / name).write_text("theirs")
         args = argparse.Namespace(run_dir=run_dir, resume=resume)
         single = SimpleNamespace(num_processes=1, is_main_process=True)
         rundir.open_run(single, args).release()
-        assert Path(f"{run_dir}.1", "model.safetensors").read_text() == "theirs"
+        assert Path(f"{run_dir}.1", name).read_text() == "theirs"
+    monkeypatch.setattr(rundir, "print", raise_broken_pipe, raising=False)
+    (run_dir / "DONE").touch()
+    with pytest.raises(BrokenPipeError):  # which is nothing about --run-dir
+        rundir.open_run(single, args)
 
 
 def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path: Path) -> None:

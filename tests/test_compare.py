@@ -65,6 +65,15 @@ def test_the_table_says_what_differs_and_what_was_measured(
     assert f"p = {compare.mcnemar(*alone):.2g}" in text
 
 
+def test_runs_of_other_classes_are_not_tested(folders: list[Path], tmp_path: Path) -> None:
+    for name in ("run.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((folders[1] / name).read_bytes())
+    tensors, about = records.load_predictions(folders[1] / records.PREDICTIONS)
+    classes = [f"class {name}" for name in about["classes"]]
+    write_tensors(tmp_path / records.PREDICTIONS, tensors, about | {"classes": classes})
+    assert "different pictures: no test" in compare.compare_runs([folders[0], tmp_path])
+
+
 def test_settings_that_only_one_run_knows_are_shown(folders: list[Path], tmp_path: Path) -> None:
     values = json.loads((folders[0] / "run.json").read_text())
     values["arguments"]["mixup"] = 0.2

@@ -36,6 +36,22 @@ def test_the_norm_is_that_of_torch_over_all_parameter_groups(accelerator: Accele
     assert norm == torch.nn.utils.get_total_norm([weight.grad for weight in weights])
 
 
+def test_weights_that_differ_between_processes_reach_no_checkpoint(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard, weight = FiniteGuard(accelerator), torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight])
+    for other, words in ((2.00001, None), (2.01, "differ between the processes .*2 to 2.01"),
+                         (math.inf, "are not finite")):  # fmt: skip
+        rank = torch.tensor([other])
+        monkeypatch.setattr(accelerator, "gather", lambda norm, rank=rank: torch.cat((norm, rank)))
+        if words is None:
+            guard.finish(optimizer)
+            continue
+        with pytest.raises(RunFailure, match=f"the weights {words}"):
+            guard.finish(optimizer)
+
+
 class OnACard(torch.Tensor):
     """A norm on a machine without a device, which says that it is on one."""
 

@@ -485,6 +485,25 @@ def test_a_run_without_evaluation_is_one_sentence(run_dir: Path) -> None:
         log.write_bytes(before)
 
 
+def test_an_export_that_cannot_be_made_is_one_sentence_and_nothing_half_written(
+    regression_dir: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    for number, (name, content, words) in enumerate(
+        (
+            ("hub", "a file of somebody's", "cannot be exported: FileExistsError"),
+            ("run.json", "{}", "cannot be exported: KeyError: 'arguments'"),
+            ("metrics.jsonl", (run_dir / "metrics.jsonl").read_text(), "KeyError: 'eval_rmse'"),
+            ("model.onnx", "of other weights", "model.onnx was made of other weights: remove it"),
+        )
+    ):
+        copy = tmp_path / str(number)
+        shutil.copytree(regression_dir, copy, ignore=shutil.ignore_patterns("hub"))
+        (copy / name).write_text(content)
+        with pytest.raises(UsageError, match=words):
+            predict.main([str(copy), "--export", "hub"])
+        assert (copy / name).read_text() == content and not (copy / "hub").is_dir()
+
+
 def test_a_model_of_another_script_is_one_sentence(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ REFUSED = [
     ),
     (f"{ONE} {OMPI}", 0, "2 tasks were started, .* unset OMPI_COMM_WORLD_SIZE"),
     ("WORLD_SIZE=2", 0, "RANK is not set"),
+    ("RANK=3 WORLD_SIZE=2 MASTER_ADDR=::1", 0, "RANK=3 WORLD_SIZE=2: there is no such process"),
     ("WORLD_SIZE=2 RANK=0", 0, "MASTER_ADDR is not set"),
     ("LOCAL_RANK=0", 0, "RANK is not set"),
     ("LOCAL_RANK=-1", 0, "unset LOCAL_RANK"),

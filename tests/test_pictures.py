@@ -426,6 +426,19 @@ def one_folder(folder: Path) -> None:
             shutil.rmtree(kind)
 
 
+def loose_picture(folder: Path) -> None:
+    image_folder(folder, ".png")
+    next((folder / "train" / "one").iterdir()).rename(folder / "train" / "montage.png")
+
+
+def valid_and_invalid(folder: Path) -> None:
+    image_folder(folder, ".png")
+    for name, kind in (("valid", "one"), ("invalid", "two")):
+        (folder / "train" / kind).rename(folder / name)
+    shutil.rmtree(folder / "train")
+    shutil.rmtree(folder / "test")
+
+
 # How a folder is made, flags, and the sentence.
 BAD_LAYOUTS = {
     "no folder": (lambda f: None, [], "cannot be read"),
@@ -443,7 +456,11 @@ BAD_LAYOUTS = {
     "fractions": (lambda f: parquet(f, {split: rows.cast_column("kind", Value("float32"))
                                         for split, rows in dataset("int").items()}), [],
                   "no column of classes"),
-    "one folder": (one_folder, [], r"no column of classes \(pictures in two folders"),
+    "a loose picture": (loose_picture, [], "no column of classes .*in the folder of its class"),
+    "classes valid and invalid": (
+        valid_and_invalid, ["--validation-split", 5],
+        r"there are only \['validation'\]; names of folders .* into train/"),
+    "one folder": (one_folder, [], r"no column of classes .*the folder of its class"),
     "two columns": (two_columns, [], r"--label must name .*'kind', 'id'.*class_encode_column"),
     "not a column": (two_columns, ["--label", "x"], "--label must name"),
     "the pictures": (two_columns, ["--label", "picture"], "--label must name"),
@@ -488,6 +505,28 @@ def test_files_that_are_not_read_are_named(tmp_path: Path, capfd: pytest.Capture
     load(tmp_path)
     said = f"not read: train/four, train/one/{first.stem}.heic\n"
     assert capfd.readouterr().err.count(said) == 1
+    metadata_folder(tmp_path / "listed")
+    table = tmp_path / "listed" / "train" / "metadata.csv"
+    table.write_text("".join(table.read_text().splitlines(True)[:-2]))
+    load(tmp_path / "listed")
+    assert "not read: train/58.png, train/59.png\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--validation-split", 10]])
+def test_what_save_to_disk_left_of_an_older_version_is_not_read(
+    flags: list[object], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    for num_shards in (3, 2):
+        splits = DatasetDict(dataset())
+        if flags:
+            splits["train"].save_to_disk(tmp_path, num_shards=num_shards)
+        else:
+            splits.save_to_disk(tmp_path, num_shards={"train": num_shards, "test": 1})
+    assert len([*tmp_path.rglob("data-*-of-*3.arrow")]) == 3
+    train_set, eval_set, _ = load(tmp_path, *flags)
+    assert (len(train_set), len(eval_set)) == ((50, 10) if flags else (60, 17))
+    said = capfd.readouterr().err
+    assert said.count("-of-00003.arrow") == 3 and "dataset_dict" not in said
 
 
 def test_pictures_of_one_grey_value_are_refused(tmp_path: Path) -> None:

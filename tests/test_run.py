@@ -11,7 +11,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -21,10 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from trainkit import arguments
 from trainkit.errors import RunFailure, UsageError
+from trainkit.history import RunningMeans
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import Dropout, make_loaders
 from trainkit.run import Run
@@ -182,7 +185,7 @@ def test_continue_after_the_step_changes_nothing(tmp_path: Path) -> None:
     [
         ("break", "run.end_epoch.* is out of order: what comes next is accelerator.backward"),
         ("leave out", "the next batch is .* what comes next is accelerator.backward"),
-        ("unchecked", "the next batch is .* what comes next is run.clip_and_check"),
+        ("unchecked", r"optimizer.step\(\) must come once after each run.clip_and_check"),
     ],
 )
 def test_a_body_that_would_lose_a_step_is_told_so(tmp_path: Path, what: str, sentence: str) -> None:
@@ -252,6 +255,8 @@ class Caller:
         self.batches = batches
 
     def next(self) -> None:
+        if self.run.stage == "checked":
+            self.optimizer.step()
         next(self.batches, None)
 
     def step_mean(self) -> None:
@@ -595,6 +600,8 @@ def plain(
     change: Callable[[Run, nn.Module, int], Any] = lambda run, model, epoch: None,
     about: dict[str, Any] | None = None,
     judge: Callable[[torch.Tensor], torch.Tensor] = lambda losses: losses,
+    leave_out: str = "",
+    after: Callable[[Any], Any] = lambda scheduler: None,
 ) -> None:
     """A run of one model by the loop of the docs, in which a test changes one part."""
     forget_accelerator()
@@ -604,17 +611,27 @@ def plain(
         loaders = make_loaders(run.accelerator, *sets, args)
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         optimizer = make_optimizer(run.accelerator, optimised(model), args)
-        if schedule:
-            make_scheduler(optimizer, args, run.steps_per_epoch)
-        model, optimizer, *loaders = run.accelerator.prepare(model, optimizer, *loaders)
+        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch) if schedule else None
+        model, *loaders = run.accelerator.prepare(model, *loaders)
+        if leave_out != "prepare":
+            optimizer = run.accelerator.prepare(optimizer)
+        if leave_out != "prepare the schedule" and schedule:
+            scheduler = run.accelerator.prepare(scheduler)
+        if leave_out == "make_loaders":
+            run.accelerator.prepare(DataLoader(Numbers(), batch_size=5))
         run.begin(model, about or {})
         for epoch in run.epochs():
             for batch in run.steps(loaders[0]):
                 with run.accelerator.accumulate(model) if accumulating else ExitStack():
                     losses = (model(batch["x"]) - batch["y"]).square()
                     run.accelerator.backward(run.step_mean(losses))
+                    if leave_out == "backward":
+                        optimizer.zero_grad()
+                    if leave_out == "the order":
+                        optimizer.step()
                     run.clip_and_check(optimizer)
-                    optimizer.step()
+                    if leave_out != "step":
+                        optimizer.step()
                     optimizer.zero_grad()
                 run.add(loss=losses)
             change(run, model, epoch)
@@ -624,6 +641,7 @@ def plain(
                     lambda batch: {"loss": judge((model(batch["x"]) - batch["y"]).square())},
                 )
             )
+            after(scheduler)
         run.finish()
 
 
@@ -632,7 +650,16 @@ def plain(
     [
         ([], {"optimised": lambda model: [*model.parameters(), *nn.Linear(3, 3).parameters()]},
          "2 of the optimizers' weights are in no model that accelerator.prepare was given"),
-        ([], {"schedule": True}, "a learning rate schedule was not given to accelerator.prepare"),
+        ([], {"schedule": True, "leave_out": "prepare the schedule"},
+         "a learning rate schedule was not given to accelerator.prepare"),
+        ([], {"schedule": True, "after": lambda scheduler: scheduler.scheduler.step()},
+         r"stepped after run.end_epoch\(...\), whose checkpoint does not know it"),
+        ([], {"leave_out": "prepare"}, "accelerator.prepare was given no optimizer"),
+        ([], {"leave_out": "make_loaders"}, r"a loader that make_loaders\(...\) did not make"),
+        ([], {"leave_out": "step"}, r"optimizer.step\(\) is missing after run.clip_and_check"),
+        ([], {"leave_out": "the order"}, r"optimizer.step\(\) must come once after each run.clip"),
+        ([], {"leave_out": "backward"}, r"clip_and_check\(...\) found no gradient"),
+        ([], {"change": lambda run, model, epoch: model.eval()}, r"call model.train\(\) after"),
         (["--accumulate", 2], {"accumulating": False}, "accelerator.accumulate"),
         ([], {"change": lambda run, model, epoch: model[0].requires_grad_(False)},
          "other weights require gradients .*--start-from"),
@@ -669,6 +696,58 @@ def test_metrics_that_differ_between_processes_are_refused(
     assert agree(accelerator, {"eval_auc": 0.612}) == {"eval_auc": 0.612}
     with pytest.raises(RuntimeError, match=r"eval_auc is 0.7 on process 0 and 0.61 on process 1"):
         agree(accelerator, {"eval_auc": 0.7})
+
+
+@pytest.mark.parametrize("metric", [{"eval_auc": None}, {"eval_auc": [0.5]}, {"step": 1.0}])
+def test_a_metric_is_a_number_and_no_step(accelerator: Any, metric: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="a metric is a number, and has another name than step"):
+        agree(accelerator, metric)
+
+
+def test_processes_that_add_other_names_are_told_so(accelerator: Any) -> None:
+    other = RunningMeans(accelerator)
+    other.add("loss_b", torch.ones(()), 1)
+    row = [1.0, 1.0, crc32(b"loss_b") % 2**16]
+    means = RunningMeans(
+        SimpleNamespace(
+            device=torch.device("cpu"),
+            num_processes=2,
+            reduce=lambda mine, reduction: mine + torch.tensor(row),
+        )
+    )
+    means.add("loss", torch.ones(()), 1)
+    with pytest.raises(RuntimeError, match="other names on another process than loss"):
+        means.flush("train")
+
+
+def test_a_stop_has_its_exit_code_also_where_nobody_reads_its_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say(run: Run, text: str) -> None:
+        if text.startswith("stopped by"):
+            raise BrokenPipeError
+
+    def stop(run: Run, number: int) -> None:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "print", say)
+    with pytest.raises(SystemExit) as left:
+        train("--run-dir", tmp_path, body=stop)
+    assert left.value.code == 75
+
+
+def test_best_is_found_anew_after_a_part_without_keep_best(
+    tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    flags = ["--num-samples", 64, "--schedule", "constant", "--run-dir", tmp_path, "--epochs", 3]
+    best = ["--keep-best", "eval_loss"]
+    for number, more in enumerate((best, [], best), 1):
+        run_main("train_regression", *flags, *more, "--stop-after-steps", 2 * number,
+                 "--resume", "auto")  # fmt: skip
+    said = capfd.readouterr().out
+    assert "--keep-best was left out: what is best is found anew" in said
+    assert "was best at step 6" in said
 
 
 def test_an_unknown_metric_to_keep_is_named(tmp_path: Path, run_main: Callable) -> None:

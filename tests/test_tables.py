@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import json
 import re
 import shutil
 import time
@@ -69,6 +70,9 @@ READ = {
     "csv": ("t.csv", text(), [], ALL),
     "upper case": ("T.CSV", text(), [], ALL),
     "byte order mark": ("t.csv", text(encoding="utf-8-sig"), [], ALL),
+    "byte order mark and its encoding": ("t.csv", text(encoding="utf-8-sig"),
+                                         ["--encoding", "utf-8"], ALL),
+    "an object": ("t.json", json.dumps({"a": [*range(20)], "y": [*range(20)]}).encode(), [], ["a"]),
     "semicolons": ("t.csv", text(";"), [], ALL),
     "tabs": ("t.tsv", text("\t"), [], ALL),
     "bars": ("t.txt", text("|"), [], ALL),
@@ -90,6 +94,14 @@ READ = {
     "index left out": ("t.csv", frame().to_csv().encode(), [], ALL),
     "index left out of a second writing": ("t.csv", frame().rename_axis(
         "Unnamed: 0").reset_index().to_csv(index=False).encode(), [], ALL),
+    "index left out of a third writing": ("t.csv", b"Unnamed: 0.1,Unnamed: 0,a,y\n" +
+                                          b"0,0,1,2\n1,1,2,3\n2,2,4,5\n" * 5, [], ["a"]),
+    "index left out beside one of another name": ("t.csv", b",Unnamed: 0,a,y\n" +
+                                                  b"0,0,1,2\n1,1,2,3\n2,2,4,5\n" * 5, [], ["a"]),
+    "index left out of two levels": ("t.csv", pd.concat({"n": frame(), "s": frame()}).to_csv(
+        ).encode(), [], ALL),
+    "index left out of two levels in Parquet": ("t.parquet", parquet(pd.concat(
+        {"n": frame(), "s": frame()})), [], ALL),
     "an index by name": ("t.csv", frame().to_csv().encode(), ["--features", "Unnamed: 0,area"],
                          ["Unnamed: 0", "area"]),
     "spaces round names": ("t.csv", b" a , b , y \n" + b"1,2,3\n2,5,4\n4,5,7\n" * 5, [],
@@ -143,7 +155,7 @@ def test_a_table_is_read_as_it_was_meant(case: str, tmp_path: Path) -> None:
     path.write_bytes(content)
     train, test, about = load("--data", path, "--target", "y", *flags)
     assert about["features"] == features
-    assert bool(tables.INDICES & {*about["left_out"]}) == case.startswith("index left out")
+    assert any(map(tables.INDEX.fullmatch, about["left_out"])) == case.startswith("index left out")
     # What a run is trained from, predict.py takes.
     model = train_regression.Predictor(about | {"model": "linear", "hidden": []}).requires_grad_(
         False
@@ -275,6 +287,9 @@ REFUSED = {
         "a": range(9), "y": [True, False, None] * 3})), [], "'y', row 3: the value is missing"),
     "a category that is no feature": ("t.csv", text(), ["--features", "area", "--categorical",
                                       "city"], "--categorical 'city' is none of the features"),
+    "columns of unlike length": ("t.json", b'{"a": [1, 2, 3], "y": [1, 2]}', [], "same length"),
+    "tabs and a comma in a name": ("t.tsv", b"width, cm\ty\n" + b"1\t2\n" * 9, [],
+                                   "the rows have 1: .* or give --separator"),
     "a key twice": ("t.json", b'[{"a": 1, "a": 2, "y": 1}]', [], "names a column twice"),
     "structures": ("t.jsonl", b'{"a": {"b": 1}, "y": 1}\n' * 9, [],
                    r"'a', row 1: .* is not a number, nor a text"),
@@ -458,13 +473,59 @@ def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch: pytest.MonkeyPatch
     assert (about["data"], about["features"]) == ("houses", ALL)
 
 
-def test_two_tables_with_one_answer_file_keep_the_first(table_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["t.parquet", "t.jsonl", "t.csv"])
+def test_what_is_no_feature_comes_back_as_it_was_written(
+    name: str, table_run: Path, tmp_path: Path
+) -> None:
+    ids = ["1152921504606846977", "", "3"]
+    table = frame(3).assign(id=pd.array([2**60 + 1, None, 3], "Int64"), note=["NA", "null", "x"])
+    FORMS.get(name.replace("t.", "lines."), FORMS.get(name, FORMS["commas.csv"]))(
+        table, tmp_path / name
+    )
+    predict.main([str(table_run / "run"), str(tmp_path / name)])
+    with open(tmp_path / "t_predictions.csv", newline="") as file:
+        written = [*csv.DictReader(file)]
+    assert [row["id"] for row in written] == ids
+    assert [row["note"] for row in written] == ["NA", "null", "x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [("t.csv", ["TRUE", "FALSE", "unknown"]), ("t.parquet", [1.0, 2.0, 2.5]),
+     ("t.jsonl", [1.0, 2.0, 2.5])],
+)  # fmt: skip
+def test_a_category_is_known_again_in_a_table_that_lacks_another(
+    name: str, texts: list[Any], tmp_path: Path
+) -> None:
+    table = pd.DataFrame({"k": texts * 8, "y": [1.0, 2, 3] * 8})
+    write = FORMS.get(name.replace("t.", "lines."), FORMS.get(name, FORMS["commas.csv"]))
+    write(table, tmp_path / name)
+    flags = ["--categorical", "k"] if texts[0] == 1 else []
+    _, _, about = load("--data", tmp_path / name, "--target", "y", *flags)
+    assert len(about["features"]) == 3
+    write(table[table.k != texts[2]], tmp_path / name)
+    model = train_regression.Predictor(about | {"model": "linear", "hidden": []})
+    assert "not in the training rows" not in model.requires_grad_(False).predict_file(
+        tmp_path / name
+    )
+
+
+def test_two_tables_with_one_answer_file_keep_the_first(
+    table_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     FORMS["commas.csv"](frame(5), tmp_path / "t.csv")
     FORMS["t.parquet"](frame(9), tmp_path / "t.parquet")
     with pytest.raises(UsageError, match="1 of 2 files cannot be used"):
         predict.main([str(table_run / "run"), str(tmp_path / "t.csv"), str(tmp_path / "t.parquet")])
     assert len(pd.read_csv(tmp_path / "t_predictions.csv")) == 5
     predict.main([str(table_run / "run"), str(tmp_path / "t.csv")])  # once more is allowed
+
+    def broken(*_: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(predict, "print", broken, raising=False)
+    with pytest.raises(BrokenPipeError):  # which is nothing about the file
+        predict.main([str(table_run / "run"), str(tmp_path / "t.csv")])
 
 
 def test_what_a_prediction_cannot_know_is_said(

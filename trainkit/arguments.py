@@ -112,8 +112,9 @@ RUN_FLAGS = (
     ("--timeout", int, 300, (lambda value: 1 <= value < 1e7, "1 to below 10,000,000"),
      "seconds after which a process that does not answer counts as lost"),
 )  # fmt: skip
-# A comment in a file of flags; group 1: what only looks like one, in quotes or inside a word.
-COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.|(?<=\S)#)|#.*""")
+# What a shell drops: comments, and the end of a line that goes on. Group 1: what only looks like
+# that, in quotes or inside a word.
+DROPPED = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.|(?<=\S)#)|#.*|\\\n""")
 
 
 class Parser(argparse.ArgumentParser):
@@ -163,7 +164,7 @@ def with_files(words: Iterable[str]) -> Iterator[str]:
         if word.startswith("@"):
             with as_usage_error(f"{word} cannot be read as a file of flags"):
                 text = Path(word[1:]).read_text("utf-8-sig").replace("\xa0", " ")
-                yield from with_files(shlex.split(COMMENT.sub(r"\1", text)))
+                yield from with_files(shlex.split(DROPPED.sub(r"\1", text)))
         else:
             yield word
 

@@ -157,13 +157,15 @@ class Checkpoints:
                 self.last_step = progress.step
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
-                # The run continues here: later rows are cut, later checkpoints renamed.
-                self.history.cut(trainer.get("log_bytes", 0))
-                sync(self.directory.parent)
-                for newer in self._steps():
+                # The run continues here: later checkpoints are renamed, the last one first, then
+                # later rows cut. So "auto" can go on wherever a kill ends this.
+                for newer in reversed(self._steps()):
                     if newer.name >= f"step-{progress.step:010d}" and newer.name != path.name:
                         new = rename_free(newer, f"abandoned-{newer.name}")
                         notices.append(f"{newer.name} is now {new.name}")
+                sync(self.directory)
+                self.history.cut(trainer.get("log_bytes", 0))
+                sync(self.directory.parent)
         accelerator.step = 0  # saved between two accumulation windows, at whatever world size
         for notice in notices:
             print(notice, flush=True)

@@ -57,10 +57,10 @@ def is_main_rank() -> bool:
 
 @contextmanager
 def as_usage_error(what: str) -> Iterator[None]:
-    """Turn whatever the body raises into a UsageError that begins with `what`."""
+    """Turn whatever else the body raises into a UsageError that begins with `what`."""
     try:
         yield
-    except UsageError:
+    except (UsageError, RunFailure):
         raise
     except Exception as problem:
         # datasets wraps the error of a file reader in one of its own.
@@ -103,7 +103,10 @@ def explain_failure(problem: Exception) -> str | None:
     """What happened to this process alone, for example a lost peer; None if that is not known."""
     text = str(problem)
     if isinstance(problem, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't" in text:
-        return "ran out of memory, try a larger --accumulate or a smaller --batch-size"
+        return (
+            "ran out of memory: where it trains, try a larger --accumulate or a smaller "
+            "--batch-size, else a smaller model or less data"
+        )
     if text.startswith("DataLoader worker"):
         return "lost a loader worker (the kernel kills one when memory runs out)"
     if is_disk_full(problem):

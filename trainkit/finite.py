@@ -13,6 +13,7 @@ from trainkit.errors import RunFailure
 from trainkit.optim import norm_of, weights_of
 
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip: 2**16 is 2**-14 then
+DIFFERENT = 1e-5  # relative, of norms: processes compute the same bits, other kinds of cards nearly
 REMEDY = "try a smaller --learning-rate, a longer --warmup or --clip-norm 1"
 
 
@@ -74,11 +75,19 @@ class FiniteGuard:
         """Look at what is still on its way, and at the weights. Call before a checkpoint."""
         self._read_pending()
         for optimizer in optimizers:
-            norm = norm_of(self.accelerator, weights_of(optimizer)).item()
-            if not math.isfinite(norm):
+            norm = norm_of(self.accelerator, weights_of(optimizer))
+            norms = self.accelerator.gather(norm[None]).tolist()
+            where = f"after {self.position}: their norm is {norms[0]:.4g}"
+            if not math.isfinite(sum(norms)):
                 raise RunFailure(
-                    f"the weights are not finite after {self.position}: their norm is {norm:.4g}; "
-                    "the checkpoints are untouched: try a smaller --learning-rate"
+                    f"the weights are not finite {where}; the checkpoints are untouched: try a "
+                    "smaller --learning-rate"
+                )
+            if max(norms) - min(norms) > DIFFERENT * max(norms):
+                raise RunFailure(
+                    f"the weights differ between the processes {where} on process 0, "
+                    f"{min(norms):.4g} to {max(norms):.4g} on all: whatever changes weights or "
+                    "learning rates must do so on every process"
                 )
 
     def _read_pending(self, before: int | None = None) -> None:

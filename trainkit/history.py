@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from accelerate import Accelerator
@@ -136,7 +137,14 @@ class RunningMeans:
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
 
     def _reduce(self) -> dict[str, tuple[float, float]]:
-        row = self.accelerator.reduce(self._row(), reduction="sum").tolist()
+        row, names = self._row(), crc32(" ".join(sorted(self.sums)).encode()) % 2**16
+        row = torch.cat((row, row.new_tensor([names])))
+        *row, total = self.accelerator.reduce(row, reduction="sum").tolist()
+        if total != names * self.accelerator.num_processes:
+            raise RuntimeError(
+                f"run.add(...) or run.evaluate(...) got other names on another process than "
+                f"{', '.join(self.sums)}: every process must add the same"
+            )
         pairs = dict(zip(sorted(self.sums), zip(row[::2], row[1::2], strict=True), strict=True))
         return {name: pairs[name] for name in self.sums}
 

@@ -85,6 +85,7 @@ def check_ranks() -> None:
     numbers = [env.get("RANK", "0"), env.get("WORLD_SIZE", "1")]
     good = all(map(str.isdecimal, numbers)) and int(numbers[0]) < int(numbers[1])
     if "WORLD_SIZE" in env and not good:
+        del env["WORLD_SIZE"]  # or it would leave the sentence to a process 0
         raise UsageError(
             f"RANK={numbers[0]} WORLD_SIZE={numbers[1]}: there is no such process: unset both"
         )

@@ -72,7 +72,13 @@ def clip_gradients(
         for optimizer in optimizers:
             accelerator.unscale_gradients(optimizer)
     weights = weights_of(*optimizers)
-    norm = norm_of(accelerator, [w.grad for w in weights if w.grad is not None])
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    if not gradients:
+        raise RuntimeError(
+            "run.clip_and_check(...) found no gradient: it comes after accelerator.backward(...), "
+            "and zero_grad() after optimizer.step()"
+        )
+    norm = norm_of(accelerator, gradients)
     if max_norm < math.inf:  # else multiplying by 1 would take time
         nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm

@@ -151,6 +151,8 @@ class Run:
     # Since begin().
     models: list[nn.Module]  # without the wrappers of DDP and torch.compile
     trained: list[bool]  # of each weight of the optimizers: does it require a gradient?
+    modes: list[bool]  # of each model: is it in training mode?
+    num_scheduled: list[int] | None  # how often each schedule was stepped at the last save
     optimizers: list[AcceleratedOptimizer]
     about: dict[str, Any]
     means: RunningMeans
@@ -286,6 +288,7 @@ class Run:
         self.about, self.optimizers = about, prepared_optimizers(accelerator)
         self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
         self.trained = [weight.requires_grad for weight in weights_of(*self.optimizers)]
+        self.modes, self.num_scheduled = [model.training for model in self.models], None
         self.print(describe(self, plan or {}))
         facts, notice = self._start_from()
         world.check_same(accelerator, facts)
@@ -297,6 +300,8 @@ class Run:
         if args.keep_best and self.progress.best_name not in (None, args.keep_best):
             self.print(f"--keep-best was {self.progress.best_name}: what is best is found anew")
             self.progress.best, self.progress.best_step, self.progress.num_worse = None, 0, 0
+        if not args.keep_best and self.progress.best_name:
+            self.progress.best_name = "left out"  # what comes now is compared with nothing
         if notice and self.progress.step == 0:
             self.print(notice)
         if self.progress.ended:
@@ -322,7 +327,14 @@ class Run:
                 "register_for_checkpointing is not supported, because reading it back could "
                 "execute code: keep numbers in run.state, tensors in a buffer of a prepared module"
             )
+        if any(batches_of(loader) is None for loader in prepared_loaders(accelerator)):
+            raise RuntimeError(
+                "accelerator.prepare was given a loader that make_loaders(...) did not make: "
+                "Accelerate may give some of its samples twice"
+            )
         optimizers = prepared_optimizers(accelerator)
+        if not optimizers:
+            raise RuntimeError("accelerator.prepare was given no optimizer: prepare every one")
         weights = Counter(weights_of(*optimizers))
         if twice := [weight for weight, num in weights.items() if num > 1]:
             raise RuntimeError(
@@ -377,6 +389,8 @@ class Run:
         dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.resources.callback(release_dropout, dropouts)
         self.step = Step(accelerator, args, self.num_used, self.signals, dropouts)
+        for optimizer in self.optimizers:
+            optimizer.optimizer.register_step_pre_hook(self.step.check_order)
         self.bar, self.table = tqdm(disable=True), MetricsTable()
         self.resources.callback(lambda: self.bar.close())
         self.means = RunningMeans(accelerator)
@@ -470,7 +484,7 @@ class Run:
         """
         batches = batches_of(loader)
         mine = loader in prepared_loaders(self.accelerator)
-        if batches is None or batches.seed is None or not mine:
+        if not mine or batches.seed is None:
             raise RuntimeError(
                 f"run.steps(...) got a {type(loader).__name__} whose order cannot be resumed: give "
                 "it the training loader that make_loaders(...) made and accelerator.prepare "
@@ -482,7 +496,21 @@ class Run:
                 "DistributedDataParallel looks: to unfreeze weights start a new run with "
                 "--start-from, or let them wait in a group whose learning rate is 0"
             )
+        if self.modes != [model.training for model in self.models]:
+            raise RuntimeError(
+                "a model is not in the mode in which it was prepared, which a resume would not "
+                "know: call model.train() after an evaluation"
+            )
+        if self.num_scheduled not in (None, self._num_scheduled()):
+            raise RuntimeError(
+                "a learning rate schedule was stepped after run.end_epoch(...), whose checkpoint "
+                "does not know it: step it before"
+            )
         return batches
+
+    def _num_scheduled(self) -> list[int]:
+        """How often each learning rate schedule was stepped."""
+        return [each.scheduler.last_epoch for each in prepared_schedulers(self.accelerator)]
 
     def _finish_step(self) -> bool:
         """Count, log and save after a step; True if an evaluation comes next."""
@@ -590,10 +618,10 @@ class Run:
         process must call this. Raises RuntimeError for values that are not one row per sample.
         """
         self._need("run.evaluate(...)", "between", "epoch", "trained")
-        if batches_of(loader) is None:
+        if loader not in prepared_loaders(self.accelerator):
             raise RuntimeError(
-                f"run.evaluate(...) got a {type(loader).__name__} that make_loaders(...) did not "
-                "make: Accelerate may give some of its samples twice"
+                f"run.evaluate(...) got a {type(loader).__name__} that accelerator.prepare did not "
+                "return: every process would evaluate all of it"
             )
         layers = [layer for model in self.models for layer in model.modules()]
         modes = [layer.training for layer in layers]
@@ -658,6 +686,7 @@ class Run:
         due = not args.save_every or progress.step % args.save_every == 0
         if self._is_over() or is_best or due:
             self.checkpoints.save(progress)
+        self.num_scheduled = self._num_scheduled()
         self.stage = "between"
 
     def _log_evaluation(self, metrics: dict[str, float]) -> None:
@@ -812,9 +841,11 @@ class Run:
         """End every process with exit code 75, after a checkpoint of this step."""
         self.signals.ignore(signal.SIGINT)
         self.bar.close()  # or the sentence would begin on its line
-        self.print(
-            f"stopped by {self.signals.signal_name or 'a signal to another process'} at step "
-            f"{self.progress.step}, saved: start the same command with --resume auto to continue"
-        )
+        with suppress(BrokenPipeError):  # of a tee that the same Ctrl-C has ended
+            self.print(
+                f"stopped by {self.signals.signal_name or 'a signal to another process'} at step "
+                f"{self.progress.step}, saved: start the same command with --resume auto to "
+                "continue"
+            )
         self.stage = "over"
         sys.exit(EXIT_STOPPED)

@@ -22,6 +22,9 @@ from trainkit.errors import RunFailure, UsageError, failing_together
 from trainkit.world import describe_run
 
 LOCK_WAIT_SECONDS = 10.0
+# What a run writes, at its end and before.
+END_OF_A_RUN = ("DONE", "*.safetensors", "*.png")
+RUN = ("run.json", "metrics.jsonl", "timing.jsonl", "checkpoints/step-*")
 
 
 def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock | None:
@@ -31,7 +34,7 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
     is done and its checkpoints are gone; nothing is deleted. Every process must call this. Raises
     UsageError on all of them if the folder cannot be written or another process is using it.
     """
-    run_dir, held = args.run_dir, None
+    run_dir, held, moved_to = args.run_dir, None, None
     with failing_together(accelerator, f"--run-dir {run_dir} cannot be used"):
         if accelerator.is_main_process:
             if Path.cwd().is_relative_to(run_dir.resolve()):
@@ -41,16 +44,16 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
                     f"--run-dir {run_dir} is a symbolic link: give {run_dir.resolve()} itself"
                 )
             held = lock(run_dir, LOCK_WAIT_SECONDS if args.resume is not None else 0.0)
-            no_steps = next(run_dir.glob("checkpoints/step-*"), None) is None
-            ends = [*run_dir.glob("DONE"), *run_dir.glob("*.safetensors")]
-            over = args.resume == "auto" and no_steps and ends
-            if over or (args.resume is None and _holds_a_run(run_dir)):
+            no_steps = not _holds(run_dir, "checkpoints/step-*")
+            over = args.resume == "auto" and no_steps and _holds(run_dir, *END_OF_A_RUN)
+            if over or (args.resume is None and _holds(run_dir, *END_OF_A_RUN, *RUN)):
                 moved_to = rename_free(run_dir, run_dir.name)
-                print(f"{run_dir} held an earlier run: moved to {moved_to}", flush=True)
             refuse_links(run_dir.glob("*"))
             (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
             sync(run_dir)
             sync(run_dir.parent)
+    if moved_to:
+        print(f"{run_dir} held an earlier run: moved to {moved_to}", flush=True)
     return held
 
 
@@ -184,8 +187,7 @@ def refuse_links(paths: Iterable[Path]) -> None:
             raise UsageError(f"{path} is no file, and a run writes one there: remove it")
 
 
-def _holds_a_run(run_dir: Path) -> bool:
-    names = ("run.json", "metrics.jsonl", "*.safetensors", "checkpoints/step-*")
+def _holds(run_dir: Path, *names: str) -> bool:
     return any(next(run_dir.glob(name), None) is not None for name in names)
 
 

@@ -26,6 +26,7 @@ class Step:
         losses: this process's share of each mean of the micro-batch at hand.
         num_counted: values that where= counted so far in this process; None without where=.
         factor: num_samples / values counted in the whole step; None until that is known.
+        clipped: the optimizers that may be stepped now.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Step:
         self.losses: list[torch.Tensor] = []
         self.num_counted: torch.Tensor | None = None
         self.factor: torch.Tensor | None = None
+        self.clipped: set[torch.optim.Optimizer] = set()
         self.update_scale = None
         if accelerator.scaler is not None:
             # Accelerate updates the loss scale after each optimizer's step: a second optimizer
@@ -87,7 +89,19 @@ class Step:
             self.update_scale()
         skipped = self.accelerator.optimizer_step_was_skipped
         self.guard.count_skipped(skipped, self.losses)
+        if self.clipped and not skipped:
+            raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
+        self.clipped.clear()
         return not skipped
+
+    def check_order(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise RuntimeError if an optimizer is stepped whose gradients were not clipped."""
+        if optimizer not in self.clipped:
+            raise RuntimeError(
+                "optimizer.step() must come once after each run.clip_and_check(optimizer), which "
+                "makes its gradients fit for it"
+            )
+        self.clipped.remove(optimizer)
 
     def check_rows(self, call: str, values: torch.Tensor) -> None:
         """Raise RuntimeError if these are not values of the samples of the micro-batch at hand."""
@@ -131,6 +145,7 @@ class Step:
         if self.factor is not None:
             scale_gradients(self.factor, *optimizers)
         norm = clip_gradients(self.accelerator, self.args.clip_norm, *optimizers)
+        self.clipped |= {each.optimizer for each in optimizers}
         self.guard.check(norm, self.losses, self.position)
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
