@@ -181,6 +181,11 @@ REFUSED = [
     ),
     (f"{ONE} {OMPI}", 0, "2 tasks were started, .* unset OMPI_COMM_WORLD_SIZE"),
     ("WORLD_SIZE=2", 0, "RANK is not set"),
+    (
+        f"{WORLD} TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_USE_AGENT_STORE=True",
+        0,
+        "--max_restarts 3: .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    ),
     ("RANK=3 WORLD_SIZE=2 MASTER_ADDR=::1", 0, "RANK=3 WORLD_SIZE=2: there is no such process"),
     ("WORLD_SIZE=2 RANK=0", 0, "MASTER_ADDR is not set"),
     ("LOCAL_RANK=0", 0, "RANK is not set"),

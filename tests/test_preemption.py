@@ -301,7 +301,11 @@ def test_a_killed_worker_comes_back_into_the_same_run(tmp_path: Path, arguments:
     line[at:at] = ["--max_restarts", "2", "--rdzv_backend", "c10d"]
     process = subprocess.Popen(
         line,
-        env={**os.environ, "TEST_RUN": tmp_path.name},
+        env={
+            **os.environ,
+            "TEST_RUN": tmp_path.name,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -149,6 +149,13 @@ def check_variables() -> str:
             raise UsageError(
                 f"{name}={value}: Accelerate reads only {near[0]}, so rename or unset it"
             )
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UsageError(
+            f"--max_restarts {restarts}: the launcher would give the addresses of dead processes "
+            "to new ones (pytorch issue 135712): add --rdzv_backend c10d, and start it with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
     # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
     if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
         raise UsageError(
