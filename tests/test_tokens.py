@@ -374,17 +374,17 @@ def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
     with pytest.raises(RuntimeError, match=sentence), Run(parse("--run-dir", tmp_path), "t") as run:
         sets = run.load(lambda args: (Numbers(), Numbers()))
         sampler = RandomSampler(sets[0]) if foreign == "sampler" else None
-        loader = DataLoader(sets[0], batch_size=8, sampler=sampler)
+        mine = DataLoader(sets[0], batch_size=8, sampler=sampler)
         model = torch.nn.Linear(2, 1)
         optimizer = make_optimizer(run.accelerator, model.parameters(), run.args)
-        mine, *rest = run.accelerator.prepare(
-            loader, model, optimizer, *make_loaders(run.accelerator, *sets, run.args)
+        model, _, *loaders = run.accelerator.prepare(
+            model, optimizer, *make_loaders(run.accelerator, *sets, run.args)
         )
-        run.begin(rest[0], {})
-        with pytest.raises(RuntimeError, match=r"did not make: Accelerate may give .* twice"):
+        run.begin(model, {})
+        with pytest.raises(RuntimeError, match=r"that accelerator.prepare did not return"):
             run.evaluate(mine, lambda batch: {"loss": batch["y"]})
         next(run.epochs())
-        next(run.steps(rest[-1] if foreign == "evaluation" else mine))
+        next(run.steps(loaders[1] if foreign == "evaluation" else mine))
 
 
 def test_data_without_an_index_are_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -389,8 +389,6 @@ class Run:
         dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.resources.callback(release_dropout, dropouts)
         self.step = Step(accelerator, args, self.num_used, self.signals, dropouts)
-        for optimizer in self.optimizers:
-            optimizer.optimizer.register_step_pre_hook(self.step.check_order)
         self.bar, self.table = tqdm(disable=True), MetricsTable()
         self.resources.callback(lambda: self.bar.close())
         self.means = RunningMeans(accelerator)

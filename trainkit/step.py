@@ -10,6 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from trainkit.errors import UsageError
 from trainkit.finite import FiniteGuard, Position
+from trainkit.internals import prepared_optimizers
 from trainkit.optim import clip_gradients, scale_gradients
 from trainkit.order import Dropout, dealt, seed_dropout
 from trainkit.signals import Signals
@@ -48,6 +49,8 @@ class Step:
         self.num_counted: torch.Tensor | None = None
         self.factor: torch.Tensor | None = None
         self.clipped: set[torch.optim.Optimizer] = set()
+        for optimizer in prepared_optimizers(accelerator):
+            optimizer.optimizer.register_step_pre_hook(self.check_order)
         self.update_scale = None
         if accelerator.scaler is not None:
             # Accelerate updates the loss scale after each optimizer's step: a second optimizer
