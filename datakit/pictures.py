@@ -27,9 +27,8 @@ from trainkit.order import InMemory
 from trainkit.text import shorten
 
 # Names of files that nobody takes for pictures.
-NO_DATA = re.compile(
-    r"\.|README|LICENSE|(metadata|state|dataset_infos?|dataset_dict)\.(csv|jsonl?|parquet)$"
-)
+NO_DATA = re.compile(r"\.|README|LICENSE|(state|dataset_infos?|dataset_dict)\.json$")
+LISTING = re.compile(r".*\.zip$|metadata\.(csv|jsonl|parquet)$")  # names or holds the pictures
 NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
 
 
@@ -120,15 +119,15 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
 
 def files_of_save_to_disk(folder: Path) -> dict[str, list[str]]:
     """The files of each split that save_to_disk wrote last; older ones may lie beside them."""
-    inside = {"train": folder}
+    inside, found = {"train": folder}, {}
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        inside = {split: folder / split for split in splits}
-    return {
-        split: [str(inside[split] / file["filename"]) for file in json.loads(state)["_data_files"]]
-        for split in inside
-        if (path := inside[split] / "state.json").is_file() and (state := path.read_text())
-    }
+        names = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
+        inside = {name: folder / name for name in names}
+    for name, place in inside.items():
+        if (place / "state.json").is_file():
+            named = json.loads((place / "state.json").read_text()).get("_data_files", [])
+            found |= {name: [str(place / file["filename"]) for file in named]} if named else {}
+    return found
 
 
 def tell_unread(
@@ -141,15 +140,18 @@ def tell_unread(
     known = {file for split in files.values() for file in split}
     cells = (rows.data.column(name) for rows in splits.values() for name in image_columns(rows))
     rows = {path for cell in cells for path in pc.struct_field(cell, "path").to_pylist()}
-    read = known & rows or known  # rows of Parquet files have other paths, or none
+    # Rows of Parquet files have other paths, or none.
+    unlisted = (
+        {p for p in known - rows if not LISTING.match(Path(p).name)} if known & rows else set()
+    )
     unread = [
         path.relative_to(folder).as_posix()
         for path in sorted(folder.rglob("*"))
-        if str(path) not in read
+        if (str(path) not in known or str(path) in unlisted)
         and not NO_DATA.match(path.name)
         and (path.is_file() or path.is_symlink())
     ]
-    if read and unread:
+    if known and unread:
         print(f"--dataset {folder}: not read: {shorten(unread)}", file=sys.stderr)
 
 
@@ -218,7 +220,8 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
         if not fitting:
             problem = (
                 "there is no column of classes (pictures have one if each lies in the folder of "
-                "its class, and these in one folder)"
+                "its class, and these in one folder; whole numbers of which one is missing are "
+                "fractions)"
             )
         raise UsageError(
             f"{where}: {problem}, whole numbers or texts; or make one: "

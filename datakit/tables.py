@@ -29,6 +29,10 @@ KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
 SEPARATORS = ",;\t|"
 INDEX = re.compile(r"Unnamed: \d[\d.]*|__index_level_\d+__")  # that pandas wrote with the table
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
+MISSING = [  # what pandas.read_csv takes for it
+    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN",
+    "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null",
+]  # fmt: skip
 NESTED = (list, tuple, dict, set, bytes, np.ndarray, datetime.timedelta)
 LARGEST = 1e38  # float32 ends at 3.4e38
 
@@ -108,7 +112,8 @@ def _read_file(
 ) -> pd.DataFrame:
     if _kind(path) == ".parquet":
         rows = pyarrow.parquet.read_table(path)
-        return rows.to_pandas(ignore_metadata=True, integer_object_nulls=dtype is not None)
+        rows = rows.to_pandas(ignore_metadata=True, integer_object_nulls=dtype is not None)
+        return _missing_as_in_csv(rows, dtype)
     open_text = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with open_text(path, "rt", encoding=encoding or "utf-8") as file:
@@ -121,7 +126,9 @@ def _read_file(
             "and the name of its encoding, such as cp1252 or utf-16"
         )
     if "json" in _kind(path):
-        return pd.DataFrame(_read_json(text, path), dtype=dtype and object)
+        return _missing_as_in_csv(
+            pd.DataFrame(_read_json(text, path), dtype=dtype and object), dtype
+        )
     # pandas would rename a column that is named twice.
     headers = {
         sep: next(csv.reader(io.StringIO(text), delimiter=sep), [])
@@ -149,22 +156,26 @@ def _read_file(
 
 
 def _read_json(text: str, path: Path) -> Any:
-    """Rows in a list, columns in an object, or a row on each line."""
+    """Rows in a list, columns in an object, one row, or a row on each line."""
     try:
         content = json.loads(text, object_pairs_hook=_row)
     except ValueError:
         if text.lstrip().startswith("["):
             raise
     else:
-        one_row = isinstance(content, dict) and not any(
-            isinstance(value, list | dict) for value in content.values()
-        )
-        return [content] if one_row else content
+        columns = content.values() if _kind(path) == ".json" and isinstance(content, dict) else []
+        table = columns and all(isinstance(column, list | dict) for column in columns)
+        return content if table or isinstance(content, list) else [content]
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         with as_usage_error(f"{path}, line {number} cannot be read"):
             rows += [json.loads(line, object_pairs_hook=_row)] if line.strip() else []
     return rows
+
+
+def _missing_as_in_csv(table: pd.DataFrame, dtype: Any) -> pd.DataFrame:
+    """The table with texts missing that CSV files have for that: one rule for all kinds."""
+    return table if dtype == "object" else table.mask(table.isin(MISSING))
 
 
 def _row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -264,7 +275,7 @@ def encode(table: pd.DataFrame, columns: Sequence[Column], where: str) -> np.nda
         values = parse_column(table[column.name], where, bool(column.categories))
         if column.fill is not None:
             values = values.fillna(column.fill)
-        why = "the value is missing: fill it in, or train with --missing impute or drop"
+        why = "the value is missing: fill it in, or train with --missing impute (or drop the row)"
         _refuse_row(values.isna(), values, where, why)
         block = values.to_numpy()[:, None]
         if column.categories:

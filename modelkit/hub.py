@@ -361,7 +361,7 @@ def _examples(
         answers = outputs.argmax(1).tolist()
         said |= {
             "look": about["pictures"]["read_as"],
-            "classes": ", ".join(about["classes"]),
+            "classes": " ".join(", ".join(about["classes"]).split()),
             "said": "outputs.argmax(1).tolist()",
             "answers": answers,
         }
@@ -374,7 +374,7 @@ def _examples(
         pairs = zip(inputs[0].tolist(), about["features"], strict=True)
         said |= {
             "row": "\n".join(f"    {x:.6g},  # {' '.join(name.split())}" for x, name in pairs),
-            "classes": ", ".join(about["targets"]),
+            "classes": " ".join(", ".join(about["targets"]).split()),
             "said": '[f"{value:,.4g}" for value in outputs[0]]',
             "answers": [f"{value:,.4g}" for value in outputs[0]],
         }

@@ -46,7 +46,7 @@ def add_predictions(
     kinds = "|".join(kind[1:] for kind in tables.KINDS)
     stem = re.sub(rf"\.({kinds})(\.gz)?$", "", path.name, flags=re.IGNORECASE)
     output = path.with_name(f"{stem}_predictions.csv")
-    if WRITTEN.setdefault(output, path) != path:
+    if WRITTEN.setdefault(output.resolve(), path.resolve()) != path.resolve():
         raise UsageError(f"{where}: {output} has just been written for another table: rename one")
     rows = rows.astype(object).where(rows.notna(), "")  # else map makes floats of ids and NaN
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)

@@ -132,3 +132,8 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed() -> None:
     assert arguments.experiment(longer[0]) == arguments.experiment(longer[1])
     with pytest.raises(AssertionError, match="holds no flag"):
         arguments.experiment(type(longer[0])(**vars(longer[0]) | {"not_the_experiment": ["typo"]}))
+
+
+def test_a_list_may_go_over_several_lines() -> None:
+    assert arguments.names('a,\n  "b, c",\r\nd\n') == ["a", "b, c", "d"]
+    assert arguments.names('"a\nb"') == ["a\nb"]

@@ -41,8 +41,11 @@ def test_weights_that_differ_between_processes_reach_no_checkpoint(
 ) -> None:
     guard, weight = FiniteGuard(accelerator), torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight])
-    for other, words in ((2.00001, None), (2.01, "differ between the processes .*2 to 2.01"),
-                         (math.inf, "are not finite")):  # fmt: skip
+    for other, words in (
+        (2.00001, None),
+        (2.01, "differ between the processes .*2 to 2.01"),
+        (math.inf, "are not finite"),
+    ):
         rank = torch.tensor([other])
         monkeypatch.setattr(accelerator, "gather", lambda norm, rank=rank: torch.cat((norm, rank)))
         if words is None:

@@ -1,5 +1,8 @@
 """Order, augmentation and dropout are functions of (seed, epoch, sample, step) and nothing else."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
@@ -9,6 +12,7 @@ from trainkit.order import (
     EpochBatches,
     WholeBatches,
     keyed_uniform,
+    make_loaders,
     release_dropout,
     seed_dropout,
 )
@@ -93,6 +97,16 @@ class Noisy(Dataset):
 
     def __getitem__(self, index: int) -> tuple[float, int]:
         return torch.rand(()).item(), index
+
+
+def test_a_loader_that_is_not_prepared_is_refused_where_there_are_several_processes() -> None:
+    sizes = {"batch_size": 4, "eval_batch_size": 4, "accumulate": 1, "num_workers": 0}
+    args = SimpleNamespace(**sizes, seed=0, drop_last=False)
+    for num, sentence in ((1, None), (2, "accelerator.prepare has returned")):
+        accelerator = SimpleNamespace(num_processes=num, device=torch.device("cpu"))
+        for loader in make_loaders(accelerator, Noisy(), Noisy(), args):
+            with pytest.raises(RuntimeError, match=sentence) if sentence else nullcontext():
+                next(iter(loader))
 
 
 @pytest.mark.parametrize(

@@ -510,6 +510,10 @@ def test_files_that_are_not_read_are_named(tmp_path: Path, capfd: pytest.Capture
     table.write_text("".join(table.read_text().splitlines(True)[:-2]))
     load(tmp_path / "listed")
     assert "not read: train/58.png, train/59.png\n" in capfd.readouterr().err
+    image_folder(tmp_path / "above", ".png")
+    (tmp_path / "above" / "metadata.csv").write_text("file_name,label\n")
+    load(tmp_path / "above")
+    assert "not read: metadata.csv\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--validation-split", 10]])

@@ -6,15 +6,18 @@ import inspect
 import json
 import math
 import os
+import random
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, forget_accelerator, linux_only, rows
@@ -31,6 +34,7 @@ from trainkit.history import RunningMeans
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import Dropout, make_loaders
 from trainkit.run import Run
+from trainkit.step import Step
 from trainkit.world import agree
 
 NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
@@ -134,6 +138,23 @@ def test_two_models_and_two_optimizers_are_saved_and_resumed_to_the_same_bytes(
     assert list(load_file(tmp_path / "whole" / "model_1.safetensors")) == ["bias", "weight"]
 
 
+def test_what_the_loop_draws_is_the_same_after_a_resume(tmp_path: Path) -> None:
+    drawn: list[tuple[float, float]] = []
+
+    def draw(run: Run, number: int) -> None:
+        drawn.append((np.random.random(), random.random()))
+
+    train("--run-dir", tmp_path / "whole", body=draw)
+    whole = drawn.copy()
+    assert len({*whole}) == len(whole) == 12
+    for num in (5, 8):  # 5: one batch before the end of an epoch, where none is read ahead
+        drawn.clear()
+        for more in (["--stop-after-steps", num], ["--resume", "auto"]):
+            forget_accelerator()
+            train("--run-dir", tmp_path / f"{num}", *more, body=draw)
+        assert drawn == whole
+
+
 def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_run(
     tmp_path: Path,
 ) -> None:
@@ -185,7 +206,7 @@ def test_continue_after_the_step_changes_nothing(tmp_path: Path) -> None:
     [
         ("break", "run.end_epoch.* is out of order: what comes next is accelerator.backward"),
         ("leave out", "the next batch is .* what comes next is accelerator.backward"),
-        ("unchecked", r"optimizer.step\(\) must come once after each run.clip_and_check"),
+        ("unchecked", r"optimizer.step\(\) must come after run.clip_and_check"),
     ],
 )
 def test_a_body_that_would_lose_a_step_is_told_so(tmp_path: Path, what: str, sentence: str) -> None:
@@ -548,7 +569,7 @@ def test_a_mean_of_nothing_is_refused(tmp_path: Path) -> None:
     def count_nothing(run: Run, number: int) -> None:
         run.add(of_none=torch.ones(3), where=torch.zeros(3, dtype=torch.bool))
 
-    with pytest.raises(RuntimeError, match="of_none: where= has counted no value"):
+    with pytest.raises(RuntimeError, match="of_none: no value was counted since the epoch began"):
         train("--run-dir", tmp_path, body=count_nothing)
 
 
@@ -601,6 +622,7 @@ def plain(
     about: dict[str, Any] | None = None,
     judge: Callable[[torch.Tensor], torch.Tensor] = lambda losses: losses,
     leave_out: str = "",
+    remember: bool = False,
     after: Callable[[Any], Any] = lambda scheduler: None,
 ) -> None:
     """A run of one model by the loop of the docs, in which a test changes one part."""
@@ -642,6 +664,8 @@ def plain(
                 )
             )
             after(scheduler)
+            if remember:
+                run.state["epoch"] = epoch
         run.finish()
 
 
@@ -653,13 +677,14 @@ def plain(
         ([], {"schedule": True, "leave_out": "prepare the schedule"},
          "a learning rate schedule was not given to accelerator.prepare"),
         ([], {"schedule": True, "after": lambda scheduler: scheduler.scheduler.step()},
-         r"stepped after run.end_epoch\(...\), whose checkpoint does not know it"),
+         r"after run.end_epoch\(...\), whose checkpoint does not know it"),
+        ([], {"remember": True}, r"or run.state changed, after run.end_epoch\(...\)"),
         ([], {"leave_out": "prepare"}, "accelerator.prepare was given no optimizer"),
         ([], {"leave_out": "make_loaders"}, r"a loader that make_loaders\(...\) did not make"),
         ([], {"leave_out": "step"}, r"optimizer.step\(\) is missing after run.clip_and_check"),
-        ([], {"leave_out": "the order"}, r"optimizer.step\(\) must come once after each run.clip"),
+        ([], {"leave_out": "the order"}, r"optimizer.step\(\) must come after run.clip"),
         ([], {"leave_out": "backward"}, r"clip_and_check\(...\) found no gradient"),
-        ([], {"change": lambda run, model, epoch: model.eval()}, r"call model.train\(\) after"),
+        ([], {"change": lambda run, model, epoch: model.eval()}, "call model.train.. before run"),
         (["--accumulate", 2], {"accumulating": False}, "accelerator.accumulate"),
         ([], {"change": lambda run, model, epoch: model[0].requires_grad_(False)},
          "other weights require gradients .*--start-from"),
@@ -675,6 +700,23 @@ def test_a_loop_that_forgets_something_is_told_so(
 ) -> None:
     with pytest.raises(RuntimeError, match=sentence):
         plain("--run-dir", tmp_path, *flags, **options)
+
+
+def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path: Path) -> None:
+    class Mine(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+
+    def check_order(optimizer: torch.optim.Optimizer) -> None:
+        run_step = SimpleNamespace(clipped={optimizer}, stepped=set())
+        optimizer.register_step_pre_hook(partial(Step.check_order, run_step))
+        optimizer.step()
+        assert run_step.stepped == {optimizer}
+
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    for kind in (torch.optim.AdamW, Mine):
+        check_order(kind([weight], fused=False))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -743,8 +785,9 @@ def test_best_is_found_anew_after_a_part_without_keep_best(
     flags = ["--num-samples", 64, "--schedule", "constant", "--run-dir", tmp_path, "--epochs", 3]
     best = ["--keep-best", "eval_loss"]
     for number, more in enumerate((best, [], best), 1):
-        run_main("train_regression", *flags, *more, "--stop-after-steps", 2 * number,
-                 "--resume", "auto")  # fmt: skip
+        run_main(
+            "train_regression", *flags, *more, "--stop-after-steps", 2 * number, "--resume", "auto"
+        )
     said = capfd.readouterr().out
     assert "--keep-best was left out: what is best is found anew" in said
     assert "was best at step 6" in said
@@ -787,6 +830,7 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
         save_file(tensors, tmp_path / name)
     for path, sentence in (
         (tmp_path / "none", "cannot be read"),
+        (tmp_path, "is a folder: give the file"),
         (tmp_path / "whole", "'0.weight' is torch.int64 of (8, 10), and torch.float32 of (8, 10)"),
         (tmp_path / "huge", "0.bias holds numbers that are not finite here"),
         (other, "none of its 4"),

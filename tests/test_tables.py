@@ -287,6 +287,8 @@ REFUSED = {
         "a": range(9), "y": [True, False, None] * 3})), [], "'y', row 3: the value is missing"),
     "a category that is no feature": ("t.csv", text(), ["--features", "area", "--categorical",
                                       "city"], "--categorical 'city' is none of the features"),
+    "a row with a list": ("t.json", b'{"a": 1,\n "tags": ["u", "v"], "y": 2}', [], "of 1 rows"),
+    "a line with lists": ("t.jsonl", b'{"a": [1, 2], "y": [3, 4]}', [], "of 1 rows"),
     "columns of unlike length": ("t.json", b'{"a": [1, 2, 3], "y": [1, 2]}', [], "same length"),
     "tabs and a comma in a name": ("t.tsv", b"width, cm\ty\n" + b"1\t2\n" * 9, [],
                                    "the rows have 1: .* or give --separator"),
@@ -491,9 +493,12 @@ def test_what_is_no_feature_comes_back_as_it_was_written(
 
 @pytest.mark.parametrize(
     ("name", "texts"),
-    [("t.csv", ["TRUE", "FALSE", "unknown"]), ("t.parquet", [1.0, 2.0, 2.5]),
-     ("t.jsonl", [1.0, 2.0, 2.5])],
-)  # fmt: skip
+    [
+        ("t.csv", ["TRUE", "FALSE", "unknown"]),
+        ("t.parquet", [1.0, 2.0, 2.5]),
+        ("t.jsonl", [1.0, 2.0, 2.5]),
+    ],
+)
 def test_a_category_is_known_again_in_a_table_that_lacks_another(
     name: str, texts: list[Any], tmp_path: Path
 ) -> None:
@@ -510,6 +515,19 @@ def test_a_category_is_known_again_in_a_table_that_lacks_another(
     )
 
 
+def test_missing_is_the_same_in_every_kind_of_file(tmp_path: Path) -> None:
+    table = pd.DataFrame({"c": ["NA", "US", "DE"] * 8, "a": range(24), "y": range(24)})
+    for name, write in (
+        ("t.json", lambda path: table.to_json(path, orient="records")),
+        ("t.parquet", table.to_parquet),
+        ("t.csv", lambda path: table.to_csv(path, index=False)),
+    ):
+        write(tmp_path / name)
+        _, _, about = load("--data", tmp_path / name, "--target", "y", "--missing", "drop")
+        assert about["features"] == ["c=DE", "c=US", "a"]
+        assert about["missing"] == "8 values in 8 rows"
+
+
 def test_two_tables_with_one_answer_file_keep_the_first(
     table_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,6 +536,9 @@ def test_two_tables_with_one_answer_file_keep_the_first(
     with pytest.raises(UsageError, match="1 of 2 files cannot be used"):
         predict.main([str(table_run / "run"), str(tmp_path / "t.csv"), str(tmp_path / "t.parquet")])
     assert len(pd.read_csv(tmp_path / "t_predictions.csv")) == 5
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="has just been written for another table"):
+        predict.main([str(table_run / "run"), "t.parquet"])
     predict.main([str(table_run / "run"), str(tmp_path / "t.csv")])  # once more is allowed
 
     def broken(*_: object, **options: object) -> None:

@@ -171,8 +171,8 @@ def with_files(words: Iterable[str]) -> Iterator[str]:
 
 def names(text: str) -> list[str]:
     """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`."""
-    found = next(csv.reader(io.StringIO(text, newline=""), skipinitialspace=True), [])
-    return [name.strip() for name in found if name.strip()]
+    lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+    return [name.strip() for line in lines for name in line if name.strip()]
 
 
 def whole_numbers(text: str) -> list[int]:

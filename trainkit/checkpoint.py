@@ -343,6 +343,8 @@ def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Te
         return value.shape, value.is_complex(), value.is_floating_point()
 
     with as_usage_error(f"--start-from {path} cannot be read"):
+        if path.is_dir():
+            raise UsageError(f"--start-from {path} is a folder: give the file of weights in it")
         given = load_file(path)
     own = model.state_dict()
     fits = {n: v.to(own[n].dtype) for n, v in given.items() if n in own and kind(v) == kind(own[n])}

@@ -150,7 +150,8 @@ def check_variables() -> str:
                 f"{name}={value}: Accelerate reads only {near[0]}, so rename or unset it"
             )
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts != "0" and shared and env.get("WORLD_SIZE") != "1":
         raise UsageError(
             f"--max_restarts {restarts}: the launcher would give the addresses of dead processes "
             "to new ones (pytorch issue 135712): add --rdzv_backend c10d, and start it with "

@@ -169,14 +169,21 @@ class WholeBatches(Dataset):
         collate_fn: Callable[[list], Any] | None,
         seed: int,
         epoch: torch.Tensor,
+        share: int | None = None,
     ):
         self.dataset, self.collate_fn = dataset, collate_fn or default_collate
         self.seed, self.epoch = seed, epoch
+        self.share = share  # nominal size of a process's part of a batch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, indices: Indices) -> Any:
+        if self.share not in (None, len(indices)):
+            raise RuntimeError(
+                "every process would read all of this loader: iterate the one that "
+                "accelerator.prepare has returned for it"
+            )
         if len(indices.values):
             return self.make(indices.values)
         return tree_map_only(torch.Tensor, lambda rows: rows[:0], self.make(torch.tensor([0])))
@@ -200,10 +207,14 @@ class WholeBatches(Dataset):
         return self.dataset[index]
 
     def _seed(self, *position: int) -> None:
-        number = key(self.seed, int(self.epoch), *position)
-        torch.default_generator.manual_seed(number)
-        np.random.seed(number % 2**32)
-        random.seed(number)
+        seed_host(key(self.seed, int(self.epoch), *position))
+
+
+def seed_host(number: int) -> None:
+    """Seed the generators of torch on the CPU, numpy and random."""
+    torch.default_generator.manual_seed(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)
 
 
 def check_indexable(dataset: Any, name: str) -> None:
@@ -272,7 +283,13 @@ def make_loader(
         if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
             batches.device, dataset = accelerator.device, dataset.to(accelerator.device)
     return DataLoader(
-        WholeBatches(dataset, collate_fn, args.seed, batches.epoch),
+        WholeBatches(
+            dataset,
+            collate_fn,
+            args.seed,
+            batches.epoch,
+            batches.batch_size // accelerator.num_processes,
+        ),
         batch_sampler=batches,
         collate_fn=whole,
         num_workers=args.num_workers,

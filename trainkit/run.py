@@ -151,8 +151,7 @@ class Run:
     # Since begin().
     models: list[nn.Module]  # without the wrappers of DDP and torch.compile
     trained: list[bool]  # of each weight of the optimizers: does it require a gradient?
-    modes: list[bool]  # of each model: is it in training mode?
-    num_scheduled: list[int] | None  # how often each schedule was stepped at the last save
+    saved: str | None  # what end_epoch() saved of schedules and run.state
     optimizers: list[AcceleratedOptimizer]
     about: dict[str, Any]
     means: RunningMeans
@@ -288,7 +287,7 @@ class Run:
         self.about, self.optimizers = about, prepared_optimizers(accelerator)
         self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
         self.trained = [weight.requires_grad for weight in weights_of(*self.optimizers)]
-        self.modes, self.num_scheduled = [model.training for model in self.models], None
+        self.saved = None
         self.print(describe(self, plan or {}))
         facts, notice = self._start_from()
         world.check_same(accelerator, facts)
@@ -388,7 +387,8 @@ class Run:
         layers = (layer for model in self.models for layer in model.modules())
         dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.resources.callback(release_dropout, dropouts)
-        self.step = Step(accelerator, args, self.num_used, self.signals, dropouts)
+        samples_draw = not isinstance(self.train_set, InMemory)
+        self.step = Step(accelerator, args, self.num_used, self.signals, dropouts, samples_draw)
         self.bar, self.table = tqdm(disable=True), MetricsTable()
         self.resources.callback(lambda: self.bar.close())
         self.means = RunningMeans(accelerator)
@@ -494,21 +494,22 @@ class Run:
                 "DistributedDataParallel looks: to unfreeze weights start a new run with "
                 "--start-from, or let them wait in a group whose learning rate is 0"
             )
-        if self.modes != [model.training for model in self.models]:
+        if not all(model.training for model in self.models):
             raise RuntimeError(
-                "a model is not in the mode in which it was prepared, which a resume would not "
-                "know: call model.train() after an evaluation"
+                "a model is in evaluation mode: call model.train() before run.steps(...), then "
+                "eval() of the layers that are to stay in it"
             )
-        if self.num_scheduled not in (None, self._num_scheduled()):
+        if self.saved not in (None, self._to_save()):
             raise RuntimeError(
-                "a learning rate schedule was stepped after run.end_epoch(...), whose checkpoint "
-                "does not know it: step it before"
+                "a learning rate schedule was stepped, or run.state changed, after "
+                "run.end_epoch(...), whose checkpoint does not know it: do that before"
             )
         return batches
 
-    def _num_scheduled(self) -> list[int]:
-        """How often each learning rate schedule was stepped."""
-        return [each.scheduler.last_epoch for each in prepared_schedulers(self.accelerator)]
+    def _to_save(self) -> str:
+        """What the script may change between two steps: how far schedules are, and run.state."""
+        schedulers = prepared_schedulers(self.accelerator)
+        return repr(([each.scheduler.last_epoch for each in schedulers], self.progress.state))
 
     def _finish_step(self) -> bool:
         """Count, log and save after a step; True if an evaluation comes next."""
@@ -684,7 +685,7 @@ class Run:
         due = not args.save_every or progress.step % args.save_every == 0
         if self._is_over() or is_best or due:
             self.checkpoints.save(progress)
-        self.num_scheduled = self._num_scheduled()
+        self.saved = self._to_save()
         self.stage = "between"
 
     def _log_evaluation(self, metrics: dict[str, float]) -> None:
@@ -695,7 +696,10 @@ class Run:
             progress.epoch, progress.batch = progress.epoch + 1, 0
         means = self.means.means("train")
         if nothing := [name for name in self.means.sums if f"train_{name}" not in means]:
-            raise RuntimeError(f"{nothing[0]}: where= has counted no value since the epoch began")
+            raise RuntimeError(
+                f"{nothing[0]}: no value was counted since the epoch began: add every name in each "
+                "epoch, and let its where= count some"
+            )
         progress.metrics = {"epoch": progress.epoch, **means, **metrics}
         progress.metrics_step = progress.step
         self.accelerator.log(progress.metrics, step=progress.step)

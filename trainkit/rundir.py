@@ -23,7 +23,7 @@ from trainkit.world import describe_run
 
 LOCK_WAIT_SECONDS = 10.0
 # What a run writes, at its end and before.
-END_OF_A_RUN = ("DONE", "*.safetensors", "*.png")
+END_OF_A_RUN = ("DONE", "*.safetensors", "curves.png")
 RUN = ("run.json", "metrics.jsonl", "timing.jsonl", "checkpoints/step-*")
 
 

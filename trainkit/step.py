@@ -12,7 +12,7 @@ from trainkit.errors import UsageError
 from trainkit.finite import FiniteGuard, Position
 from trainkit.internals import prepared_optimizers
 from trainkit.optim import clip_gradients, scale_gradients
-from trainkit.order import Dropout, dealt, seed_dropout
+from trainkit.order import Dropout, dealt, key, seed_dropout, seed_host
 from trainkit.signals import Signals
 
 
@@ -27,7 +27,7 @@ class Step:
         losses: this process's share of each mean of the micro-batch at hand.
         num_counted: values that where= counted so far in this process; None without where=.
         factor: num_samples / values counted in the whole step; None until that is known.
-        clipped: the optimizers that may be stepped now.
+        clipped, stepped: the optimizers that may be stepped now, and those that were.
     """
 
     def __init__(
@@ -37,9 +37,11 @@ class Step:
         num_used: int,
         signals: Signals,
         dropouts: Sequence[Dropout],
+        samples_draw: bool = False,
     ):
         self.accelerator, self.args, self.num_used = accelerator, args, num_used
         self.signals, self.dropouts = signals, dropouts
+        self.samples_draw = samples_draw  # from numpy and random too, at what time is chance
         self.guard = FiniteGuard(accelerator)
         self.size = args.batch_size // args.accumulate  # of a micro-batch, over all processes
         self.key: tuple[int, ...] = ()
@@ -49,6 +51,7 @@ class Step:
         self.num_counted: torch.Tensor | None = None
         self.factor: torch.Tensor | None = None
         self.clipped: set[torch.optim.Optimizer] = set()
+        self.stepped: set[torch.optim.Optimizer] = set()
         for optimizer in prepared_optimizers(accelerator):
             optimizer.optimizer.register_step_pre_hook(self.check_order)
         self.update_scale = None
@@ -69,6 +72,8 @@ class Step:
         """Seed what the next forward pass draws, by its place in the step."""
         first, self.num_rows = self.rows_of(self.accelerator.process_index)
         seed_dropout(self.dropouts, self.accelerator.device, self.num_before + first, *self.key)
+        if self.samples_draw:
+            seed_host(key(*self.key, self.num_before + first))
         self.losses = []
 
     def rows_of(self, rank: int) -> tuple[int, int]:
@@ -92,19 +97,20 @@ class Step:
             self.update_scale()
         skipped = self.accelerator.optimizer_step_was_skipped
         self.guard.count_skipped(skipped, self.losses)
-        if self.clipped and not skipped:
+        if self.clipped - self.stepped and not skipped:
             raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
         self.clipped.clear()
+        self.stepped.clear()
         return not skipped
 
     def check_order(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise RuntimeError if an optimizer is stepped whose gradients were not clipped."""
         if optimizer not in self.clipped:
             raise RuntimeError(
-                "optimizer.step() must come once after each run.clip_and_check(optimizer), which "
-                "makes its gradients fit for it"
+                "optimizer.step() must come after run.clip_and_check(optimizer), which makes its "
+                "gradients fit for it"
             )
-        self.clipped.remove(optimizer)
+        self.stepped.add(optimizer)
 
     def check_rows(self, call: str, values: torch.Tensor) -> None:
         """Raise RuntimeError if these are not values of the samples of the micro-batch at hand."""
