@@ -119,7 +119,7 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
 
 def files_of_save_to_disk(folder: Path) -> dict[str, list[str]]:
     """The files of each split that save_to_disk wrote last; older ones may lie beside them."""
-    inside, found = {"train": folder}, {}
+    inside, found = {"train": folder}, dict[str, list[str]]()
     if (folder / "dataset_dict.json").is_file():
         names = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
         inside = {name: folder / name for name in names}

@@ -324,8 +324,7 @@ def make_sets(
     """
     where = f"--data {args.data or 'synthetic'}"
     train, test = split_rows(len(table), args)
-    chosen = [name for name in table.columns if name not in targets]
-    chosen = args.features or [name for name in chosen if not INDEX.fullmatch(name)]
+    chosen = args.features or [n for n in table.columns.drop(targets) if not INDEX.fullmatch(n)]
     if lost := [name for name in args.categorical if name not in chosen]:
         raise UsageError(f"{where}: --categorical {lost[0]!r} is none of the features")
     learned = {}

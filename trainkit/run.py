@@ -296,11 +296,7 @@ class Run:
             self.resources.callback(held.release)
         self._make_state(facts)
         self.progress = self.checkpoints.resume(args.resume, self.last_step)
-        if args.keep_best and self.progress.best_name not in (None, args.keep_best):
-            self.print(f"--keep-best was {self.progress.best_name}: what is best is found anew")
-            self.progress.best, self.progress.best_step, self.progress.num_worse = None, 0, 0
-        if not args.keep_best and self.progress.best_name:
-            self.progress.best_name = "left out"  # what comes now is compared with nothing
+        self._check_best_name()
         if notice and self.progress.step == 0:
             self.print(notice)
         if self.progress.ended:
@@ -482,7 +478,7 @@ class Run:
         """
         batches = batches_of(loader)
         mine = loader in prepared_loaders(self.accelerator)
-        if not mine or batches.seed is None:
+        if batches is None or batches.seed is None or not mine:
             raise RuntimeError(
                 f"run.steps(...) got a {type(loader).__name__} whose order cannot be resumed: give "
                 "it the training loader that make_loaders(...) made and accelerator.prepare "
@@ -789,6 +785,15 @@ class Run:
         about = self.about | {"step": progress.step}
         self._write("best.safetensors", self.models[0].state_dict(), about)
         return True
+
+    def _check_best_name(self) -> None:
+        """Forget a best value of another metric, or one that a part of the run was not held to."""
+        wanted, progress = self.args.keep_best, self.progress
+        if wanted and progress.best_name not in (None, wanted):
+            self.print(f"--keep-best was {progress.best_name}: what is best is found anew")
+            progress.best, progress.best_step, progress.num_worse = None, 0, 0
+        if not wanted and progress.best_name:
+            progress.best_name = "left out"  # what comes now is compared with nothing
 
     def _best_file(self) -> str:
         """Where the best weights are: a resume from an older checkpoint has left others behind."""
