@@ -515,6 +515,14 @@ def test_a_category_is_known_again_in_a_table_that_lacks_another(
     )
 
 
+def test_a_category_has_one_text_in_whatever_kind_of_column() -> None:
+    for values in ([1, 2], [1.0, 2.0], ["1", "2"], [1.0, 2.0, None]):
+        texts = tables.parse_column(pd.Series(values), "t.csv", True)
+        assert texts.dropna().tolist() == ["1", "2"]
+    for values in ([True, False], ["TRUE", "FALSE"], ["true", "false"]):
+        assert tables.parse_column(pd.Series(values), "t.csv", True).tolist() == ["True", "False"]
+
+
 def test_missing_is_the_same_in_every_kind_of_file(tmp_path: Path) -> None:
     table = pd.DataFrame({"c": ["NA", "US", "DE"] * 8, "a": range(24), "y": range(24)})
     for name, write in (
