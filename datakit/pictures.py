@@ -126,7 +126,8 @@ def files_of_save_to_disk(folder: Path) -> dict[str, list[str]]:
     for name, place in inside.items():
         if (place / "state.json").is_file():
             named = json.loads((place / "state.json").read_text()).get("_data_files", [])
-            found |= {name: [str(place / file["filename"]) for file in named]} if named else {}
+            if named:
+                found[name] = [str(place / file["filename"]) for file in named]
     return found
 
 

@@ -175,7 +175,10 @@ def _read_json(text: str, path: Path) -> Any:
 
 def _missing_as_in_csv(table: pd.DataFrame, dtype: Any) -> pd.DataFrame:
     """The table with texts missing that CSV files have for that: one rule for all kinds."""
-    return table if dtype == "object" else table.mask(table.isin(MISSING))
+    texts = table.select_dtypes(exclude="number")  # 10,000 columns of numbers took 6 s
+    if dtype != "object" and len(texts.columns):
+        table[texts.columns] = texts.mask(texts.isin(MISSING))
+    return table
 
 
 def _row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -361,7 +361,7 @@ def _examples(
         answers = outputs.argmax(1).tolist()
         said |= {
             "look": about["pictures"]["read_as"],
-            "classes": " ".join(", ".join(about["classes"]).split()),
+            "classes": _one_line(", ".join(about["classes"])),
             "said": "outputs.argmax(1).tolist()",
             "answers": answers,
         }
@@ -373,10 +373,15 @@ def _examples(
     else:
         pairs = zip(inputs[0].tolist(), about["features"], strict=True)
         said |= {
-            "row": "\n".join(f"    {x:.6g},  # {' '.join(name.split())}" for x, name in pairs),
-            "classes": " ".join(", ".join(about["targets"]).split()),
+            "row": "\n".join(f"    {x:.6g},  # {_one_line(name)}" for x, name in pairs),
+            "classes": _one_line(", ".join(about["targets"])),
             "said": '[f"{value:,.4g}" for value in outputs[0]]',
             "answers": [f"{value:,.4g}" for value in outputs[0]],
         }
         code = OF_ROWS.format(**said)
     return code, more + OF_ONNX.format(**said) * onnx
+
+
+def _one_line(text: str) -> str:
+    """The text for a comment of the card's code: a line break would end the comment."""
+    return " ".join(text.split())

@@ -41,7 +41,8 @@ class Step:
     ):
         self.accelerator, self.args, self.num_used = accelerator, args, num_used
         self.signals, self.dropouts = signals, dropouts
-        self.samples_draw = samples_draw  # from numpy and random too, at what time is chance
+        # Making a sample seeds numpy and random, sooner or later by how far a loader reads ahead.
+        self.samples_draw = samples_draw
         self.guard = FiniteGuard(accelerator)
         self.size = args.batch_size // args.accumulate  # of a micro-batch, over all processes
         self.key: tuple[int, ...] = ()

@@ -121,13 +121,13 @@ def agree(accelerator: Accelerator, metrics: dict[str, float]) -> dict[str, floa
 
     Every process must call this. Raises RuntimeError on all of them if theirs are not about equal.
     """
-    for name, value in metrics.items():
+    everybody = gather_object([metrics])
+    for name, value in (pair for theirs in everybody for pair in theirs.items()):
         if name in ("step", "epoch") or not isinstance(value, int | float):
             raise RuntimeError(
                 f"run.end_epoch(...) got {name}: {value!r}: a metric is a number, and has another "
                 "name than step and epoch"
             )
-    everybody = gather_object([metrics])
     for rank, others in enumerate(everybody):
         for name, value in everybody[0].items():
             other = others.get(name, math.nan)
