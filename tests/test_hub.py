@@ -231,6 +231,16 @@ def test_a_row_of_the_card_is_an_evaluated_one_if_the_run_saved_it(
     assert f"; the truth: {tensors['target'][:1].tolist()}" in card
 
 
+def test_a_line_break_in_a_name_does_not_end_a_comment_of_the_card() -> None:
+    about = {"features": ["floor\narea"], "targets": ["price\nin euro"]}
+    examples = {"inputs": torch.ones(1, 1)}
+    code, _ = hub._examples(torch.nn.Linear(1, 1), about, examples, onnx=False)
+    assert "# floor area\n" in code and "price in euro" in code
+    classes = {"pictures": {"read_as": "-"}, "classes": ["one\ntwo"]}
+    code, _ = hub._examples(torch.nn.Linear(1, 1), classes, examples, onnx=False)
+    assert "one two" in code
+
+
 def test_no_path_of_this_machine_is_published(
     run_dir: Path, regression_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -455,7 +455,7 @@ BAD_LAYOUTS = {
     "no labels": (without("kind"), [], "class_encode_column"),
     "fractions": (lambda f: parquet(f, {split: rows.cast_column("kind", Value("float32"))
                                         for split, rows in dataset("int").items()}), [],
-                  "no column of classes"),
+                  "no column of classes .*one is missing are fractions"),
     "a loose picture": (loose_picture, [], "no column of classes .*in the folder of its class"),
     "classes valid and invalid": (
         valid_and_invalid, ["--validation-split", 5],

@@ -746,6 +746,16 @@ def test_a_metric_is_a_number_and_no_step(accelerator: Any, metric: dict[str, An
         agree(accelerator, metric)
 
 
+def test_all_processes_refuse_the_metric_of_one(
+    accelerator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the others would wait for it in the next collective."""
+    bad = {"eval_auc": None}
+    monkeypatch.setattr("trainkit.world.gather_object", lambda mine: [*mine, bad])
+    with pytest.raises(RuntimeError, match="got eval_auc: None: a metric is a number"):
+        agree(accelerator, {"eval_auc": 0.6})
+
+
 def test_processes_that_add_other_names_are_told_so(accelerator: Any) -> None:
     other = RunningMeans(accelerator)
     other.add("loss_b", torch.ones(()), 1)
