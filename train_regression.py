@@ -174,7 +174,8 @@ class Predictor(nn.Module):
 
     def example_inputs(self) -> torch.Tensor:
         size = 64, len(self.feature_mean)
-        return (torch.randn(size) * self.feature_std + self.feature_mean).float()
+        # float64: float32 cannot tell ids or times in milliseconds apart.
+        return torch.randn(size) * self.feature_std + self.feature_mean
 
     def predict_file(self, path: Path) -> str:
         """Write TABLE_predictions.csv: the rows of a table and a column for each target."""

@@ -121,6 +121,11 @@ def files_of_save_to_disk(folder: Path) -> dict[str, list[str]]:
     """The files of each split that save_to_disk wrote last; older ones may lie beside them."""
     inside, found = {"train": folder}, dict[str, list[str]]()
     if (folder / "dataset_dict.json").is_file():
+        if (folder / "state.json").is_file():
+            raise UsageError(
+                f"--dataset {folder}: save_to_disk wrote a Dataset there and a DatasetDict, and "
+                "nothing says which is meant: save it into an empty folder"
+            )
         names = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
         inside = {name: folder / name for name in names}
     for name, place in inside.items():

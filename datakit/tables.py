@@ -97,6 +97,7 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     if len({tuple(table.columns) for table in tables}) > 1:
         raise UsageError(f"{where}: its files differ in columns")
     table = pd.concat(tables, ignore_index=True)
+    table.columns = [str(name).strip() for name in table.columns]  # 0, 1 of lists in JSON too
     table.attrs["files"] = shorten([file.name for file in inside and files])
     if not table.columns.is_unique:
         raise UsageError(f"{where}: the first line must name each column once")
@@ -135,6 +136,8 @@ def _read_file(
         for sep in separator or SEPARATORS
     }
     separator = max(headers, key=lambda sep: len(headers[sep]))
+    if not text.partition("\n")[2].strip():
+        raise UsageError(f"{path}: there are no rows below the first line")
     table = pd.read_csv(
         io.StringIO(text),
         sep=separator,
@@ -202,16 +205,16 @@ def parse_column(values: pd.Series, where: str, category: bool | None = None) ->
     category: None: it is one if no value reads as a number. Raises UsageError about a value that is
     not a number, or about texts that are no categories.
     """
-    if not category and pd.api.types.infer_dtype(values) == "boolean":
-        values = values.astype(float)  # also where one is missing
     if values.dtype.kind in "biuf" and not category:
-        return values.astype(float) if values.dtype == np.float16 else values
+        return values.astype(float) if values.dtype in (np.bool_, np.float16) else values
     objects = values.astype(object)
     texts = objects.map(_as_text, na_action="ignore")
     nested = objects.map(lambda value: isinstance(value, NESTED))
     _refuse_row(nested, texts, where, "{!r} is not a number, nor a text")
     if category:
         return texts
+    if texts.dropna().isin(["True", "False"]).all():
+        return texts.map({"True": 1.0, "False": 0.0})
     numbers = pd.to_numeric(texts, errors="coerce")
     bad = numbers.isna() & texts.notna()
     if category is None and bad.sum() == texts.count() > 0:
@@ -278,7 +281,10 @@ def encode(table: pd.DataFrame, columns: Sequence[Column], where: str) -> np.nda
         values = parse_column(table[column.name], where, bool(column.categories))
         if column.fill is not None:
             values = values.fillna(column.fill)
-        why = "the value is missing: fill it in, or train with --missing impute (or drop the row)"
+        why = (
+            "the value is missing: fill it in or drop the row, as --missing drop does in training; "
+            "--missing impute fills in features"
+        )
         _refuse_row(values.isna(), values, where, why)
         block = values.to_numpy()[:, None]
         if column.categories:

@@ -6,6 +6,7 @@ page, app.py, what requirements.txt names.
 
 import contextlib
 import inspect
+import math
 import re
 import runpy
 import shlex
@@ -69,7 +70,7 @@ CLASSIFIER = '''class Model(nn.Module):
         return (outputs / self.temperature).softmax(1)
 '''
 REGRESSOR = '''class Model(nn.Module):
-    """Features in their own units, float32 (n, features), to targets in theirs."""
+    """Features in their own units, float64 (n, features), to targets in theirs."""
 
     def __init__(self, config):
         super().__init__()
@@ -136,7 +137,7 @@ from model import load
 row = [  # column=text: 1 where the column holds the text, else 0
 {row}
 ]
-outputs = load()(torch.tensor([row], dtype=torch.float32))  # {shape} to {classes}
+outputs = load()(torch.tensor([row], dtype=torch.float64))  # {shape} to {classes}
 print({said})  # {answers}{truth}"""
 OF_FILES = """
 A picture file (PNG, JPEG, ...) of any size, brought to what the network knows as predict.py does
@@ -194,7 +195,9 @@ def describe_run(run_dir: Path, about: dict[str, Any]) -> dict[str, Any]:
         if rows.shape[1] == len(row):
             row, examples["labels"] = rows[0].tolist(), predictions["target"][:1]
         # As the card writes them: features come back from their standard units with an error.
-        examples["inputs"] = torch.tensor([[float(f"{value:.6g}") for value in row]])
+        places = [5 - math.floor(math.log10(std)) for std in about["feature_std"]]
+        row = [round(value, num) for value, num in zip(row, places, strict=True)]
+        examples["inputs"] = torch.tensor([row], dtype=torch.float64)
     return {"run": run, "metrics": metrics, "predictions": predictions, "examples": examples}
 
 
@@ -337,7 +340,7 @@ def _card(
         split=split,
         seed=arguments["seed"],
         metrics="\n".join(f"| {k.removeprefix('eval_')} | {v:.6g} |" for k, v in values.items()),
-        command=shlex.join(["python", *words]),
+        command=_one_line(shlex.join(["python", *words])),
         hardware=f"{run['world']}; {run['machine']}",
         versions=", ".join(f"{name} {version}" for name, version in run["versions"].items()),
         pictures="".join(f"![{Path(p).stem}]({p})\n" for p in copied if p.endswith(".png")),
@@ -373,7 +376,7 @@ def _examples(
     else:
         pairs = zip(inputs[0].tolist(), about["features"], strict=True)
         said |= {
-            "row": "\n".join(f"    {x:.6g},  # {_one_line(name)}" for x, name in pairs),
+            "row": "\n".join(f"    {x:.15g},  # {_one_line(name)}" for x, name in pairs),
             "classes": _one_line(", ".join(about["targets"])),
             "said": '[f"{value:,.4g}" for value in outputs[0]]',
             "answers": [f"{value:,.4g}" for value in outputs[0]],

@@ -35,6 +35,8 @@ def add_predictions(
     columns = [tables.Column(**column) for column in about["columns"]]
     values = predict(torch.from_numpy(tables.encode(table, columns, where)))
     predictions = pd.DataFrame(values, columns=[f"predicted_{name}" for name in about["targets"]])
+    if taken := [name for name in predictions if name in table]:
+        raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
     notes = ""
     for column in columns:
         if column.categories:

@@ -40,14 +40,15 @@ def test_weights_that_differ_between_processes_reach_no_checkpoint(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard, weight = FiniteGuard(accelerator), torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([weight])
-    for other, words in (
-        (2.00001, None),
-        (2.01, "differ between the processes .*2 to 2.01"),
-        (math.inf, "are not finite"),
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for *other, words in (
+        (2.00001, 0.1, None),
+        (2.01, 0.1, "or learning rates differ between the processes .*2 to 2.01"),
+        (2.0, 0.11, "or learning rates differ between the processes .*2 to 2:"),
+        (math.inf, 0.1, "are not finite"),
     ):
         rank = torch.tensor([other])
-        monkeypatch.setattr(accelerator, "gather", lambda norm, rank=rank: torch.cat((norm, rank)))
+        monkeypatch.setattr(accelerator, "gather", lambda mine, rank=rank: torch.cat((mine, rank)))
         if words is None:
             guard.finish(optimizer)
             continue

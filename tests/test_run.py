@@ -7,7 +7,9 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -34,7 +36,7 @@ from trainkit.history import RunningMeans
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import Dropout, make_loaders
 from trainkit.run import Run
-from trainkit.step import Step
+from trainkit.step import Step, sum_and_count
 from trainkit.world import agree
 
 NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
@@ -521,6 +523,10 @@ def test_the_best_weights_are_those_that_the_last_sentence_names(
     assert f"was best at step {int(first.name[5:])}" in said, said
     assert f"{first.name} has those weights" in said
     assert (tmp_path / "abandoned-best.safetensors").exists()
+    shutil.move(first, tmp_path / "elsewhere")
+    run_main("train_regression", *flags, *more[:-1], "auto")
+    assert "no file any more has those weights" in capfd.readouterr().out
+    shutil.move(tmp_path / "elsewhere", first)
     (tmp_path / "best.safetensors").write_text("damaged")
     run_main("train_regression", *flags, *more[:-1], "auto")
     assert f"{first.name} has those weights" in capfd.readouterr().out
@@ -557,7 +563,9 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(
     scores = iter([math.nan, math.inf, 0.5, -math.inf])
     end = Run.end_epoch
     monkeypatch.setattr(
-        Run, "end_epoch", lambda run, metrics, seen: end(run, {"eval_score": next(scores)}, seen)
+        Run,
+        "end_epoch",
+        lambda run, metrics, seen: end(run, metrics | {"eval_score": next(scores)}, seen),
     )
     train("--run-dir", tmp_path, "--epochs", 4, "--keep-best", "eval_score")
     last = max((tmp_path / "checkpoints").glob("step-*")) / "trainer.json"
@@ -613,6 +621,13 @@ def test_what_could_not_be_resumed_or_counted_is_told_so(tmp_path: Path) -> None
         run.load(lambda args: ([], [1]))
 
 
+class Extra(nn.Linear):
+    """A layer as quantisation has them: what it remembers is no tensor."""
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": 1.0}
+
+
 def plain(
     *argv: object,
     optimised: Callable[[nn.Module], list] = lambda model: [*model.parameters()],
@@ -624,6 +639,9 @@ def plain(
     leave_out: str = "",
     remember: bool = False,
     after: Callable[[Any], Any] = lambda scheduler: None,
+    report: Callable[[dict], dict] = lambda metrics: metrics,
+    predictions: Any = None,
+    first: type[nn.Module] = nn.Linear,
 ) -> None:
     """A run of one model by the loop of the docs, in which a test changes one part."""
     forget_accelerator()
@@ -631,7 +649,7 @@ def plain(
     with Run(args, "test") as run:
         sets = run.load(lambda args: (Numbers(), Numbers()))
         loaders = make_loaders(run.accelerator, *sets, args)
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        model = nn.Sequential(first(2, 2), nn.Linear(2, 1))
         optimizer = make_optimizer(run.accelerator, optimised(model), args)
         scheduler = make_scheduler(optimizer, args, run.steps_per_epoch) if schedule else None
         model, *loaders = run.accelerator.prepare(model, *loaders)
@@ -657,12 +675,11 @@ def plain(
                     optimizer.zero_grad()
                 run.add(loss=losses)
             change(run, model, epoch)
-            run.end_epoch(
-                run.evaluate(
-                    loaders[1],
-                    lambda batch: {"loss": judge((model(batch["x"]) - batch["y"]).square())},
-                )
+            metrics = run.evaluate(
+                loaders[leave_out != "the evaluation loader"],
+                lambda batch: {"loss": judge((model(batch["x"]) - batch["y"]).square())},
             )
+            run.end_epoch(report(metrics), predictions, about)
             after(scheduler)
             if remember:
                 run.state["epoch"] = epoch
@@ -692,6 +709,12 @@ def plain(
         ([], {"change": lambda run, model, epoch: run.state.update({"seen": {epoch: 1}})},
          "run.state holds 'seen': {0: 1}, which JSON does not give back: use texts as keys"),
         ([], {"change": lambda run, model, epoch: run.state.update(x=(1, 2))}, "run.state holds"),
+        ([], {"leave_out": "the evaluation loader"}, "is not the evaluation loader"),
+        ([], {"report": lambda metrics: {"auc": 1.0}}, "got auc: eval_loss must be among them"),
+        ([], {"report": lambda metrics: metrics | {"train_loss": 1.0}}, "and not train_loss"),
+        ([], {"report": lambda metrics: metrics | {"auc": torch.ones(3)}}, "a metric is a number"),
+        ([], {"report": lambda metrics: metrics | {3: 1.0}}, "a metric is a number, and has"),
+        ([], {"first": Extra}, "0._extra_state of a model is no tensor, and checkpoints hold"),
         ([], {"about": {"classes": {"a", "b"}}}, "the `about` of run.begin.* holds 'classes'"),
     ],
 )  # fmt: skip
@@ -700,6 +723,45 @@ def test_a_loop_that_forgets_something_is_told_so(
 ) -> None:
     with pytest.raises(RuntimeError, match=sentence):
         plain("--run-dir", tmp_path, *flags, **options)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["a", "b"], [[1], [2, 3]], torch.ones(2, dtype=torch.complex128)]
+)
+def test_predictions_that_cannot_be_written_are_known_in_the_first_epoch(
+    tmp_path: Path, wrong: Any
+) -> None:
+    epochs: list[int] = []
+    with pytest.raises(UsageError, match=r"run.end_epoch\(...\) got predictions, or about, that"):
+        plain(
+            "--run-dir",
+            tmp_path,
+            change=lambda run, model, epoch: epochs.append(epoch),
+            predictions={"wrong": wrong},
+        )
+    assert epochs == [0]
+
+
+@linux_only  # a worker that is forked knows the changed class
+def test_a_batch_that_never_comes_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that cannot send one, because /dev/shm is full, tells nobody."""
+    monkeypatch.setattr(Numbers, "__getitem__", lambda self, index: time.sleep(3))
+    with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
+        plain("--run-dir", tmp_path, "--num-workers", 1, "--timeout", 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_of_16_bits_are_added_up_in_float32(dtype: torch.dtype) -> None:
+    values = torch.full((300,), 1000.0, dtype=dtype)
+    assert sum_and_count("run.add(...)", values, None)[0] == 300_000
+    assert sum_and_count("run.add(...)", values, values > 0)[0] == 300_000
+    step = SimpleNamespace(
+        num_samples=300, num_before=0, losses=[], num_counted=None, check_rows=lambda *_: None,
+        args=SimpleNamespace(accumulate=1), accelerator=SimpleNamespace(num_processes=1),
+    )  # fmt: skip
+    assert Step.mean(step, values.requires_grad_(), None) == 1000
 
 
 def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path: Path) -> None:

@@ -116,6 +116,11 @@ READ = {
     "true, false and unknown": ("t.csv", rows("a", ["True", "False", "Unknown"]),
                                 ["--categorical", "a"],
                                 ["a=False", "a=True", "a=Unknown", "n"]),
+    "true and false beside a category": ("t.csv", text(), ["--categorical", "city"], ALL),
+    "true, false and missing": ("t.csv", rows("a", ["True", "", "False"]), ["--missing", "impute"],
+                                ["a", "n"]),
+    "spaces round names in JSON": ("t.json", json.dumps({
+        " a ": [*range(20)], "y ": [*range(20)]}).encode(), [], ["a"]),
     "a column without values": ("t.csv", rows("a", [""]), [], ["n"]),
     "dates said to be categories": ("t.csv", rows("day", ["2020-01-01", "2020-01-02"]),
                                     ["--categorical", "day"],
@@ -146,6 +151,15 @@ READ = {
     "json in utf-16": ("t.json", frame().to_json(orient="records", force_ascii=False).encode(
         "utf-16"), ["--encoding", "utf-16"], ALL),
 }  # fmt: skip
+
+
+def test_a_target_of_true_and_false_and_rows_without_names(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(text())
+    flags = ["--target", "garden", "--categorical", "city"]
+    train_set, _, about = load("--data", tmp_path / "t.csv", *flags)
+    assert about["features"] == ["area", *CITIES, "y"] and len(train_set.tensors[1].unique()) == 2
+    (tmp_path / "t.json").write_text(json.dumps([[i, i * i] for i in range(20)]))
+    assert load("--data", tmp_path / "t.json", "--target", "1")[2]["features"] == ["0"]
 
 
 @pytest.mark.parametrize("case", READ)
@@ -216,7 +230,7 @@ REFUSED = {
         "10-20")},
     "no such file": ("nothing.csv", None, [], "nothing.csv cannot be read: FileNotFoundError"),
     "not a table": ("t.xlsx", b"PK\x03\x04", [], "is not a table: .*.csv, .tsv"),
-    "no words": ("t.txt", b"hello", [], "cannot be read"),
+    "no words": ("t.txt", b"hello", [], "there are no rows below the first line"),
     "binary": ("t.csv", b"\xff\xfe\x00", [], "is not UTF-8 text: .*--encoding"),
     "not utf-8": ("t.csv", text(encoding="latin-1"), [], "is not UTF-8 text: .*--encoding"),
     "utf-16 that passes for utf-8": ("t.csv", rows("a", [1]).decode().encode("utf-16-le"), [],
@@ -225,7 +239,7 @@ REFUSED = {
                           "is not ascii text: .*--encoding"),
     "no encoding": ("t.csv", text(), ["--encoding", "klingon"], "cannot be read: .*klingon"),
     "empty": ("t.csv", b"", [], "cannot be read|first line"),
-    "no rows": ("t.csv", b"a,b,y\n", [], "cannot be read"),
+    "no rows": ("t.csv", b"a,b,y\n", [], "t.csv: there are no rows below the first line"),
     "ragged": ("t.csv", b"a,b,y\n1,2,3\n1,2,3,4\n", [], "cannot be read.*line 3"),
     "more values than names": ("t.csv", b"a,b,y\n1,2,3,4\n2,3,4,5\n", [],
                                "names 3 columns, and the rows have 4"),
@@ -265,9 +279,9 @@ REFUSED = {
     "too close to be squared": ("t.csv", rows("a", [f"{i}e-200" for i in range(30)]), [],
                                 "feature 'a' is the same in all .* as far as float64"),
     "missing": ("t.csv", b"a,b,y\n" + b"1,,3\n2,2,4\n3,4,5\n" * 5, [],
-                "'b', row 1: the value is missing: fill it in, or train with --missing"),
+                "'b', row 1: the value is missing: .*--missing impute fills in features"),
     "missing target": ("t.csv", b"a,y\n1,3\n2,\n3,4\n5,6\n", ["--missing", "impute"],
-                       "'y', row 2: the value is missing"),
+                       "'y', row 2: the value is missing: fill it in or drop .* --missing drop"),
     "all dropped": ("t.csv", b"a,b,y\n1,,3\n2,,4\n", ["--missing", "drop"], "of 0 rows 0"),
     "constant target": ("t.csv", b"a,y\n" + b"".join(b"%d,3\n" % i for i in range(9)), [],
                         "target 'y' is the same in all 7 training rows"),
@@ -566,7 +580,7 @@ def test_what_a_prediction_cannot_know_is_said(
     said = "(column 'city': 'Mars', 'Venus' not in the training rows)"
     assert capsys.readouterr().out.splitlines()[0] == f"{tmp_path / 't_predictions.csv'}  {said}"
     for table, sentence in (
-        (frame(5).assign(predicted_y=1), "columns overlap.*predicted_y"),
+        (frame(5).assign(predicted_y=1), "has a column 'predicted_y' already"),
         (frame(5).assign(area=[1, 2, None, 4, 5]), "'area', row 3: the value is missing: fill it"),
         (frame(5).assign(area="$1"), r"'area', row 1: '\$1' is not a number: write plain numbers"),
         (frame(5).assign(area=1e300), r"'area', row 1: 1e\+300 is too large"),

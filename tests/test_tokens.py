@@ -381,7 +381,7 @@ def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
             model, optimizer, *make_loaders(run.accelerator, *sets, run.args)
         )
         run.begin(model, {})
-        with pytest.raises(RuntimeError, match=r"that accelerator.prepare did not return"):
+        with pytest.raises(RuntimeError, match="is not the evaluation loader"):
             run.evaluate(mine, lambda batch: {"loss": batch["y"]})
         next(run.epochs())
         next(run.steps(loaders[1] if foreign == "evaluation" else mine))

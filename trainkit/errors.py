@@ -108,11 +108,19 @@ def explain_failure(problem: Exception) -> str | None:
             "--batch-size, else a smaller model or less data"
         )
     if text.startswith("DataLoader worker"):
-        return "lost a loader worker (the kernel kills one when memory runs out)"
+        return "lost a loader worker (see its output; the kernel kills one when memory runs out)"
+    if text.startswith("DataLoader timed out") or "shared memory" in text:
+        return (
+            "got no batch from a loader worker (see its output): if /dev/shm is full give it more "
+            "(docker run --shm-size) or use fewer --num-workers, if batches take long raise "
+            "--timeout"
+        )
     if is_disk_full(problem):
         return "found the disk full"
-    if isinstance(problem, OSError) and problem.errno == errno.EMFILE:
+    if getattr(problem, "errno", None) == errno.EMFILE or text.startswith("Too many open files"):
         return "may open no more files, raise ulimit -n or use fewer --num-workers"
+    if "can't start new thread" in text:
+        return "may start no more threads, raise ulimit -u"
     lost = isinstance(problem, getattr(torch.distributed, "DistError", ()))
     if lost or (type(problem) is RuntimeError and LIBRARY_MESSAGE.match(text)):
         if torch.distributed.is_initialized():

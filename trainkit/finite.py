@@ -76,18 +76,20 @@ class FiniteGuard:
         self._read_pending()
         for optimizer in optimizers:
             norm = norm_of(self.accelerator, weights_of(optimizer))
-            norms = self.accelerator.gather(norm[None]).tolist()
-            where = f"after {self.position}: their norm is {norms[0]:.4g}"
+            rates = norm.new_tensor(sum(float(group["lr"]) for group in optimizer.param_groups))
+            numbers = self.accelerator.gather(torch.stack((norm, rates))[None]).T
+            norms = numbers[0].tolist()
             if not math.isfinite(sum(norms)):
                 raise RunFailure(
-                    f"the weights are not finite {where}; the checkpoints are untouched: try a "
-                    "smaller --learning-rate"
+                    f"the weights are not finite after {self.position}: their norm is "
+                    f"{norms[0]:.4g}; the checkpoints are untouched: try a smaller --learning-rate"
                 )
-            if max(norms) - min(norms) > DIFFERENT * max(norms):
+            lowest, highest = numbers.aminmax(dim=1)
+            if (highest - lowest > DIFFERENT * highest).any():
                 raise RunFailure(
-                    f"the weights differ between the processes {where} on process 0, "
-                    f"{min(norms):.4g} to {max(norms):.4g} on all: whatever changes weights or "
-                    "learning rates must do so on every process"
+                    f"the weights or learning rates differ between the processes after "
+                    f"{self.position}, norms of the weights {min(norms):.4g} to {max(norms):.4g}: "
+                    "whatever changes them must do so on every process"
                 )
 
     def _read_pending(self, before: int | None = None) -> None:

@@ -293,6 +293,7 @@ def make_loader(
         batch_sampler=batches,
         collate_fn=whole,
         num_workers=args.num_workers,
+        timeout=args.timeout * (args.num_workers > 0),  # a full /dev/shm swallows a batch
         persistent_workers=args.num_workers > 0,
         pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
         worker_init_fn=_leave_process_group,

@@ -89,6 +89,7 @@ from trainkit.rundir import (
     open_run,
     record_run,
     rename_free,
+    to_safetensors,
     write_durably,
     write_tensors,
 )
@@ -330,6 +331,12 @@ class Run:
         optimizers = prepared_optimizers(accelerator)
         if not optimizers:
             raise RuntimeError("accelerator.prepare was given no optimizer: prepare every one")
+        states = [pair for model in models for pair in model.state_dict().items()]
+        if others := [name for name, x in states if not isinstance(x, torch.Tensor)]:
+            raise RuntimeError(
+                f"{others[0]} of a model is no tensor, and checkpoints hold nothing else: keep "
+                "what get_extra_state returns in a buffer"
+            )
         weights = Counter(weights_of(*optimizers))
         if twice := [weight for weight, num in weights.items() if num > 1]:
             raise RuntimeError(
@@ -613,10 +620,12 @@ class Run:
         process must call this. Raises RuntimeError for values that are not one row per sample.
         """
         self._need("run.evaluate(...)", "between", "epoch", "trained")
-        if loader not in prepared_loaders(self.accelerator):
+        batches = batches_of(loader)
+        mine = loader in prepared_loaders(self.accelerator)
+        if batches is None or batches.seed is not None or not mine:
             raise RuntimeError(
-                f"run.evaluate(...) got a {type(loader).__name__} that accelerator.prepare did not "
-                "return: every process would evaluate all of it"
+                f"run.evaluate(...) got a {type(loader).__name__} that is not the evaluation "
+                "loader of make_loaders(...), prepared: it may give a sample twice, or not at all"
             )
         layers = [layer for model in self.models for layer in model.modules()]
         modes = [layer.training for layer in layers]
@@ -655,7 +664,7 @@ class Run:
 
     def end_epoch(
         self,
-        metrics: dict[str, float],
+        metrics: dict[str, Any],
         predictions: dict[str, torch.Tensor] | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
@@ -665,17 +674,23 @@ class Run:
         if there are any, are written to predictions.safetensors, with `about` as metadata.
         """
         self._need("run.end_epoch(...)", "trained")
-        plain = {name: v.item() if hasattr(v, "item") else v for name, v in metrics.items()}
+        plain = {  # tensors and arrays of one number too
+            name: v.item() if math.prod(getattr(v, "shape", (0,))) == 1 else v
+            for name, v in metrics.items()
+        }
         metrics = world.agree(self.accelerator, plain)
-        args, progress = self.args, self.progress
+        args, progress, about = self.args, self.progress, about or {}
+        with as_usage_error("run.end_epoch(...) got predictions, or about, that cannot be written"):
+            # Tried in each epoch: at the end it would be too late.
+            tensors = {name: torch.as_tensor(v) for name, v in (predictions or {}).items()}
+            to_safetensors({name: tensor.new_empty(0) for name, tensor in tensors.items()}, about)
         self._log_evaluation(metrics)
         if progress.batch == 0:  # else the epoch goes on, perhaps after a resume
             self.means.clear()
         is_best = args.keep_best is not None and self._keep_best()
         if self._is_over() and predictions is not None:
             # Before the last checkpoint: a resume from it does not evaluate again.
-            tensors = {name: torch.as_tensor(value) for name, value in predictions.items()}
-            self._write(records.PREDICTIONS, tensors, about or {})
+            self._write(records.PREDICTIONS, tensors, about)
         if self.average is not None:
             self.average.swap()
         due = not args.save_every or progress.step % args.save_every == 0
@@ -695,6 +710,11 @@ class Run:
             raise RuntimeError(
                 f"{nothing[0]}: no value was counted since the epoch began: add every name in each "
                 "epoch, and let its where= count some"
+            )
+        if "eval_loss" not in metrics or means.keys() & metrics.keys():
+            raise RuntimeError(
+                f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: eval_loss must be "
+                f"among them, by which a row is known, and not {', '.join(means)}"
             )
         progress.metrics = {"epoch": progress.epoch, **means, **metrics}
         progress.metrics_step = progress.step
@@ -741,7 +761,7 @@ class Run:
         if args.keep_best and progress.best is not None:
             self.print(
                 f"{args.keep_best} was best at step {progress.best_step}, "
-                f"{show(args.keep_best, progress.best)}: {self._best_file()} has those weights"
+                f"{show(args.keep_best, progress.best)}: {self._best_file()} those weights"
             )
         names = ", ".join(path.name for path in drawn)
         self.print(
@@ -796,14 +816,15 @@ class Run:
             progress.best_name = "left out"  # what comes now is compared with nothing
 
     def _best_file(self) -> str:
-        """Where the best weights are: a resume from an older checkpoint has left others behind."""
+        """What has the best weights: a resume from an older checkpoint has left others behind."""
         path, step = self.args.run_dir / "best.safetensors", self.progress.best_step
         if path.exists() and self.accelerator.is_main_process:
             with suppress(UsageError), as_usage_error(f"{path} cannot be read"):
                 if records.read_metadata(path)["step"] == step:
-                    return path.name
+                    return f"{path.name} has"
             rename_free(path, f"abandoned-{path.name}")
-        return f"checkpoints/step-{step:010d}"
+        kept = f"checkpoints/step-{step:010d}"
+        return f"{kept} has" if (self.args.run_dir / kept).exists() else "no file any more has"
 
     def _is_over(self) -> bool:
         """Is there nothing left to train?"""

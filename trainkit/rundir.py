@@ -119,9 +119,14 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     Its metadata have one entry, "trainkit", `metadata` as JSON: one, because safetensors writes
     several in random order.
     """
+    write_durably(path, to_safetensors(tensors, metadata))
+
+
+def to_safetensors(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> bytes:
+    """What write_tensors writes."""
     # Copied: safetensors refuses two names of one memory, which tied weights are.
     tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    write_durably(path, save(tensors, metadata={"trainkit": json.dumps(metadata)}))
+    return save(tensors, metadata={"trainkit": json.dumps(metadata)})
 
 
 def write_durably(path: Path, content: bytes) -> None:

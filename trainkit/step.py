@@ -134,7 +134,7 @@ class Step:
             )
         if where is None:
             self.check_rows("run.step_mean(...)", values)
-            total, num = values.sum(), num * values.shape[1:].numel()
+            total, num = sum_of(values), num * values.shape[1:].numel()
         else:
             total, counted = sum_and_count("run.step_mean(...)", values, where)
             self.num_counted = counted + (0 if self.num_counted is None else self.num_counted)
@@ -201,10 +201,15 @@ def sum_and_count(
 ) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Sum and number of the values that count, all without where: the host waits for neither."""
     if where is None:
-        return values.sum(), values.numel()
+        return sum_of(values), values.numel()
     if where.shape != values.shape or where.dtype != torch.bool:
         raise RuntimeError(
             f"{call} got values of shape {tuple(values.shape)} and where= of shape "
             f"{tuple(where.shape)} and {where.dtype}: it must be bool and of the same shape"
         )
-    return torch.where(where, values, 0).sum(), where.sum()
+    return sum_of(torch.where(where, values, 0)), where.sum()
+
+
+def sum_of(values: torch.Tensor) -> torch.Tensor:
+    """Their sum; that of 16 bit numbers in float32, where it neither overflows nor loses digits."""
+    return values.sum(dtype=torch.float32 if values.dtype.itemsize == 2 else None)

@@ -123,7 +123,8 @@ def agree(accelerator: Accelerator, metrics: dict[str, float]) -> dict[str, floa
     """
     everybody = gather_object([metrics])
     for name, value in (pair for theirs in everybody for pair in theirs.items()):
-        if name in ("step", "epoch") or not isinstance(value, int | float):
+        named = isinstance(name, str) and name not in ("step", "epoch")
+        if not named or not isinstance(value, int | float):
             raise RuntimeError(
                 f"run.end_epoch(...) got {name}: {value!r}: a metric is a number, and has another "
                 "name than step and epoch"
