@@ -101,7 +101,7 @@ class Noisy(Dataset):
 
 def test_a_loader_that_is_not_prepared_is_refused_where_there_are_several_processes() -> None:
     sizes = {"batch_size": 4, "eval_batch_size": 4, "accumulate": 1, "num_workers": 0}
-    args = SimpleNamespace(**sizes, seed=0, drop_last=False)
+    args = SimpleNamespace(**sizes, seed=0, drop_last=False, timeout=9)
     for num, sentence in ((1, None), (2, "accelerator.prepare has returned")):
         accelerator = SimpleNamespace(num_processes=num, device=torch.device("cpu"))
         for loader in make_loaders(accelerator, Noisy(), Noisy(), args):

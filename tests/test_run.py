@@ -747,7 +747,7 @@ def test_a_batch_that_never_comes_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that cannot send one, because /dev/shm is full, tells nobody."""
-    monkeypatch.setattr(Numbers, "__getitem__", lambda self, index: time.sleep(3))
+    monkeypatch.setattr(Numbers, "__getitem__", lambda self, index: time.sleep(0.25))
     with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
         plain("--run-dir", tmp_path, "--num-workers", 1, "--timeout", 1)
 
