@@ -101,6 +101,8 @@ def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list
         folder = Path(name).resolve()
         if folder.exists() and glob.has_magic(str(folder)):
             raise UsageError(f"{folder}: `datasets` takes *, ? and [ for patterns: rename it")
+        if folder.is_file():
+            raise UsageError(f"--dataset {name} is a file: give the folder of the pictures")
         saved = files_of_save_to_disk(folder)
         source = {"path": "arrow", "data_files": saved} if saved else {"path": name}
         builder = datasets.load_dataset_builder(**source)

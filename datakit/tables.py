@@ -130,6 +130,10 @@ def _read_file(
         return _missing_as_in_csv(
             pd.DataFrame(_read_json(text, path), dtype=dtype and object), dtype
         )
+    return _read_csv(text, path, separator, dtype)
+
+
+def _read_csv(text: str, path: Path, separator: str | None, dtype: Any) -> pd.DataFrame:
     # pandas would rename a column that is named twice.
     headers = {
         sep: next(csv.reader(io.StringIO(text), delimiter=sep), [])

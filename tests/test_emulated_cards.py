@@ -306,13 +306,19 @@ def kill_and_resume(
         assert after == before[QUIET_STEPS.index(7) :], "a resumed run waits or copies more often"
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("yaml", "processes"),
+    [
+        ("1gpu_fp16", None),
+        pytest.param("4gpu_fp16", 2, marks=pytest.mark.slow),
+        pytest.param("4gpu_bf16", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(
-    cards: dict[str, str], problems: dict, tmp_path: Path, precision: str
+    cards: dict[str, str], problems: dict, tmp_path: Path, yaml: str, processes: int | None
 ) -> None:
-    kill_and_resume(
-        cards, tmp_path, f"4gpu_{precision}", "train_mnist", problems["train_mnist"], processes=2
-    )
+    args = problems["train_mnist"]
+    kill_and_resume(cards, tmp_path, yaml, "train_mnist", args, processes=processes)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from conftest import forget_accelerator
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from trainkit.order import (
@@ -107,6 +109,16 @@ def test_a_loader_that_is_not_prepared_is_refused_where_there_are_several_proces
         for loader in make_loaders(accelerator, Noisy(), Noisy(), args):
             with pytest.raises(RuntimeError, match=sentence) if sentence else nullcontext():
                 next(iter(loader))
+
+
+def test_a_batch_that_never_comes_ends_the_run() -> None:
+    """A worker that cannot send one, because /dev/shm is full, tells nobody."""
+    sizes = {"batch_size": 4, "eval_batch_size": 4, "accumulate": 1, "num_workers": 1}
+    args = SimpleNamespace(**sizes, seed=0, drop_last=False, timeout=9)
+    forget_accelerator()
+    accelerator = Accelerator(cpu=True)
+    for loader in make_loaders(accelerator, Noisy(), Noisy(), args):
+        assert loader.timeout == accelerator.prepare(loader).timeout == 9
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def in_light(values: np.ndarray, falloff: float, rng: np.random.Generator) -> Im
 
 
 def no_digits(digits: list[tuple[Image.Image, int]], rng: np.random.Generator) -> Iterator:
-    """Letters, dots and pairs of digits, twenty each."""
-    for number in range(60):
+    """Letters, dots and pairs of digits, ten each."""
+    for number in range(30):
         kind = ("letter", "dot", "pair")[number % 3]
         page = Image.new("RGB", (320, 320), (235, 235, 230))
         if kind == "letter":
@@ -129,10 +129,10 @@ def test_what_is_not_one_digit_is_called_unsure(
     kinds, pictures = zip(*no_digits(digits, np.random.default_rng(0)), strict=True)
     said = answers(run_dir, pictures, tmp_path)
     sure = [text for text in said if not text.startswith("unsure")]
-    assert len(sure) <= 6, sure
+    assert len(sure) <= 3, sure
     pairs = [text for kind, text in zip(kinds, said, strict=True) if kind == "pair"]
     named = [text for text in pairs if text.startswith("unsure (2 separate groups of ink)")]
-    assert len(named) >= 18, pairs
+    assert len(named) >= 9, pairs
 
 
 def test_ninety_two_per_cent_means_ninety_two_per_cent(run_dir: Path) -> None:

@@ -453,6 +453,7 @@ BAD_LAYOUTS = {
     "label -1": (with_rows(put("kind", 7, -1)), [], "row 8: the label is not one of the 3"),
     "no pictures": (without("picture"), [], "one Image column"),
     "no labels": (without("kind"), [], "class_encode_column"),
+    "a file": (lambda f: f.write_text("x"), [], "is a file: give the folder of the pictures"),
     "one data set in the folder of several": (
         lambda f: (DatasetDict(dataset()).save_to_disk(f), dataset()["train"].save_to_disk(f)), [],
         "wrote a Dataset there and a DatasetDict"),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 for name in ("fcntl", "resource"):
     assert sys.modules[name] is None
-assert not hasattr(signal, "SIGUSR1") and not hasattr(os, "setpgid")
+assert not hasattr(signal, "SIGHUP") and not hasattr(os, "setpgid")
 
 import predict, train_mnist
 from trainkit import doctor

@@ -94,7 +94,7 @@ def gone(process: subprocess.Popen, seconds: float) -> bool:
     return not processes(process)
 
 
-def test_sigterm_to_a_group_with_loader_workers_saves_and_a_second_run_is_refused(
+def test_sigterm_to_loader_workers_too_saves_and_a_second_run_is_refused(
     started: object, tiny_mnist: Path, tmp_path: Path
 ) -> None:
     process = started("--num-workers", 2, start_new_session=True)
@@ -103,7 +103,9 @@ def test_sigterm_to_a_group_with_loader_workers_saves_and_a_second_run_is_refuse
     assert f"in use by process {process.pid}" in second.stderr
     assert len(second.stderr.strip().splitlines()[-1:]) == 1 and "Traceback" not in second.stderr
     wait_until(lambda: len(processes(process)) >= 3, 10, process)
-    os.killpg(process.pid, signal.SIGTERM)
+    for each in processes(process)[::-1]:  # workers first, as pkill -f may have it
+        each.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
     output, errors = process.communicate(timeout=20)
     assert process.returncode == 75, errors
     assert "stopped by SIGTERM at step" in output and "--resume auto" in output
@@ -217,6 +219,7 @@ def test_a_second_interrupt_ends_at_once(tiny_mnist: Path, tmp_path: Path) -> No
     [
         (signal.SIGTERM, Stopped),
         (signal.SIGUSR1, Stopped),
+        (signal.SIGHUP, Stopped),
         (signal.SIGINT, KeyboardInterrupt),
     ],
 )
@@ -236,6 +239,17 @@ def test_before_the_first_step_a_signal_ends_at_once_and_later_it_waits_for_the_
         assert signals.requested()
     finally:
         signals.restore()
+
+
+def test_under_nohup_a_run_goes_on_without_its_terminal(accelerator: Accelerator) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    signals = Signals(accelerator, timedelta(seconds=9))
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not signals.requested()
+    finally:
+        signals.restore()
+        assert signal.signal(signal.SIGHUP, previous) == signal.SIG_IGN
 
 
 # A training whose data take a minute to load.

@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -558,7 +557,7 @@ def test_every_model_is_handed_to_begin(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_not_a_number_is_never_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     scores = iter([math.nan, math.inf, 0.5, -math.inf])
     end = Run.end_epoch
@@ -571,6 +570,12 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(
     last = max((tmp_path / "checkpoints").glob("step-*")) / "trainer.json"
     progress = json.loads(last.read_text())["progress"]
     assert progress["best"] == 0.5 and progress["best_step"] == 3 * progress["step"] // 4
+    assert "never a finite number" not in capfd.readouterr().out
+    scores = iter([math.nan])
+    forget_accelerator()
+    train("--run-dir", tmp_path / "nan", "--epochs", 1, "--keep-best", "eval_score")
+    said = capfd.readouterr().out
+    assert "eval_score was never a finite number: nothing was kept for it" in said
 
 
 def test_a_mean_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -628,6 +633,14 @@ class Extra(nn.Linear):
         return {"scale": 1.0}
 
 
+class Expanded(nn.Linear):
+    """A layer with a buffer whose rows are one: safetensors loads nothing into it."""
+
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.ones(2).expand(2, 2))
+
+
 def plain(
     *argv: object,
     optimised: Callable[[nn.Module], list] = lambda model: [*model.parameters()],
@@ -675,9 +688,10 @@ def plain(
                     optimizer.zero_grad()
                 run.add(loss=losses)
             change(run, model, epoch)
+            name = "samples" if leave_out == "names of Run" else "loss"
             metrics = run.evaluate(
                 loaders[leave_out != "the evaluation loader"],
-                lambda batch: {"loss": judge((model(batch["x"]) - batch["y"]).square())},
+                lambda batch, name=name: {name: judge((model(batch["x"]) - batch["y"]).square())},
             )
             run.end_epoch(report(metrics), predictions, about)
             after(scheduler)
@@ -714,7 +728,9 @@ def plain(
         ([], {"report": lambda metrics: metrics | {"train_loss": 1.0}}, "and not train_loss"),
         ([], {"report": lambda metrics: metrics | {"auc": torch.ones(3)}}, "a metric is a number"),
         ([], {"report": lambda metrics: metrics | {3: 1.0}}, "a metric is a number, and has"),
-        ([], {"first": Extra}, "0._extra_state of a model is no tensor, and checkpoints hold"),
+        ([], {"first": Extra}, "0._extra_state of a model is no tensor with memory of its own"),
+        ([], {"first": Expanded}, "0.scale of a model .* clone what expand returns"),
+        ([], {"leave_out": "names of Run"}, r"run.evaluate\(...\) counts samples itself"),
         ([], {"about": {"classes": {"a", "b"}}}, "the `about` of run.begin.* holds 'classes'"),
     ],
 )  # fmt: skip
@@ -740,16 +756,6 @@ def test_predictions_that_cannot_be_written_are_known_in_the_first_epoch(
             predictions={"wrong": wrong},
         )
     assert epochs == [0]
-
-
-@linux_only  # a worker that is forked knows the changed class
-def test_a_batch_that_never_comes_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker that cannot send one, because /dev/shm is full, tells nobody."""
-    monkeypatch.setattr(Numbers, "__getitem__", lambda self, index: time.sleep(0.25))
-    with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
-        plain("--run-dir", tmp_path, "--num-workers", 1, "--timeout", 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

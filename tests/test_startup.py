@@ -124,9 +124,10 @@ ENDS = [
     ("raise RuntimeError('[a/gloo/pair.cc:545] Read error')", 1, "did not meet the other proc"),
     ("in_a_thread(launch.check_launch)", 2, "error: a run needs the main thread"),
     ("close(1, 2)", 0, ""),
+    ("beside_a_worker_that_hangs()", 1, "got no batch from a load"),
 ]
 IN_A_PROCESS_OF_ITS_OWN = """
-import os, sys, threading
+import multiprocessing, os, signal, sys, threading, time
 sys.path.insert(0, root)
 from trainkit import launch, startup
 from trainkit.errors import RunFailure, Stopped, UsageError
@@ -136,6 +137,18 @@ def in_a_thread(function):
     thread.start()
     thread.join()
     os._exit(9)
+
+def beside_a_worker_that_hangs():
+    def hang():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready.set()
+        time.sleep(60)
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    fork.Process(target=hang, daemon=True).start()
+    ready.wait()
+    signal.alarm(9)
+    raise RuntimeError("DataLoader timed out after 300 seconds")
 
 def close(*streams):
     print("to nobody", file=sys.stderr)

@@ -108,7 +108,8 @@ RUN_FLAGS = (
     ("--accumulate", int, 1, AT_LEAST_1,
      "micro-batches per optimizer step: less memory, the same numbers"),
     ("--tracker", TRACKERS, None, None, "log there as well"),
-    ("--num-workers", int, 0, AT_LEAST_0, "loader processes per training process"),
+    ("--num-workers", int, 0, (lambda value: 0 <= value <= 1024, "0 to 1024"),
+     "loader processes per training process"),
     ("--timeout", int, 300, (lambda value: 1 <= value < 1e7, "1 to below 10,000,000"),
      "seconds after which a process that does not answer counts as lost"),
 )  # fmt: skip

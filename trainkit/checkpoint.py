@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file
+from torch import nn
 
 from trainkit import shards
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
@@ -300,6 +301,16 @@ class Checkpoints:
 
     def _steps(self) -> list[Path]:
         return sorted(p for p in self.directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
+
+
+def check_states(models: Sequence[nn.Module]) -> None:
+    """Raise RuntimeError if a model's state holds what a checkpoint could not give back."""
+    states = [pair for model in models for pair in model.state_dict().items()]
+    if others := [n for n, x in states if not isinstance(x, torch.Tensor) or 0 in x.stride()]:
+        raise RuntimeError(
+            f"{others[0]} of a model is no tensor with memory of its own, and checkpoints hold "
+            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
+        )
 
 
 def num_bytes(accelerator: Accelerator) -> int:

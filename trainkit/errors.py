@@ -1,8 +1,10 @@
 """Errors for people: one sentence, one exit code, on all processes alike."""
 
 import errno
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -22,6 +24,10 @@ EXIT_USAGE = 2
 EXIT_TARGET_MISSED = 3
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
+
+# What stops a run after a checkpoint; Windows has two of them.
+STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+SIGNALS = tuple(getattr(signal, name) for name in STOPPING if hasattr(signal, name))
 
 LATE_START_SECONDS = 60.0
 FULL_DISK = re.compile(
@@ -142,9 +148,13 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     on_main = threading.current_thread() is threading.main_thread()
-    if not on_main or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        # The interpreter's exit would join communication threads that wait for the other processes,
-        # and sys.exit ends only the thread that calls it.
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        worker.kill()
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if workers or distributed or not on_main:
+        # The interpreter's exit would join loader workers, of which one may hang, and communication
+        # threads that wait for the other processes; sys.exit ends only the thread that calls it.
         os._exit(code)
     if code == EXIT_USAGE and not is_main_rank():
         # The main process may still be importing what this one has imported. If this one ended

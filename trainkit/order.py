@@ -9,6 +9,8 @@ import hashlib
 import math
 import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainkit.errors import UsageError
+from trainkit.errors import SIGNALS, UsageError
 from trainkit.internals import tree_leaves, tree_map_only
 
 MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
@@ -296,7 +298,7 @@ def make_loader(
         timeout=args.timeout * (args.num_workers > 0),  # a full /dev/shm swallows a batch
         persistent_workers=args.num_workers > 0,
         pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
-        worker_init_fn=_leave_process_group,
+        worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # else each iterator draws from the global generator
     )
 
@@ -313,10 +315,22 @@ def batches_of(loader: Any) -> EpochBatches | None:
     return batches if isinstance(batches, EpochBatches) else None
 
 
-def _leave_process_group(worker: int) -> None:
-    """A signal to the process group (Slurm, Ctrl-C) must not kill the workers of the last steps."""
+def _ignore_signals(worker: int) -> None:
+    """What stops the run (Ctrl-C, Slurm, pkill -f) must not kill the workers of its last steps."""
+    for number in {*SIGNALS} - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # neither on Windows nor on a Mac
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_wait_for_parent, daemon=True).start()
     if hasattr(os, "setpgid"):  # not on Windows
         os.setpgid(0, 0)
+
+
+def _wait_for_parent() -> None:
+    """End this worker when the training process, which would else wait for it, sends SIGTERM."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def keyed_uniform(seed: int, epoch: int, indices: torch.Tensor, num: int) -> torch.Tensor:

@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 from trainkit import arguments, curves, launch, records, shards, world
 from trainkit.average import Average
-from trainkit.checkpoint import Checkpoints, Progress, read_weights
+from trainkit.checkpoint import Checkpoints, Progress, check_states, read_weights
 from trainkit.console import (
     MetricsTable,
     describe,
@@ -331,12 +331,7 @@ class Run:
         optimizers = prepared_optimizers(accelerator)
         if not optimizers:
             raise RuntimeError("accelerator.prepare was given no optimizer: prepare every one")
-        states = [pair for model in models for pair in model.state_dict().items()]
-        if others := [name for name, x in states if not isinstance(x, torch.Tensor)]:
-            raise RuntimeError(
-                f"{others[0]} of a model is no tensor, and checkpoints hold nothing else: keep "
-                "what get_extra_state returns in a buffer"
-            )
+        check_states(models)
         weights = Counter(weights_of(*optimizers))
         if twice := [weight for weight, num in weights.items() if num > 1]:
             raise RuntimeError(
@@ -649,7 +644,10 @@ class Run:
         for layer, mode in zip(layers, modes, strict=True):
             layer.training = mode
         self._check_evaluated(num_rows, num_samples)
-        return {**means.means("eval"), "eval_samples": num_samples}
+        metrics = means.means("eval")
+        if "eval_samples" in metrics:
+            raise RuntimeError("run.evaluate(...) counts samples itself: rename the value samples")
+        return metrics | {"eval_samples": num_samples}
 
     def _check_evaluated(self, num_rows: dict[str, int], num_samples: int) -> None:
         """Raise RuntimeError if a metric does not have a row for each sample."""
@@ -763,6 +761,8 @@ class Run:
                 f"{args.keep_best} was best at step {progress.best_step}, "
                 f"{show(args.keep_best, progress.best)}: {self._best_file()} those weights"
             )
+        elif args.keep_best:
+            self.print(f"{args.keep_best} was never a finite number: nothing was kept for it")
         names = ", ".join(path.name for path in drawn)
         self.print(
             f"done: {count(progress.step, 'step')}, {show_best(progress.metrics)}; in "

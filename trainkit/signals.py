@@ -7,21 +7,23 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
-from trainkit.errors import Stopped
+from trainkit.errors import SIGNALS, Stopped
 from trainkit.world import deadline
 
-SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
-)
+
+def by_nohup(number: int) -> bool:
+    """True for SIGHUP where nohup has started this process: it is to go on without its terminal."""
+    return signal.Signals(number).name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
 
 
 class Signals:
     """Tells all processes at the same step that one of them was asked to stop.
 
-    SIGTERM, SIGUSR1 and Ctrl-C set a flag; a second Ctrl-C raises KeyboardInterrupt at once. Before
-    the first step, while data are loaded for example, the first one does, and the others raise
-    Stopped: there is nothing to save. The death of a launcher arrives as SIGTERM
-    (startup.end_with_launcher). Every process must build one, in the main thread.
+    SIGTERM, SIGUSR1, Ctrl-C and SIGHUP (its terminal is gone) set a flag; a second Ctrl-C raises
+    KeyboardInterrupt at once. Before the first step, while data are loaded for example, the first
+    one does, and the others raise Stopped: there is nothing to save. The death of a launcher
+    arrives as SIGTERM (startup.end_with_launcher). Every process must build one, in its main
+    thread.
 
     With several processes the flags are summed on the CPU, over a gloo group of their own, while
     the next step runs: no step waits for a device, and a dead or frozen process is noticed here
@@ -37,7 +39,7 @@ class Signals:
                 self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self.flag = torch.zeros(1)
         self.stepping = False  # true from the first step on, when there is something to save
-        self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self.previous = {n: signal.signal(n, self._on_signal) for n in SIGNALS if not by_nohup(n)}
 
     def requested(self) -> bool:
         """True on all processes or on none. Every process must call this after every step.

@@ -9,7 +9,7 @@ import psutil  # noqa: F401  on Linux it needs what is taken away, on Windows it
 
 for name in ("fcntl", "resource"):
     sys.modules[name] = None
-del signal.SIGUSR1, os.setpgid
+del signal.SIGUSR1, signal.SIGHUP, os.setpgid
 open_file = os.open
 
 
