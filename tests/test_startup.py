@@ -124,10 +124,11 @@ ENDS = [
     ("raise RuntimeError('[a/gloo/pair.cc:545] Read error')", 1, "did not meet the other proc"),
     ("in_a_thread(launch.check_launch)", 2, "error: a run needs the main thread"),
     ("close(1, 2)", 0, ""),
+    ("one_of_two(75)", 75, "the exit functions ran"),
     ("beside_a_worker_that_hangs()", 1, "got no batch from a load"),
 ]
 IN_A_PROCESS_OF_ITS_OWN = """
-import multiprocessing, os, signal, sys, threading, time
+import atexit, multiprocessing, os, signal, sys, threading, time
 sys.path.insert(0, root)
 from trainkit import launch, startup
 from trainkit.errors import RunFailure, Stopped, UsageError
@@ -137,6 +138,11 @@ def in_a_thread(function):
     thread.start()
     thread.join()
     os._exit(9)
+
+def one_of_two(code):
+    os.environ["WORLD_SIZE"] = "2"
+    atexit.register(print, "the exit functions ran", file=sys.stderr)
+    sys.exit(code)
 
 def beside_a_worker_that_hangs():
     def hang():
