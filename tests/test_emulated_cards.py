@@ -306,19 +306,14 @@ def kill_and_resume(
         assert after == before[QUIET_STEPS.index(7) :], "a resumed run waits or copies more often"
 
 
-@pytest.mark.parametrize(
-    ("yaml", "processes"),
-    [
-        ("1gpu_fp16", None),
-        pytest.param("4gpu_fp16", 2, marks=pytest.mark.slow),
-        pytest.param("4gpu_bf16", 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(
-    cards: dict[str, str], problems: dict, tmp_path: Path, yaml: str, processes: int | None
+    cards: dict[str, str], problems: dict, tmp_path: Path, precision: str
 ) -> None:
-    args = problems["train_mnist"]
-    kill_and_resume(cards, tmp_path, yaml, "train_mnist", args, processes=processes)
+    kill_and_resume(
+        cards, tmp_path, f"4gpu_{precision}", "train_mnist", problems["train_mnist"], processes=2
+    )
 
 
 @pytest.mark.parametrize(
