@@ -253,7 +253,10 @@ def read_labels(
     values = rows.data.column(column).to_pandas()
     where = f"{where}, column {column!r}"
     if values.isna().any():
-        raise UsageError(f"{where}, row {values.isna().idxmax() + 1}: the label is missing")
+        raise UsageError(
+            f"{where}, row {values.isna().idxmax() + 1}: the label is missing: fill it in; a "
+            "picture file has one in the folder of its class, or from a metadata.csv"
+        )
     if isinstance(rows.features[column], datasets.ClassLabel):
         # datasets reads every file with the names in the first one of all splits.
         found = [names_in_file(Path(file), column) for file in files]

@@ -94,8 +94,12 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     for file in files:
         with as_usage_error(f"{where}: {file.name} cannot be read"):
             tables.append(_read_file(file, **options))
-    if len({tuple(table.columns) for table in tables}) > 1:
-        raise UsageError(f"{where}: its files differ in columns")
+    for file, table in zip(files, tables, strict=True):
+        if list(table.columns) != list(tables[0].columns):
+            raise UsageError(
+                f"{where}: {file.name} has other columns than {files[0].name}, or another order: "
+                "keep the files of one table in a folder of their own"
+            )
     table = pd.concat(tables, ignore_index=True)
     table.columns = [str(name).strip() for name in table.columns]  # 0, 1 of lists in JSON too
     table.attrs["files"] = shorten([file.name for file in inside and files])

@@ -29,6 +29,7 @@ def add_predictions(
     would run as a formula gets an apostrophe in front. Raises UsageError.
     """
     where, options = str(path), about.get("read_options", {})
+    path = path if path.stem.strip(".") else path.resolve()  # . has no name to write beside
     if not path.exists():
         raise UsageError(f"{where} cannot be read: there is no such file")
     table = tables.read_table(where, where, **options)
