@@ -96,10 +96,8 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
             tables.append(_read_file(file, **options))
     for file, table in zip(files, tables, strict=True):
         if list(table.columns) != list(tables[0].columns):
-            raise UsageError(
-                f"{where}: {file.name} has other columns than {files[0].name}, or another order: "
-                "keep the files of one table in a folder of their own"
-            )
+            other = f"{file.name} has other columns than {files[0].name}, or another order"
+            raise UsageError(f"{where}: {other}: let the folder hold the files of one table")
     table = pd.concat(tables, ignore_index=True)
     table.columns = [str(name).strip() for name in table.columns]  # 0, 1 of lists in JSON too
     table.attrs["files"] = shorten([file.name for file in inside and files])

@@ -128,7 +128,7 @@ ENDS = [
     ("beside_a_worker_that_hangs()", 1, "got no batch from a load"),
 ]
 IN_A_PROCESS_OF_ITS_OWN = """
-import atexit, multiprocessing, os, signal, sys, threading, time
+import atexit, concurrent.futures, multiprocessing, os, signal, sys, threading, time
 sys.path.insert(0, root)
 from trainkit import launch, startup
 from trainkit.errors import RunFailure, Stopped, UsageError
@@ -139,9 +139,14 @@ def in_a_thread(function):
     thread.join()
     os._exit(9)
 
+pool = []
+
 def one_of_two(code):
     os.environ["WORLD_SIZE"] = "2"
     atexit.register(print, "the exit functions ran", file=sys.stderr)
+    pool.append(concurrent.futures.ThreadPoolExecutor(1))
+    pool[0].submit(int)  # its thread ends when it is told to, at the exit
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # too late for another exit code
     sys.exit(code)
 
 def beside_a_worker_that_hangs():

@@ -1,13 +1,15 @@
-"""Every private name of torch and Accelerate that the kit uses; no other module uses one.
+"""Every private name of torch, Accelerate and Python that the kit uses; no other module uses one.
 
 tests/test_internals.py fails when a new release changes one. What only saves time then does
 nothing; `python -m benchmarks.time_to_accuracy --compare startup` measures it.
 """
 
+import atexit
 import functools
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +136,12 @@ def spare_sharded_tensors() -> None:
         accelerate.accelerator.model_has_dtensor = lambda model: (
             "torch.distributed.tensor" in sys.modules and asks(model)
         )
+
+
+def run_exit_functions() -> None:
+    """What the interpreter does before its teardown: end and join threads, call exit functions."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
 
 
 def spare_lookups() -> None:

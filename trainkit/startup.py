@@ -12,7 +12,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from trainkit.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
+    SIGNALS,
     RunFailure,
     Stopped,
     UsageError,
@@ -31,7 +31,12 @@ from trainkit.errors import (
     is_main_rank,
     leave,
 )
-from trainkit.internals import spare_lookups, spare_sharded_tensors, spare_the_compiler
+from trainkit.internals import (
+    run_exit_functions,
+    spare_lookups,
+    spare_sharded_tensors,
+    spare_the_compiler,
+)
 from trainkit.launch import adopt_ranks, by_accelerate
 from trainkit.text import first_sentence, printable
 
@@ -55,12 +60,12 @@ def run(main: Callable[[], Any]) -> None:
         end_with_launcher()
         main()
         sys.stdout.flush()
-        skip_teardown(0)
+        finish(0)
     except (UsageError, RunFailure, Stopped) as error:
         _end(f"error: {error}", error.exit_code)
     except SystemExit as end:
         if isinstance(end.code, int):
-            skip_teardown(end.code)
+            finish(end.code)
         raise
     except KeyboardInterrupt:
         _end("error: interrupted at once, without saving", EXIT_INTERRUPTED)
@@ -96,21 +101,21 @@ def _set_process() -> None:
     atexit.register(gc.unfreeze)  # else triton, where it is imported, prints leaks at the exit
 
 
-def skip_teardown(code: int) -> None:
-    """End one of several processes after its exit functions, without the interpreter's teardown.
+def finish(code: int) -> None:
+    """Let no signal change the exit code any more; end one of several processes here.
 
-    A thread of gloo may still hold tensors, and asks for the interpreter to let go of them: that
-    aborts a process that is done, seen in 1 of some 200 (pytorch/pytorch pull request 179291).
+    It goes without the interpreter's teardown, in which a thread of gloo that still holds tensors
+    asks for the interpreter: that aborts a process that is done, seen in 1 of some 200
+    (pytorch/pytorch pull request 179291).
     """
-    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
-        return
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    for number in SIGNALS:
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(number, signal.SIG_IGN)
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        run_exit_functions()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def replace_closed_streams() -> None:
