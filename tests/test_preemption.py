@@ -224,8 +224,10 @@ def test_a_second_interrupt_ends_at_once(tiny_mnist: Path, tmp_path: Path) -> No
     ],
 )
 def test_before_the_first_step_a_signal_ends_at_once_and_later_it_waits_for_the_step(
-    number: int, kind: type, accelerator: Accelerator
+    number: int, kind: type, accelerator: Accelerator, request: pytest.FixtureRequest
 ) -> None:
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started these tests
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, hangup))
     signals = Signals(accelerator, timedelta(seconds=9))
     try:
         with pytest.raises(kind):
