@@ -143,10 +143,10 @@ pool = []
 
 def one_of_two(code):
     os.environ["WORLD_SIZE"] = "2"
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # too late for another exit code
     atexit.register(print, "the exit functions ran", file=sys.stderr)
     pool.append(concurrent.futures.ThreadPoolExecutor(1))
     pool[0].submit(int)  # its thread ends when it is told to, at the exit
-    atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # too late for another exit code
     sys.exit(code)
 
 def beside_a_worker_that_hangs():

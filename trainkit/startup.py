@@ -99,18 +99,25 @@ def _set_process() -> None:
             signal.signal(signal.SIGINT, _interrupt_once)
     gc.freeze()  # what was imported is never searched for garbage: a start is a fifth shorter
     atexit.register(gc.unfreeze)  # else triton, where it is imported, prints leaks at the exit
+    atexit.register(_ignore_signals)  # the teardown has no handlers: the exit code would change
+
+
+def _ignore_signals() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def finish(code: int) -> None:
-    """Let no signal change the exit code any more; end one of several processes here.
+    """Let a signal end the process with this code at once; end one of several processes here.
 
     It goes without the interpreter's teardown, in which a thread of gloo that still holds tensors
     asks for the interpreter: that aborts a process that is done, seen in 1 of some 200
     (pytorch/pytorch pull request 179291).
     """
-    for number in SIGNALS:
+    sys.stdout.flush()
+    for number in SIGNALS:  # a thread of the script may keep it waiting
         with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda *_: os._exit(code))
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         run_exit_functions()
         sys.stdout.flush()
