@@ -21,31 +21,35 @@ from safetensors.torch import load_file
 from torch import nn
 
 from modelkit import answers, page, plots
-from modelkit.photos import read_picture
-from trainkit import arguments, startup
+from modelkit.photos import read_photo
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.launch import startup
+from trainkit.words import arguments
 
 HERE = Path(__file__).resolve().parent
 EXPORTED = all((HERE / name).is_file() for name in ("model.py", "config.json"))
-DRAWN = """<div class="page">
-<header><h1>{name}: {eval_accuracy:.2%} of {eval_samples:,} test pictures right</h1>
-<p>Draw one of {some}, or choose a picture. You see how sure the model is, what it sees and what
-speaks for its answer.</p></header>
-<section>
+PARTS = (
+    """<section>
   <canvas id="pad" width="280" height="280" role="img" aria-label="pad to draw on"></canvas>
   <button type="button" id="clear">Clear</button>
   <label>brush <input type="range" id="brush" min="4" max="36" value="16"></label>
-</section>
-<section id="answer">
-  <div id="said" role="status" aria-atomic="true"><p>The answer comes as a stroke ends.</p></div>
+</section>""",
+    """<section id="answer">
+  <div id="said" role="status" aria-atomic="true"><p>Here comes the answer.</p></div>
   <div id="details"></div>
-</section>
-<label class="file">or a picture file: <input type="file" id="file" accept="image/*"></label>
-{shelves}</div>"""
+</section>""",
+    """<label class="file">a picture file:
+  <input type="file" id="file" accept="image/*"></label>""",
+)
+DRAWN = """<div class="page">
+<header><h1>{name}: {eval_accuracy:.2%} of {eval_samples:,} test pictures right</h1>
+<p>It tells {some} apart: choose a picture, or draw one. You see how sure it is, what it sees and
+what speaks for its answer. Whatever a picture shows, the answer is one of these.</p></header>
+{parts}{shelves}</div>"""
 FILLED_IN = """<div class="page">
-<header><h1>{name}: R2 {eval_r2:.4f} on {eval_samples:,} test rows</h1>
+<header><h1>{name}: R2 {eval_r2:.4f} on {eval_samples:,} rows</h1>
 <p>Change a value, and the prediction of {targets} follows. The sliders span what the training rows
-hold; the drawing shows what the feature named last changes.</p></header>
+hold; the drawing is along the feature that was touched last.</p></header>
 <form id="form">{fields}</form>
 <section id="answer">
   <div id="said" role="status" aria-atomic="true"></div>
@@ -73,27 +77,29 @@ def classifier_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple
             return answers.describe(model, about, shelves[kind][0][value])
         file = BytesIO(base64.b64decode(value.partition(",")[2]))
         try:
-            picture = read_picture(file, about["size"], about["pictures"])[0, 0]  # type: ignore[arg-type]
+            picture, doubt = read_photo(file, about["size"], about["pictures"])  # type: ignore[arg-type]
         except UsageError as problem:
             said = re.sub(r"\w+Error: ", "", str(problem).replace(str(file), "The picture"))
             remedy = ". Save it as PNG or JPEG." * ("cannot be read" in said)
             return [f"<p>{escape(said)}{remedy}</p>", ""]
-        return answers.describe(model, about, picture)
+        return answers.describe(model, about, picture[0, 0], doubt)
 
-    some = ", ".join(classes[:12]) + " ..." * (len(classes) > 12)
-    return DRAWN.format(name=name, some=escape(some), shelves=shown, **about["metrics"]), answer
+    some = escape(", ".join(classes[:12])) + " ..." * (len(classes) > 12)
+    # Digits and letters can be drawn; of anything else a person has a picture.
+    parts = PARTS if max(map(len, classes)) == 1 else reversed(PARTS)
+    words = {"some": some, "parts": "".join(parts), "shelves": shown}
+    return DRAWN.format(name=name, **words, **about["metrics"]), answer
 
 
 def number_field(name: str, about: dict[str, Any]) -> tuple[str, tuple[float, float]]:
     """HTML: a number and a slider over what the training rows hold, in round steps; their range."""
     number = about["features"].index(name)
     mean, std = about["feature_mean"][number], about["feature_std"][number]
-    low, high, step = mean - 2 * std, mean + 2 * std, 10.0 ** math.floor(math.log10(std / 20))
-    if "feature_range" in about:
-        low, high = about["feature_range"][number]
-        step = 1.0 if about["feature_whole"][number] else step
-    low, start, high = math.floor(low / step), round(mean / step), math.ceil(high / step)
-    low, start, high = low * step, start * step, high * step
+    low, high = about["feature_range"][number]
+    whole = about["feature_whole"][number]
+    step = 1.0 if whole else 10.0 ** math.floor(math.log10(std / 20))
+    steps = math.floor(low / step), round(mean / step), math.ceil(high / step)
+    low, start, high = (step * num for num in steps)
     limits = f'step="{step:g}" min="{low:.9g}" max="{high:.9g}" value="{start:.9g}"'
     html = (
         f'<input type="number" name="{escape(name)}" {limits}>'
@@ -104,7 +110,8 @@ def number_field(name: str, about: dict[str, Any]) -> tuple[str, tuple[float, fl
 
 def choice(name: str, options: Iterable[str]) -> str:
     """HTML: one of several texts."""
-    html = "".join(f"<option>{escape(option)}</option>" for option in options)
+    texts = map(escape, options)
+    html = "".join(f'<option value="{text}">{text}</option>' for text in texts)
     return f'<select name="{escape(name)}">{html}</select>'
 
 
@@ -119,28 +126,29 @@ def regression_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple
             fields[label], ranges[label] = number_field(label, about)
         else:
             fields[label] = choice(label, column["categories"])
-    drawings = {label: [label] for label in ranges}
-    if len(ranges) == 2:
-        drawings = {" and ".join(ranges): [*ranges]} | drawings
-    if drawings:
-        fields["drawn along"] = choice("drawn along", drawings)
 
     @torch.inference_mode()
     def outputs(rows: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(rows)).numpy()
 
     def answer(asked: list[str]) -> list[str]:
-        if "" in asked:
+        touched, *texts = asked
+        if "" in texts:
             return ["<p>Fill in every field.</p>", ""]
-        given = dict(zip(fields, asked, strict=True))
+        given = dict(zip(fields, texts, strict=True))
         true = {f"{label}={value}" for label, value in given.items()}
         row = np.array([float(given[f]) if f in ranges else float(f in true) for f in features])
         pairs = zip(targets, outputs(row[None])[0], strict=True)
         said = "".join(f"<h2>{escape(target)}: {value:,.6g}</h2>" for target, value in pairs)
-        if not drawings:
+        for label, (low, high) in ranges.items():
+            if not low <= float(given[label]) <= high:
+                known = f"In training {escape(label)} was {low:g} to {high:g}"
+                said += f"<p>{known}: beyond that the answer is a guess.</p>"
+        if not ranges:
             return [said, ""]
-        along = {label: ranges[label] for label in drawings[given["drawn along"]]}
-        return [said, answers.landscape(outputs, row, along, features, targets)]
+        along = touched if touched in ranges else next(iter(ranges))
+        feature = features.index(along), along
+        return [said, answers.curve(outputs, row, feature, ranges[along], targets)]
 
     labels = (f"<label>{escape(label)} {field}</label>" for label, field in fields.items())
     words = {"name": name, "targets": escape(", ".join(targets)), "fields": "".join(labels)}

@@ -32,11 +32,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from modelkit import hub
-from trainkit import arguments, records, startup
+from trainkit import arguments, startup
 from trainkit.errors import RunFailure, UsageError, as_usage_error
-from trainkit.manifest import sha256_of
-from trainkit.text import printable
+from trainkit.folder import records
+from trainkit.folder.manifest import sha256_of
+from trainkit.words.text import printable
 
 TOLERANCE = 1e-5  # between PyTorch and the exported model, relative to the largest output
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -76,12 +76,8 @@ def export_onnx(predictor: nn.Module, about: dict[str, Any], run_dir: Path) -> P
 
     Raises UsageError if a package is missing, RunFailure if the outputs differ.
     """
-    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"--export onnx needs {', '.join(missing)}, not installed here: "
-            f"pip install {' '.join(missing)}"
-        )
+    if missing := [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"--export onnx needs more packages: pip install {' '.join(missing)}")
     import onnxruntime
 
     torch.manual_seed(0)
@@ -141,6 +137,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="with --export hub: also upload it to the Hugging Face Hub; "
         "spaces/OWNER/NAME makes it a page there",
     )
+    add(
+        "--license",
+        default=None,
+        help="with --export hub: of the weights, such as mit",
+    )
     args = parser.parse_intermixed_args(argv)
     if args.push and args.export != "hub":
         parser.error("--push goes with --export hub")
@@ -154,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.export == "onnx":
             export_onnx(predictor, about, args.run_dir)
         if args.export == "hub":
-            folder = hub.write_hub(predictor, about, args.run_dir)
+            from modelkit import hub
+
+            folder = hub.write_hub(predictor, about, args.run_dir, args.license)
     if args.export == "hub":
         print(folder)
         if args.push:

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -23,12 +22,19 @@ from torch.utils.data import DataLoader
 from modelkit import plots
 from modelkit.calibration import calibrate
 from modelkit.photos import learn_framing, read_photo
-from trainkit import arguments, startup
-from trainkit.errors import EXIT_TARGET_MISSED
-from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import Dropout, InMemory, keyed_uniform, make_loaders
-from trainkit.run import Run
-from trainkit.text import shorten
+from trainkit import (
+    EXIT_TARGET_MISSED,
+    Dropout,
+    InMemory,
+    Run,
+    arguments,
+    keyed_uniform,
+    make_loaders,
+    make_optimizer,
+    make_scheduler,
+    shorten,
+    startup,
+)
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
@@ -104,23 +110,24 @@ FLAGS: arguments.Flags = (
 )  # fmt: skip
 
 
+# Of MNIST; load_data fits them to a set that is much smaller, unless one of them is given.
+SIZES = {"epochs": 3, "batch_size": 128, "drop_last": True}
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(__doc__)
     arguments.add_flags(parser, "problem", FLAGS)
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(
-        parser, "runs/mnist", not_the_experiment=["dataset", "target_accuracy"]
+        parser, "runs/mnist", not_the_experiment=["dataset", "target_accuracy", "given"]
     )
     parser.set_defaults(
-        epochs=3,
-        batch_size=128,
-        learning_rate=None,
-        schedule="onecycle",
-        warmup=0.2,
-        drop_last=True,
-        eval_batch_size=512,
+        **SIZES, learning_rate=None, schedule="onecycle", warmup=0.2, eval_batch_size=512
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(SIZES)))
+    args.given = [name for name in SIZES if getattr(args, name) is not None]
+    for name in SIZES.keys() - args.given:
+        setattr(args, name, SIZES[name])
     if args.learning_rate is None:
         args.learning_rate = 0.1 if args.optimizer == "sgd" else 6e-3
     return args
@@ -133,19 +140,24 @@ def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
 def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return training set, evaluation set and what is saved with the weights."""
     # Imported here: predict.py, which uses Predictor alone, starts in a third of the time.
-    from datakit.pictures import check_classes, load_images
+    from datakit.pictures import check_classes, fit_to_small_set, load_images
 
-    train_set, classes, *found = load_images(args.dataset, "train", SIZE, args.label)
-    if args.validation_split:
-        # Split by a fixed seed: every run, whatever its --seed, is judged by the same pictures.
-        order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))
-        held_out, kept = order[: args.validation_split], order[args.validation_split :]
-        eval_set, train_set = InMemory(*train_set[held_out]), InMemory(*train_set[kept])
-    else:
-        eval_set, _, *more = load_images(args.dataset, "test", SIZE, args.label, classes)
-        found += more
+    what, number = (SIZE, args.label), args.validation_split
+    train_set, classes, *found = load_images(args.dataset, "train", *what, num_held_out=number)
+    eval_set, _, *more = load_images(args.dataset, "test", *what, classes, number)
     check_classes(args.dataset, train_set, eval_set, classes)
-    return train_set, eval_set, {"classes": classes, "pictures": learn_framing(SIZE, *found)}
+    framing = learn_framing(SIZE, *found, *more)
+    plan = {
+        "data": f"{args.dataset}, {len(classes)} classes: {shorten(classes)}",
+        "pictures": framing["read_as"],
+    }
+    if "RGB" in framing["read_as"]:
+        plan["pictures"] += "; for their colour: examples/colour_pictures.py --dataset"
+    if (num_read := found[0][1].total()) > len(train_set):
+        plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
+    if fitted := fit_to_small_set(args, len(train_set)):
+        plan["small set"] = fitted
+    return train_set, eval_set, {"classes": classes, "pictures": framing, "plan": plan}
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
@@ -229,8 +241,6 @@ def validate(
     Every process must call this. Each sample counts once at any number of processes, or an
     AssertionError is raised.
     """
-    from datakit.pictures import Accuracy
-
     model.eval()
     pictures, targets = eval_set.tensors
     loss_sum = torch.zeros((), device=accelerator.device)
@@ -247,10 +257,9 @@ def validate(
     assert (seen == 1).all(), "a sample was evaluated twice or not at all"
     outputs = accelerator.reduce(outputs, reduction="sum").cpu()
     prediction, probability = outputs.argmax(1), outputs.softmax(1).amax(1)
-    metric = Accuracy(keep_in_memory=True, cache_dir=gettempdir())
     metrics = {
         "eval_loss": accelerator.reduce(loss_sum, reduction="sum").item() / len(targets),
-        **metric.compute(predictions=prediction, references=targets),
+        "eval_accuracy": (prediction == targets).double().mean().item(),
         "eval_samples": len(targets),
     }
     predictions = {
@@ -278,9 +287,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         )
         about |= {"script": Path(__file__).stem, "model": args.model, "size": SIZE}
         about |= {"mean": MEAN, "std": STD}
-        data = f"{args.dataset}, {len(about['classes'])} classes: {shorten(about['classes'])}"
-        plan = {"data": data, "pictures": about["pictures"]["read_as"]}
-        run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
+        run.begin(model, about, about.pop("plan"))  # locks the run folder, loads the checkpoint
 
         for epoch in run.epochs():
             for images, labels, indices in run.steps(train_loader):

@@ -11,11 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
 import pandas as pd
 import torch
@@ -27,11 +24,16 @@ from torch.utils.data import DataLoader
 from datakit import tables
 from modelkit import plots
 from modelkit.predictions import add_predictions
-from trainkit import arguments, startup
-from trainkit.errors import EXIT_TARGET_MISSED
-from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import InMemory, make_loaders
-from trainkit.run import Run
+from trainkit import (
+    EXIT_TARGET_MISSED,
+    InMemory,
+    Run,
+    arguments,
+    make_loaders,
+    make_optimizer,
+    make_scheduler,
+    startup,
+)
 
 LOSSES: dict[str, Callable] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
 
@@ -56,27 +58,19 @@ class MLP(nn.Sequential):
 MODELS: dict[str, type] = {"linear": Linear, "mlp": MLP}
 
 
-class Regression(evaluate.Metric):
-    """MSE, RMSE, MAE and R2, each the mean over the targets; no network.
+def measure(prediction: np.ndarray, truth: np.ndarray, baseline: np.ndarray) -> dict[str, float]:
+    """MSE, RMSE, MAE and R2 of (rows, targets), each the mean over the targets.
 
-    r2 is scikit-learn's r2_score; r2_train_mean compares with `baseline` instead of the references'
-    own mean. Both are 0 for a target that does not vary, or 1 if its predictions are exact.
+    r2 is scikit-learn's r2_score; r2_train_mean compares with `baseline` instead of the truth's own
+    mean. Both are 0 for a target that does not vary, or 1 if its predictions are exact.
     """
-
-    def _info(self) -> evaluate.MetricInfo:
-        value = datasets.Sequence(datasets.Value("float64"))
-        features = datasets.Features({"predictions": value, "references": value})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
-
-    def _compute(self, predictions: list, references: list, baseline: np.ndarray) -> dict:
-        truth = np.asarray(references)
-        error = truth - np.asarray(predictions)
-        mse = (error**2).mean(0)
-        values = {"mse": mse, "rmse": np.sqrt(mse), "mae": np.abs(error).mean(0)}
-        for name, guess in (("r2", truth.mean(0)), ("r2_train_mean", baseline)):
-            spread = ((truth - guess) ** 2).mean(0)
-            values[name] = np.where(spread > 0, 1 - mse / np.where(spread > 0, spread, 1), mse == 0)
-        return {name: float(value.mean()) for name, value in values.items()}
+    error = truth - prediction
+    mse = (error**2).mean(0)
+    values = {"mse": mse, "rmse": np.sqrt(mse), "mae": np.abs(error).mean(0)}
+    for name, guess in (("r2", truth.mean(0)), ("r2_train_mean", baseline)):
+        spread = ((truth - guess) ** 2).mean(0)
+        values[name] = np.where(spread > 0, 1 - mse / np.where(spread > 0, spread, 1), mse == 0)
+    return {f"eval_{name}": float(value.mean()) for name, value in values.items()}
 
 
 # Flag, type or choices, default, what a value must be, help. Columns are given as `a,b`.
@@ -88,13 +82,14 @@ FLAGS: arguments.Flags = (
      "of the values in text files; None: , ; tab or |"),
     ("--encoding", str, None, None, "of text files, such as cp1252 or utf-16; None: UTF-8"),
     ("--target", arguments.names, None, None,
-     "columns to predict; put a name that contains a comma in quotes"),
+     "columns to predict, as a,b; a name with a comma in double quotes: 'a,\"b, c\"'"),
     ("--features", arguments.names, None, None,
-     "columns to predict from; None: all but the targets"),
+     "columns to predict from, written like --target; None: all that can be used"),
     ("--categorical", arguments.names, [], None,
      "columns that are categories although their values read as numbers"),
-    ("--missing", ("refuse", "impute", "drop"), "refuse", None,
-     "of a missing value: refuse it, fill in the training mean, drop the row"),
+    ("--missing", ("refuse", "impute", "drop"), None, None,
+     "of a missing feature: refuse it, fill in the training mean, drop the row; None: fill in, in "
+     "columns where one is missing"),
     ("--num-samples", int, 1000, arguments.AT_LEAST_1, "synthetic rows"),
     ("--num-features", int, 10, arguments.AT_LEAST_1, "synthetic features"),
     ("--num-targets", int, 1, arguments.AT_LEAST_1, "synthetic targets"),
@@ -128,13 +123,10 @@ def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
         problems.append("--data and --target belong together: which columns are to be predicted?")
     if args.data is None and (args.features or args.categorical or args.separator or args.encoding):
         problems.append("--features, --categorical, --separator and --encoding are for --data")
-    named = [*(args.target or []), *(args.features or [])]
-    if len(set(named)) < len(named):
-        problems.append("--target and --features name a column twice")
     arguments.refuse(problems)
 
 
-def make_synthetic(args: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, Any]]:
+def make_synthetic(args: argparse.Namespace) -> tuple[pd.DataFrame, list[str], dict[str, Any]]:
     """What tables.load_table returns, for targets = weights x features + bias + normal noise."""
     generator = torch.Generator().manual_seed(args.data_seed)  # nothing else draws from it
     size = {"generator": generator, "dtype": torch.float64}
@@ -144,18 +136,14 @@ def make_synthetic(args: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, An
     targets = features @ truth[:, :-1].T + truth[:, -1] + noise
     x, y = (pd.DataFrame(tensor.numpy()) for tensor in (features, targets))
     table = pd.concat((x.add_prefix("x"), y.add_prefix("y")), axis=1)
-    return table, {"data": "synthetic", "truth": truth.tolist()}
+    targets = [f"y{number}" for number in range(args.num_targets)]
+    return table, targets, {"data": "synthetic", "truth": truth.tolist()}
 
 
 def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return training set, evaluation set (which adds row numbers) and what is saved."""
     load = make_synthetic if args.data is None else tables.load_table
-    table, known = load(args)
-    targets = args.target or [name for name in table.columns if name.startswith("y")]
-    # A table is standardised by its training rows; synthetic data stay as they are.
-    standardise = args.data is not None
-    train_set, eval_set, about = tables.make_sets(table, targets, args, standardise)
-    return train_set, eval_set, known | about
+    return tables.make_sets(*load(args), args)
 
 
 class Predictor(nn.Module):
@@ -216,19 +204,16 @@ def validate(
     loss: str,
     about: dict[str, Any],
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, Any]]:
-    """Return eval_loss, eval_samples and, in the units of the targets, what Regression computes.
+    """Return eval_loss, eval_samples and, in the units of the targets, what measure() gives.
 
     The second dict holds row numbers, predictions and targets. Every process must call this.
     """
     features, targets, rows = eval_set.tensors
     outputs = predict(accelerator, model, loader, targets.shape[1])
     prediction, target = in_own_unit(outputs, about), in_own_unit(targets, about)
-    metric = Regression(keep_in_memory=True, cache_dir=gettempdir()).compute(
-        predictions=prediction, references=target, baseline=about["baseline"]
-    )
     metrics = {
         "eval_loss": LOSSES[loss](outputs.double(), targets.double()).item(),
-        **{f"eval_{name}": value for name, value in metric.items()},
+        **measure(prediction, target, np.asarray(about["baseline"])),
         "eval_samples": len(targets),
     }
     predictions = {
@@ -255,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         )
         about |= {"script": Path(__file__).stem, "model": args.model}
         about["hidden"] = args.hidden if args.model == "mlp" else []
-        plan = tables.describe(about, args) | {"loss": args.loss}
+        plan = about.pop("plan") | {"loss": args.loss}
         run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
 
         for _ in run.epochs():

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader
 
 import train_regression
 from benchmarks._runs import Parser, in_process, in_turn, spread, table
-from trainkit import startup
-from trainkit.optim import make_scheduler
+from trainkit import make_scheduler, startup
 
 BATCH_SIZE = 32
 

@@ -20,8 +20,7 @@ import train_mnist
 from benchmarks._runs import Parser, in_turn, table
 from benchmarks.throughput import resident_step
 from train_mnist import MEAN, MODELS, STD, augment, normalise
-from trainkit import startup
-from trainkit.order import InMemory
+from trainkit import InMemory, startup
 
 BATCH_SIZE = 256
 

@@ -58,12 +58,12 @@ VARIANTS = {  # environment variables and flags
     "startup": {
         "as it is": "",
         "freed memory goes back": "LEFT_OUT=startup.keep_memory",
-        "with the compiler": "LEFT_OUT=startup.spare_the_compiler",
-        "with sharded tensors": "LEFT_OUT=startup.spare_sharded_tensors",
-        "with lookups": "LEFT_OUT=startup.spare_lookups",
+        "with the compiler": "LEFT_OUT=startup.skip_the_compiler",
+        "with sharded tensors": "LEFT_OUT=startup.skip_sharded_check",
+        "with lookups": "LEFT_OUT=startup.skip_lookups",
         "imports are searched for garbage": "LEFT_OUT=gc.freeze",
-        "with the last four": "LEFT_OUT=startup.spare_the_compiler,startup.spare_sharded_tensors,"
-        "startup.spare_lookups,gc.freeze",
+        "with the last four": "LEFT_OUT=startup.skip_the_compiler,startup.skip_sharded_check,"
+        "startup.skip_lookups,gc.freeze",
     },
 }
 # Runs the script that comes first after -c, without the functions that LEFT_OUT names.

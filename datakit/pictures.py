@@ -1,10 +1,8 @@
 """Labelled pictures of any size and mode as one uint8 tensor."""
 
-import glob
-import itertools
-import json
+import argparse
+import functools
 import math
-import os
 import re
 import reprlib
 import sys
@@ -13,47 +11,20 @@ from io import BytesIO
 from pathlib import Path
 
 import datasets
-import evaluate
 import numpy as np
 import pandas as pd
-import pyarrow.compute as pc
-import pyarrow.parquet
 import torch
-from PIL import Image
+from pyarrow.parquet import read_schema
 
 from datakit.files import RANGES, open_picture, resize, to_grey
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.order import InMemory
-from trainkit.text import shorten
+from trainkit.words.text import shorten
 
-# Names of files that nobody takes for pictures.
-NO_DATA = re.compile(r"\.|README|LICENSE|(state|dataset_infos?|dataset_dict)\.json$")
-LISTING = re.compile(r".*\.zip$|metadata\.(csv|jsonl|parquet)$")  # names or holds the pictures
+# Files that nobody takes for pictures, or that list them.
+NO_DATA = re.compile(r"\.|README|LICENSE|dataset_infos?\.json|metadata\.")
 NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
-
-
-class Accuracy(evaluate.Metric):
-    """Fraction of right predictions; `evaluate.load("accuracy")` needs the internet."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        value = datasets.Value("int64")
-        features = datasets.Features({"predictions": value, "references": value})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
-
-    def _compute(self, predictions: list, references: list) -> dict[str, float]:
-        return {"eval_accuracy": float(np.mean(np.equal(predictions, references)))}
-
-
-def decode_plain(content: bytes, size: int) -> np.ndarray | None:
-    """The pixels of a PNG file of size x size grey bytes and nothing else; None for other files.
-
-    Pillow's inflating alone: reading the other parts of such a file takes it four times as long.
-    """
-    header = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + size.to_bytes(4) * 2 + b"\x08\0\0\0\0"
-    one_chunk = abs(len(content) - 57).to_bytes(4) + b"IDAT"
-    if not content.startswith(header) or content[33:41] != one_chunk:
-        return None
-    return np.asarray(Image.frombytes("L", (size, size), content[41:-16], "zip", "L", 0))
+SMALL = 10_000  # with fewer pictures, the defaults for MNIST make too few steps
 
 
 def decode_pictures(cells: list, indices: list[int], size: int, where: str) -> dict[str, list]:
@@ -65,133 +36,95 @@ def decode_pictures(cells: list, indices: list[int], size: int, where: str) -> d
             raise UsageError(f"{row}: the picture is missing")
         content, path = cell["bytes"], cell["path"]
         with as_usage_error(f"{row}{f' ({path})' * bool(path)}: the picture cannot be read"):
-            content = content or Path(path).read_bytes()
-            grey, kind = decode_plain(content, size), f"{size} x {size} L"
-            if grey is None:
-                picture = open_picture(BytesIO(content))
-                grey = resize(to_grey(picture), size)
-                width, height = picture.size
-                kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
+            picture = open_picture(BytesIO(content or Path(path).read_bytes()))
+            grey = resize(to_grey(picture), size)
+            width, height = picture.size
+            kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
         pixels.append(grey.reshape(-1))
         kinds.append(kind)
     return {"pixels": pixels, "kind": kinds}
 
 
-def pixel_tensor(decoded: datasets.Dataset, size: int) -> torch.Tensor:
-    """One uint8 tensor (n, 1, size, size), mapped from a file beside the cache of `datasets`.
-
-    All processes share its pages, and the kernel takes them back when it needs the memory.
-    """
-    path = Path(decoded.cache_files[0]["filename"]).with_suffix(".pixels")
-    if not path.exists():
-        unfinished = path.with_suffix(f".pixels-{os.getpid()}")
-        with open(unfinished, "wb") as file:
-            for chunk in decoded.data.column("pixels").chunks:
-                file.write(chunk.flatten().to_numpy())
-        os.replace(unfinished, path)
-    # Not torch.from_file: a loader worker that is spawned could not be given such a tensor.
-    mapped = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))
-    return mapped.view(-1, 1, size, size)
-
-
-def open_dataset(name: str) -> tuple[dict[str, datasets.Dataset], dict[str, list[str]]]:
-    """The splits of a folder or of a data set on the Hub, and the files of a folder's splits."""
+def open_dataset(name: str) -> dict[str, datasets.Dataset]:
+    """The splits of a folder, of what save_to_disk wrote, or of a Hub data set. UsageError."""
     datasets.disable_progress_bars()
+    folder = Path(name).resolve()
     with as_usage_error(f"--dataset {name} cannot be read"):
-        folder = Path(name).resolve()
-        if folder.exists() and glob.has_magic(str(folder)):
-            raise UsageError(f"{folder}: `datasets` takes *, ? and [ for patterns: rename it")
-        if folder.is_file():
-            raise UsageError(f"--dataset {name} is a file: give the folder of the pictures")
-        saved = files_of_save_to_disk(folder)
-        source = {"path": "arrow", "data_files": saved} if saved else {"path": name}
-        builder = datasets.load_dataset_builder(**source)
-        if is_main_rank() and not Path(builder.cache_dir).exists():
-            print("preparing the pictures (once)", file=sys.stderr)
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            saved = datasets.load_from_disk(name)
+            return saved if isinstance(saved, dict) else {"train": saved}
+        builder = datasets.load_dataset_builder(name)
         builder.download_and_prepare()
-        files = builder.config.data_files or {}
-        for one, other in itertools.combinations(files, 2):
-            if both := set(files[one]) & set(files[other]):
-                raise UsageError(
-                    f"--dataset {name}: {min(both)} belongs to the splits '{one}' and '{other}', "
-                    "because folders on its way have those names: rename the folder of the class"
-                )
-        return builder.as_dataset(), files
+    files = builder.config.data_files or {}
+    known = [file for split in files.values() for file in split]
+    if len({*known}) < len(known):
+        raise UsageError(
+            f"--dataset {name}: a folder in it is called {' or '.join(map(str, files))}, and would "
+            "be read as that split and as a class: rename it"
+        )
+    # datasets reads all files with the names of the classes, and their order, in the first one.
+    tables = [file for file in known if file.endswith(".parquet") and Path(file).is_file()]
+    if len({str(datasets.Features.from_arrow_schema(read_schema(file))) for file in tables}) > 1:
+        raise UsageError(f"--dataset {name}: its files name other columns, or classes, than others")
+    if known and is_main_rank():
+        tell_unread(Path(name).resolve(), frozenset(map(Path, known)))
+    return builder.as_dataset()
 
 
-def files_of_save_to_disk(folder: Path) -> dict[str, list[str]]:
-    """The files of each split that save_to_disk wrote last; older ones may lie beside them."""
-    inside, found = {"train": folder}, dict[str, list[str]]()
-    if (folder / "dataset_dict.json").is_file():
-        if (folder / "state.json").is_file():
-            raise UsageError(
-                f"--dataset {folder}: save_to_disk wrote a Dataset there and a DatasetDict, and "
-                "nothing says which is meant: save it into an empty folder"
-            )
-        names = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
-        inside = {name: folder / name for name in names}
-    for name, place in inside.items():
-        if (place / "state.json").is_file():
-            named = json.loads((place / "state.json").read_text()).get("_data_files", [])
-            if named:
-                found[name] = [str(place / file["filename"]) for file in named]
-    return found
+@functools.cache  # once
+def tell_unread(folder: Path, known: frozenset[Path]) -> None:
+    """Say which files of a folder are in no split: of other kinds, hidden, behind a link."""
+    paths = {path for path in folder.rglob("*") if path.is_file() or path.is_symlink()}
+    unread = sorted(path for path in paths - known if not NO_DATA.match(path.name))
+    if unread:
+        said = shorten([str(path.relative_to(folder)) for path in unread])
+        print(f"--dataset {folder}: not read: {said}", file=sys.stderr)
 
 
-def tell_unread(
-    folder: Path, splits: dict[str, datasets.Dataset], files: dict[str, list[str]]
-) -> None:
-    """Say which files of a folder are in no split: of other kinds, hidden, behind a link.
-
-    And pictures beside a metadata.csv that does not list them.
-    """
-    known = {file for split in files.values() for file in split}
-    cells = (rows.data.column(name) for rows in splits.values() for name in image_columns(rows))
-    rows = {path for cell in cells for path in pc.struct_field(cell, "path").to_pylist()}
-    # Rows of Parquet files have other paths, or none.
-    unlisted = (
-        {p for p in known - rows if not LISTING.match(Path(p).name)} if known & rows else set()
-    )
-    unread = [
-        path.relative_to(folder).as_posix()
-        for path in sorted(folder.rglob("*"))
-        if (str(path) not in known or str(path) in unlisted)
-        and not NO_DATA.match(path.name)
-        and (path.is_file() or path.is_symlink())
-    ]
-    if known and unread:
-        print(f"--dataset {folder}: not read: {shorten(unread)}", file=sys.stderr)
-
-
-def load_images(
-    name: str, split: str, size: int, label: str | None = None, classes: list[str] | None = None
-) -> tuple[InMemory, list[str], tuple[torch.Tensor, Counter[str]]]:
-    """Return the pictures and labels of a split, the names of its classes, and some pictures.
-
-    The last, for learn_framing, are uint8 (n, size, size), and what each file of the split holds.
-    Decoded once; later runs read the cache that `datasets` keeps. Raises UsageError.
-
-    Args:
-        label: column of the classes; None: the only one that there can be.
-        classes: those of another split, by which the labels of this one are numbered.
-    """
-    where = f"--dataset {name}, split {split!r}"
-    splits, files = open_dataset(name)
-    if is_main_rank() and classes is None:  # once, for all splits
-        tell_unread(Path(name).resolve(), splits, files)
-    if split not in splits:
-        remedy = "to evaluate on held out training pictures use --validation-split N"
-        if split == "train":
-            remedy = "names of folders and files say so: put the training pictures into train/"
-        raise UsageError(f"{where}: there are only {sorted(splits)}; {remedy}")
-    rows = splits[split]
-    images = image_columns(rows)
-    if len(images) != 1 or len(rows) == 0:
+def _read_split(name: str, split: str, num_held_out: int) -> tuple[datasets.Dataset, str, str]:
+    """The rows of a split or to hold it out from; the split to evaluate on; its name in words."""
+    splits = open_dataset(name)
+    others = ["test", "validation"] if not num_held_out else []
+    own = next((other for other in others if other in splits), "train")
+    read = own if split == "test" else split
+    where = f"--dataset {name}, split {read!r}"
+    if read not in splits:
+        raise UsageError(
+            f"{where}: there are only {sorted(splits)}; names of folders and files say so: put the "
+            "training pictures into train/"
+        )
+    rows = splits[read]
+    if len(image_columns(rows)) != 1 or len(rows) == 0:
         raise UsageError(
             f"{where}: there must be rows with one Image column, not {len(rows)} rows of "
             f"{rows.column_names} (make one with cast_column(NAME, datasets.Image()))"
         )
-    labels, classes = read_labels(rows, where, label, classes, files.get(split, []))
+    return rows, own, where
+
+
+def load_images(
+    name: str,
+    split: str,
+    size: int,
+    label: str | None = None,
+    classes: list[str] | None = None,
+    num_held_out: int = 0,
+) -> tuple[InMemory, list[str], tuple[torch.Tensor, Counter[str]]]:
+    """Return the pictures and labels of a split, the names of its classes, and some pictures.
+
+    The last, for learn_framing, are uint8 (n, size, size), and what each file that was read holds.
+    Decoded once; later runs read the cache that `datasets` keeps. Raises UsageError.
+
+    Args:
+        split: "train" or "test". Without a test split that is the validation split; without that it
+            is held out from the training pictures.
+        label: column of the classes; None: the only one that there can be.
+        classes: those of another split, by which the labels of this one are numbered.
+        num_held_out: of the training pictures for "test", whatever else there is; 0: see split.
+    """
+    rows, own, where = _read_split(name, split, num_held_out)
+    images = image_columns(rows)
+    labels, classes = read_labels(rows, where, label, classes)
     values = datasets.List(datasets.Value("uint8"))
     with as_usage_error(f"{where}: the pictures cannot be read"):
         decoded = rows.cast_column(images[0], datasets.Image(decode=False)).map(
@@ -202,10 +135,27 @@ def load_images(
             remove_columns=rows.column_names,
             features=datasets.Features(pixels=values, kind=datasets.Value("string")),
         )
-    pixels = pixel_tensor(decoded, size)
+    numbers = decoded.data.column("pixels").combine_chunks().flatten().to_numpy()
+    pixels = torch.from_numpy(numbers.copy()).view(-1, 1, size, size)
+    if own == "train":
+        chosen = hold_out(labels, num_held_out)[split == "train"]
+        pixels, labels = pixels[chosen], labels[chosen]
     kinds = Counter(decoded.data.column("kind").to_pandas().value_counts().to_dict())
     some = pixels[:: math.ceil(len(pixels) / NUM_LOOKED_AT), 0]
     return InMemory(pixels, labels), classes, (some, kinds)
+
+
+def hold_out(labels: torch.Tensor, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the pictures to evaluate on, and to train on: the same whatever the --seed.
+
+    number: of those to evaluate on; 0: a fifth of each class.
+    """
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    if number:
+        return order[:number], order[number:]
+    order = order[labels[order].argsort(stable=True)]
+    chosen = torch.arange(len(order)) % 5 == 4
+    return order[chosen], order[~chosen]
 
 
 def image_columns(rows: datasets.Dataset) -> list[str]:
@@ -224,26 +174,15 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
     ]
     choices = [label] if label else found or fitting
     if len(choices) != 1 or choices[0] not in fitting:
-        problem = f"--label must name the column of the classes, one of {fitting}"
-        if not fitting:
-            problem = (
-                "there is no column of classes (pictures have one if each lies in the folder of "
-                "its class, and these in one folder; whole numbers of which one is missing are "
-                "fractions)"
-            )
         raise UsageError(
-            f"{where}: {problem}, whole numbers or texts; or make one: "
-            "rows = datasets.load_dataset(...).class_encode_column(NAME); rows.save_to_disk(FOLDER)"
+            f"{where}: --label must name the column of the classes, whole numbers or texts, one of "
+            f"{fitting}; pictures have one if each lies in the folder of its class"
         )
     return choices[0]
 
 
 def read_labels(
-    rows: datasets.Dataset,
-    where: str,
-    label: str | None,
-    classes: list[str] | None,
-    files: list[str],
+    rows: datasets.Dataset, where: str, label: str | None, classes: list[str] | None = None
 ) -> tuple[torch.Tensor, list[str]]:
     """The classes of all rows as int64, and their names: of a ClassLabel, or the values, sorted.
 
@@ -257,40 +196,21 @@ def read_labels(
             f"{where}, row {values.isna().idxmax() + 1}: the label is missing: fill it in; a "
             "picture file has one in the folder of its class, or from a metadata.csv"
         )
+    own, texts = [*map(str, sorted(values.unique()))], values.map(str)
     if isinstance(rows.features[column], datasets.ClassLabel):
-        # datasets reads every file with the names in the first one of all splits.
-        found = [names_in_file(Path(file), column) for file in files]
-        lists = [names for names in found if names] or [rows.features[column].names]
-        own = lists[0]
-        if any(names != own for names in lists):
-            raise UsageError(
-                f"{where}: its files number the classes differently, {reprlib.repr(lists)}"
-            )
+        own = rows.features[column].names
         texts = values.map(dict(enumerate(own)))
-    else:
-        own, texts = [*map(str, sorted(values.unique()))], values.map(str)
     names = classes or own
     if len(names) < 2:
         raise UsageError(f"{where}: there is only one class")
     # By name: another split may have them in another order.
     numbers = pd.Index(names).get_indexer(texts)
     if (numbers < 0).any():
-        more = f"; this split has {reprlib.repr(own)}" * (own != names)
         raise UsageError(
             f"{where}, row {(numbers < 0).argmax() + 1}: the label is not one of the {len(names)} "
-            f"classes {reprlib.repr(names)}{more}"
+            f"classes {reprlib.repr(names)}"
         )
     return torch.from_numpy(numbers.astype(np.int64)), names
-
-
-def names_in_file(path: Path, column: str) -> list[str]:
-    """The names of a ClassLabel that a file here itself gives; none of another kind of file."""
-    features = {}
-    if path.is_file() and path.suffix == ".parquet":
-        features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path))
-    elif path.is_file() and path.suffix == ".arrow":
-        features = datasets.Dataset.from_file(str(path)).features
-    return getattr(features.get(column), "names", [])
 
 
 def check_classes(name: str, train_set: InMemory, eval_set: InMemory, classes: list[str]) -> None:
@@ -301,3 +221,14 @@ def check_classes(name: str, train_set: InMemory, eval_set: InMemory, classes: l
             f"--dataset {name}: no training picture is of the class {classes[min(unknown)]!r}, "
             "which the evaluation pictures have"
         )
+
+
+def fit_to_small_set(args: argparse.Namespace, num_train: int) -> str:
+    """Change flags of a small set, if none of them was given, and return them in words.
+
+    The defaults for MNIST would make a few steps of it, and leave out up to a batch in each epoch.
+    """
+    if num_train >= SMALL or args.given:
+        return ""
+    args.batch_size, args.epochs, args.drop_last = 16, max(3, 8192 // max(1, num_train)), False
+    return f"of {num_train} pictures: --batch-size 16 --epochs {args.epochs} --no-drop-last"

@@ -23,10 +23,7 @@ from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
-from trainkit import arguments, startup
-from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import make_loaders
-from trainkit.run import Run
+from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
 
 LETTERS = "ABCDEFGH"
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # installed anyway
@@ -37,60 +34,65 @@ AUGMENT = [
 ]
 
 
-class Letters(Dataset):
-    """A sample: picture (3, 32, 32), its letter, its number."""
+class Pictures(Dataset):
+    """A sample: picture (3, 32, 32), its class, its number."""
 
-    def __init__(self, fonts: str, size: int, seed: int, transforms: list):
-        rng, self.samples = np.random.default_rng(seed), []
+    def __init__(self, pictures: list[Image.Image], labels: list[int], transforms: list):
+        self.pictures, self.labels = pictures, labels
         self.transform = v2.Compose([*transforms, *TO_TENSOR])
-        files = sorted(str(path) for path in FONTS.glob(fonts))
-        for index in range(size):
-            label = index % len(LETTERS)
-            paper, ink = (tuple(colour) for colour in rng.integers(256, size=(2, 3)).tolist())
-            font = ImageFont.truetype(rng.choice(files), rng.integers(20, 28).item())
-            picture = Image.new("RGB", (32, 32), paper)
-            ImageDraw.Draw(picture).text((16, 16), LETTERS[label], ink, font, anchor="mm")
-            self.samples.append((picture, label))
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.pictures)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
-        picture, label = self.samples[index]
-        return self.transform(picture), label, index  # random numbers are seeded per sample
+        # Random numbers are seeded per sample.
+        return self.transform(self.pictures[index]), self.labels[index], index
+
+
+def draw_letters(fonts: str, num: int, seed: int) -> tuple[list[Image.Image], list[int]]:
+    """Pictures of letters and which they are."""
+    rng, pictures, labels = np.random.default_rng(seed), [], [n % len(LETTERS) for n in range(num)]
+    files = sorted(str(path) for path in FONTS.glob(fonts))
+    for label in labels:
+        paper, ink = (tuple(colour) for colour in rng.integers(256, size=(2, 3)).tolist())
+        font = ImageFont.truetype(rng.choice(files), rng.integers(20, 28).item())
+        pictures.append(Image.new("RGB", (32, 32), paper))
+        ImageDraw.Draw(pictures[-1]).text((16, 16), LETTERS[label], ink, font, anchor="mm")
+    return pictures, labels
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("problem").add_argument
     add("--num-pictures", type=int, default=4000, help="to train on; a fourth of it to evaluate on")
-    add(
-        "--norm",
-        choices=("group", "batch"),
-        default="group",
-        help="group: the numbers do not depend on the processes; batch: they do",
-    )
+    add("--dataset", default=None, help="folder with a folder of pictures for each class")
+    norm = "group: the numbers do not depend on the processes; batch: they do"
+    add("--norm", choices=("group", "batch"), default="group", help=norm)
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/colour_pictures")
-    parser.set_defaults(
-        epochs=6,
-        batch_size=60,
-        learning_rate=0.05,
-        weight_decay=5e-4,
-        optimizer="sgd",
-        schedule="onecycle",
-        warmup=0.2,
-    )
+    parser.set_defaults(epochs=6, batch_size=60, learning_rate=0.05, weight_decay=5e-4)
+    parser.set_defaults(optimizer="sgd", schedule="onecycle", warmup=0.2)
     return parser.parse_args(argv)
 
 
-def load_data(args: argparse.Namespace) -> tuple[Letters, Letters]:
-    """Fonts of one family to train on, of another one to evaluate on."""
-    train_set = Letters("DejaVu*-*.ttf", args.num_pictures, 1, AUGMENT)
-    return train_set, Letters("STIXGeneral*.ttf", args.num_pictures // 4, 2, [])
+def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Sequence[str]]:
+    """Fonts of one family to train on, of another one to evaluate on; or a fifth of --dataset."""
+    if args.dataset is None:
+        train_set = Pictures(*draw_letters("DejaVu*-*.ttf", args.num_pictures, 1), AUGMENT)
+        drawn = draw_letters("STIXGeneral*.ttf", args.num_pictures // 4, 2)
+        return train_set, Pictures(*drawn, []), LETTERS
+    from datakit.pictures import hold_out, image_columns, open_dataset, read_labels
+
+    rows = open_dataset(args.dataset)["train"]
+    labels, classes = read_labels(rows, f"--dataset {args.dataset}", None)
+    small = [x.convert("RGB").resize((32, 32)) for x in rows[image_columns(rows)[0]]]
+    test, train = (
+        ([small[i] for i in part.tolist()], labels[part].tolist()) for part in hold_out(labels)
+    )
+    return Pictures(*train, AUGMENT), Pictures(*test, []), classes
 
 
-def make_model(accelerator: Accelerator, norm: str) -> nn.Module:
+def make_model(accelerator: Accelerator, norm: str, num_classes: int) -> nn.Module:
     """ResNet-18, with GroupNorm in the place of BatchNorm unless that is asked for.
 
     BatchNorm takes mean and variance of the samples that a process has at a time, so with it all
@@ -98,7 +100,7 @@ def make_model(accelerator: Accelerator, norm: str) -> nn.Module:
     over all processes: what is left is the number of micro-batches. It does not exist on CPUs.
     """
     layer = nn.BatchNorm2d if norm == "batch" else functools.partial(nn.GroupNorm, 8)
-    model = resnet18(num_classes=len(LETTERS), norm_layer=layer, zero_init_residual=True)
+    model = resnet18(num_classes=num_classes, norm_layer=layer, zero_init_residual=True)
     if accelerator.num_processes > 1 and accelerator.device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
@@ -117,15 +119,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     with Run(args, "colour_pictures") as run:
         accelerator = run.accelerator
-        train_set, eval_set = run.load(load_data)
+        train_set, eval_set, classes = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
-        model = make_model(accelerator, args.norm)
+        model = make_model(accelerator, args.norm, len(classes))
         optimizer = make_optimizer(accelerator, model.parameters(), args)
         scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        run.begin(model, {"script": Path(__file__).stem, "classes": LETTERS})
+        run.begin(model, {"script": Path(__file__).stem, "classes": classes})
 
         for _ in run.epochs():
             for batch in run.steps(train_loader):

@@ -19,10 +19,16 @@ from torchvision.utils import save_image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
 from datakit.pictures import load_images
-from trainkit import arguments, startup
-from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import InMemory, keyed_uniform, make_loaders
-from trainkit.run import Run
+from trainkit import (
+    InMemory,
+    Run,
+    arguments,
+    keyed_uniform,
+    make_loaders,
+    make_optimizer,
+    make_scheduler,
+    startup,
+)
 
 MNIST = Path(__file__).resolve().parents[1] / "data" / "mnist"
 NUM_NOISE = 64

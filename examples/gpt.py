@@ -9,7 +9,6 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,34 +16,31 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
-from trainkit import arguments, startup
-from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import make_loaders
-from trainkit.run import Run
-from trainkit.rundir import write_durably
+from datakit.rows import ParquetRows
+from examples.windows import Windows
+from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit.folder.rundir import write_durably
 
 CONTEXT = 128
-# --answers-only: the head of a function is the prompt, the first line of its docstring the answer.
-PAIR = re.compile(rb'(def [^\n]+:\n +""")([^\n]+\n)')
+PAIR = re.compile(rb'(def [^\n]+:\n +""")([^\n]+\n)')  # a prompt, and its answer
 
 
 class GPT(nn.Module):
-    """Bytes (n, length) to logits (n, length, 256) of the byte that follows each."""
+    """Tokens (n, length) to logits (n, length, vocabulary) of the one that follows each."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, vocabulary: int = 256, context: int = CONTEXT):
         super().__init__()
         width, heads = args.width, args.width // 32
-        self.embedding, self.position = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.embedding, self.position = (nn.Embedding(n, width) for n in (vocabulary, context))
         self.dropout = nn.Dropout(args.dropout)  # order.Dropout cannot draw again for a checkpoint
         block = nn.TransformerEncoderLayer(
             width, heads, 4 * width, args.dropout, "gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(block, args.layers, enable_nested_tensor=False).layers
-        self.norm, self.lm_head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.norm, self.lm_head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.embedding.weight
-        for weight in self.parameters():
-            if weight.ndim > 1:
-                nn.init.normal_(weight, std=0.02)
+        for weight in (weight for weight in self.parameters() if weight.ndim > 1):
+            nn.init.normal_(weight, std=0.02)
         self.checkpointing = args.checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -63,39 +59,43 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("problem").add_argument
     add("--answers-only", action="store_true", help="learn docstrings, each from its function")
     add("--num-bytes", type=int, default=500_000, help="of text")
+    add("--data", nargs=2, help="Parquet files to train on and to evaluate on: folders, s3://...")
+    add("--column", default="tokens", help="of these files: lists of one length")
+    add("--vocabulary", type=int, default=256, help="number of different tokens")
     add("--layers", type=int, default=2, help="blocks")
     add("--width", type=int, default=128, help="a multiple of 32")
     add("--dropout", type=float, default=0.0, help="its masks depend on the number of processes")
     add("--checkpointing", action="store_true", help="less memory, more time, the same numbers")
     arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, "runs/gpt", not_the_experiment=["checkpointing"])
+    arguments.add_run_arguments(parser, "runs/gpt", ["checkpointing", "data"])
     parser.set_defaults(epochs=2, batch_size=12, eval_every=100, learning_rate=1e-3, warmup=0.05)
     parser.set_defaults(schedule="cosine", min_learning_rate=1e-4, weight_decay=0.1, clip_norm=1.0)
     return parser.parse_args(argv)
 
 
-def load_data(args: argparse.Namespace) -> tuple[list, list]:
-    """Samples are CONTEXT + 1 bytes, and from where to where they count; a tenth is held out."""
+def load_data(args: argparse.Namespace) -> tuple:
+    """The training set and the evaluation set."""
+    if args.data:
+        return tuple(ParquetRows(pattern, args.column) for pattern in args.data)
     path = args.run_dir.parent / f"stdlib-{sys.hexversion:x}.txt"
     if not path.exists():
         files = sorted(Path(argparse.__file__).parent.glob("[a-z]*.py"))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, b"".join(file.read_bytes() for file in files))
-    # Memory-mapped: a slice reads nothing. "c", because torch warns of what it may not write to.
-    text = np.memmap(path, np.uint8, "c")[: args.num_bytes]
-    spans = [(n, n, n + CONTEXT + 1) for n in range(0, len(text) - CONTEXT, CONTEXT)]
+    size = min(args.num_bytes, path.stat().st_size) - CONTEXT
+    spans = range(0, size, CONTEXT)
     if args.answers_only:
-        spans = [(pair.start(), *pair.span(2)) for pair in PAIR.finditer(text[:-CONTEXT])]
-    samples = [(text[n : n + CONTEXT + 1], first - n, end - n) for n, first, end in spans]
-    return [sample for n, sample in enumerate(samples) if n % 10], samples[::10]
+        spans = [(p.start(), *p.span(2)) for p in PAIR.finditer(path.read_bytes()[:size])]
+    return tuple(Windows(path, CONTEXT + 1, spans, held_out) for held_out in (False, True))
 
 
 def judge(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The loss of each byte after the first, and where it counts."""
-    tokens, first, end = batch[0].long(), batch[1][:, None], batch[2][:, None]
+    """The loss of each token after the first, and where it counts."""
+    tokens = batch[0].long()
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    place = torch.arange(1, CONTEXT + 1, device=tokens.device)
+    place = torch.arange(1, tokens.shape[1], device=tokens.device).expand_as(targets)
+    first, end = (each[:, None] for each in batch[1:]) if batch[1:] else (place, place + 1)
     return {"loss": losses.view_as(targets), "where": (first <= place) & (place < end)}
 
 
@@ -118,15 +118,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with Run(args, "gpt") as run:
         accelerator = run.accelerator
         train_set, eval_set = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
-        model = GPT(args)
-        # Matrices decay; biases and norms do not.
+        order = train_set.order(args.batch_size, args.seed) if args.data else None
+        loaders = make_loaders(accelerator, train_set, eval_set, args, order=order)
+        model = GPT(args, args.vocabulary, len(train_set[0][0]) - 1)
         matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (1, 0))
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = make_optimizer(accelerator, groups, args)
         scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
-            model, optimizer, train_loader, eval_loader, scheduler
+            model, optimizer, *loaders, scheduler
         )
         run.begin(model, {"script": Path(__file__).stem, "width": args.width})
         for _ in run.epochs():
@@ -139,8 +139,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
-            text = sample(run.models[0])  # on all processes: a sharded model gathers its weights
-            if accelerator.is_main_process:
+            text = b"" if args.data else sample(run.models[0])  # on all: one may be sharded
+            if text and accelerator.is_main_process:
                 (args.run_dir / f"sample-{run.progress.step:06d}.txt").write_bytes(text)
             run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
         return run.finish()

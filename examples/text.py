@@ -19,10 +19,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
-from trainkit import arguments, startup
-from trainkit.optim import make_optimizer, make_scheduler, peak_learning_rate
-from trainkit.order import make_loaders
-from trainkit.run import Run
+from trainkit import (
+    Run,
+    arguments,
+    make_loaders,
+    make_optimizer,
+    make_scheduler,
+    peak_learning_rate,
+    startup,
+)
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # installed anyway: nothing is downloaded
 FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstring

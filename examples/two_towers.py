@@ -18,10 +18,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
 from datakit.pictures import load_images
-from trainkit import arguments, startup
-from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import InMemory, make_loaders
-from trainkit.run import Run
+from trainkit import InMemory, Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
 
 MNIST = Path(__file__).resolve().parents[1] / "data" / "mnist"
 WIDTH = 64

@@ -5,7 +5,7 @@ HTML, made without gradio.
 
 from collections.abc import Callable, Sequence
 from html import escape
-from itertools import product
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelkit import page
-from trainkit import curves
+from trainkit.folder import curves
 
-FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange and blue of trainkit.curves
+FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of curves.COLOURS
 MAX_DRAWN = 4  # targets, one below the other
 
 
@@ -37,11 +37,18 @@ def evidence(model: nn.Module, picture: torch.Tensor, answer: int) -> torch.Tens
 
 
 @torch.inference_mode()
-def describe(model: nn.Module, about: dict[str, Any], picture: torch.Tensor) -> list[str]:
-    """HTML: the answer; and bars, what the network sees, and what speaks for the answer."""
+def describe(
+    model: nn.Module, about: dict[str, Any], picture: torch.Tensor, doubt: str = ""
+) -> list[str]:
+    """HTML: the answer; and bars, what the network sees, and what speaks for the answer.
+
+    doubt: what makes the picture unlike those of the training, if anything; it is then unsure.
+    """
     classes, probabilities = about["classes"], model(picture[None, None])[0]
     answer = int(probabilities.argmax())
-    unsure = bool(probabilities[answer] < about.get("calibration", {}).get("threshold", 0))
+    sure = probabilities[answer].item()
+    if not doubt and sure < about.get("calibration", {}).get("threshold", 0):
+        doubt = f"{page.percent(sure)} is less than for 95 in 100 test pictures"
     speaks = evidence(model, picture, answer)[..., None]
     ink = picture[..., None] * 0.7 * (1 - speaks.abs())
     overlay = ink + speaks.clamp(min=0) * FOR - speaks.clamp(max=0) * AGAINST
@@ -53,44 +60,32 @@ def describe(model: nn.Module, about: dict[str, Any], picture: torch.Tensor) -> 
         )
     )
     bars = page.bars(classes, probabilities.tolist())
-    said = f"<h2>{'unsure: ' * unsure}{escape(classes[answer])}</h2>"
+    said = f"<h2>{'unsure, perhaps ' * bool(doubt)}{escape(classes[answer])}</h2><p>{doubt}</p>"
     return [said, f'{bars}<div class="views">{"".join(views)}</div>']
 
 
-def landscape(
+def curve(
     outputs: Callable[[np.ndarray], np.ndarray],
     row: np.ndarray,
-    ranges: dict[str, tuple[float, float]],
-    features: Sequence[str],
+    feature: tuple[int, str],
+    span: tuple[float, float],
     targets: Sequence[str],
 ) -> str:
-    """HTML: each target as a curve along one feature or a surface over two; a dot is the row.
+    """HTML: each target along one feature, the others as in the row, which is a dot.
 
-    outputs: rows of features to targets, (n, targets). ranges: the features to draw along, with the
-    first and the last value.
+    outputs: rows of features to targets, (n, targets). feature: its number and name. span: the
+    first and the last value that is drawn.
     """
-    numbers = [features.index(name) for name in ranges]
-    axis = [
-        np.linspace(low, high, 121 if len(ranges) == 1 else 41) for low, high in ranges.values()
-    ]
-    rows = np.tile(row, (len(axis[0]) ** len(axis), 1))
-    rows[:, numbers] = [*product(*axis)]
+    (number, name), html = feature, ""
+    rows = np.tile(row, (121, 1))
+    ends = [*span, row[number]]
+    rows[:, number] = np.linspace(min(ends), max(ends), len(rows))
     values, here = outputs(rows), outputs(row[None])[0]
-    html = ""
-    for number, target in enumerate(targets[:MAX_DRAWN]):
+    for column, target in enumerate(targets[:MAX_DRAWN]):
         figure = curves.new_figure(4.4, 3.0)
         axes = figure.subplots()
-        if len(axis) == 2:
-            drawn = axes.contourf(*axis, values[:, number].reshape(41, 41).T, 12)
-            figure.colorbar(drawn, label=target)
-        else:
-            axes.plot(*axis, values[:, number], color=curves.COLOURS[4])
-        # Along two features the target is the colour, not an axis.
-        (xlabel, x), (ylabel, y) = [
-            *zip(ranges, row[numbers], strict=True),
-            (target, here[number]),
-        ][:2]
-        axes.plot(x, y, "o", color=curves.COLOURS[1], mec="white")
-        axes.set(xlabel=xlabel, ylabel=ylabel)
-        html += page.drawing(figure, f"{target} along {' and '.join(ranges)}")
+        axes.plot(rows[:, number], values[:, column], color=curves.COLOURS[4])
+        axes.plot(row[number], here[column], "o", color=curves.COLOURS[1], mec="white")
+        axes.set(xlabel=fill(name, 40), ylabel=fill(target, 30))
+        html += page.drawing(figure, f"{target} along {name}")
     return html

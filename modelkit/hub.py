@@ -6,6 +6,7 @@ page, app.py, what requirements.txt names.
 
 import contextlib
 import inspect
+import json
 import math
 import re
 import runpy
@@ -22,9 +23,11 @@ from datakit.pictures import load_images
 from modelkit.photos import read_picture
 from modelkit.space import ROOT, needed_by, write_space
 from trainkit.errors import RunFailure, UsageError, as_usage_error
-from trainkit.manifest import sha256_of
-from trainkit.records import PREDICTIONS, last_evaluation, load_predictions, read_run_json
-from trainkit.rundir import refuse_links, write_durably, write_json, write_tensors
+from trainkit.folder.manifest import sha256_of
+from trainkit.folder.records import PREDICTIONS, last_evaluation, load_predictions, read_run_json
+from trainkit.folder.rundir import refuse_links, write_durably, write_json
+from trainkit.folder.weights import write_tensors
+from trainkit.words.text import shorten
 
 MAX_EXAMPLES = 20  # test pictures, one of a class
 # What the source of a model may use.
@@ -91,11 +94,11 @@ python_version: "3.11"
 app_file: app.py
 ---
 
-# {name}
+# {title}
 
 {model}, {parameters:,} parameters, trained on {data} with plain PyTorch and Accelerate.
 
-| measured on {samples:,} {split} samples, seed {seed} | |
+| measured on {samples:,} {split}, seed {seed} | |
 | --- | --- |
 {metrics}
 
@@ -106,6 +109,10 @@ app_file: app.py
 | versions | {versions} |
 
 {pictures}
+## What it is for
+
+{limits}
+
 ## Use
 
 In this folder, with `pip install torch safetensors`:
@@ -122,23 +129,28 @@ model. The folder is a Gradio Space as it is.
 
 ## License
 
-Apache-2.0 (LICENSE) for the code in this folder and, unless its owner says otherwise, the weights.
-The data keep their own.
+Apache-2.0 (LICENSE) for the code in this folder. For the weights: {license}. The data keep their
+own.
 """
 OF_PICTURES = """from safetensors.torch import load_file
 from model import load
 
 inputs = load_file("examples.safetensors")["inputs"]  # {shape}: {look}
-outputs = load()(inputs)  # probabilities of {classes}
+outputs = load()(inputs)  # probabilities of {names}
 print({said})  # {answers}{truth}"""
 OF_ROWS = """import torch
 from model import load
 
-row = [  # column=text: 1 where the column holds the text, else 0
+row = {{  # a row of the data; column=text: 1 where the column holds the text, else 0
 {row}
-]
-outputs = load()(torch.tensor([row], dtype=torch.float64))  # {shape} to {classes}
+}}
+outputs = load()(torch.tensor([[*row.values()]], dtype=torch.float64))  # {shape} to {names}
 print({said})  # {answers}{truth}"""
+FOR_PICTURES = """To tell {names} apart in pictures like those it was trained on, {look}. Whatever a
+picture shows, the answer is one of these; an answer that is said with less than {threshold} is
+among the 5 in 100 of which it is least sure. Nothing was measured on pictures from elsewhere."""
+FOR_ROWS = """To predict {names} for rows like those of {data}. Nothing was measured beyond the
+values of the training rows, which stand beside the example below."""
 OF_FILES = """
 A picture file (PNG, JPEG, ...) of any size, brought to what the network knows as predict.py does
 it, with `pip install {packages}`:
@@ -152,7 +164,7 @@ from {module} import read_picture
 config = json.loads(Path("config.json").read_text())
 picture = read_picture(Path("example.png"), config["size"], config["pictures"])
 probabilities = load()(picture)[0]
-print(config["classes"][probabilities.argmax()], f"{{probabilities.max():.1%}}")  # {answer}
+print(config["classes"][probabilities.argmax()], f"{{probabilities.max():.2%}}")  # {answer}
 ```
 """
 OF_ONNX = """
@@ -173,7 +185,7 @@ def describe_run(run_dir: Path, about: dict[str, Any]) -> dict[str, Any]:
     """The run's own record, last metrics, predictions, and tensors of examples. UsageError.
 
     Examples are inputs and labels: the first test picture of each class, none where the data are
-    gone; the first evaluated row, or the means of the features where no row is saved.
+    gone; the first evaluated row.
     """
     with as_usage_error(f"{run_dir} is not complete"):
         run, metrics = read_run_json(run_dir), last_evaluation(run_dir)
@@ -190,21 +202,23 @@ def describe_run(run_dir: Path, about: dict[str, Any]) -> dict[str, Any]:
             labels = truth.unique()[:MAX_EXAMPLES]
             first = [int((truth == label).nonzero()[0]) for label in labels]
             examples = {"inputs": images[first], "labels": labels}
-    if "columns" in about:
-        row, rows = about["feature_mean"], predictions.get("feature", torch.empty(0, 0))
-        if rows.shape[1] == len(row):
-            row, examples["labels"] = rows[0].tolist(), predictions["target"][:1]
+    if "feature" in predictions:
         # As the card writes them: features come back from their standard units with an error.
         places = [5 - math.floor(math.log10(std)) for std in about["feature_std"]]
-        row = [round(value, num) for value, num in zip(row, places, strict=True)]
+        pairs = zip(predictions["feature"][0].tolist(), places, strict=True)
+        row = [round(value, num) + 0.0 for value, num in pairs]  # + 0.0: no -0
         examples["inputs"] = torch.tensor([row], dtype=torch.float64)
+        examples["labels"] = predictions["target"][:1]
     return {"run": run, "metrics": metrics, "predictions": predictions, "examples": examples}
 
 
-def write_hub(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
+def write_hub(
+    model: nn.Module, about: dict[str, Any], run_dir: Path, license: str | None = None
+) -> Path:
     """Write RUN_DIR/hub/: weights, config.json, model.py, README.md, a page. Return the folder.
 
-    model: what predict.load_run returns. model.py is loaded once and must give the same outputs.
+    model: what predict.load_run returns. license: of the weights, as the Hub abbreviates it.
+    model.py is loaded once and must give the same outputs.
     Raises UsageError if it is of no script that this knows, or if the run is incomplete,
     RunFailure if the outputs differ.
     """
@@ -213,7 +227,7 @@ def write_hub(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
     folder = run_dir / "hub"
     refuse_links([folder, *folder.rglob("*")])
     known = describe_run(run_dir, about)
-    examples = known["examples"] or {"inputs": model.example_inputs()[:1]}
+    examples = known["examples"] = known["examples"] or {"inputs": model.example_inputs()[:1]}
     source = Path(about.get("data", "")).name  # the name alone: not where it lies
     config = about | {"metrics": known["metrics"], "data": source}
     names = ("confusion.png", "fit.png", "curves.png", "model.onnx")
@@ -223,7 +237,7 @@ def write_hub(model: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
         raise UsageError(
             f"{run_dir / 'model.onnx'} was made of other weights: remove it, or --export onnx again"
         )
-    card = _card(model, config, known["run"], examples, copied)
+    card = _card(model, config, known, copied, run_dir.resolve().name, license)
     folder.mkdir(exist_ok=True)
     write_tensors(folder / "model.safetensors", model.model.state_dict(), config)
     write_tensors(folder / "examples.safetensors", examples, {})
@@ -279,10 +293,7 @@ def _check(model: nn.Module, folder: Path) -> None:
     path = folder / "model.py"
     torch.manual_seed(0)
     inputs = model.example_inputs()
-    try:
-        same = torch.equal(runpy.run_path(str(path))["load"]()(inputs), model(inputs))
-    except (NameError, TypeError, KeyError, RuntimeError) as problem:
-        raise RunFailure(f"{path} cannot stand alone: {problem}") from problem
+    same = torch.equal(runpy.run_path(str(path))["load"]()(inputs), model(inputs))
     if not same:
         raise RunFailure(f"{path} gives other outputs than this model")
 
@@ -290,25 +301,28 @@ def _check(model: nn.Module, folder: Path) -> None:
 def _card(
     model: nn.Module,
     about: dict[str, Any],
-    run: dict[str, Any],
-    examples: dict[str, torch.Tensor],
+    known: dict[str, Any],
     copied: list[str],
+    run_name: str,
+    license: str | None,
 ) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
-    last, classifier = about["metrics"], "pictures" in about
-    arguments, name = run["arguments"], f"{about['script'].removeprefix('train_')}-{about['model']}"
+    last, run, classifier = about["metrics"], known["run"], "pictures" in about
+    arguments = run["arguments"]
     source = Path(arguments.get("dataset") or arguments.get("data") or "synthetic")
     hub_id = str(source) if len(source.parts) == 2 and not source.exists() else None
     if source.parts[-2:] == ("data", "mnist"):
         hub_id = "ylecun/mnist"  # which the repository holds
-    held_out = arguments.get("validation_split") or arguments.get("test_fraction") == 0
-    split = "training" if held_out else "test"
+    what = "pictures" if classifier else "rows"
+    split = "training" if arguments.get("test_fraction") == 0 else "held-out"
     task = "image-classification" if classifier else "tabular-regression"
     metrics = ("accuracy",) if classifier else ("rmse", "mae", "r2")
-    data = ModelCardData(
-        model_name=name,
-        license="apache-2.0",
+    data, names = hub_id or source.name, about["classes" if classifier else "targets"]
+    title = _one_line(f"{data}: {shorten(names, 5)} ({run_name})")
+    metadata = ModelCardData(
+        model_name=title,
+        license=license,
         pipeline_tag=task,
         tags=["pytorch", "safetensors", "accelerate"],
         datasets=[hub_id] if hub_id else None,
@@ -316,9 +330,8 @@ def _card(
         eval_results=[
             EvalResult(
                 task_type=task,
-                dataset_type=hub_id or source.name,
+                dataset_type=hub_id or "custom",
                 dataset_name=source.name,
-                dataset_split=split,
                 metric_type=metric,
                 metric_value=last[f"eval_{metric}"],
             )
@@ -327,62 +340,75 @@ def _card(
     )
     # Of a path from the root, the home folder or the parent only the name is published.
     words = [re.sub(r"^(.*=)?(/|~|\.\.|\w:).*[/\\]", r"\1", word) for word in run["command"]]
-    values = {key: value for key, value in last.items() if key.startswith("eval_")}
-    samples = values.pop("eval_samples")
-    example, more = _examples(model, about, examples, "model.onnx" in copied)
+    values = {key[5:]: value for key, value in last.items() if key.startswith("eval_")}
+    said = _examples(model, about, known["examples"], "model.onnx" in copied)
+    limits = FOR_PICTURES if classifier else FOR_ROWS
     return CARD.format(
-        metadata=data.to_yaml(),
-        name=name,
+        metadata=metadata.to_yaml(),
+        title=title,
         model=type(model.model).__name__,
         parameters=sum(weight.numel() for weight in model.parameters()),
-        data=hub_id or source.name,
-        samples=samples,
-        split=split,
+        data=data,
+        samples=values.pop("samples"),
+        split=f"{split} {what}",
         seed=arguments["seed"],
-        metrics="\n".join(f"| {k.removeprefix('eval_')} | {v:.6g} |" for k, v in values.items()),
+        metrics="\n".join(f"| {name} | {value:.6g} |" for name, value in values.items()),
         command=_one_line(shlex.join(["python", *words])),
         hardware=f"{run['world']}; {run['machine']}",
         versions=", ".join(f"{name} {version}" for name, version in run["versions"].items()),
         pictures="".join(f"![{Path(p).stem}]({p})\n" for p in copied if p.endswith(".png")),
-        example=example,
-        more=more,
+        limits=limits.format(data=data, **said),
+        license=license or "none was given",
+        **said,
     )
 
 
 @torch.inference_mode()
 def _examples(
     model: nn.Module, about: dict[str, Any], examples: dict[str, torch.Tensor], onnx: bool
-) -> tuple[str, str]:
-    """Code for the card that asks the model, with what it prints; and what else can be done."""
-    inputs, more = examples["inputs"], ""
+) -> dict[str, str]:
+    """What the card says of its example: the code that asks the model, and what that prints."""
+    inputs, labels = examples["inputs"], examples.get("labels")
     outputs = model(inputs)
-    said: dict[str, Any] = {
-        "shape": f"{str(inputs.dtype)[6:]} (n, {', '.join(map(str, inputs.shape[1:]))})",
-        "truth": f"; the truth: {examples['labels'].tolist()}" if "labels" in examples else "",
-    }
+    said = {"shape": f"{str(inputs.dtype)[6:]} (n, {', '.join(map(str, inputs.shape[1:]))})"}
     if "pictures" in about:
         answers = outputs.argmax(1).tolist()
-        said |= {
-            "look": about["pictures"]["read_as"],
-            "classes": _one_line(", ".join(about["classes"])),
-            "said": "outputs.argmax(1).tolist()",
-            "answers": answers,
-        }
-        code = OF_PICTURES.format(**said)
         module = read_picture.__module__
         packages = {*needed_by(f"{module.replace('.', '/')}.py")[1], "safetensors"}
-        answer = f"{about['classes'][answers[0]]} {outputs[0].max():.1%}"
-        more = OF_FILES.format(packages=" ".join(sorted(packages)), module=module, answer=answer)
-    else:
-        pairs = zip(inputs[0].tolist(), about["features"], strict=True)
         said |= {
-            "row": "\n".join(f"    {x:.15g},  # {_one_line(name)}" for x, name in pairs),
-            "classes": _one_line(", ".join(about["targets"])),
-            "said": '[f"{value:,.4g}" for value in outputs[0]]',
-            "answers": [f"{value:,.4g}" for value in outputs[0]],
+            "look": about["pictures"]["read_as"],
+            "names": _one_line(", ".join(about["classes"])),
+            "threshold": f"{about['calibration']['threshold']:.2%}",
+            "said": "outputs.argmax(1).tolist()",
+            "answers": str(answers),
+            "truth": "" if labels is None else f"; the truth: {labels.tolist()}",
         }
-        code = OF_ROWS.format(**said)
-    return code, more + OF_ONNX.format(**said) * onnx
+        code, more = (
+            OF_PICTURES,
+            OF_FILES.format(
+                packages=" ".join(sorted(packages)),
+                module=module,
+                answer=f"{about['classes'][answers[0]]} {outputs[0].max():.2%}",
+            ),
+        )
+    else:
+        ranges = zip(about["features"], inputs[0].tolist(), about["feature_range"], strict=True)
+        said |= {
+            "row": "\n".join(
+                f"    {json.dumps(name)}: {x:.15g},  # {low:.6g} to {high:.6g} in training"
+                for name, x, (low, high) in ranges
+            ),
+            "names": _one_line(", ".join(about["targets"])),
+            "said": '*[f"{value:,.6g}" for value in outputs[0]]',
+            "answers": _numbers(outputs[0]),
+            "truth": "" if labels is None else f"; the truth: {_numbers(labels[0])}",
+        }
+        code, more = OF_ROWS, ""
+    return said | {"example": code.format(**said), "more": more + OF_ONNX.format(**said) * onnx}
+
+
+def _numbers(row: torch.Tensor) -> str:
+    return " ".join(f"{value:,.6g}" for value in row.tolist())
 
 
 def _one_line(text: str) -> str:

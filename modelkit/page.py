@@ -39,8 +39,9 @@ CSS = """
   color: inherit; padding: 1px 8px; border-radius: 4px; background: #8882; max-width: 100% }
 .page select { appearance: auto }
 .page select option { background: Canvas; color: CanvasText }
-#form label { display: grid; grid-template-columns: 1fr 9em; margin-bottom: 8px }
-#form input[type=range] { grid-column: 1 / -1; width: 100% }
+#form label { display: grid; grid-template-columns: minmax(0, 1fr) 9em; margin-bottom: 8px;
+  overflow-wrap: anywhere; align-items: end }
+#form input[type=range], #form select { grid-column: 1 / -1; width: 100% }
 #form input[type=number] { text-align: right }
 #pad { background: white; border: 1px solid #888; touch-action: none; cursor: crosshair;
   display: block; margin-bottom: 6px }
@@ -49,9 +50,11 @@ CSS = """
 #file { width: 282px }
 #said { display: flex; flex-wrap: wrap; gap: 2px 12px; align-items: baseline; min-height: 36px }
 #details { display: flex; flex-wrap: wrap; gap: 12px 32px }
+#answer { grid-column: 2; grid-row: 2 / span 2; min-width: 0 }
 #answer[aria-busy=true] > * { visibility: hidden }
-.bars { flex: 1 0 240px; display: grid; grid-template-columns: max-content 1fr 4em; gap: 2px 10px;
-  align-items: center; align-self: start; font-variant-numeric: tabular-nums; line-height: 1.3 }
+.bars { flex: 1 0 240px; display: grid; grid-template-columns: fit-content(50%) 1fr 6em;
+  gap: 2px 10px; align-items: center; align-self: start; overflow-wrap: anywhere;
+  font-variant-numeric: tabular-nums; line-height: 1.3 }
 .bars span:nth-child(3n) { text-align: right }
 .bars progress { appearance: none; width: 100%; height: 14px; border: none; background: #8883 }
 .bars progress::-webkit-progress-bar { background: #8883 }
@@ -64,7 +67,8 @@ CSS = """
 .curve img { width: 100%; max-width: 560px }
 .dark .curve img { filter: invert(1) hue-rotate(180deg) }
 .shelf { border: 0; padding: 0; display: flex; flex-wrap: wrap; gap: 6px }
-.shelf label { position: relative; text-align: center; font-size: 12px; max-width: 96px }
+.shelf label { position: relative; text-align: center; font-size: 12px; max-width: 96px;
+  overflow-wrap: anywhere }
 .shelf input { position: absolute; opacity: 0 }
 .shelf img { width: 56px; height: 56px; image-rendering: pixelated; border-radius: 0;
   display: block; margin: auto !important; border: 3px solid transparent }
@@ -72,9 +76,8 @@ CSS = """
 .shelf input:focus-visible + img { outline: 3px solid #2f8fd0 }
 @media (max-width: 700px) {
   .page { grid-template-columns: minmax(0, 1fr) }
+  #answer { grid-area: auto }
   .page h1, .page h2 { font-size: 18px }
-  .page .file { order: 1 }
-  .page fieldset { order: 2 }
 }
 """
 # One input is answered at a time: the others are emptied, and an answer that another question has
@@ -122,9 +125,12 @@ function reset(kept) {
   pen.fillText('draw here', 140, 146);
 }
 if (form) {
-  const all = () => ask('', [...new FormData(form).values()]);
+  let touched = '';
+  const all = () => ask('', [touched, ...new FormData(form).values()]);
   form.onsubmit = event => event.preventDefault();
   form.oninput = ({target}) => {
+    const number = target.closest('label').querySelector('[type=number]');
+    if (number) touched = number.name;
     if (target.value) target.closest('label').querySelectorAll('input').forEach(
       other => { if (other !== target) other.value = target.value; });
     all();
@@ -218,11 +224,16 @@ def serve(html: str, answer: Callable, title: str, host: str | None, port: int |
     page.block_thread()
 
 
+def percent(share: float) -> str:
+    """HTML: a share with two places; 99.997 % is not 100 %."""
+    return "&gt; 99.99 %" if 0.9999 < share < 1 else f"{100 * share:.2f} %"
+
+
 def bars(names: Sequence[str], shares: Sequence[float]) -> str:
     """HTML: a row for each of the MAX_BARS largest shares, the largest first; CSS marks it."""
     rows = (
         f'<span>{escape(name)}</span><progress value="{share:.4f}" aria-label="{escape(name)}">'
-        f"</progress><span>{share:.1%}</span>"
+        f"</progress><span>{percent(share)}</span>"
         for share, name in sorted(zip(shares, names, strict=True), reverse=True)[:MAX_BARS]
     )
     return f'<div class="bars">{"".join(rows)}</div>'

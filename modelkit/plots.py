@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from modelkit.compare import compare_runs
-from trainkit import curves, startup
-from trainkit.arguments import Parser
-from trainkit.curves import COLOURS, legend_above, new_figure
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.records import PREDICTIONS, load_predictions
+from trainkit.folder import curves
+from trainkit.folder.curves import COLOURS, legend_above, new_figure
+from trainkit.folder.records import PREDICTIONS, load_predictions
+from trainkit.launch import startup
+from trainkit.words.arguments import Parser
 
 if TYPE_CHECKING:  # imported where it is used, because it takes a second
     from matplotlib.figure import Figure
@@ -76,25 +76,22 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     if num <= MAX_CELLS:
         for row, column in zip(*matrix.nonzero(), strict=True):
             share = shares[row, column]
+            shown = "100%" if share == 1 else f"{min(share, 0.999):.1%}"  # 99.97 % is not 100 %
             axes.text(
                 column,
                 row,
-                f"{matrix[row, column]}\n{share:.{0 if share > 0.9995 else 1}%}",
+                f"{matrix[row, column]}\n{shown}",
                 ha="center",
                 va="center",
                 fontsize=font,
                 linespacing=0.95,
                 color="white" if share > 0.08 else "black",
             )
-        lines = np.arange(num + 1) - 0.5
-        axes.set_xticks(lines, minor=True)
-        axes.set_yticks(lines, minor=True)
-        axes.grid(which="minor", color="0.8", linewidth=0.5)
     ticks = range(0, num, -(-num // MAX_CELLS))
     names = [classes[tick] for tick in ticks]
     axes.set_xticks(ticks, names, rotation=90 if max(map(len, classes)) > 2 else 0)
     axes.set_yticks(ticks, names)
-    axes.tick_params(which="both", length=0, top=True, labeltop=True, labelsize=font + 2)
+    axes.tick_params(length=0, top=True, labeltop=True, labelsize=font + 2)
     right = int(np.trace(matrix))
     axes.set_title(f"{right} of {matrix.sum()} right ({right / matrix.sum():.2%})", pad=10)
     axes.set(xlabel="predicted", ylabel="true")
@@ -113,7 +110,7 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "
     for axes, image, index in zip(grid.flat, images, worst.tolist(), strict=False):
         axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
         said, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
-        text = f"predicted {said}, {tensors['probability'][index]:.1%}\ntrue {true}"
+        text = f"predicted {said}, {tensors['probability'][index]:.2%}\ntrue {true}"
         axes.set_title(text, fontsize=9 if max(map(len, classes)) < 6 else 7)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {num} most confident of " if num < all_mistakes else ""
@@ -123,8 +120,6 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "
 
 def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Figure":
     """Predicted against true and the residuals, per target; the line itself for one feature."""
-    from matplotlib.ticker import EngFormatter
-
     prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
     targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
     features = tensors.get("feature")
@@ -153,10 +148,7 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Fig
             line.set(xlabel=metadata.get("feature", "feature"), ylabel=name)
             legend_above(line, ncols=2)
     for axes in grid.flat:
-        axes.locator_params(nbins=5)
-        for axis in (axes.xaxis, axes.yaxis):
-            if abs(axis.get_data_interval()).max() >= 1e4:  # wide numbers run into each other
-                axis.set_major_formatter(EngFormatter(sep=""))  # 200k
+        axes.locator_params(nbins=4)
     return figure
 
 
@@ -172,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if len(run_dirs) == 1:
             print(*draw_run(run_dirs[0]), sep="\n")
         else:
+            from modelkit.compare import compare_runs  # here: its evaluate may take 3 s
+
             print(compare_runs(run_dirs))
 
 

@@ -17,7 +17,7 @@ def write_space(folder: Path) -> None:
     """
     files, packages = needed_by("app.py")
     for name in files:
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / name)
     text = "".join((ROOT / f"requirements{part}.txt").read_text() for part in ("", "-extras"))
     bounds = {name: line for line, name in re.findall(r"^(([\w-]+)[^#\s]*)", text, re.M)}

@@ -47,6 +47,15 @@ posix_only = pytest.mark.skipif(
     os.name != "posix", reason="Windows has no signals, no bash, and lets not everybody make a link"
 )
 
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Let `-m gpu` say in one line why it skipped its tests where there is no GPU."""
+    if config.option.markexpr == "gpu":
+        skipped = terminalreporter.getreports("skipped")
+        for reason in {report.longrepr[2] for report in skipped}:
+            terminalreporter.write_line(reason)
+
+
 NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them
 
 
@@ -225,13 +234,29 @@ def nursery(datasets_cache: None) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def fork_main(nursery: Any) -> Callable[..., Any]:
+    """`run` without the start: main(argv) of a script in forked processes, for a tenth of its time.
+
+    What comes back has returncode, stdout and stderr; a main that hangs fails the test. See
+    faults.Nursery.run for the names that may follow. For tests that are not about the start.
+    """
+
+    def call(script: str, *args: object, **plan: Any) -> Any:
+        outcome = nursery.run(script, *without_pictures(script, args), **plan)
+        assert None not in outcome.codes, f"{script} hung\n{outcome.output}"
+        return outcome
+
+    return call
+
+
+@pytest.fixture(scope="session")
 def in_fresh_process() -> Iterator[Callable[..., None]]:
     """Run code, with these names, where torch and what goes with it is imported and not patched.
 
     Such processes are forked from one that imported them once.
     """
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload(["torch", "accelerate", "datasets", "evaluate"])
+    context.set_forkserver_preload(["torch", "accelerate", "datasets"])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         yield lambda code, **names: pool.submit(exec, code, names).result(timeout=300)
 

@@ -1,8 +1,8 @@
 """Start a script many times for little, break it anywhere, and look at what is left.
 
 Importing torch takes seconds, so one process (`python tests/faults.py`) imports it once and forks
-a child per run: one, or several that meet over gloo as under a launcher. A fault counts the I/O
-events of one save inside a child and strikes at one of them.
+a child per run: one, or several that meet over gloo as under a launcher. Any script or module with
+a main(argv) runs there. A fault counts the I/O events of one save and strikes at one of them.
 """
 
 import builtins
@@ -39,8 +39,19 @@ class Outcome:
     """What became of a run: an exit code per process (negative: a signal; None: it hung)."""
 
     codes: list[int | None]
-    output: str
+    stdout: str
+    stderr: str
     seconds: float
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code of the first process; so this may stand for a CompletedProcess."""
+        return self.codes[0]
+
+    @property
+    def output(self) -> str:
+        """All that the processes printed."""
+        return self.stdout + self.stderr
 
 
 class Nursery:
@@ -60,14 +71,17 @@ class Nursery:
         """Run a script to its end in `world` processes.
 
         Args:
-            plan: timeout (seconds, 60); fault (see _install); kill (a list of [seconds, rank,
-                signal number]; rank None: all); limit (largest file that may be written, bytes);
-                indices (a file: process r appends the sample indices of each of its batches to
-                FILE.r, before the forward pass); double (True: compute in float64); env (variables
-                that a launcher would set).
+            script: a file or module with a main(argv), of the repository, of tests/ or by its full
+                path: train_mnist, "predict.py", "examples/gpt.py", "modelkit.plots".
+            plan: cwd (the folder it starts in); timeout (seconds, 60); fault (see _install); kill
+                (a list of [seconds, rank, signal number]; rank None: all); limit (largest file that
+                may be written, bytes); indices (a file: process r appends the sample indices of
+                each of its batches to FILE.r, before the forward pass); double (True: compute in
+                float64); env (variables, also those that a launcher would set; None: not set);
+                modules (imported once, before it forks).
         """
         request = {"script": script, "args": [str(arg) for arg in args], "world": world, **plan}
-        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.write(json.dumps(request, default=str) + "\n")
         self.process.stdin.flush()
         return Outcome(**json.loads(self.process.stdout.readline()))
 
@@ -101,7 +115,7 @@ def _digest(value: Any) -> Any:
 
 def incomplete(run_dir: Path) -> list[str]:
     """Checkpoints that have their final name and are not whole."""
-    from trainkit.manifest import verify
+    from trainkit.folder.manifest import verify
 
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     return [f"{path.name}: {problem}" for path in folders if (problem := verify(path))]
@@ -126,14 +140,11 @@ def acknowledged(run_dir: Path) -> int:
 def _serve() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    # torch imports these at the first optimizer and the first DDP: once here, not in each child.
-    modules = (
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "tqdm.auto",
-    )
-    for name in (*SCRIPTS, *modules):
+    # torch imports the first of these at the first optimizer and the first DDP, and others are
+    # imported when they are needed: once here, not in each child.
+    modules = "torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint tqdm.auto"
+    modules += " evaluate pandas pyarrow.parquet matplotlib.figure matplotlib.backends.backend_agg"
+    for name in (*SCRIPTS, *modules.split()):
         importlib.import_module(name)
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
@@ -144,13 +155,15 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    output = os.memfd_create("output")
+    for name in request.get("modules", []):
+        importlib.import_module(name)
+    outputs = os.memfd_create("stdout"), os.memfd_create("stderr")
     started_at = time.monotonic()
     children = []
     for rank in range(request["world"]):
         child = os.fork()
         if child == 0:
-            _become(request, rank, port, output)
+            _become(request, rank, port, outputs)
         children.append(child)
     codes: dict[int, int | None] = {}
     kills = sorted(request.get("kill", []), key=lambda kill: kill[0])
@@ -172,23 +185,31 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
                 os.waitpid(child, 0)
                 codes[child] = None
         time.sleep(0.001)
-    os.lseek(output, 0, os.SEEK_SET)
-    with open(output, "rb") as file:
-        text = file.read().decode()
+    texts = []
+    for output in outputs:
+        os.lseek(output, 0, os.SEEK_SET)
+        with open(output, "rb") as file:
+            texts.append(file.read().decode(errors="replace"))
     return {
         "codes": [codes[child] for child in children],
-        "output": text,
+        "stdout": texts[0],
+        "stderr": texts[1],
         "seconds": time.monotonic() - started_at,
     }
 
 
-def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
+def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, int]) -> None:
     """Be one process of a run, then exit."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for stream in (1, 2):
-        os.dup2(output, stream)
+    for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
+        os.dup2(file, stream)
     code = 1
     try:
+        script = Path(request["script"].removesuffix(".py"))
+        if script.is_absolute():
+            sys.path.insert(0, str(script.parent))
+            script = Path(script.name)
+        os.chdir(request.get("cwd", ROOT))
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         if request["world"] > 1:
@@ -200,20 +221,23 @@ def _become(request: dict[str, Any], rank: int, port: int, output: int) -> None:
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )
-        os.environ.update(request.get("env", {}))
+        for variable, value in request.get("env", {}).items():
+            os.environ.pop(variable, None)
+            os.environ.update({variable: value} if value is not None else {})
         if "limit" in request:
             import resource  # not on Windows, where tests import this file for other things
 
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
         if request.get("double"):
             importlib.import_module("double").use_double()
-        script, fault = importlib.import_module(request["script"]), request.get("fault", {})
+        script = importlib.import_module(script.as_posix().replace("/", "."))
+        sys.argv, fault = [script.__file__, *request["args"]], request.get("fault", {})
         if hasattr(script, "Wide"):
             script.MODELS |= {"wide": _narrow, "normed": normed}
         if "indices" in request:
             _log_indices(script, f"{request['indices']}.{rank}")
         _install(script, fault if rank == fault.get("rank", 0) else {}, rank)
-        run = importlib.import_module("trainkit.startup").run
+        run = importlib.import_module("trainkit.launch.startup").run
         run(functools.partial(script.main, request["args"]))
         code = 0
     except SystemExit as leaving:
@@ -230,7 +254,7 @@ def _narrow(num_classes: int) -> Any:
     """In the place of --model wide: both kinds of dropout, and small enough for a sweep."""
     from torch import nn
 
-    from trainkit.order import Dropout
+    from trainkit.draws import Dropout
 
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=3),
@@ -282,7 +306,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
 
     from trainkit import shards
     from trainkit.checkpoint import Checkpoints, Progress
-    from trainkit.signals import Signals
+    from trainkit.launch.signals import Signals
 
     saves, events, armed = 0, 0, False
 
@@ -322,7 +346,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         builtins.open = io.open
         watch(torch, "save", lambda value, file, **kwargs: file)
         watch(accelerate.utils.other, "safe_save_file", lambda value, file, **kwargs: file)
-        watch(shards, "save_file", lambda value, file, metadata: file)
+        watch(shards, "save_file", lambda value, file: file)
 
     save = Checkpoints.save
 
@@ -344,7 +368,9 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         requested = Signals.requested
 
         def requesting(self: Signals) -> bool:
-            if next(steps) == step:
+            # Not those of an evaluation.
+            after_step = sys._getframe(1).f_code.co_name == "_finish_step"
+            if after_step and next(steps) == step:
                 os.kill(os.getpid(), number)
             return requested(self)
 

@@ -1,32 +1,30 @@
-"""Prints the world that a YAML makes, after the checks with which the scripts begin."""
+"""Prints the world that a YAML makes, as a Run finds it."""
 
 import json
+import tempfile
+from pathlib import Path
 
-import torch
-from accelerate import Accelerator
-
-from trainkit import launch, shards, startup, world
+from trainkit import Run, arguments, startup
 
 
 def main() -> None:
-    plugin = shards.plugin(launch.check_launch())
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), fsdp_plugin=plugin)
-    alone = accelerator.distributed_type.value
-    shards.shard(accelerator, plugin)
-    world.check_world(accelerator)
-    accelerator.print(
-        json.dumps(
-            {
-                "num_processes": accelerator.num_processes,
-                "mixed_precision": accelerator.mixed_precision,
-                "device": accelerator.device.type,
-                "of_accelerate_alone": alone,
-                "sharded": accelerator.is_fsdp2,
-            }
+    parser = arguments.Parser()
+    arguments.add_training_arguments(parser)
+    arguments.add_run_arguments(parser, str(Path(tempfile.gettempdir(), "probe")))
+    with Run(parser.parse_args([]), "probe") as run:
+        accelerator = run.accelerator
+        accelerator.print(
+            json.dumps(
+                {
+                    "num_processes": accelerator.num_processes,
+                    "mixed_precision": accelerator.mixed_precision,
+                    "device": accelerator.device.type,
+                    "sharded": accelerator.is_fsdp2,
+                }
+            )
         )
-    )
-    accelerator.wait_for_everyone()  # one that left would break the other's connections
-    accelerator.end_training()
+        accelerator.wait_for_everyone()  # one that left would break the other's connections
+        run.stage = "over"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Flags: read as a shell would, checked all at once, wherever they come from."""
+"""Flags: checked all at once, wherever they come from."""
 
 from pathlib import Path
 
@@ -6,37 +6,16 @@ import pytest
 
 import train_mnist
 import train_regression
-from trainkit import arguments
 from trainkit.errors import UsageError
+from trainkit.words import arguments
 
 
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("--lr 0.1", "instead of --lr use --learning-rate"),
-        ("-lr 0.1", "instead of -lr use --learning-rate"),
-        ("--batch_size 3", "instead of --batch_size use --batch-size"),
-        ("--learning_rate=1", "instead of --learning_rate use --learning-rate"),
-        ("--Epochs 3", "instead of --Epochs use --epochs"),
-        ("--epoch 3", "instead of --epoch perhaps --epochs"),
-        ("--optimiser sgd", "instead of --optimiser perhaps --optimizer"),
-        ("--gradient_accumulation_steps 4", "steps use --accumulate"),
-        ("--max_grad_norm 1", "norm use --clip-norm"),
-        ("--output_dir x", "instead of --output_dir use --run-dir"),
-        ("--mixed_precision bf16", "--mixed_precision is for the launch"),
-        ("--fp16", "--fp16 is for the launch: the YAML, accelerate launch or torchrun"),
-        ("--num_processes 2", "--num_processes is for the launch"),
-        ("--cpu", "--cpu is for the launch"),
-        ("--local-rank=0", "--local-rank is for the launch"),  # torch.distributed.launch
-        ("--config_file accelerate_configs/2cpu.yaml", "--config_file is for the launch"),
-        ("--xyzzy 3", "--xyzzy 3 .see"),
-    ],
-)
-def test_a_slip_in_a_flag_gets_a_hint(typed: str, words: str) -> None:
+@pytest.mark.parametrize("typed", ["--epoch 3", "--lr 0.1", "--optimizer sgdd", "@{}.gone"])
+def test_a_slip_in_a_flag_is_one_sentence(typed: str, tmp_path: Path) -> None:
     for script in (train_mnist, train_regression):
-        with pytest.raises(UsageError, match=words) as refused:
-            script.parse_args(typed.split())
-        assert len(str(refused.value).splitlines()) == 1 and "--help)" in str(refused.value)
+        with pytest.raises(UsageError, match=r"see .* --help\)$") as refused:
+            script.parse_args(typed.format(tmp_path).split())
+        assert len(str(refused.value).splitlines()) == 1
 
 
 # What a file of flags holds, and the --run-dir and --label that come of it.
@@ -44,10 +23,6 @@ FILES = [
     ("--run-dir exp#1", "exp#1", None),
     ("--run-dir 'my runs' # the run's folder\n# and\n--label x", "my runs", "x"),
     ('--run-dir "a # b"\t--label "it\'s"', "a # b", "it's"),
-    ("\ufeff--run-dir x", "x", None),
-    ("--run-dir=x\\ y", "x y", None),
-    ("--run-dir\xa0x", "x", None),
-    ("--run-dir \\\n x \\\n--label y # one \\\n --seed 1", "x", "y"),
 ]
 
 
@@ -58,19 +33,6 @@ def test_a_file_of_flags_is_read_as_by_a_shell(
     (tmp_path / "flags").write_text(text)
     args = train_mnist.parse_args([f"@{tmp_path / 'flags'}"])
     assert (str(args.run_dir), args.label) == (run_dir, label)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("--label 'x", "No closing quotation"), ("@{}", "recursion"), ("@{}.gone", "No such file")],
-)
-def test_a_file_of_flags_that_cannot_be_read_is_one_sentence(
-    text: str, words: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "flags"
-    path.write_text(text.format(path))
-    with pytest.raises(UsageError, match=f"^@{path}.* cannot be read as .*{words}"):
-        train_mnist.parse_args([f"@{path}"])
 
 
 # Flags of train_regression.py, and what is said of them; each with all the others at once.
@@ -88,13 +50,14 @@ WRONG = {
     "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
     "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
     "--run-dir \udcff": "--run-dir \udcff must be UTF-8",
-    "--target y,y": "--target and --features name a column twice",
     "--noise inf": "--noise inf must be a number of at least 0",
 }
 
 
 def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
-    args = train_regression.parse_args([*" ".join(WRONG).split(), "--data", "x.csv"])
+    args = train_regression.parse_args(
+        [*" ".join(WRONG).split(), "--data", "x.csv", "--target", "y"]
+    )
     args.timeout = 0
     with pytest.raises(UsageError) as refused:
         train_regression.check_arguments(args, 2)
@@ -112,7 +75,6 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
             "--learning-rate 0.1 --schedule cosine --scale-lr 1024 --min-learning-rate 0.01",
             "below the peak of 0.003125",
         ),
-        ("--start-from x/a/model.safetensors --run-dir x", "is in --run-dir"),
         ("--learning-rate 2e-4 --min-learning-rate 1e-4 --keep-best eval_loss --patience 1", ""),
     ],
 )
@@ -132,6 +94,14 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed() -> None:
     assert arguments.experiment(longer[0]) == arguments.experiment(longer[1])
     with pytest.raises(AssertionError, match="holds no flag"):
         arguments.experiment(type(longer[0])(**vars(longer[0]) | {"not_the_experiment": ["typo"]}))
+
+
+def test_gradients_are_not_added_up_beside_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = train_mnist.parse_args(["--accumulate", "2"])
+    assert not arguments.find_problems(args, 1)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    (problem,) = arguments.find_problems(args, 1)
+    assert "use --accumulate 1, or dynamo_mode: default" in problem
 
 
 def test_a_list_may_go_over_several_lines() -> None:

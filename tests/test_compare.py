@@ -10,9 +10,9 @@ import torch
 from conftest import rows
 
 from modelkit import compare, plots
-from trainkit import records
 from trainkit.errors import UsageError
-from trainkit.rundir import write_tensors
+from trainkit.folder import records
+from trainkit.folder.weights import write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_the_table_says_what_differs_and_what_was_measured(
     table = cells(text)
     assert text.splitlines()[0].split() == [str(folder) for folder in folders]
     assert table["seed"] == ["0", "1"]
-    assert not {"run_dir", "epochs", "command", "host", "versions.torch"} & table.keys()
+    assert not {"run_dir", "epochs", "command", "host", "target_accuracy"} & table.keys()
     assert table["eval_accuracy"] == [
         f"{rows(f, 'epochs')[-1]['eval_accuracy']:.6g}" for f in folders
     ]

@@ -1,145 +1,74 @@
-"""The doctor finds what keeps ranks from training together."""
+"""The doctor finds what keeps processes from training together."""
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import conftest
 import pytest
+from conftest import linux_only
 
-from trainkit import doctor
-
-# Rank 1 of a doctor's run, made ill in the ways that sys.argv[1] names.
+# A doctor whose process 1 is ill in the way that argv[0] names.
 PATIENT = """
-import importlib.metadata, os, subprocess, sys, time
+import importlib.metadata, os, subprocess, time
+import doctor, torch
+from trainkit.launch import nodes
 
-sys.path.insert(0, {root!r})
-from trainkit import doctor, startup
-
-doctor.world.TOKEN_WAIT_SECONDS, doctor.GLOO_SECONDS = 0.5, 3
-version, measure_matmul = importlib.metadata.version, doctor.measure_matmul
-
-
-def behind_a_busy_loop(accelerator):
-    core = min(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, [core])
-    loops = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(3)]
-    try:
-        return measure_matmul(accelerator)
-    finally:
-        for loop in loops:
-            loop.kill()
-
-
-def lose_the_network(accelerator):
-    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch"  # read whenever a group is opened
-    return measure_matmul(accelerator)
-
-
-if os.environ["RANK"] == "1":
-    if "absent" in sys.argv[1]:
-        time.sleep(600)
-    if "version" in sys.argv[1]:
-        importlib.metadata.version = lambda name: "0.1" if name == "torch" else version(name)
-    if "slow" in sys.argv[1]:
-        doctor.measure_matmul = behind_a_busy_loop
-    if "loopback" in sys.argv[1]:
-        doctor.measure_matmul = lose_the_network
-    if "unshared" in sys.argv[1]:
-        os.mkdir("elsewhere")
-        os.chdir("elsewhere")
-startup.run(lambda: sys.exit(doctor.main(sys.argv[2:])))
+def main(argv):
+    illness = argv[0]
+    nodes.SHOWN_SECONDS, doctor.GLOO_SECONDS = 0.5, 3
+    doctor.ALL_REDUCES = {4096: 2}
+    if os.environ["RANK"] == "1":
+        if illness == "absent":
+            time.sleep(60)
+        if illness == "version":
+            importlib.metadata.version = lambda name: "0.1"
+        if illness == "slow":
+            measured = doctor.mean_seconds
+            doctor.mean_seconds = lambda *what: max(0.5, measured(*what))  # of work beside it
+        if illness == "network":
+            find = doctor.find_slow
+            doctor.find_slow = lambda accelerator: (  # read whenever a group is opened
+                os.environ.update(GLOO_SOCKET_IFNAME="nosuch") or find(accelerator))
+        if illness == "sum":
+            real = torch.distributed.all_reduce
+            torch.distributed.all_reduce = lambda tensor, *args: real(tensor.mul_(2), *args)
+        if illness == "folder":
+            os.makedirs("elsewhere/runs")
+            os.chdir("elsewhere")
+    doctor.main(argv[1:])
 """
+# Illness, exit code, and the sentence that names it.
+ILL = [
+    ("version", 2, "torch is "),
+    ("folder", 2, "error: runs/mnist is not the same folder on node 0"),
+    ("slow", 1, "problem: process 1 on node 0 "),
+    ("network", 1, "the gloo group that training opens beside gloo failed on node 0 ("),
+    ("sum", 1, "problem: an all-reduce of 4096 bytes is wrong on processes [0, 1]"),
+    ("absent", 1, "error: process 0 lost contact with another process of this run, or never met"),
+]
 
 
-def examine(folder: Path, illness: str, *args: str) -> subprocess.CompletedProcess:
-    patient = folder / "patient.py"
-    patient.write_text(PATIENT.format(root=str(conftest.ROOT)))
-    return conftest.run(str(patient), illness, *args, config="2cpu", cwd=folder, timeout=60)
+@linux_only
+@pytest.mark.parametrize(("illness", "code", "sentence"), ILL)
+def test_an_illness_is_named(
+    illness: str, code: int, sentence: str, fork_main: Callable, tmp_path: Path
+) -> None:
+    (tmp_path / "patient.py").write_text(PATIENT)
+    flags = ["--timeout", 2] if illness == "absent" else []
+    plan = {"kill": [[5, 1, 9]]} if illness == "absent" else {}
+    done = fork_main(str(tmp_path / "patient.py"), illness, *flags, world=2, cwd=tmp_path, **plan)
+    assert done.returncode == code and sentence in done.output, done.output
+    assert "ready to train" not in done.output
 
 
-@pytest.fixture(scope="module")
-def ill(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The problems of a run with three faults."""
-    if sys.platform != "linux":
-        pytest.skip("only Linux ties a process to a core, which makes it slow")
-    result = examine(tmp_path_factory.mktemp("ill"), "version slow unshared", "--json")
-    report = json.loads(result.stdout)
-    assert report["num_processes"] == 2
-    assert result.returncode == 1 and "exitcode  : 1" in result.stderr
-    assert len(report["problems"]) == 3, report["problems"]
-    return report["problems"]
-
-
-def test_a_wrong_version_is_named(ill: list[str]) -> None:
-    assert any("and 0.1 on rank 1 " in problem for problem in ill), ill
-
-
-def test_a_slow_rank_is_named(ill: list[str]) -> None:
-    assert any(problem.startswith("rank 1 ") and "slow" in problem for problem in ill), ill
-
-
-def test_an_unshared_run_folder_is_named(ill: list[str]) -> None:
-    assert any(problem.startswith("runs is not the same folder") for problem in ill), ill
-
-
-def test_a_rank_that_never_comes_ends_the_doctor_with_one_sentence(tmp_path: Path) -> None:
-    result = examine(tmp_path, "absent", "--timeout", "2")
-    assert result.returncode == 1 and not result.stdout
-    assert "error: process 0 did not meet the other processes" in result.stderr
-
-
-def test_healthy_ranks_are_measured_and_called_healthy(tmp_path: Path) -> None:
-    command = [*conftest.command("", config="2cpu")[:-1], "-m", "trainkit.doctor", "--json"]
-    result = subprocess.run(
-        [*command, "--run-dir", tmp_path],
-        cwd=conftest.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ,
-    )
-    report = json.loads(result.stdout)
-    assert report["format"] == 2 and report["num_processes"] == 2
-    # Other work on this machine may slow a rank down; nothing else may be wrong.
-    assert all("slow" in problem for problem in report["problems"]), report["problems"]
-    assert [entry["bytes"] for entry in report["all_reduce"]] == [2**12, 2**22, 100 * 2**20]
-    assert all(entry["correct"] and entry["seconds"] > 0 for entry in report["all_reduce"])
-    for rank in report["ranks"]:
-        assert rank["backend"] == "gloo" and rank["matmul_flops"]["float32"] > 1e8
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_text_has_79_columns_whatever_the_names_and_the_number_of_ranks() -> None:
-    rank = {
-        "host": "a-host-with-a-long-name.example.org",
-        "device": "AMD EPYC 9B45 128-Core Processor",
-        "driver": "none",
-        "backend": "gloo",
-        "threads": 64,
-        "free_bytes": 2**41,
-        "facts": {"torch": "2.15.0", "accelerate": "1.15.0"},
-        "matmul_flops": {"float32": 1e15, "bfloat16": 1e15, "float16": 1e15},
-    }
-    sums = {"bytes": 100 * 2**20, "seconds": 100.0, "bus_bytes_per_second": 1e11, "correct": False}
-    report = {
-        "ranks": [rank] * 1000,
-        "all_reduce": [sums],
-        "problems": ["rank 3 is slow " * 9],
-        "run_dir": "runs/mnist",
-    }
-    lines = doctor.as_text(report).splitlines()
-    assert max(map(len, lines)) <= 79 and len(lines) < 50
-    assert lines[-1].startswith("verdict: do not train")
-
-
-@pytest.mark.slow
-def test_a_gloo_group_that_cannot_be_opened_beside_nccl_is_one_sentence(tmp_path: Path) -> None:
-    result = examine(tmp_path, "loopback", "--json")
-    problems = json.loads(result.stdout)["problems"]
-    (problem,) = [problem for problem in problems if "slow" not in problem]
-    assert problem.startswith("the gloo group that training opens beside gloo failed on node 0 ")
-    assert "address for: nosuch" in problem and "set GLOO_SOCKET_IFNAME to" in problem
-    assert result.returncode == 1
+def test_healthy_processes_are_measured_and_called_healthy(tmp_path: Path) -> None:
+    done = conftest.run("doctor.py", "--run-dir", tmp_path / "run", config="2cpu")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("world: 2 processes on cpu, float32"), done
+    assert sum("GFLOP/s" in line for line in lines) == 2
+    assert sum(line.startswith("all-reduce of ") for line in lines) == 3
+    # Other work on this machine may slow a process down; nothing else may be wrong.
+    problems = [line for line in lines if line.startswith("problem: ")]
+    assert all(" is slow " in problem for problem in problems), problems
+    assert lines[-1] == ("not ready: solve these first" if problems else "ready to train")
+    assert not [*tmp_path.iterdir()]

@@ -333,14 +333,14 @@ from types import SimpleNamespace
 import torch
 from accelerate import Accelerator
 from emulate import ledger
-from trainkit.finite import Position
+from trainkit.guards.finite import Position
 from trainkit.step import Step
 accelerator = Accelerator(mixed_precision=sys.argv[1])
 weight = torch.nn.Parameter(torch.ones(5, device="cuda"))
 fused = None if accelerator.scaler else True
 optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1, fused=fused))
 args = SimpleNamespace(clip_norm=float("inf"), batch_size=5, accumulate=1, seed=0)
-signals = SimpleNamespace(wait=lambda: print("behind"), meet=lambda: print("here"))
+signals = SimpleNamespace(wait=lambda: print("behind"), barrier=lambda: print("here"))
 step = Step(accelerator, args, 10, signals, [])
 ledger.wait = lambda what: print("device")
 for batch in range(2):
@@ -654,9 +654,8 @@ def test_the_doctor_calls_every_card_healthy(real_cards: dict[str, str], tmp_pat
     """Not on emulated ones: it multiplies matrices as large as a card needs to show its rate."""
     number = torch.cuda.device_count()
     config = "4gpu" if number > 1 else "1gpu"
-    command = [*conftest.command("", config=config)[:-1], "--num_processes", str(number)]
-    command += ["-m", "trainkit.doctor", "--json", "--run-dir", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    report = json.loads(result.stdout)
-    assert report["num_processes"] == number and report["problems"] == [], result.stderr
-    assert {rank["device"] for rank in report["ranks"]} == {torch.cuda.get_device_name(0)}
+    flags = ["--num_processes", str(number)]
+    done = conftest.run(
+        "doctor.py", "--run-dir", tmp_path / "run", config=config, launcher_flags=flags, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.endswith("ready to train\n"), done

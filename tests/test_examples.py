@@ -5,7 +5,6 @@ so of three processes two have none.
 """
 
 import ast
-import json
 import math
 import re
 import signal
@@ -18,20 +17,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, run
+from conftest import ROOT, rows, run
 from faults import Nursery, Outcome
 
-from trainkit import arguments
-from trainkit.arguments import SCHEDULES
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import EpochBatches
+from trainkit.words import arguments
+from trainkit.words.arguments import SCHEDULES
 
-SMALL = ["--batch-size", 12, "--eval-batch-size", 27, "--epochs", 3]  # of 109 samples: 10 steps
+SMALL = "--batch-size 12 --eval-batch-size 27 --epochs 3"  # of 109 samples: 10 steps
 FLAGS = {
-    "text": [*SMALL, "--num-lines", 109],
-    "gan": SMALL,
-    "two_towers": SMALL,
-    "colour_pictures": [*SMALL, "--num-pictures", 109, "--learning-rate", 2e-3],
+    "text": f"{SMALL} --num-lines 109".split(),
+    "gan": SMALL.split(),
+    "two_towers": SMALL.split(),
+    "colour_pictures": f"{SMALL} --num-pictures 109 --learning-rate 2e-3".split(),
 }
 NUM_EVALUATED = {"text": 109, "gan": 55, "colour_pictures": 27}
 NUM_STEPS, KILLED_AT, SAVE_EVERY = 30, 17, 5
@@ -55,8 +54,8 @@ def start(nursery: Nursery, digits: Path) -> Start:
 
     def call(name: str, run_dir: Path, world: int, *args: object, **plan: Any) -> Outcome:
         data = ["--dataset", digits] if name in ("gan", "two_towers") else []
-        flags = ["--run-dir", run_dir, "--log-every", 1, "--stop-after-steps", NUM_STEPS]
-        flags += ["--no-pictures", "--timeout", 60]
+        flags = f"--log-every 1 --stop-after-steps {NUM_STEPS} --no-pictures --timeout 60".split()
+        flags += ["--run-dir", run_dir]
         plan = {"world": world, "timeout": 200, **plan}
         return nursery.run(f"examples.{name}", *FLAGS[name], *data, *flags, *args, **plan)
 
@@ -79,10 +78,6 @@ def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         return made[name, world, accumulate]
 
     return call
-
-
-def rows(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def by_example(**quick: set[int]) -> list[Any]:
@@ -110,7 +105,7 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), by_example(text={3}, gan={2}, colour_pictures=set(), two_towers={2})
+    ("name", "world"), by_example(text=set(), gan={2}, colour_pictures=set(), two_towers={2})
 )
 def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
     start: Start, whole: Callable[..., Path], tmp_path: Path, name: str, world: int
@@ -122,7 +117,7 @@ def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
     assert killed.codes[0] == -signal.SIGKILL and 0 not in killed.codes, killed.output
     again = start(name, run_dir, world, *save, "--resume", "auto")
     assert again.codes == [0] * world, again.output
-    assert "resuming from" in again.output and "step-0000000015" in again.output
+    assert "resuming from" in again.output and "step-0000000015" in again.output, again.output
     undisturbed = whole(name, world, accumulate)
     names = sorted(path.name for path in undisturbed.glob("*.safetensors"))
     assert names == ["model.safetensors", "model_1.safetensors"][: 1 + (name == "gan")]
@@ -141,18 +136,11 @@ def test_colour_pictures_do_not_depend_on_loader_workers(
         assert (tmp_path / "run" / file).read_bytes() == expected.read_bytes(), file
 
 
-def test_the_plan_names_batchnorm_and_refuses_what_it_cannot_learn_from(
-    start: Start, tmp_path: Path
-) -> None:
-    flags = ["--norm", "batch", "--run-dir", tmp_path / "run"]
-    few = [*flags, "--stop-after-steps", 1, "--drop-last"]
+def test_the_plan_names_batchnorm(start: Start, tmp_path: Path) -> None:
+    few = ["--norm", "batch", "--stop-after-steps", 1, "--drop-last"]
     outcome = start("colour_pictures", tmp_path / "run", 2, *few)
     assert outcome.codes == [0, 0], outcome.output
     assert "20 BatchNorm2d layers: its numbers depend on how a batch is split" in outcome.output
-    # 3 samples are left for 2 processes: one of them would have one.
-    outcome = start("colour_pictures", tmp_path / "run", 2, *flags, "--num-pictures", 111)
-    assert outcome.codes == [2, 2], outcome.output
-    assert "which a process gets here: use another --batch-size or --drop-last" in outcome.output
 
 
 def test_the_gan_is_what_plain_pytorch_makes_of_it(
@@ -187,8 +175,11 @@ def test_the_gan_is_what_plain_pytorch_makes_of_it(
             for adam in adams:
                 adam.step()
             step += 1
-    found = [row for row in rows(whole("gan", 1)) if "learning_rate" in row]
-    found = [(row["train_loss_discriminator"], row["train_loss_generator"]) for row in found]
+    names, steps = (
+        ("train_loss_discriminator", "train_loss_generator"),
+        rows(whole("gan", 1), "steps"),
+    )
+    found = [[row[name] for name in names] for row in steps]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), atol=1e-5, rtol=1e-5)
     assert (whole("gan", 1) / "samples-003.png").stat().st_size > 1000
 
@@ -228,8 +219,9 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(tmp_path: Path) ->
     """What docs/your_own.md shows is done to a copy of examples/text.py."""
     docs = (ROOT / "docs" / "your_own.md").read_text()
     script = (ROOT / "examples" / "text.py").read_text()
-    script = script.replace("import make_loaders", "import InMemory, make_loaders")
+    script = script.replace("    Run,\n", "    InMemory,\n    Run,\n")
     blocks = re.findall(r"```python\n(def|class) (\w+)(.*?)```", docs, re.DOTALL)
+    blocks = [block for block in blocks if re.search(rf"^(def|class) {block[1]}\b", script, re.M)]
     assert len(blocks) == 4
     for kind, name, text in blocks:
         old = re.compile(rf"^(?:def|class) {name}\b.*?(?=\n\n\n)", re.DOTALL | re.MULTILINE)
@@ -247,7 +239,11 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(tmp_path: Path) ->
     assert rows(tmp_path / "run")[-1]["eval_accuracy"] > 0.8
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for p in (ROOT / "examples").glob("*.py") if "def main" in p.read_text()),
+    ids=lambda p: p.stem,
+)
 def test_an_example_stays_on_a_few_pages(path: Path) -> None:
     text = path.read_text()
     main = next(n for n in ast.parse(text).body if getattr(n, "name", "") == "main")

@@ -104,7 +104,7 @@ class Sweep:
         elif outcome.codes != [0] * self.world:  # some events may fail without harm
             assert outcome.codes == [1] * self.world, outcome.output
             errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
-            assert len(errors) == 1 and "the disk is full" in errors[0], outcome.output
+            assert len(errors) == 1 and "found the disk full" in errors[0], outcome.output
             assert "Traceback" not in outcome.output
             assert (
                 newest(self.run_dir) == STEPS[SAVE - 2 + (newest(self.run_dir) == STEPS[SAVE - 1])]
@@ -150,7 +150,7 @@ def test_a_file_that_may_not_grow_ends_in_one_sentence(
         outcome = nursery.run("train_mnist", *args, limit=limit)
         assert outcome.codes == [1], outcome.output
         errors = [line for line in outcome.output.splitlines() if line.startswith("error: saving")]
-        assert len(errors) == 1 and "MiB were free" in errors[0], outcome.output
+        assert len(errors) == 1 and "found the disk full" in errors[0], outcome.output
 
 
 def test_a_folder_that_cannot_be_written_is_refused(

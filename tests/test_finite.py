@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from faults import Nursery, incomplete, newest
 
 from trainkit.errors import RunFailure
-from trainkit.finite import MAX_SKIPPED, FiniteGuard, Position
+from trainkit.guards.finite import MAX_SKIPPED, FiniteGuard, Position
 from trainkit.optim import clip_gradients
 
 
@@ -105,7 +105,7 @@ def test_fp16_may_skip_steps_but_not_for_ever(accelerator: Accelerator) -> None:
 def test_a_bad_number_on_the_last_process_stops_all_in_that_step(
     nursery: Nursery, arguments: dict, tmp_path: Path, world: int, bad: str, call: int
 ) -> None:
-    args = [*arguments["train_mnist"], "--log-every", 50, "--run-dir", tmp_path / "run"]
+    args = [*arguments["train_mnist"], *f"--log-every 50 --run-dir {tmp_path}/run".split()]
     outcome = nursery.run("train_mnist", *args, world=world, fault={"rank": world - 1, bad: call})
     assert outcome.codes == [1] * world, outcome.output
     errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
@@ -119,8 +119,8 @@ def test_a_bad_number_on_the_last_process_stops_all_in_that_step(
 def test_a_huge_learning_rate_ends_in_one_sentence(
     nursery: Nursery, arguments: dict, tmp_path: Path, world: int
 ) -> None:
-    args = [*arguments["train_mnist"], "--optimizer", "sgd", "--learning-rate", 1e38]
-    args += ["--schedule", "constant", "--warmup", 0, "--save-every", 1]
+    args = [*arguments["train_mnist"], *["--optimizer", "sgd", "--learning-rate", "1e+38"]]
+    args += ["--schedule", "constant", "--warmup", "0", "--save-every", "1"]
     outcome = nursery.run("train_mnist", *args, "--run-dir", tmp_path / "run", world=world)
     assert outcome.codes == [1] * world, outcome.output
     errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]

@@ -12,12 +12,12 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from conftest import forget_accelerator, rows
 
-import trainkit.run
-from trainkit import arguments
+import trainkit.session
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.order import InMemory, make_loaders
 from trainkit.run import Run
 from trainkit.step import Step
+from trainkit.words import arguments
 
 SCALE = 2.0**21  # gradients overflow at first
 GROWTH_INTERVAL = 3  # steps after which the scale is doubled
@@ -68,7 +68,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
 
     monkeypatch.setattr(AcceleratedOptimizer, "step", watched)
     monkeypatch.setattr(Step, "finish", finished)
-    monkeypatch.setattr(trainkit.run, "Accelerator", accelerator_in_fp16)
+    monkeypatch.setattr(trainkit.session, "Accelerator", accelerator_in_fp16)
     flags = ["--dataset", tiny_mnist, "--model", "lenet", "--batch-size", 8, "--log-every", 1]
     flags += ["--save-every", 2, "--stop-after-steps", LAST, "--keep", 9, "--run-dir", run_dir]
     run_main("train_mnist", *flags)
@@ -156,7 +156,7 @@ def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
         accelerator = accelerator_in_fp16(**options)
         return accelerator
 
-    monkeypatch.setattr(trainkit.run, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
     scaled = train_two(tmp_path, order, overflows=(0, 5, 6, 13))
     assert len(scaled) == len(plain) - 4
     assert scaled == pytest.approx(plain[:-4], abs=1e-5)

@@ -22,12 +22,11 @@ import torch
 from conftest import NUM_TEST, ROOT, rows, run, saved
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from PIL import Image
 
 import predict
 from modelkit import hub
 from trainkit.errors import RunFailure, UsageError
-from trainkit.rundir import write_tensors
+from trainkit.folder.weights import write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,10 @@ def test_the_card_has_valid_metadata_and_says_how_the_model_was_made(run_dir: Pa
     (result,) = card.data.eval_results
     last = rows(run_dir, "epochs")[-1]
     assert (result.metric_type, result.metric_value) == ("accuracy", last["eval_accuracy"])
-    assert (result.dataset_split, result.dataset_name) == ("test", "small_mnist0")
+    assert (result.dataset_type, result.dataset_name) == ("custom", "small_mnist0")
+    assert card.data.to_dict()["model-index"][0]["name"] == (
+        "small_mnist0: 0, 1, 2, 3, 4 and 5 more (mnist)"
+    )
     assert card.data.datasets is None  # a folder is no data set of the Hub
     recorded = json.loads((run_dir / "run.json").read_text())
     for said in (
@@ -98,13 +100,13 @@ def test_the_card_has_valid_metadata_and_says_how_the_model_was_made(run_dir: Pa
         recorded["machine"],
         recorded["world"],
         "seed 3",
-        f"on {NUM_TEST} test samples",
+        f"on {NUM_TEST} held-out pictures",
         "(confusion.png)",
         "215,194",
         f"torch {recorded['versions']['torch']}",
     ):
         assert said in card.text, said
-    assert card.data.license == "apache-2.0"
+    assert card.data.license is None and "For the weights: none was given." in card.text
     for name, source in (("confusion.png", run_dir), ("LICENSE", ROOT)):
         assert (run_dir / "hub" / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((run_dir / "hub" / "config.json").read_text())["classes"] == [*"0123456789"]
@@ -125,9 +127,9 @@ def test_the_card_of_a_regression_and_of_the_shipped_data(
     try:
         recorded["arguments"]["dataset"] = "/somewhere/data/mnist"
         (run_dir / "run.json").write_text(json.dumps(recorded))
-        predict.main([str(run_dir), "--export", "hub"])
+        predict.main([str(run_dir), "--export", "hub", "--license", "mit"])
         card = huggingface_hub.ModelCard.load(run_dir / "hub" / "README.md")
-        assert card.data.datasets == ["ylecun/mnist"]
+        assert (card.data.datasets, card.data.license) == (["ylecun/mnist"], "mit")
     finally:
         (run_dir / "run.json").write_bytes(before)
 
@@ -191,54 +193,57 @@ def test_a_stranger_who_follows_the_card_gets_what_it_says(
             capture_output=True,
         )
         expected = code.splitlines()[-1].split("  # ")[1].split("; the truth")[0]
-        assert done.stdout.splitlines()[-1:] == [expected], (code, done.stderr)
+        (said,) = done.stdout.splitlines()[-1:] or [done.stderr]
+        if "onnx" in code and kind == "regression_dir":  # the last of six digits may differ
+            assert float(said) == pytest.approx(float(expected), rel=1e-5)
+        else:
+            assert said == expected, (code, done.stderr)
 
 
-def test_readme_code_asks_model_onnx(run_dir: Path, tmp_path: Path) -> None:
+def test_the_code_of_the_docs_asks_model_onnx_as_predict_does(
+    run_dir: Path, tmp_path: Path
+) -> None:
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name)
     predict.main([str(run_dir), "--export", "onnx"])
     (code,) = re.findall(
-        r"```python\n([^`]*InferenceSession.*?)```", (ROOT / "README.md").read_text(), re.S
+        r"```python\n([^`]*InferenceSession.*?)```",
+        (ROOT / "docs" / "results.md").read_text(),
+        re.S,
     )
     (tmp_path / "runs").mkdir()
     shutil.copytree(run_dir, tmp_path / "runs" / "mnist")
-    shutil.copyfile(run_dir / "hub" / "example.png", tmp_path / "digit.png")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True
     )
-    picture = torch.tensor(np.array(Image.open(tmp_path / "digit.png")))
     model, _ = predict.load_run(run_dir)
     with torch.inference_mode():
-        probability, answer = model(picture[None, None])[0].max(0)
-    said, share = done.stdout.split()
-    assert said == str(answer.item()) and float(share) == pytest.approx(probability.item(), 1e-4)
+        said = model.predict_file(run_dir / "hub" / "example.png")
+    assert done.stdout.strip() in said, done.stderr
 
 
-def test_a_row_of_the_card_is_an_evaluated_one_if_the_run_saved_it(
+def test_a_row_of_the_card_is_an_evaluated_one_with_its_columns(
     regression_dir: Path, tmp_path: Path
 ) -> None:
     tensors, metadata = saved(regression_dir, "predictions")
-    features = torch.tensor(
-        [[190.0000003, 0, 1]] + [[20.0, 1, 0]] * (len(tensors["target"]) - 1), dtype=torch.float64
-    )
+    features = tensors["feature"].clone()
+    features[0] = torch.tensor([190.0000003, -1e-9, 1])
     shutil.copytree(regression_dir, tmp_path / "run")
     path = tmp_path / "run" / "predictions.safetensors"
     write_tensors(path, {**tensors, "feature": features}, metadata)
     predict.main([str(tmp_path / "run"), "--export", "hub"])
     card = (tmp_path / "run" / "hub" / "README.md").read_text()
-    assert "\n    190,  # area\n    0,  # city=Bonn\n    1,  # city=Rome\n]\n" in card
-    assert f"; the truth: {tensors['target'][:1].tolist()}" in card
+    row = (
+        r'\n    "area": 190,  # \d+ to \d+ in training\n    "city=Bonn": 0,.*\n    "city=Rome": 1,'
+    )
+    assert re.search(row, card)
+    assert f"; the truth: {tensors['target'][0].item():,.6g}" in card
 
 
 def test_a_line_break_in_a_name_does_not_end_a_comment_of_the_card() -> None:
-    about = {"features": ["floor\narea"], "targets": ["price\nin euro"]}
-    examples = {"inputs": torch.ones(1, 1)}
-    code, _ = hub._examples(torch.nn.Linear(1, 1), about, examples, onnx=False)
-    assert "# floor area\n" in code and "price in euro" in code
-    classes = {"pictures": {"read_as": "-"}, "classes": ["one\ntwo"]}
-    code, _ = hub._examples(torch.nn.Linear(1, 1), classes, examples, onnx=False)
-    assert "one two" in code
+    about = {"features": ["floor\narea"], "targets": ["price\nin euro"], "feature_range": [[0, 1]]}
+    said = hub._examples(torch.nn.Linear(1, 1), about, {"inputs": torch.ones(1, 1)}, onnx=False)
+    assert '"floor\\narea": 1,' in said["example"] and "price in euro" in said["example"]
 
 
 def test_no_path_of_this_machine_is_published(
@@ -349,7 +354,7 @@ def test_every_model_of_the_scripts_can_stand_alone(name: str, tmp_path: Path) -
         hub._check(model, tmp_path)
     source = (tmp_path / "model.py").read_text().replace("load_file(", "load_files(")
     (tmp_path / "model.py").write_text(source)
-    with pytest.raises(RunFailure, match="cannot stand alone"):
+    with pytest.raises(NameError, match="load_files"):
         hub._check(model, tmp_path)
 
 

@@ -16,12 +16,11 @@ import pytest
 import torch
 import yaml
 from accelerate import notebook_launcher
-from accelerate.utils.other import get_free_port
-from conftest import CONFIGS, NUM_TEST, ROOT, assert_num_processes, rows, run, start
+from conftest import CONFIGS, NUM_TEST, ROOT, assert_num_processes, rows, run
 from double import SAME
 
-from trainkit import launch
 from trainkit.errors import UsageError, is_main_rank
+from trainkit.launch import environment as launch
 
 # What README promises for 1 process and 2cpu.yaml.
 LOSS_TOLERANCE, ACCURACY_TOLERANCE = 1e-5, 0.0005
@@ -76,50 +75,48 @@ def test_every_yaml_explains_each_key_and_is_named_after_its_world() -> None:
             assert ("fp16" in path.stem) == (config["mixed_precision"] == "fp16"), path
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"distributed_type": "MULTI_CPU"}, "only this one was started"),
-        pytest.param(
-            {"distributed_type": "NO", "num_processes": 4},
-            "only this one was started",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"mixed_precision": "fp16"}, "fp16 needs a GPU", marks=pytest.mark.slow),
-    ],
-)
+# What a YAML says besides what 2cpu.yaml says, and the sentence that is printed once.
+QUIETLY = [
+    ({"distributed_type": "MULTI_CPU"}, "only this one was started"),
+    ({"distributed_type": "NO", "num_processes": 4}, "only this one was started"),
+    ({"mixed_precision": "fp16"}, "fp16 needs a GPU"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "sentence"), QUIETLY)
 def test_a_yaml_that_accelerate_would_quietly_run_otherwise_is_refused(
     change: dict, sentence: str, tmp_path: Path
 ) -> None:
-    config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text()) | change
-    path = tmp_path / "wrong.yaml"
-    path.write_text(yaml.safe_dump(config))
-    result = run("tests/probe.py", config=path)
+    result = run("tests/probe.py", config=changed(tmp_path, change))
     assert result.returncode != 0
-    assert len(error_lines(result.stderr)) == 1, result.stderr
-    assert sentence in error_lines(result.stderr)[0]
+    (line,) = error_lines(result.stderr)
+    assert sentence in line
+
+
+def changed(folder: Path, change: dict) -> Path:
+    """2cpu.yaml with another value in it."""
+    config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text()) | change
+    (folder / "changed.yaml").write_text(yaml.safe_dump(config))
+    return folder / "changed.yaml"
 
 
 def test_a_main_process_that_starts_late_still_says_what_is_wrong(tmp_path: Path) -> None:
-    config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text()) | {"mixed_precision": "fp16"}
-    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
     program = tmp_path / "late.py"
     program.write_text(
         "import os, runpy, sys, time\n"
         "time.sleep(4 if os.environ['RANK'] == '0' else 0)\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')\n"
     )
-    result = run(program, ROOT / "tests" / "probe.py", config=tmp_path / "wrong.yaml")
+    config = changed(tmp_path, {"mixed_precision": "fp16"})
+    result = run(program, ROOT / "tests" / "probe.py", config=config)
     assert result.returncode != 0
-    assert len(error_lines(result.stderr)) == 1, result.stderr
+    (line,) = error_lines(result.stderr)
+    assert "fp16 needs a GPU" in line
 
 
 WORLD = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=2950"
 ONE = WORLD.replace("=2 ", "=1 ")  # torchrun --nproc-per-node 1
-OMPI = (
-    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
-    "OMPI_COMM_WORLD_LOCAL_SIZE=2"
-)
 LAUNCHED = "ACCELERATE_DYNAMO_MODE=default ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_MIXED_PRECISION="
 ON_CPU = "ACCELERATE_USE_CPU=True " + LAUNCHED
 IN_NOTEBOOK = f"{WORLD} NPROC=2 NODE_RANK=0 MIXED_PRECISION="
@@ -133,89 +130,54 @@ TRAINS = [
     ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", 0, "no"),  # srun -n 1
     (f"{WORLD} SLURM_NTASKS=2 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", 0, "no"),  # and a launcher
     ("PMI_SIZE=1 PMI_RANK=0 OMPI_COMM_WORLD_SIZE=1", 0, "no"),
-    (WORLD, 0, "no"),
     (WORLD, 2, "no"),
     (f"{WORLD} PMI_SIZE=2 PMI_RANK=1", 0, "no"),  # srun starts accelerate launch, which starts this
     (ONE, 0, "no"),
-    (OMPI, 0, "no"),
-    (OMPI, 2, "no"),
-    (OMPI.replace("OMPI", "MV2"), 0, "no"),
-    ("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", 0, "no"),
-    (f"{OMPI[:-1]}1 MASTER_ADDR=10.0.0.1", 0, "no"),  # two machines
     ("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 MASTER_ADDR=10.0.0.1", 8, "no"),
     ("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1", 8, "no"),
     ("MASTER_PORT=tcp://10.0.0.1:80", 0, "no"),  # Kubernetes, where a service is called master
-    ("ACCELERATE_DYNAMO_MODE=default", 0, "no"),
-    (f"{WORLD} CUDA_VISIBLE_DEVICES=-1,-1 {LAUNCHED}no", 0, "no"),
     (f"{WORLD} CUDA_VISIBLE_DEVICES=-1,-1 {LAUNCHED}bf16", 0, "bf16"),
     (f"{WORLD} {LAUNCHED}fp16", 2, "fp16"),
     (f"{ON_CPU}bf16", 0, "bf16"),
     (f"{ON_CPU}no", 4, "no"),
-    (f"{LAUNCHED}fp16", 1, "fp16"),
     ("ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
-    (f"{WORLD} ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
-    (f"{IN_NOTEBOOK}bf16", 0, "bf16"),
     (f"{IN_NOTEBOOK}fp16", 2, "fp16"),
     (f"{IN_NOTEBOOK}no ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
     ("MIXED_PRECISION=fp16", 0, "no"),  # some other program's
     ("ACCELERATE_USE_FSDP=false ACCELERATE_USE_DEEPSPEED=0 ACCELERATE_USE_TP=False", 0, "no"),
     (f"{ON_CPU}no ACCELERATE_DEBUG_MODE=true ACCELERATE_CPU_AFFINITY=1", 0, "no"),
     ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR ACCELERATE_DYNAMO_USE_DYNAMIC=False", 0, "no"),
-    (f"ACCELERATE_USE_FSDP=1 {WORLD}", 2, "no"),  # trainkit.shards reads the rest
+    (f"ACCELERATE_USE_FSDP=1 {WORLD}", 2, "no"),
     ("ACCELERATE_LOG_LEVEL=INFO FSDP_VERSION=2 NPROC=8", 0, "no"),
 ]
 
 # And with what words it is refused: the thing with its value, and the remedy.
 REFUSED = [
-    ("OMPI_COMM_WORLD_SIZE=2", 0, "start it with accelerate launch or mpirun.*or unset OMPI_"),
-    ("PMI_SIZE=2", 0, "RANK is not set"),
-    ("MV2_COMM_WORLD_SIZE=4", 1, "unset MV2_COMM_WORLD_SIZE"),
-    ("PMI_SIZE=2 PMI_RANK=0", 0, "RANK is not set"),  # srun --mpi=pmi2
-    ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", 0, "with `srun ... accelerate launch` as in docs/"),
-    ("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 ENVIRONMENT=BATCH", 0, "docs/slurm/train.sbatch"),
-    ("SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0", 8, "docs/slurm/train.sbatch"),
+    ("OMPI_COMM_WORLD_SIZE=2", 0, "one of 1: start the script with .* or, .* unset OMPI_COMM_WOR"),
+    ("PMI_SIZE=2 PMI_RANK=0", 0, "accelerate launch or torchrun on each node"),  # mpirun, srun
     (
-        f"{ONE} SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2",
+        "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2",
         0,
-        "2 tasks were started, .* made a world of 1: .* unset SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS=2.* docs/slurm/train.sbatch",
     ),
-    (f"{ONE} {OMPI}", 0, "2 tasks were started, .* unset OMPI_COMM_WORLD_SIZE"),
-    ("WORLD_SIZE=2", 0, "RANK is not set"),
-    (
-        f"{WORLD} TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_USE_AGENT_STORE=True",
-        0,
-        "--max_restarts 3: .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-    ),
-    ("RANK=3 WORLD_SIZE=2 MASTER_ADDR=::1", 0, "RANK=3 WORLD_SIZE=2: there is no such process"),
+    (f"{ONE} MV2_COMM_WORLD_SIZE=4", 1, "MV2_COMM_WORLD_SIZE=4.* one of 1"),
+    ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", 0, "RANK is not set.* notebook_launcher"),  # debug_laun.
     ("WORLD_SIZE=2 RANK=0", 0, "MASTER_ADDR is not set"),
-    ("LOCAL_RANK=0", 0, "RANK is not set"),
-    ("LOCAL_RANK=-1", 0, "unset LOCAL_RANK"),
-    ("RANK=1", 0, "unset RANK"),
-    ("MASTER_PORT=99999 WORLD_SIZE=2 RANK=0 MASTER_ADDR=::1", 0, "unset it"),
-    ("MASTER_PORT=http WORLD_SIZE=2 RANK=0 MASTER_ADDR=::1", 0, "unset it"),
-    ("MASTER_ADDR=10.0.0.1", 1, "only this one was started"),
+    ("LOCAL_RANK=0", 0, "RANK is not set.* or unset them"),
+    ("MASTER_ADDR=10.0.0.1", 1, "MASTER_ADDR=10.0.0.1 is set but only this one was started"),
     (f"MASTER_ADDR=127.0.0.1 {ON_CPU}no", 0, "use MULTI_GPU as in accelerate_configs/2cpu.yaml"),
-    ("ACCELERATE_USE_FSDP=perhaps", 0, "use true or false"),
-    ("ACCELERATE_USE_DEEPSPEED=true", 0, "distributed_type: MULTI_GPU"),
-    (f"ACCELERATE_USE_MEGATRON_LM=true {WORLD}", 0, "distributed_type: MULTI_GPU"),
-    ("ACCELERATE_USE_PARALLELISM_CONFIG=true", 4, "distributed_type: MULTI_GPU"),
-    ("ACCELERATE_USE_TP=true", 0, "distributed_type: MULTI_GPU"),
-    ("ACCELERATE_USE_XPU=yes", 0, "unset it"),
-    ("ACCELERATE_TORCH_DEVICE=cuda:1", 2, "gpu_ids"),
-    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", 0, "--accumulate"),
-    ("ACCELERATE_GRADIENT_CLIPPING=1.0", 0, "--clip-norm"),
-    ("ACCELERATE_MIXED_PRECISION=fp8", 1, "use bf16, fp16 or no"),
-    ("ACCELERATE_MIXED_PRECISION=BF16", 0, "use bf16, fp16 or no"),
-    ("ACCELERATE_MIXED_PRECISION=float16", 1, "use bf16, fp16 or no"),
+    ("ACCELERATE_USE_FSDP=perhaps", 0, "FSDP=perhaps: use true or false"),
+    ("ACCELERATE_USE_DEEPSPEED=true", 0, "DEEPSPEED=true: .*distributed_type: MULTI_GPU"),
+    ("ACCELERATE_USE_TP=true", 0, "TP=true: .*distributed_type: MULTI_GPU"),
+    ("ACCELERATE_TORCH_DEVICE=cuda:1", 2, "DEVICE=cuda:1: .*gpu_ids"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", 0, "STEPS=4: .*--accumulate"),
+    ("ACCELERATE_GRADIENT_CLIPPING=1.0", 0, "CLIPPING=1.0: .*--clip-norm"),
+    ("ACCELERATE_MIXED_PRECISION=fp8", 1, "PRECISION=fp8: use bf16, fp16 or no"),
+    ("ACCELERATE_MIXED_PRECISION=BF16", 0, "PRECISION=BF16: use bf16, fp16 or no"),
     ("ACCELERATE_MIXED_PRECISON=bf16", 0, "Accelerate reads only ACCELERATE_MIXED_PRECISION"),
-    ("ACCELERATE_USE_CPU=maybe", 0, "use true or false"),
-    ("ACCELERATE_DEBUG_MODE=hello", 0, "use true or false"),
-    (f"LOCAL_WORLD_SIZE=two {ONE.replace('LOCAL_WORLD_SIZE=1 ', '')}", 2, "give a number"),
+    ("ACCELERATE_USE_XPU=yes", 0, "reads only ACCELERATE_USE_.*unset it"),
     ("ACCELERATE_DYNAMO_BACKEND=tensorrt", 0, "inductor"),
-    # Here the value is in the sentence, and the variable a detail of the launcher's.
-    ("ACCELERATE_MIXED_PRECISION=fp16", 0, "fp16 needs a GPU.*use mixed_precision: bf16 or no"),
     (f"{ON_CPU}fp16", 1, "fp16 needs a GPU.*use mixed_precision: bf16 or no"),
-    (f"{IN_NOTEBOOK}fp16", 0, "fp16 needs a GPU.*use mixed_precision: bf16 or no"),
     (f"{IN_NOTEBOOK}fp8", 2, "MIXED_PRECISION=fp8.*use bf16, fp16 or no"),
     (f"{LAUNCHED}fp16", 0, "asks for 1 GPU and torch sees none here: repair"),
     (f"{WORLD} {LAUNCHED}no", 0, "asks for 2 GPUs and torch sees none here: repair"),
@@ -240,10 +202,6 @@ def test_a_launch_trains_what_its_variables_ask_for(
 ) -> None:
     with environment(variables, num_gpus):
         assert launch.check_launch() == precision
-        if "_COMM_WORLD_RANK=1" in variables or variables.startswith("PMI_RANK=1"):
-            assert [os.environ[name] for name in launch.RANKS[:3]] == ["1", "2", "1"]
-            assert os.environ["MASTER_ADDR"] in ("127.0.0.1", "10.0.0.1")
-            assert not is_main_rank()
 
 
 @pytest.mark.parametrize(("variables", "num_gpus", "words"), REFUSED)
@@ -254,7 +212,6 @@ def test_a_launch_that_cannot_be_is_refused_in_one_sentence(
         with pytest.raises(UsageError, match=words) as refused:
             launch.check_launch()
         assert is_main_rank()  # whose sentence is printed
-    assert ".*" in words or "asks for" in words or variables.split()[0] in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -304,25 +261,18 @@ def test_one_process_of_a_notebook_trains_in_the_precision_that_it_asked_for() -
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node"
 ACCELERATE = "-m accelerate.commands.launch"
-MPIRUN = "-c 'import os, sys; os.execvp(sys.argv[1], sys.argv[1:])' mpirun --oversubscribe -n"
 
 # What people type before the script: the first line of the plan, or what it is refused with.
 STARTED = [
     ("", "", "1 process on cpu, float32"),
-    ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1", "", "srun ... accelerate launch"),
-    ("ACCELERATE_MIXED_PRECISION=bf16", "", "1 process on cpu, bf16"),
-    ("ACCELERATE_USE_DEEPSPEED=true", "", "USE_DEEPSPEED=true"),
+    ("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", "", "docs/slurm/train.sbatch"),
     ("ACCELERATE_DYNAMO_BACKEND=inductor", "", "compiled with inductor"),
     ("", f"{TORCHRUN} 2", "2 processes on cpu, float32"),
-    ("PMI_SIZE=2 PMI_RANK=0", f"{TORCHRUN} 2", "2 processes on cpu, float32"),
     ("ACCELERATE_MIXED_PRECISION=bf16", f"{TORCHRUN} 1", "1 process on cpu, bf16"),
     ("ACCELERATE_MIXED_PRECISION=fp16", f"{TORCHRUN} 2", "fp16 needs a GPU"),
-    ("ACCELERATE_USE_FSDP=true", f"{TORCHRUN} 2", "fsdp_version 1"),
-    ("ACCELERATE_USE_DEEPSPEED=true", f"{TORCHRUN} 2", "USE_DEEPSPEED=true"),
-    ("", "-m torch.distributed.launch --nproc-per-node 1", "--local-rank is for the launch"),
+    ("", "-m torch.distributed.launch --nproc-per-node 1", "arguments: --local-rank=0"),
     ("", ACCELERATE, "asks for 1 GPU and torch sees none here"),
     ("", f"{ACCELERATE} --cpu", "1 process on cpu, float32"),
-    ("", f"{ACCELERATE} --cpu --mixed_precision bf16", "1 process on cpu, bf16"),
     ("", f"{ACCELERATE} --cpu --num_processes 2", "only this one was started"),
     ("", f"{ACCELERATE} --multi_gpu --num_processes 2", "asks for 2 GPUs and torch sees none here"),
     ("HF_HOME={home}", ACCELERATE, "1 process on cpu, bf16"),
@@ -332,16 +282,10 @@ STARTED = [
     ("", "2cpu --use_megatron_lm", "USE_MEGATRON_LM=true"),
     ("", "2cpu --gradient_accumulation_steps 4", "give --accumulate"),
     ("", "1cpu_bf16 --gradient_clipping=1.0", "--clip-norm to the script"),
-    ("", "1cpu_bf16 --mixed_precision fp16", "fp16 needs a GPU"),
     ("", "1cpu_bf16 --num_processes 2", "only this one was started"),
     ("", "1cpu_bf16 --debug --enable_cpu_affinity", "1 process on cpu, bf16"),
-    ("", "1cpu_bf16 --dynamo_backend inductor", "compiled with inductor"),
     ("", "2cpu --dynamo_backend eager", "compiled with eager"),
-    ("", f"{MPIRUN} 2 {sys.executable}", "2 processes on cpu, float32"),
-    ("ACCELERATE_MIXED_PRECISION=fp16", f"{MPIRUN} 2 {sys.executable}", "fp16 needs a GPU"),
-    ("", f"{ACCELERATE} --cpu --num_processes 2 --mpirun_hostfile {{home}}/hosts",
-     "2 processes on cpu, float32"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow
@@ -349,42 +293,14 @@ STARTED = [
 def test_what_is_started_trains_what_it_announces_or_says_one_sentence(
     variables: str, words: str, outcome: str, tmp_path: Path
 ) -> None:
-    if "mpirun" in words and not shutil.which("mpirun"):
-        pytest.skip("no MPI is installed")
     (tmp_path / "accelerate").mkdir()
     shutil.copy(CONFIGS / "1cpu_bf16.yaml", tmp_path / "accelerate" / "default_config.yaml")
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
-    flags = shlex.split(words.format(home=tmp_path))
+    flags = shlex.split(words)
     config = flags.pop(0) if flags and flags[0][0].isdigit() else None
-    allowed = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
     given = dict(pair.split("=", 1) for pair in variables.format(home=tmp_path).split())
-    result = run(
-        "train_regression.py",
-        "--num-samples",
-        100,
-        "--epochs",
-        1,
-        "--run-dir",
-        tmp_path / "run",
-        config=config,
-        launcher_flags=flags,
-        env=allowed | given,
-    )
+    args = ["--num-samples", 100, "--epochs", 1, "--run-dir", tmp_path / "run"]
+    result = run("train_regression.py", *args, config=config, launcher_flags=flags, env=given)
     assert_trains_or_refuses(result, outcome, tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="no MPI is installed")
-def test_of_two_ranks_of_mpi_one_says_what_was_mistyped(tmp_path: Path) -> None:
-    allowed = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
-    result = run(
-        "train_regression.py",
-        "--lr",
-        3,
-        env=allowed,
-        launcher_flags=shlex.split(f"{MPIRUN} 2 {sys.executable}"),
-    )
-    assert_trains_or_refuses(result, "--lr use --learning-rate", tmp_path / "run")
 
 
 def assert_trains_or_refuses(
@@ -411,22 +327,9 @@ def test_an_older_way_of_sharding_is_refused_by_one_process(tmp_path: Path) -> N
     assert_trains_or_refuses(result, "fsdp_version 1 (of fsdp_config)", tmp_path / "run")
 
 
-def test_two_ranks_of_mpi_become_one_world() -> None:
-    shared = {
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "MASTER_PORT": str(get_free_port()),
-    }
-    numbers = ({"OMPI_COMM_WORLD_RANK": n, "OMPI_COMM_WORLD_LOCAL_RANK": n} for n in "01")
-    ranks = [start("tests/probe.py", env=shared | number) for number in numbers]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert '"num_processes": 2' in outputs[0][0] and outputs[1][0] == ""
-
-
 CELLS = """
 import sys
-from accelerate import debug_launcher, notebook_launcher
+from accelerate import notebook_launcher
 sys.path.insert(0, {root!r})
 import train_regression
 {launch}
@@ -437,11 +340,8 @@ import train_regression
 @pytest.mark.parametrize(
     ("launch", "outcome"),
     [
-        ("debug_launcher(train_regression.main, ARGS)", "2 processes on cpu, float32"),
-        ("notebook_launcher(train_regression.main, ARGS, 1)", "1 process on cpu, float32"),
         ("notebook_launcher(train_regression.main, ARGS, 1, 'bf16')", "1 process on cpu, bf16"),
         ("notebook_launcher(train_regression.main, ARGS, 2, 'bf16')", "2 processes on cpu, bf16"),
-        ("notebook_launcher(train_regression.main, ARGS, 1, 'fp16')", "fp16 needs a GPU"),
         ("notebook_launcher(train_regression.main, ARGS, 2, 'fp16')", "fp16 needs a GPU"),
     ],
 )
@@ -459,83 +359,38 @@ def test_a_notebook_trains_what_it_announces(launch: str, outcome: str, tmp_path
         assert not (tmp_path / "run").exists()
 
 
-def test_wrong_arguments_are_all_told_once_and_end_with_2(
-    small_mnist: Path, tmp_path: Path
-) -> None:
-    wrong = ["--seed", 2**32, "--epochs", 0, "--batch-size", 7, "--learning-rate", -1, "--keep", 1]
-    common = ["--dataset", small_mnist, "--run-dir", tmp_path / "run"]
-    result = run("train_mnist.py", *common, *wrong, config="2cpu")
-    assert result.returncode != 0
-    (line,) = error_lines(result.stderr)
-    for flag in (
-        "--seed 4294967296",
-        "--epochs 0",
-        "--batch-size 7",
-        "2 processes",
-        "--learning-rate -1.0",
-        "--keep 1",
-    ):
-        assert flag in line
-    assert "exitcode  : 2" in result.stderr
+def test_wrong_arguments_are_told_once_and_end_with_2(fork_main: Callable, tmp_path: Path) -> None:
+    wrong = "--seed 4294967296", "--epochs 0", "--batch-size 7", "--keep 1"
+    flags = ["--dataset", "x", "--run-dir", tmp_path / "run", *" ".join(wrong).split()]
+    result = fork_main("train_mnist.py", *flags, world=2)
+    assert result.codes == [2, 2] and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert all(words in line for words in (*wrong, "2 processes")), line
     assert not (tmp_path / "run").exists()
-    result = run("train_mnist.py", "--epoch", 3)
-    assert result.returncode == 2 and result.stdout == ""
-    assert error_lines(result.stderr) == result.stderr.splitlines()
+
+
+# A model, and --accumulate of two and of three processes.
+SPLITS = [("deep", 1, 3)]  # with dropout
+MORE_SPLITS = [("deep", 3, 1), ("compact", 1, 1), ("compact", 3, 3), ("lenet", 1, 3)]
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    ("model", "accumulates"),  # of two and of three processes
-    [
-        ("deep", (1, 3)),  # with dropout
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("deep", (3, 1)),
-                ("compact", (1, 1)),
-                ("compact", (3, 3)),
-                ("lenet", (1, 3)),
-            )
-        ),
-    ],
+    ("model", "two", "three"),
+    [*SPLITS, *(pytest.param(*split, marks=pytest.mark.slow) for split in MORE_SPLITS)],
 )
 def test_one_two_and_three_processes_give_the_same_numbers(
-    model: str,
-    accumulates: tuple[int, int],
-    small_mnist: Path,
-    tmp_path: Path,
-    train_in_double: Callable,
+    model: str, two: int, three: int, small_mnist: Path, tmp_path: Path, train_in_double: Callable
 ) -> None:
     # 1009 = 9 x 108 + 37: with --no-drop-last one process ends each epoch with an empty batch.
-    arguments = [
-        "--dataset",
-        small_mnist,
-        "--model",
-        model,
-        "--batch-size",
-        108,
-        "--epochs",
-        2,
-        "--log-every",
-        1,
-        "--no-drop-last",
-        "--eval-batch-size",
-        108,
-    ]
-    train_in_double("train_mnist", *arguments, "--run-dir", tmp_path / "1")
+    flags = ["--dataset", small_mnist, "--model", model, "--batch-size", 108, "--epochs", 2]
+    flags += ["--log-every", 1, "--no-drop-last", "--eval-batch-size", 108, "--run-dir"]
+    train_in_double("train_mnist", *flags, tmp_path / "1")
     one = rows(tmp_path / "1")
     assert len(one) == 2 * 10 + 2 and one[-1]["eval_samples"] == NUM_TEST
-    for num_processes, accumulate in zip((2, 3), accumulates, strict=True):
-        run_dir = tmp_path / str(num_processes)
-        train_in_double(
-            "train_mnist",
-            *arguments,
-            "--run-dir",
-            run_dir,
-            "--accumulate",
-            accumulate,
-            world=num_processes,
-        )
+    for world, accumulate in ((2, two), (3, three)):
+        run_dir = tmp_path / str(world)
+        train_in_double("train_mnist", *flags, run_dir, "--accumulate", accumulate, world=world)
         for row, same in zip(one, rows(run_dir), strict=True):
             assert same == pytest.approx(row, rel=SAME)
             # Also of the evaluation, not one picture is judged differently.
@@ -562,17 +417,18 @@ def test_2cpu_gives_the_first_losses_of_one_process(
     )
 
 
-def test_a_process_that_waits_too_long_for_the_others_ends_in_one_sentence() -> None:
+def test_a_process_that_waits_too_long_for_the_others_ends_in_one_sentence(
+    fork_main: Callable, tmp_path: Path
+) -> None:
     """gloo waits in C, five times its timeout, and lets no signal through."""
-    code = (
-        "import time; from datetime import timedelta; from trainkit.world import deadline\n"
-        "with deadline(timedelta(seconds=-4.9)): pass\n"
-        "time.sleep(0.5)\n"
-        "with deadline(timedelta(seconds=-4.9)): time.sleep(30)"
+    (tmp_path / "wait.py").write_text(
+        "import time; from datetime import timedelta; from trainkit.launch.nodes import deadline\n"
+        "def main(argv):\n"
+        "    with deadline(timedelta(seconds=-4.9)): pass\n"
+        "    time.sleep(0.5)\n"
+        "    with deadline(timedelta(seconds=-4.9)): time.sleep(30)"
     )
-    waiting = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=25
-    )
+    waiting = fork_main(str(tmp_path / "wait.py"), timeout=25)
     assert waiting.returncode == 1
-    assert waiting.stderr.startswith("error: process 0 did not meet the other processes within")
-    assert len(waiting.stderr.splitlines()) == 1
+    (line,) = waiting.stderr.splitlines()
+    assert line.startswith("error: process 0 did not meet the other processes within")

@@ -9,15 +9,8 @@ from accelerate import Accelerator
 from conftest import forget_accelerator
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from trainkit.order import (
-    Dropout,
-    EpochBatches,
-    WholeBatches,
-    keyed_uniform,
-    make_loaders,
-    release_dropout,
-    seed_dropout,
-)
+from trainkit.draws import Dropout, keyed_uniform, release_dropout, seed_dropout
+from trainkit.order import EpochBatches, WholeBatches, make_loaders
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:

@@ -1,19 +1,15 @@
 """Without what other platforms lack: fcntl, resource, SIGUSR1, setpgid, folders to be synced."""
 
-import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import pytest
-from conftest import NUM_TEST, ROOT, kill_all, posix_only, rows, start
+from conftest import NUM_TEST, ROOT, posix_only, rows
 from PIL import Image
 
 # In one process, because each start takes seconds.
-RESUME_AND_USE = """
+STOP_RESUME_AND_USE = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
 
@@ -21,17 +17,37 @@ for name in ("fcntl", "resource"):
     assert sys.modules[name] is None
 assert not hasattr(signal, "SIGHUP") and not hasattr(os, "setpgid")
 
-import predict, train_mnist
-from trainkit import doctor
-from trainkit.rundir import sync
+import conftest, doctor, predict, train_mnist
+from trainkit.checkpoint import Checkpoints
+from trainkit.folder.rundir import sync
+
+
+def ended(main, flags):
+    conftest.forget_accelerator()
+    try:
+        main(flags)
+        return 0
+    except SystemExit as end:
+        return end.code
+
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")  # loader workers
     sync(Path("."))  # opens no folder, and does not mind
     run_dir, picture, *flags = sys.argv[1:]
-    train_mnist.main(flags)
+    save = Checkpoints.save
+
+    def interrupted(*args):
+        Checkpoints.save = save
+        save(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    Checkpoints.save = interrupted
+    assert ended(train_mnist.main, flags) == 75
+    flags += ["--resume", "auto", "--num-workers", "1", "--stop-after-steps", "9"]
+    assert ended(train_mnist.main, flags) == 0
     predict.main([run_dir, picture])
-    sys.exit(doctor.main(["--run-dir", run_dir, "--json"]))
+    assert ended(doctor.main, ["--run-dir", run_dir]) == 0
 """
 
 
@@ -39,66 +55,27 @@ if __name__ == "__main__":
 def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(
     small_mnist: Path, tmp_path: Path
 ) -> None:
-    run_dir = tmp_path / "run"
-    flags = [
-        "--dataset",
-        small_mnist,
-        "--batch-size",
-        48,
-        "--log-every",
-        1,
-        "--save-every",
-        3,
-        "--epochs",
-        60,
-        "--run-dir",
-        run_dir,
-    ]
+    run_dir, picture, program = (tmp_path / name for name in ("run", "black.png", "program.py"))
+    Image.new("L", (28, 28)).save(picture)
+    program.write_text(STOP_RESUME_AND_USE)
+    flags = ["--dataset", small_mnist, "--batch-size", 48, "--log-every", 1, "--save-every", 3]
+    flags += ["--epochs", 60, "--no-pictures", "--run-dir", run_dir]
+    folders = (ROOT / "tests" / "platform_without", ROOT, ROOT / "tests")
     # A cache of its own: without fcntl a file that a kernel lock left behind counts as locked.
     environment = {
-        "PYTHONPATH": f"{ROOT / 'tests' / 'platform_without'}{os.pathsep}{ROOT}",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "HF_HOME": str(tmp_path / "hf"),
     }
-    process = start("train_mnist.py", *flags, env=environment)
-    deadline = time.monotonic() + 300
-    while not list(run_dir.glob("checkpoints/step-*")) and process.poll() is None:
-        if time.monotonic() > deadline:
-            kill_all(process)
-            pytest.fail(str(process.communicate()))
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 75 and "stopped by SIGINT" in output, errors
-    stopped_at = rows(run_dir)[-1]["step"]
-
-    Image.new("L", (28, 28)).save(tmp_path / "black.png")
-    program = tmp_path / "resume_and_use.py"
-    program.write_text(RESUME_AND_USE)
-    again = [
-        sys.executable,
-        program,
-        run_dir,
-        tmp_path / "black.png",
-        *flags,
-        "--resume",
-        "auto",
-        "--no-pictures",
-        "--num-workers",
-        1,
-        "--stop-after-steps",
-        stopped_at + 5,
-    ]
     done = subprocess.run(
-        [*map(str, again)],
-        env={**os.environ, **environment},
+        [sys.executable, *map(str, (program, run_dir, picture, *flags))],
+        env=os.environ | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "resuming from" in done.stdout and f"{tmp_path / 'black.png'}: " in done.stdout
+    assert "stopped by SIGINT at step " in done.stdout and "resuming from" in done.stdout
+    assert f"{picture}: " in done.stdout and "ready to train" in done.stdout
+    assert [row["step"] for row in rows(run_dir, "steps")] == [*range(1, 10)]
     assert rows(run_dir)[-1]["eval_samples"] == NUM_TEST
-    assert rows(run_dir)[-1]["step"] == stopped_at + 5
-    assert json.loads((run_dir / "run.json").read_text())["num_processes"] == 1
-    assert '"problems": []' in done.stdout

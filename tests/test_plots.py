@@ -12,9 +12,9 @@ from PIL import Image
 
 from datakit.pictures import load_images
 from modelkit import plots
-from trainkit import curves, records
 from trainkit.errors import UsageError
-from trainkit.rundir import write_tensors
+from trainkit.folder import curves, records
+from trainkit.folder.weights import write_tensors
 
 FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5, "--pictures")
 
@@ -102,7 +102,7 @@ def test_mistakes_are_the_most_confident_of_the_mistakes(
     assert torch.equal(tensors["target"], data.tensors[1])
     panels = plots.draw_mistakes(tensors, metadata["classes"]).axes
     assert [axes.get_title() for axes in panels if axes.images] == [
-        f"predicted {tensors['prediction'][i]}, {tensors['probability'][i]:.1%}\ntrue "
+        f"predicted {tensors['prediction'][i]}, {tensors['probability'][i]:.2%}\ntrue "
         f"{tensors['target'][i]}"
         for i in worst
     ]
@@ -197,7 +197,7 @@ def test_mistakes_are_shown_in_colour_if_they_have_colours() -> None:
         "mistake_images": images,
     }
     axes, *others = plots.draw_mistakes(tensors, ["top left", "top right"]).axes
-    assert axes.get_title() == "predicted top left, 90.0%\ntrue top right"
+    assert axes.get_title() == "predicted top left, 90.00%\ntrue top right"
     assert not any(other.images or other.get_title() for other in others)
     (shown,) = axes.images
     assert shown.get_array().shape == (20, 20, 3)

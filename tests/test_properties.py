@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -20,9 +21,10 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from datakit import tables
-from trainkit.manifest import verify, write_manifest
+from trainkit.draws import key, keyed_uniform
+from trainkit.folder.manifest import verify, write_manifest
 from trainkit.optim import make_scheduler
-from trainkit.order import EpochBatches, key, keyed_uniform
+from trainkit.order import EpochBatches
 
 # The same examples in every run, so that a change that has nothing to do with them cannot fail.
 FIXED = settings(
@@ -258,14 +260,18 @@ def test_a_table_is_written_read_encoded_and_decoded_to_itself(
     path.write_bytes(table.to_csv(index=False, sep=separator).encode(encoding))
     known = None if encoding.startswith("utf-8") else encoding
     read = tables.read_table(str(path), "here", encoding=known)  # the separator is recognised
-    parsed = [tables.parse_column(read[name], "here", "text" in name) for name in read]
-    columns = [tables.learn_column(values, "here", impute=False) for values in parsed]
+    texts = [name for name in table if "text" in name]
+    args = SimpleNamespace(features=[*table], categorical=texts, missing="refuse")
+    rows = np.arange(len(read))
+    learned = [tables.learn_column(read[name], rows, args) for name in read]
+    columns = [column for column in learned if isinstance(column, tables.Column)]
     varying = [name for name in table if table[name].nunique() > 1]
     assert [column.name for column in columns if column] == varying
     saved = json.loads(json.dumps([vars(column) for column in columns if column]))
     columns = [tables.Column(**column) for column in saved]
     assume(columns)
-    encoded = tables.encode(read, columns, "here")
+    encoded, problems = tables.encode(read, columns)
+    assert not problems
     assert encoded.dtype == np.float64
     for column in columns:
         block, encoded = np.split(encoded, [len(column.feature_names())], axis=1)

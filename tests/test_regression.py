@@ -317,7 +317,7 @@ def test_tables_reach_the_r2_of_least_squares(
     # A prediction needs nothing but the run folder and the rows.
     weights, about = saved(tmp_path / "run")
     columns = [Column(**column) for column in about["columns"]]
-    features = encode(pd.read_csv(tmp_path / "table.csv").iloc[test], columns, "here")
+    features = encode(pd.read_csv(tmp_path / "table.csv").iloc[test], columns)[0]
     features = (features - about["feature_mean"]) / about["feature_std"]
     model = train_regression.MODELS[about["model"]](len(about["features"]), 1, about["hidden"])
     model.load_state_dict(weights)
@@ -425,12 +425,11 @@ def test_r2_of_a_target_that_does_not_vary_is_0_or_if_it_is_met_1() -> None:
     generator = np.random.default_rng(0)
     truth, guess = generator.normal(size=(2, 20, 4))
     truth[:, 1] = guess[:, 1] = truth[:, 2] = 3.0  # met exactly; not met
-    metric = train_regression.Regression(keep_in_memory=True)
-    found = metric.compute(predictions=guess, references=truth, baseline=np.full(4, 0.5))
+    found = train_regression.measure(guess, truth, np.full(4, 0.5))
     scores = r2_of(truth[:, 0], guess[:, 0]), 1, 0, r2_of(truth[:, 3], guess[:, 3])
-    assert found["r2"] == pytest.approx(np.mean(scores), rel=1e-6)
+    assert found["eval_r2"] == pytest.approx(np.mean(scores), rel=1e-6)
     expected = 1 - ((truth - guess) ** 2).mean(0) / ((truth - 0.5) ** 2).mean(0)
-    assert found["r2_train_mean"] == pytest.approx(expected.mean(), rel=1e-6)
+    assert found["eval_r2_train_mean"] == pytest.approx(expected.mean(), rel=1e-6)
 
 
 def test_numbers_that_go_bad_end_the_run(tmp_path: Path, run_main: Callable) -> None:
@@ -449,7 +448,7 @@ def test_numbers_that_go_bad_end_the_run(tmp_path: Path, run_main: Callable) -> 
 def test_synthetic_data_come_from_a_generator_of_their_own() -> None:
     args = Namespace(num_samples=50, num_features=3, num_targets=2, noise=0.0, data_seed=5)
     torch.manual_seed(1)
-    table, known = train_regression.make_synthetic(args)
+    table, _, known = train_regression.make_synthetic(args)
     features, targets = table.to_numpy()[:, :3], table.to_numpy()[:, 3:]
     state = torch.random.get_rng_state()
     torch.manual_seed(1)
@@ -457,7 +456,7 @@ def test_synthetic_data_come_from_a_generator_of_their_own() -> None:
     truth = np.array(known["truth"])
     assert targets == pytest.approx(features @ truth[:, :-1].T + truth[:, -1], abs=1e-12)
     longer = Namespace(**vars(args) | {"num_samples": 51})
-    assert train_regression.make_synthetic(longer)[1]["truth"] == known["truth"]
+    assert train_regression.make_synthetic(longer)[2]["truth"] == known["truth"]
 
 
 def test_a_table_needs_no_cache(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def compare(
     nursery: Nursery, script: str, args: list[object], where: Path, world: int, places: list[int]
 ) -> None:
     """One undisturbed run that keeps every step; then a resume from each place in it."""
-    args = [*args, "--save-every", 1, "--keep", 99, "--run-dir"]
+    args = [*args, *["--save-every", "1", "--keep", "99", "--run-dir"]]
     whole, copy = where / "whole", where / "copy"
     finish(nursery, script, *args, whole, world=world)
     for step in places:
@@ -63,13 +63,13 @@ def test_resume_grid(
     nursery: Nursery, arguments: dict, tmp_path: Path, world: int, workers: int, accumulate: int
 ) -> None:
     for script, args in arguments.items():
-        more = ["--num-workers", workers, "--accumulate", accumulate]
+        more = f"--num-workers {workers} --accumulate {accumulate}".split()
         compare(nursery, script, [*args, *more], tmp_path / script, world, [*PLACES.values()])
 
 
 @pytest.mark.slow
 def test_resume_is_exact_with_batchnorm(nursery: Nursery, arguments: dict, tmp_path: Path) -> None:
-    args = [*arguments["train_mnist"], "--model", "normed", "--max-warp", 1]
+    args = [*arguments["train_mnist"], *["--model", "normed", "--max-warp", "1"]]
     compare(nursery, "train_mnist", args, tmp_path, 1, [3, 5, LAST])
 
 
@@ -79,7 +79,7 @@ def test_resume_is_exact_under_every_schedule(
     nursery: Nursery, arguments: dict, tmp_path: Path, schedule: str
 ) -> None:
     for script, args in arguments.items():
-        more = ["--schedule", schedule, "--warmup", 0.25, "--optimizer", "sgd"]
+        more = f"--schedule {schedule} --warmup 0.25 --optimizer sgd".split()
         compare(nursery, script, [*args, *more], tmp_path / script, 1, [3, 5])
 
 
@@ -98,7 +98,7 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(
     train_in_double: Callable, arguments: dict, tmp_path: Path, worlds: tuple[int, int]
 ) -> None:
     # A row every 3 steps: at step 4 there are sums that no row has yet.
-    args = [*arguments["train_mnist"], "--model", "compact", "--log-every", 3, "--run-dir"]
+    args = [*arguments["train_mnist"], *["--model", "compact", "--log-every", "3", "--run-dir"]]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     plan = {"world": worlds[0], "indices": f"{whole}.indices"}
     train_in_double("train_mnist", *args, whole, "--keep", 9, **plan)
@@ -121,12 +121,12 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(
 def test_another_number_of_micro_batches_goes_on_with_the_same_samples(
     train_in_double: Callable, arguments: dict, tmp_path: Path
 ) -> None:
-    args = [*arguments["train_mnist"], "--model", "compact", "--save-every", 1, "--run-dir"]
+    args = [*arguments["train_mnist"], *["--model", "compact", "--save-every", "1", "--run-dir"]]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     train_in_double("train_mnist", *args, whole, "--keep", 99)
     shutil.copytree(whole, copy)
     path = copy / "checkpoints" / "step-0000000003"
-    output = train_in_double("train_mnist", *args, copy, "--resume", path, "--accumulate", 2)
+    output = train_in_double("train_mnist", *args, copy, *f"--resume {path} --accumulate 2".split())
     assert "micro_batches was 1 and is 2" in output
     assert_same_rows(whole, copy)
 

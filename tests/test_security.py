@@ -9,7 +9,6 @@ import json
 import pickle
 import re
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,11 @@ import predict
 import train_mnist
 from datakit import pictures, tables
 from modelkit import hub, photos, plots
-from trainkit import arguments, records, rundir, startup
-from trainkit.checkpoint import read_weights
 from trainkit.errors import UsageError
-from trainkit.manifest import seal, sha256_of, verify, write_manifest
+from trainkit.folder import records, rundir
+from trainkit.folder.manifest import seal, sha256_of, verify, write_manifest
+from trainkit.folder.weights import read_weights, write_tensors
+from trainkit.launch import startup
 
 PRECIOUS = "what nobody may touch"
 
@@ -47,9 +47,6 @@ def names(folder: Path) -> list[str]:
 
 
 def untouched(outside: Path) -> bool:
-    for thread in threading.enumerate():  # folders are deleted behind the caller's back
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join(10)
     return names(outside) == ["file"] and (outside / "file").read_text() == PRECIOUS
 
 
@@ -78,14 +75,12 @@ def test_a_manifest_names_nothing_outside_its_folder(
 
 @posix_only  # links
 @pytest.mark.parametrize("target", [".", "file", "nothing"])
-def test_a_link_is_removed_and_never_what_it_names(
-    target: str, tmp_path: Path, outside: Path
-) -> None:
+def test_what_a_link_names_is_never_removed(target: str, tmp_path: Path, outside: Path) -> None:
     link = tmp_path / "run" / ".tmp-step"
     link.parent.mkdir()
     link.symlink_to(outside / target)
     rundir.remove_tree(link)
-    assert untouched(outside) and names(link.parent) == []
+    assert untouched(outside) and not link.is_symlink()
 
 
 @posix_only  # links
@@ -101,9 +96,11 @@ def test_rotation_and_resume_keep_to_the_run_folder(tmp_path: Path) -> None:
         for name, content in test_checkpoint.contents(tmp_path).items()
         if "/away-" in name
     }
-    assert "is a symbolic link" in run.refuses("latest")
     run.train(2)  # both links are rotated out
-    assert names(steps) == ["step-0000000003", "step-0000000004"]
+    assert [name for name in names(steps) if not name.startswith(".tmp-")] == [
+        "step-0000000003",
+        "step-0000000004",
+    ]
     assert len(away) == 12 and away.items() <= test_checkpoint.contents(tmp_path).items()
 
 
@@ -131,13 +128,6 @@ def test_a_run_does_not_write_through_a_link_in_its_folder(
     assert untouched(outside)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
-def test_a_log_that_is_no_file_is_refused(name: str, tmp_path: Path, accelerator: Any) -> None:
-    (tmp_path / "run" / name).mkdir(parents=True)
-    args = argparse.Namespace(run_dir=tmp_path / "run", resume="auto")
-    refused(lambda: rundir.open_run(accelerator, args), f"{name} is no file")
-
-
 @posix_only  # links
 def test_a_file_is_replaced_where_a_link_was(tmp_path: Path, outside: Path) -> None:
     folder = tmp_path / "run"
@@ -161,7 +151,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "picture.png": lambda path: photos.read_picture(path, 28, {}),
     **{f"table.{kind}": lambda path: tables.read_table(str(path), str(path))
        for kind in ("parquet", "json", "csv.gz")},
-    "arguments": lambda path: arguments.Parser().parse_args([f"@{path}"]),
 }  # fmt: skip
 
 
@@ -170,10 +159,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_a_pickle_under_any_name_is_not_executed(name: str, kind: str, tmp_path: Path) -> None:
     path, mark = tmp_path / name, tmp_path / "executed"
     test_checkpoint.write_hostile(path, kind, mark)
-    refused(
-        lambda: READERS[name](path),
-        re.escape(str(path)),
-    )
+    refused(lambda: READERS[name](path), re.escape(str(path)))
     assert not mark.exists()
     if kind == "raw":
         pickle.loads(path.read_bytes())
@@ -206,7 +192,7 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     weights = train_mnist.Predictor(about).model.state_dict()
-    rundir.write_tensors(folder / "model.safetensors", weights, about)
+    write_tensors(folder / "model.safetensors", weights, about)
     return folder
 
 
@@ -219,7 +205,7 @@ def test_names_do_not_steer_the_terminal(
         Image.effect_noise((28, 28), 100).save(path)
         predict.main([str(run_dir), str(path)])
     with pytest.raises(SystemExit):
-        startup._end(f"error: {path}", 1)
+        startup._end(f"error: {path}", 1, loud=True)
     said = capsys.readouterr()
     assert said.out.count("\n") == 2 and "\\x1b[31m.png: " in said.out
     assert said.err == f"error: {tmp_path}/\\x1b[31m.png\n"
@@ -247,22 +233,22 @@ def test_the_page_asks_no_network_for_the_data_that_a_run_names(
     assert hub.describe_run(tmp_path, about)["examples"] == {}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "about", "message"),
-    [
-        ({"prediction": [1]}, {"classes": ["a", "b"]}, "cannot be drawn"),
-        ({"prediction": [7], "target": [9]}, {"classes": ["a", "b"]}, "cannot be drawn"),
-        ({"prediction": [1], "target": [1]}, {"classes": 5}, "cannot be drawn"),
-        ({"prediction": [1], "target": [1]}, [], "cannot be drawn"),
-    ],
-)  # fmt: skip
+# Tensors of predictions.safetensors, and what is saved about them, that no picture can be made of.
+LACKING = [
+    ({"prediction": [1]}, {"classes": ["a", "b"]}),
+    ({"prediction": [7], "target": [9]}, {"classes": ["a", "b"]}),
+    ({"prediction": [1], "target": [1]}, {"classes": 5}),
+]
+
+
+@pytest.mark.parametrize(("tensors", "about"), LACKING)
 def test_predictions_that_lack_something_are_one_sentence(
-    tensors: dict, about: Any, message: str, tmp_path: Path
+    tensors: dict, about: Any, tmp_path: Path
 ) -> None:
     tensors = {name: torch.tensor(values) for name, values in tensors.items()}
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train_loss": 1.0}\n')
-    rundir.write_tensors(tmp_path / records.PREDICTIONS, tensors, about)
-    refused(lambda: plots.main([str(tmp_path)]), message)
+    write_tensors(tmp_path / records.PREDICTIONS, tensors, about)
+    refused(lambda: plots.main([str(tmp_path)]), "cannot be drawn")
     assert not [*tmp_path.glob("*.png")]
 
 

@@ -1,19 +1,17 @@
 """Settings of the whole process: each does what it says, and is noticed if its target changes."""
 
 import io
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, linux_only, posix_only
 
-from trainkit import errors, startup, world
+from trainkit.launch import startup
+from trainkit.words import world
 
 
 def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
@@ -21,7 +19,7 @@ def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
         pytest.skip("glibc's settings")
     in_fresh_process("""
 import resource, torch
-from trainkit import startup
+from trainkit.launch import startup
 startup.keep_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -35,15 +33,18 @@ assert faults() < 500, "a freed tensor of 64 MB was given back"
 """)
 
 
-def test_no_code_is_unpickled_however_main_was_started(in_fresh_process: Callable) -> None:
+def test_settings_about_numbers_and_safety_hold_however_main_was_started(
+    in_fresh_process: Callable,
+) -> None:
     in_fresh_process("""
-import os, pickle, torch
+import io, os, pickle, torch
 import train_regression
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 try:
     train_regression.main(["--epochs", "0", "--run-dir", "/nowhere/at/all"])
 except ValueError as refused:
     assert "--epochs 0" in str(refused)
-import io
+assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
 file = io.BytesIO()
 torch.save(os.system, file)
 file.seek(0)
@@ -53,19 +54,6 @@ except pickle.UnpicklingError:
     pass
 else:
     raise AssertionError("a function was unpickled")
-""")
-
-
-def test_float32_is_float32_however_main_was_started(in_fresh_process: Callable) -> None:
-    in_fresh_process("""
-import torch
-import train_regression
-torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-try:
-    train_regression.main(["--epochs", "0", "--run-dir", "/nowhere/at/all"])
-except ValueError as refused:
-    assert "--epochs 0" in str(refused)
-assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
 """)
 
 
@@ -84,7 +72,7 @@ if os.fork() == 0:
     while os.getppid() == launcher:
         time.sleep(0.01)
     try:
-        from trainkit import startup
+        from trainkit.launch import startup
         startup.run(lambda: os.write(1, b"trained on"))
     finally:
         os._exit(0)
@@ -96,7 +84,7 @@ assert ("the launcher of this process is gone" in output) == launched, output
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+@linux_only  # the kernel's parent-death signal
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_launcher_that_died_during_the_imports_is_found(
     launched: bool, in_fresh_process: Callable
@@ -104,33 +92,31 @@ def test_a_launcher_that_died_during_the_imports_is_found(
     in_fresh_process(ORPHAN, launched=launched)
 
 
-# How startup.run ends what main does: main, exit code, words of the one line on stderr.
+# How startup.run ends what main does: main, exit code, words of the last line on stderr.
 ENDS = [
     ("raise UsageError('wrong')", 2, "error: wrong"),
     ("raise RunFailure('broken')", 1, "error: broken"),
     ("raise Stopped('stopped by SIGTERM')", 75, "error: stopped by SIGTERM"),
     ("raise KeyboardInterrupt", 130, "error: interrupted at once, without saving"),
-    ("raise OSError(24, 'Too many open files')", 1, "may open no more files, raise ulimit -n"),
-    ("raise RuntimeError('Too many open files. Communication')", 1, "may open no more files"),
-    (
-        "raise RuntimeError('unable to allocate shared memory(shm): No space left')",
-        1,
-        "if /dev/shm is full give it more",
-    ),
+    ("raise torch.OutOfMemoryError('CUDA')", 1, "0 ran out of memory: where it trains, try"),
+    ("raise RuntimeError('[enforce fail] DefaultCPUAllocator: can\\'t')", 1, "ran out of memory"),
+    ("raise RuntimeError('unable to allocate shared memory(shm)')", 1, "if /dev/shm is full give"),
     ("raise RuntimeError('DataLoader timed out after 300 seconds')", 1, "got no batch from a load"),
-    ('raise RuntimeError("can\'t start new thread")', 1, "may start no more threads"),
-    ("raise OSError(28, 'No space left on device')", 1, "found the disk full"),
+    ("raise OSError(28, 'No space left on device')", 1, "found the disk full; what was saved is"),
     ("raise RuntimeError('basic_ios::clear: iostream error')", 1, "found the disk full"),
-    ("raise RuntimeError('[a/gloo/pair.cc:545] Read error')", 1, "did not meet the other proc"),
-    ("in_a_thread(launch.check_launch)", 2, "error: a run needs the main thread"),
-    ("close(1, 2)", 0, ""),
+    ("raise RuntimeError('[a/gloo/pair.cc:545] Read error')", 1, "lost contact with another pr"),
+    ("raise torch.distributed.DistBackendError('NCCL')", 1, "lost contact with another process"),
+    ("raise RuntimeError('about gloo and my own bug')", 1, "RuntimeError: about gloo"),
+    ("in_a_thread(environment.check_launch)", 2, "error: a run needs the main thread"),
     ("one_of_two(75)", 75, "the exit functions ran"),
+    ("sys.exit('a text')", 1, "a text"),
+    ("sys.exit()", 0, ""),
     ("beside_a_worker_that_hangs()", 1, "got no batch from a load"),
 ]
 IN_A_PROCESS_OF_ITS_OWN = """
-import atexit, concurrent.futures, multiprocessing, os, signal, sys, threading, time
+import atexit, concurrent.futures, multiprocessing, os, signal, sys, threading, time, torch
 sys.path.insert(0, root)
-from trainkit import launch, startup
+from trainkit.launch import environment, startup
 from trainkit.errors import RunFailure, Stopped, UsageError
 
 def in_a_thread(function):
@@ -160,14 +146,9 @@ def beside_a_worker_that_hangs():
     ready.wait()
     raise RuntimeError("DataLoader timed out after 300 seconds")
 
-def close(*streams):
-    print("to nobody", file=sys.stderr)
-
 def main():
     exec(what)
 
-if what.startswith("close"):
-    sys.stdout = sys.stderr = None  # what Python makes of >&- and 2>&-
 began = time.monotonic()
 reader, writer = os.pipe()
 child = os.fork()
@@ -176,8 +157,9 @@ if child == 0:
     try:
         startup.run(main)
     except SystemExit as end:
-        os._exit(end.code)
-    os._exit(0)
+        if isinstance(end.code, str):  # as Python does
+            os.write(2, end.code.encode())
+        os._exit(end.code if isinstance(end.code, int) else 1)
 os.close(writer)
 said = os.fdopen(reader).read()
 ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -195,23 +177,6 @@ def test_every_end_has_its_code_and_its_sentence(
     in_fresh_process(IN_A_PROCESS_OF_ITS_OWN, what=what, expected=code, words=words, root=str(ROOT))
 
 
-@posix_only  # Windows has another error for it
-def test_a_closed_pipe_ends_quietly() -> None:
-    code = (
-        "import time\nfrom trainkit import startup\n"
-        "def main():\n"
-        "    for number in range(100):\n        print('x' * 999, flush=True)\n"
-        "startup.run(main)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    time.sleep(0.1)
-    process.stdout.close()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and errors == b"", errors
-
-
 def test_a_variable_that_would_let_code_be_unpickled_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -224,22 +189,13 @@ def test_a_variable_that_would_let_code_be_unpickled_does_not_count(
     assert torch.load(file)["a"] == 1
 
 
-# Flags of python, variables, flags of the script, and the sentence.
-SPEAKS = [
-    pytest.param(["-OO"], {}, [], "python -OO removes", marks=pytest.mark.slow),  # compiles torch
-    ([], {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1"}, ["--bad"], "arguments: --bad"),
-    ([], {"RANK": "", "LOCAL_RANK": "", "WORLD_SIZE": ""}, ["--bad"], "arguments: --bad"),
-]
-
-
-@pytest.mark.parametrize(("options", "variables", "flags", "words"), SPEAKS)
-def test_a_start_that_cannot_be_says_why(
-    options: list[str], variables: dict[str, str], flags: list[str], words: str
-) -> None:
-    command = [sys.executable, *options, ROOT / "train_regression.py", *flags]
-    env = {**os.environ, **variables}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=50)
-    assert done.returncode == 2 and words in done.stderr, done.stderr
+@linux_only
+@pytest.mark.parametrize("world", [("0", "1", "1"), ("", "", "")], ids=["local", "empty"])
+def test_one_process_says_why_it_cannot_start(world: tuple[str, ...], fork_main: Callable) -> None:
+    env = dict(zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), world, strict=True))
+    done = fork_main("train_regression.py", "--bad", env=env)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unrecognized arguments: --bad (see train_regression.py -")
 
 
 @posix_only
@@ -256,12 +212,33 @@ def test_a_git_that_does_not_answer_is_no_git(
     assert time.monotonic() - begun < 30
 
 
-def test_a_run_folder_may_be_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for module in (world, errors):
-        monkeypatch.setattr(module, "gather_object", lambda mine: mine * 2)
-    monkeypatch.setattr(world, "broadcast_object_list", lambda mine: mine)
-    two = SimpleNamespace(num_processes=2, is_main_process=True)
-    for name in (".", "runs/a"):
-        world.check_shared_folder(two, Path(name))
-        assert not [*Path(name).glob(".tmp-*"), *Path(name).parent.glob(".tmp-*")]
+# What a process of two does before it looks for the run folder, and what both say then.
+FOLDERS = [
+    ("pass", ""),
+    ("os.makedirs('b', exist_ok=True), os.chdir('b')", "is not the same folder"),
+]
+
+
+@linux_only
+@pytest.mark.parametrize(("before", "sentence"), FOLDERS)
+@pytest.mark.parametrize("run_dir", [".", "runs/a"])
+def test_a_run_folder_is_one_for_all_processes_or_refused(
+    before: str, sentence: str, run_dir: str, tmp_path: Path, fork_main: Callable
+) -> None:
+    (tmp_path / "share.py").write_text(f"""
+import os
+from pathlib import Path
+from accelerate import Accelerator
+from trainkit.launch import nodes
+
+def main(argv):
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == 1:
+        {before}
+    nodes.SHOWN_SECONDS = 0.1
+    nodes.check_shared_folder(accelerator, Path({run_dir!r}))
+    accelerator.end_training()
+""")
+    done = fork_main(str(tmp_path / "share.py"), world=2, cwd=tmp_path)
+    assert done.codes == [2 * bool(sentence)] * 2 and sentence in done.stderr, done.output
+    assert not [*tmp_path.rglob(".tmp-*")]

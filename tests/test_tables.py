@@ -5,7 +5,7 @@ import gzip
 import io
 import json
 import re
-import shutil
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +16,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import posix_only, run
+from conftest import posix_only
 
 import predict
 import train_regression
 from datakit import tables
-from trainkit import records
 from trainkit.errors import UsageError
+from trainkit.folder import records
 from trainkit.order import InMemory
 
 
@@ -68,88 +68,55 @@ ALL = ["area", *CITIES, "garden"]
 # Name of the file, its bytes, flags, the features that are learned.
 READ = {
     "csv": ("t.csv", text(), [], ALL),
-    "upper case": ("T.CSV", text(), [], ALL),
     "byte order mark": ("t.csv", text(encoding="utf-8-sig"), [], ALL),
-    "byte order mark and its encoding": ("t.csv", text(encoding="utf-8-sig"),
-                                         ["--encoding", "utf-8"], ALL),
     "an object": ("t.json", json.dumps({"a": [*range(20)], "y": [*range(20)]}).encode(), [], ["a"]),
     "semicolons": ("t.csv", text(";"), [], ALL),
-    "tabs": ("t.tsv", text("\t"), [], ALL),
     "bars": ("t.txt", text("|"), [], ALL),
-    "commas in a txt": ("t.txt", text(), [], ALL),
-    "latin-1": ("t.csv", text(encoding="latin-1"), ["--encoding", "latin-1"], ALL),
     "utf-16": ("t.csv", text(encoding="utf-16"), ["--encoding", "utf-16"], ALL),
-    "utf-16 without a mark": ("t.csv", text(encoding="utf-16-le"),
-                              ["--encoding", "utf-16-le"], ALL),
-    "excel's unicode text": ("t.txt", text("\t", "utf-16"), ["--encoding", "utf-16"], ALL),
-    "gzip": ("t.csv.gz", gzip.compress(text()), [], ALL),
     "gzip and semicolons": ("t.CSV.GZ", gzip.compress(text(";")), [], ALL),
-    "windows lines": ("t.csv", text(lineterminator="\r\n"), [], ALL),
     "old mac lines": ("t.csv", text(lineterminator="\r"), [], ALL),
-    "all in quotes": ("t.csv", text(";", quoting=csv.QUOTE_ALL), [], ALL),
     "another separator": ("t.csv", text("^"), ["--separator", "^"], ALL),
-    "comma in a quoted name": ("t.csv", b'"a, b";y\n' + b"1;2\n2;3\n4;5\n" * 5, [], ["a, b"]),
     "a comma in a name that is chosen": ("t.csv", b'"a, b",c;d,y\n' + b"1,2,3\n2,5,4\n4,5,7\n" * 5,
                                          ["--features", '"a, b",c;d'], ["a, b", "c;d"]),
     "index left out": ("t.csv", frame().to_csv().encode(), [], ALL),
-    "index left out of a second writing": ("t.csv", frame().rename_axis(
-        "Unnamed: 0").reset_index().to_csv(index=False).encode(), [], ALL),
-    "index left out of a third writing": ("t.csv", b"Unnamed: 0.1,Unnamed: 0,a,y\n" +
-                                          b"0,0,1,2\n1,1,2,3\n2,2,4,5\n" * 5, [], ["a"]),
-    "index left out beside one of another name": ("t.csv", b",Unnamed: 0,a,y\n" +
-                                                  b"0,0,1,2\n1,1,2,3\n2,2,4,5\n" * 5, [], ["a"]),
-    "index left out of two levels": ("t.csv", pd.concat({"n": frame(), "s": frame()}).to_csv(
-        ).encode(), [], ALL),
     "index left out of two levels in Parquet": ("t.parquet", parquet(pd.concat(
         {"n": frame(), "s": frame()})), [], ALL),
     "an index by name": ("t.csv", frame().to_csv().encode(), ["--features", "Unnamed: 0,area"],
                          ["Unnamed: 0", "area"]),
     "spaces round names": ("t.csv", b" a , b , y \n" + b"1,2,3\n2,5,4\n4,5,7\n" * 5, [],
                            ["a", "b"]),
-    "spaces round values": ("t.csv", b"a,y\n" + b" 1, 2\n 2 ,3\n4, 7\n" * 5, [], ["a"]),
     "exponents and signs": ("t.csv", b"a,y\n" + b"1e-3,+2\n-.5,3\n4.,7\n" * 5, [], ["a"]),
     "codes said to be categories": ("t.csv", rows("zip", ["01-2", "02-3"]),
                                     ["--categorical", "zip"], ["zip=01-2", "zip=02-3", "n"]),
-    "categories with zeros in front": ("t.csv", rows("zip", ["0123", "0124"]),
-                                       ["--categorical", "zip"], ["zip=0123", "zip=0124", "n"]),
     "true and false of R": ("t.csv", rows("a", ["TRUE", "FALSE"]), [], ["a", "n"]),
     "true, false and unknown": ("t.csv", rows("a", ["True", "False", "Unknown"]),
                                 ["--categorical", "a"],
                                 ["a=False", "a=True", "a=Unknown", "n"]),
-    "true and false beside a category": ("t.csv", text(), ["--categorical", "city"], ALL),
     "true, false and missing": ("t.csv", rows("a", ["True", "", "False"]), ["--missing", "impute"],
                                 ["a", "n"]),
     "spaces round names in JSON": ("t.json", json.dumps({
         " a ": [*range(20)], "y ": [*range(20)]}).encode(), [], ["a"]),
-    "a column without values": ("t.csv", rows("a", [""]), [], ["n"]),
-    "dates said to be categories": ("t.csv", rows("day", ["2020-01-01", "2020-01-02"]),
-                                    ["--categorical", "day"],
-                                    ["day=2020-01-01", "day=2020-01-02", "n"]),
     "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl", "SFoyer", "Duplex"]), [],
                           ["k=1Story", "k=2Story", "k=Duplex", "k=SFoyer", "k=SLvl", "n"]),
-    "months as words": ("t.csv", rows("m", ["May", "June"]), [], ["m=June", "m=May", "n"]),
     "formulas": ("t.csv", rows("k", ["=1+1", "@x"]), [], ["k==1+1", "k=@x", "n"]),
-    "parquet": ("t.parquet", parquet(frame()), [], ALL),
     "index left out of parquet": ("t.parquet", parquet(frame().sample(frac=1, random_state=0)), [],
                                   ALL),
     "parquet with a named index": ("t.parquet", parquet(frame().set_index("area")), [],
                                    [*CITIES, "garden", "area"]),
     "parquet with categories": ("t.parquet", parquet(frame().astype({"city": "category"})), [],
                                 ALL),
-    "parquet with texts of numbers": ("t.parquet", parquet(frame().astype({"area": str})), [], ALL),
     "json lines": ("t.jsonl", frame().to_json(orient="records", lines=True).encode(), [],
                    ALL),
-    "ndjson in gzip": ("t.ndjson.gz", gzip.compress(frame().to_json(
-        orient="records", lines=True).encode()), [], ALL),
     "json records": ("t.json", frame().to_json(orient="records", indent=1).encode(), [],
                      ALL),
-    "json lines and blank ones": ("t.jsonl", b"\n\n" + frame().to_json(
-        orient="records", lines=True).encode() + b"\n \n", [], ALL),
     "json columns": ("t.json", frame().to_json().encode(), [], ALL),
-    "json lines in a .json": ("t.json", frame().to_json(orient="records", lines=True).encode(), [],
-                              ALL),
-    "json in utf-16": ("t.json", frame().to_json(orient="records", force_ascii=False).encode(
-        "utf-16"), ["--encoding", "utf-16"], ALL),
+    "dates": ("t.csv", rows("day", ["2020-01-01", "2020-02-01T12:00", ""]), [], ["day", "n"]),
+    "dates of parquet": ("t.parquet", parquet(frame().assign(
+        day=pd.date_range("2020", periods=30))), ["--features", "day"], ["day"]),
+    "a free text": ("t.csv", rows("note", [f"Ann {n} of Rome" for n in range(30)]), [], ["n"]),
+    "a free text by name": ("t.csv", rows("note", [f"Ann {n} of Rome" for n in range(30)]),
+                            ["--features", "n,note", "--categorical", "note"], ["n"]),
+    "missing cells": ("t.csv", rows("a", ["1", "", "NA", "4"]), [], ["a", "n"]),
 }  # fmt: skip
 
 
@@ -192,7 +159,7 @@ def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path: Path) -> None:
     table.to_parquet(tmp_path / "folder" / "table.parquet")
     table[:90].to_csv(tmp_path / "parts" / "a.csv", index=False)
     table[90:].to_csv(tmp_path / "parts" / "b.CSV", index=False)
-    table.to_json(tmp_path / "table.json", orient="records", lines=True, double_precision=15)
+    table.to_json(tmp_path / "table.json", orient="records", double_precision=15)
     loaded = [
         load(
             "--data",
@@ -216,114 +183,51 @@ def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path: Path) -> None:
             assert torch.equal(ours, first)
 
 
-def number(value: str) -> tuple[bytes, str]:
-    """A column that is meant as numbers or dates, and the sentence: column, row, remedy."""
-    values = [value, value.replace("0", "7"), value.replace("0", "3").replace("1", "4")]
-    said = re.escape(f"'when', row 1: {value!r} is not a number: write plain numbers")
-    return rows("when", values), f"{said}.*--categorical"
-
-
+NO_NUMBER = r"  a: row {}: '{}' is no number, as 1234\.5"
 REFUSED = {
-    **{f"a column of {value}": ("t.csv", number(value)[0], [], number(value)[1]) for value in (
-        "12_000", "1,234.50", "1 000", "$10", "10%", "10 km", "10kg", "1.000,50", "(100)",
-        "2020-01-10", "10/01/2020", "2020-01-10T10:00:00", "10:30", "10.01.20", "+49 30 1000",
-        "10-20")},
+    **{f"a column of {value}": ("t.csv", rows("a", [value, value.replace("0", "7")]), [],
+                                NO_NUMBER.format(1, re.escape(value)))
+       for value in ("12_000", "1,234.50", "$10", "10 km", "10/01/2020", "10:30", "10.01.20")},
+    "a stray text": ("t.csv", b"a,b,y\n1,2,3\nx2,1,5\n" + b"2,3,4\n3,4,5\n" * 5, [],
+                     NO_NUMBER.format(2, "x2")),
+    "a stray date": ("t.csv", rows("a", ["2020-01-10", "2020-01-11", "2020-13-10"]), [],
+                     "a: row 3: '2020-13-10' is no date, as 2020-01-31"),
+    "decimal commas in the target": ("t.csv", b"a;y\n" + b"1;2,5\n2;3,5\n" * 9, [],
+                                     "y: row 1: '2,5' is no number"),
+    "text far down": ("t.csv", b"b,a,y\n" + b"1,2,3\n2,3,4\n" * 1500 + b"1,x,3\n", [],
+                      NO_NUMBER.format(3001, "x")),
+    "infinite": ("t.csv", b"a,y\n1,2\n2,inf\n3,4\n", [], r"y: row 2: 'inf' .*at most 1e38"),
+    "beyond float32": ("t.csv", b"a,y\n1,2\n2,2\n-1e300,4\n", [], "a: row 3: '-1e300' .*1e38"),
+    "infinity in 16 bits": ("t.parquet", parquet(pd.DataFrame({
+        "a": np.float16([1, 2, np.inf]), "y": range(3)})), [], "a: row 3: 'inf' is no number"),
+    "missing": ("t.csv", b"a,b,y\n" + b"1,,3\n2,2,4\n3,4,5\n" * 5, ["--missing", "refuse"],
+                "b: row 1: the value is missing"),
     "no such file": ("nothing.csv", None, [], "nothing.csv cannot be read: FileNotFoundError"),
     "not a table": ("t.xlsx", b"PK\x03\x04", [], "is not a table: .*.csv, .tsv"),
-    "no words": ("t.txt", b"hello", [], "there are no rows below the first line"),
-    "binary": ("t.csv", b"\xff\xfe\x00", [], "is not UTF-8 text: .*--encoding"),
-    "not utf-8": ("t.csv", text(encoding="latin-1"), [], "is not UTF-8 text: .*--encoding"),
-    "utf-16 that passes for utf-8": ("t.csv", rows("a", [1]).decode().encode("utf-16-le"), [],
-                                     "is not UTF-8 text: .*--encoding"),
-    "not this encoding": ("t.csv", text(encoding="utf-16"), ["--encoding", "ascii"],
-                          "is not ascii text: .*--encoding"),
+    "not utf-8": ("t.csv", text(encoding="latin-1"), [], "cannot be read: UnicodeDecodeError"),
     "no encoding": ("t.csv", text(), ["--encoding", "klingon"], "cannot be read: .*klingon"),
-    "empty": ("t.csv", b"", [], "cannot be read|first line"),
-    "no rows": ("t.csv", b"a,b,y\n", [], "t.csv: there are no rows below the first line"),
-    "ragged": ("t.csv", b"a,b,y\n1,2,3\n1,2,3,4\n", [], "cannot be read.*line 3"),
+    "empty": ("t.csv", b"", [], "cannot be read"),
+    "ragged": ("t.csv", b"a,b,y\n1,2,3\n1,2,3,4\n", [], "cannot be read"),
     "more values than names": ("t.csv", b"a,b,y\n1,2,3,4\n2,3,4,5\n", [],
                                "names 3 columns, and the rows have 4"),
     "fewer values than names": ("t.csv", b"a,b,y\n" + b"1,2\n2,3\n" * 9, [],
                                 "names 3 columns, and the rows have 2"),
-    "an open quote": ("t.csv", b'a,y\n"1,2\n3,4\n', [], "cannot be read"),
     "junk parquet": ("t.parquet", b"hello", [], "cannot be read"),
     "junk gzip": ("t.csv.gz", b"hello", [], "cannot be read"),
     "junk json": ("t.json", b"{a: 1}", [], "cannot be read"),
-    "nested json": ("t.json", b"[" * 10**5, [], "cannot be read"),
-    "a json number": ("t.json", b"5", [], "cannot be read|no column 'y'"),
+    "a key twice": ("t.json", b'[{"a": 1, "a": 2, "y": 1}]', [], "names a column twice: a, a, y"),
+    "a key twice in a line": ("t.jsonl", b'{"a": 1, "a": 2, "y": 1}', [], "names a column twice"),
     "wrong target": ("t.csv", b"a,b,z\n1,2,3\n", [], "no column 'y'.*'a', 'b', 'z'"),
     "wrong feature": ("t.csv", b"a,b,y\n1,2,3\n", ["--features", "c"], "no column 'c'"),
-    "a stray text": ("t.csv", b"a,b,y\n1,2,3\n1,x2,3\n2,3,4\n", [], "'b', row 2: 'x2' is not a n"),
-    "a stray $0": ("t.csv", b"a,b,y\n1,2,3\n1,$0,3\n2,3,4\n", [],
-                   r"'b', row 2: '\$0' is not a number: write plain numbers"),
-    "decimal commas": ("t.csv", b"a;b;y\n" + b"1,5;1;2\n2,5;2;3\n" * 9, [],
-                       r"'a', row 1: '1,5' is not a number: write plain numbers \(1234\.5"),
-    "a stray decimal comma": ("t.csv", b"a;b;y\n1;1;2\n2;2;3\n3,5;2;3\n", [],
-                              r"'a', row 3: '3,5' is not a number: write plain numbers \(1234\.5"),
-    "decimal commas in the target": ("t.csv", b"a;y\n" + b"1;2,5\n2;3,5\n" * 9, [],
-                                     r"'y', row 1: '2,5' is not a number: write .* \(1234\.5"),
-    "text far down": ("t.csv", b"a,b,y\n" + b"1,2,3\n" * 15000 + b"1,x,3\n", [],
-                      "'b', row 15001: 'x' is not a number"),
-    "text target": ("t.csv", b"a,y\n1,red\n2,blue\n3,red\n4,red\n", [],
-                    "'y', row 1: 'red' is not a number"),
-    "infinite": ("t.csv", b"a,y\n1,2\n2,inf\n3,4\n", [], "'y', row 2: inf is too large"),
-    "beyond float32": ("t.csv", b"a,y\n1,2\n2,2\n-1e300,4\n", [],
-                       r"'a', row 3: -1e\+300 is too large \(at most 1e38\)"),
-    "beyond float32 in the target": ("t.csv", b"a,y\n1,2\n2,1e300\n3,4\n", [],
-                                     r"'y', row 2: 1e\+300 is too large"),
-    "too close for float64": ("t.csv", rows("id", [2**62 + i for i in range(30)]), [],
-                              "feature 'id' is the same in all .* as far as float64"),
-    "too close for float64 in the target": (
-        "t.csv", rows("id", [2**62 + i for i in range(30)]).replace(b"id,n,y", b"y,n,z"), [],
-        "target 'y' is the same in all .* as far as float64"),
-    "too close to be squared": ("t.csv", rows("a", [f"{i}e-200" for i in range(30)]), [],
-                                "feature 'a' is the same in all .* as far as float64"),
-    "missing": ("t.csv", b"a,b,y\n" + b"1,,3\n2,2,4\n3,4,5\n" * 5, [],
-                "'b', row 1: the value is missing: .*--missing impute fills in features"),
-    "missing target": ("t.csv", b"a,y\n1,3\n2,\n3,4\n5,6\n", ["--missing", "impute"],
-                       "'y', row 2: the value is missing: fill it in or drop .* --missing drop"),
+    "twice but for a space": ("t.csv", b"a, a,y\n1,2,3\n", [], "name each column once"),
     "all dropped": ("t.csv", b"a,b,y\n1,,3\n2,,4\n", ["--missing", "drop"], "of 0 rows 0"),
     "constant target": ("t.csv", b"a,y\n" + b"".join(b"%d,3\n" % i for i in range(9)), [],
-                        "target 'y' is the same in all 7 training rows"),
-    "constant features": ("t.csv", b"a,y\n1,2\n1,3\n1,4\n", [], "no feature column"),
-    "names": ("t.csv", rows("who", [f"Ann {chr(97 + i)}" for i in range(26)], 26), [],
-              "'who' holds 21 different texts in 21 training rows"),
-    "many texts": ("t.csv", rows("who", [f"Ann{chr(97 + i % 26)}{i}x" for i in range(150)], 300),
-                   [], r"'who' holds 1\d\d different texts"),
-    "twice": ("t.csv", b"a,a,y\n1,2,3\n", [], "name each column once"),
-    "thousands of columns": ("t.csv", b",".join(b"c%d" % i for i in range(3000)) + b"\n1" +
-                             b",1" * 2999, [], "'c0', 'c1'.*'c9' and 2,990 more$"),
-    "twice but for a space": ("t.csv", b"a, a,y\n1,2,3\n", [], "name each column once"),
-    "a bad line": ("t.jsonl", b'{"a": 1, "y": 2}\n\n{"a": 1, "y": \n', [],
-                   "t.jsonl, line 3 cannot be read"),
-    "a bad array": ("t.json", b'[{"a": 1, "y": 2},\n{"a": 1, "y": }]', [], "line 2 column"),
-    "true, false and missing": ("t.parquet", parquet(pd.DataFrame({
-        "a": range(9), "y": [True, False, None] * 3})), [], "'y', row 3: the value is missing"),
-    "a category that is no feature": ("t.csv", text(), ["--features", "area", "--categorical",
-                                      "city"], "--categorical 'city' is none of the features"),
-    "a row with a list": ("t.json", b'{"a": 1,\n "tags": ["u", "v"], "y": 2}', [], "of 1 rows"),
-    "a line with lists": ("t.jsonl", b'{"a": [1, 2], "y": [3, 4]}', [], "of 1 rows"),
-    "columns of unlike length": ("t.json", b'{"a": [1, 2, 3], "y": [1, 2]}', [], "same length"),
-    "tabs and a comma in a name": ("t.tsv", b"width, cm\ty\n" + b"1\t2\n" * 9, [],
-                                   "the rows have 1: .* or give --separator"),
-    "a key twice": ("t.json", b'[{"a": 1, "a": 2, "y": 1}]', [], "names a column twice"),
-    "structures": ("t.jsonl", b'{"a": {"b": 1}, "y": 1}\n' * 9, [],
-                   r"'a', row 1: .* is not a number, nor a text"),
-    "bytes": ("t.parquet", parquet(pd.DataFrame({"a": [b"1", b"2"] * 9, "y": range(18)})), [],
-              "'a', row 1: .* is not a number, nor a text"),
-    "durations": ("t.parquet", parquet(pd.DataFrame({
-        "a": pd.to_timedelta([1, 2] * 9, "D"), "y": range(18)})), [],
-        "'a', row 1: '1 days 00:00:00' is not a number, nor a text"),
-    "infinity in 16 bits": ("t.parquet", parquet(pd.DataFrame({
-        "a": np.float16([1, 2, np.inf]), "y": range(3)})), [], "'a', row 3: inf is too large"),
-    "lists": ("t.jsonl", b'{"a": [1, 2], "y": 1}\n{"a": [3, 4], "y": 2}\n{"a": [3], "y": 3}', [],
-              r"'a', row 1: '\[1, 2\]' is not a number"),
-    "parquet dates": ("t.parquet", parquet(frame().assign(
-        when=pd.date_range("2020", periods=30))), [],
-        "'when', row 1: '2020-01-01 00:00:00' is not a number"),
-    "parquet days": ("t.parquet", parquet(frame().assign(
-        when=pd.date_range("2020", periods=30).date)), [],
-        "'when', row 1: '2020-01-01' is not a number"),
+                        "a target is the same in all training rows"),
+    "constant features": ("t.csv", b"a,y\n1,2\n1,3\n1,4\n", [], "a: left out: always the same"),
+    "too close for float64": ("t.csv", rows("a", [2**62 + i for i in range(30)]),
+                              ["--features", "a"], "a: left out: always the same"),
+    "too close to be squared": ("t.csv", rows("a", [f"{i}e-200" for i in range(30)]),
+                                ["--features", "a"], "a: left out: always the same"),
     "flags without a table": (None, None, ["--separator", ";"], "are for --data"),
 }  # fmt: skip
 
@@ -336,8 +240,7 @@ def test_a_table_that_cannot_be_meant_is_one_sentence(case: str, tmp_path: Path)
     data = ["--data", tmp_path / name, "--target", "y"] if name else []
     with pytest.raises(UsageError, match=message) as raised:
         load(*data, *flags)
-    sentence = str(raised.value)
-    assert "\n" not in sentence and (name is None or str(tmp_path / name) in sentence)
+    assert name is None or str(tmp_path / name) in str(raised.value)
     assert len([*tmp_path.iterdir()]) == (content is not None)
 
 
@@ -358,24 +261,9 @@ def test_a_folder_is_read_whole_and_its_files_are_named_in_the_plan(tmp_path: Pa
     flags = ["--data", tmp_path, "--target", "y", "--missing", "drop"]
     train, test, about = load(*flags)
     assert len(train) + len(test) == 40
-    args = train_regression.parse_args(list(map(str, flags)))
-    plan = tables.describe(about, args)
-    assert plan["data"] == f"{tmp_path.name} (a.csv, b.csv)"
-    assert plan["categories"] == "k (x, y)" and plan["targets"] == "y"
-    assert plan["missing"] == "20 values in 20 rows, to drop"
-    (tmp_path / "city=Bonn").mkdir()
-    load(*flags)
-    (tmp_path / "city=Bonn" / "a.csv").write_text("")
-    with pytest.raises(UsageError, match=r"city=Bonn/a.csv in it is a link or a partition"):
-        load(*flags)
-    shutil.rmtree(tmp_path / "city=Bonn")
-    (tmp_path / "link").symlink_to(".ipynb_checkpoints")
-    with pytest.raises(UsageError, match="link in it is a link or a partition"):
-        load(*flags)
-    (tmp_path / "link").unlink()
-    (tmp_path / "README.txt").write_text("hello")
-    with pytest.raises(UsageError, match=r"of one kind of .*, not (README.txt and )?b.csv"):
-        load(*flags)
+    plan = about["plan"]
+    assert plan["data"] == f"{tmp_path.name} (a.csv, b.csv), 20 rows dropped: no value"
+    assert plan["columns"] == "k (category: x, y)" and plan["targets"] == "y"
 
 
 def test_whole_numbers_are_the_same_categories_where_one_is_missing(tmp_path: Path) -> None:
@@ -385,25 +273,6 @@ def test_whole_numbers_are_the_same_categories_where_one_is_missing(tmp_path: Pa
     flags = ["--target", "y", "--categorical", "code", "--missing", "impute"]
     _, _, about = load("--data", tmp_path / "t.parquet", *flags)
     assert about["features"] == ["code=0", "code=1", "code=2"]
-
-
-def test_a_bad_table_ends_with_2_and_one_line(tmp_path: Path) -> None:
-    (tmp_path / "table.csv").write_text("a,y\n1,2\n2,3\nthree,4\n")
-    result = run(
-        "train_regression.py",
-        "--run-dir",
-        tmp_path / "run",
-        "--data",
-        tmp_path / "table.csv",
-        "--target",
-        "y",
-    )
-    assert result.returncode == 2
-    assert result.stderr.splitlines() == [
-        f"error: --data {tmp_path / 'table.csv'}, column 'a', row 3: 'three' is not a number: "
-        "write plain numbers (1234.5, a year, days), or if the column is a category, train with "
-        "--categorical"
-    ]
 
 
 def test_means_come_from_the_training_rows_alone(tmp_path: Path) -> None:
@@ -419,7 +288,7 @@ def test_means_come_from_the_training_rows_alone(tmp_path: Path) -> None:
     table.loc[index, "city"] = "mars"
     table.to_csv(file, index=False)
     train_again, test_again, after = load(*flags)
-    assert before | {"missing": ""} == after | {"missing": ""}
+    assert before == after
     features = train.tensors[0]
     assert torch.equal(features, train_again.tensors[0])
     assert (test_again.tensors[0] != test.tensors[0]).any()
@@ -529,14 +398,6 @@ def test_a_category_is_known_again_in_a_table_that_lacks_another(
     )
 
 
-def test_a_category_has_one_text_in_whatever_kind_of_column() -> None:
-    for values in ([1, 2], [1.0, 2.0], ["1", "2"], [1.0, 2.0, None]):
-        texts = tables.parse_column(pd.Series(values), "t.csv", True)
-        assert texts.dropna().tolist() == ["1", "2"]
-    for values in ([True, False], ["TRUE", "FALSE"], ["true", "false"]):
-        assert tables.parse_column(pd.Series(values), "t.csv", True).tolist() == ["True", "False"]
-
-
 def test_missing_is_the_same_in_every_kind_of_file(tmp_path: Path) -> None:
     table = pd.DataFrame({"c": ["NA", "US", "DE"] * 8, "a": range(24), "y": range(24)})
     for name, write in (
@@ -547,7 +408,7 @@ def test_missing_is_the_same_in_every_kind_of_file(tmp_path: Path) -> None:
         write(tmp_path / name)
         _, _, about = load("--data", tmp_path / name, "--target", "y", "--missing", "drop")
         assert about["features"] == ["c=DE", "c=US", "a"]
-        assert about["missing"] == "8 values in 8 rows"
+        assert "8 rows dropped" in about["plan"]["data"]
 
 
 def test_two_tables_with_one_answer_file_keep_the_first(
@@ -581,13 +442,69 @@ def test_what_a_prediction_cannot_know_is_said(
     assert capsys.readouterr().out.splitlines()[0] == f"{tmp_path / 't_predictions.csv'}  {said}"
     for table, sentence in (
         (frame(5).assign(predicted_y=1), "has a column 'predicted_y' already"),
-        (frame(5).assign(area=[1, 2, None, 4, 5]), "'area', row 3: the value is missing: fill it"),
-        (frame(5).assign(area="$1"), r"'area', row 1: '\$1' is not a number: write plain numbers"),
-        (frame(5).assign(area=1e300), r"'area', row 1: 1e\+300 is too large"),
+        (
+            frame(5).assign(area="$1"),
+            r"no row can be predicted: row 1 \(column 'area': '\$1' is no",
+        ),
     ):
         table.to_csv(path, index=False)
         with pytest.raises(UsageError, match=sentence):
             predict.main([str(table_run / "run"), str(path)])
+
+
+def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(
+    table_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "t.csv"
+    frame(5).to_csv(path, index=False)
+    predict.main([str(table_run / "run"), str(path)])
+    whole = pd.read_csv(tmp_path / "t_predictions.csv").predicted_y
+    frame(5).astype({"area": object}).assign(area=[1e300, 2, None, "$1", 5]).to_csv(path)
+    table = frame(5).astype({"area": object})
+    table.loc[[0, 2, 3], "area"] = [1e300, None, "$1"]
+    table.to_csv(path, index=False)
+    capsys.readouterr()
+    predict.main([str(table_run / "run"), str(path)])
+    said = capsys.readouterr().out.splitlines()[1]
+    assert said.startswith("no prediction for row 1 (column 'area': '1e+300' is no number")
+    assert "row 3 (column 'area': the value is missing), row 4" in said and "--" not in said
+    written = pd.read_csv(tmp_path / "t_predictions.csv").predicted_y
+    assert written.isna().tolist() == [True, False, True, True, False]
+    assert written[[1, 4]].tolist() == whole[[1, 4]].tolist()
+
+
+def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path: Path) -> None:
+    days = pd.date_range("2019-12-31", periods=30).strftime("%Y-%m-%d")
+    pd.DataFrame({"day": days, "y": range(30)}).to_csv(tmp_path / "t.csv", index=False)
+    _, _, about = load("--data", tmp_path / "t.csv", "--target", "y")
+    (column,) = [tables.Column(**column) for column in about["columns"]]
+    assert column.days and "days since 1970" in about["plan"]["columns"]
+    written = ["1970-01-02", "2020-01-01T12:00:00+02:00", "1960-01-01", "2020", "1/2/2020"]
+    values, problems = tables.encode(pd.DataFrame({"day": written}), [column])
+    assert values[:3, 0].tolist() == [1.0, 18262 + 10 / 24, -3653.0]
+    assert [row for row, *_ in problems] == [3, 4]
+
+
+def test_all_columns_are_judged_at_once_and_the_command_below_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.csv"
+    table = frame(60).assign(far=["12 km", "3 km"] * 30, note=[f"no {n}" for n in range(60)])
+    table = table.astype({"area": object}).rename(columns={"city": "city, town"})
+    table.loc[5, "area"] = "about 30"
+    table.loc[[7, 8], "y"] = None
+    table.to_csv(path, index=False)
+    typed = ["train_regression.py", "--data", str(path), "--target", "y"]
+    monkeypatch.setattr("sys.argv", typed)
+    with pytest.raises(UsageError) as raised:
+        load(*typed[1:])
+    lines = str(raised.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:4]] == ["area", "far", "note"]
+    assert "row 6: 'about 30' is no number" in lines[1] and "row 1: '12 km'" in lines[2]
+    command = shlex.split(lines[-1].removeprefix("This works: python train_regression.py "))
+    _, _, about = load(*command)
+    assert {column["name"] for column in about["columns"]} == {"city, town", "garden"}
+    assert about["plan"]["data"] == "t.csv, 2 rows dropped: no target"
 
 
 def test_the_folder_at_hand_is_predicted(
@@ -637,7 +554,7 @@ def test_a_model_of_synthetic_data_takes_a_table_of_its_columns(
 ) -> None:
     run_main("train_regression", "--run-dir", tmp_path / "run", "--num-samples", 50, "--epochs", 1)
     args = train_regression.parse_args(["--num-samples", "50"])
-    table, _ = train_regression.make_synthetic(args)
+    table, *_ = train_regression.make_synthetic(args)
     table.drop(columns="y0").to_csv(tmp_path / "t.csv", index=False)
     predict.main([str(tmp_path / "run"), str(tmp_path / "t.csv")])
     said = pd.read_csv(tmp_path / "t_predictions.csv").predicted_y0
@@ -672,6 +589,6 @@ def test_a_wide_table_is_encoded_in_seconds() -> None:
     table = pd.DataFrame(np.random.default_rng(0).normal(size=(1000, 3000))).add_prefix("x")
     args = train_regression.parse_args(["--target", "x0"])
     started_at = time.process_time()
-    train, _, about = tables.make_sets(table, ["x0"], args, standardise=True)
+    train, _, about = tables.make_sets(table, ["x0"], {"data": "x"}, args)
     assert time.process_time() - started_at < 10
     assert train.tensors[0].shape == (800, 2999) and len(about["columns"]) == 2999

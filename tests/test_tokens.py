@@ -17,26 +17,27 @@ import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
+import weighted
 from conftest import forget_accelerator, rows, saved
 from faults import Nursery, Outcome
 from test_fp16 import accelerator_in_fp16
 from test_run import Numbers, parse, train
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 
-import trainkit.run
+import trainkit.session
 from examples import gpt, two_towers
 from trainkit.errors import UsageError
 from trainkit.optim import make_optimizer
 from trainkit.order import EpochBatches, make_loaders
+from trainkit.order import weighted as drawn_by_weight
 from trainkit.run import Run
 
 WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 20, 24
-TINY = ["--layers", 1, "--width", 32, "--epochs", 5, "--batch-size", BATCH, "--eval-batch-size", 7]
-TINY += ["--log-every", 1, "--no-pictures", "--timeout", 60]
-TINY += ["--learning-rate", 3e-3, "--min-learning-rate", 3e-4]
+TINY = f"--layers 1 --width 32 --epochs 5 --batch-size {BATCH} --eval-batch-size 7 --log-every 1"
+TINY += " --no-pictures --timeout 60 --learning-rate 3e-3 --min-learning-rate 3e-4"
 MODES = {
-    "text": [*TINY, "--num-bytes", 16_000],  # 112 samples: 24, 24, 24, 24, 16
-    "answers": [*TINY, "--num-bytes", 1_030_000, "--answers-only"],
+    "text": f"{TINY} --num-bytes 16000".split(),  # 112 samples: 24, 24, 24, 24, 16
+    "answers": f"{TINY} --num-bytes 1030000 --answers-only".split(),
 }
 DECAY = 0.9
 
@@ -75,7 +76,7 @@ def plain(folder: Path) -> Callable[[str], tuple[list[float], dict, dict]]:
     """The GPT in plain PyTorch: its losses, its weights, and their moving average."""
 
     def call(mode: str) -> tuple[list[float], dict, dict]:
-        args = gpt.parse_args([*map(str, MODES[mode]), "--run-dir", str(folder / "plain")])
+        args = gpt.parse_args([*MODES[mode], "--run-dir", str(folder / "plain")])
         samples, _ = gpt.load_data(args)
         torch.manual_seed(0)
         model = gpt.GPT(args)
@@ -150,17 +151,8 @@ def test_two_processes_in_bf16_are_as_near_to_one_as_bf16_is(
     found = []
     for world in (1, 2):
         run_dir, env = folder / f"bf16-{mode}-{world}", {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        start(
-            nursery,
-            "gpt",
-            *MODES[mode],
-            "--stop-after-steps",
-            NUM_STEPS,
-            "--run-dir",
-            run_dir,
-            world=world,
-            env=env,
-        )
+        flags = [*MODES[mode], "--stop-after-steps", NUM_STEPS, "--run-dir", run_dir]
+        start(nursery, "gpt", *flags, world=world, env=env)
         assert json.loads((run_dir / "run.json").read_text())["mixed_precision"] == "bf16"
         found.append([row["train_loss"] for row in rows(run_dir, "steps")])
     assert found[0] == pytest.approx(found[1], abs=2e-3)
@@ -175,7 +167,7 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
 
     def same_batches(args: Any) -> tuple[list, list]:
         samples, eval_set = load_data(args)
-        return samples[:BATCH] * 12, eval_set
+        return [samples[number] for number in range(BATCH)] * 12, eval_set
 
     def run(name: str, overflows: tuple[int, ...] = ()) -> list[float]:
         def overflowing(model: Any, batch: Any) -> dict[str, torch.Tensor]:
@@ -185,17 +177,18 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
             return values if losses is None else values | {"loss": losses}
 
         monkeypatch.setattr(gpt, "judge", overflowing)
-        flags = [*MODES["answers"], "--epochs", 1, "--schedule", "constant", "--warmup", 0]
-        run_main(
-            "examples.gpt",
-            *flags,
+        flags = [
+            "--epochs",
+            "1",
+            "--schedule",
+            "constant",
+            "--warmup",
+            "0",
             "--min-learning-rate",
-            0,
-            "--accumulate",
-            accumulate,
-            "--run-dir",
-            folder / name,
-        )
+            "0",
+        ]
+        flags += ["--accumulate", accumulate, "--run-dir", folder / name]
+        run_main("examples.gpt", *MODES["answers"], *flags)
         return [row["train_loss"] for row in rows(folder / name, "steps")]
 
     monkeypatch.setattr(gpt, "load_data", same_batches)
@@ -206,7 +199,7 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
         options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
         return accelerator_in_fp16(**options)
 
-    monkeypatch.setattr(trainkit.run, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
     num_calls = itertools.count()
     found = run(f"scaled-{accumulate}", overflows=(0, 3, 4))
     assert len(expected) == 12 and len(found) == 9
@@ -217,20 +210,8 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
 
 
 NAMES = ["metrics.jsonl", "model.safetensors", "raw.safetensors", "best.safetensors"]
-ENDING = [
-    "--dropout",
-    0.1,
-    "--ema",
-    DECAY,
-    "--eval-every",
-    3,
-    "--save-every",
-    4,
-    "--keep-best",
-    "eval_samples",
-    "--patience",
-    2,
-]
+ENDING = f"--dropout 0.1 --ema {DECAY} --eval-every 3 --save-every 4".split()
+ENDING += ["--keep-best", "eval_samples", "--patience", "2"]
 
 
 @pytest.mark.parametrize(("mode", "world", "accumulate"), grid(("answers", 2, 1)))
@@ -286,10 +267,10 @@ def test_a_loss_that_couples_samples_sees_those_of_all_processes(
     nursery: Nursery, tiny_mnist: Path, tmp_path: Path, contrasted: list[float], world: int
 ) -> None:
     # 331 samples: 11 batches of 30, and one sample for the last; 101 to evaluate on.
-    flags = ["--dataset", tiny_mnist, "--batch-size", 30, "--epochs", 2, "--log-every", 1]
-    flags += ["--schedule", "constant", "--warmup", 0, "--stop-after-steps", NUM_STEPS]
-    flags += ["--eval-batch-size", 25, "--no-pictures", "--timeout", 60, "--run-dir", tmp_path]
-    start(nursery, "two_towers", *flags, world=world)
+    flags = "--batch-size 30 --epochs 2 --log-every 1 --schedule constant --warmup 0 --no-pictures"
+    flags += f" --eval-batch-size 25 --timeout 60 --stop-after-steps {NUM_STEPS}"
+    where = ["--dataset", tiny_mnist, "--run-dir", tmp_path]
+    start(nursery, "two_towers", *flags.split(), *where, world=world)
     found = [row["train_loss"] for row in rows(tmp_path, "steps")]
     assert found == pytest.approx(contrasted, rel=1e-6)
     assert [row["eval_samples"] for row in rows(tmp_path, "epochs")] == [101, 101]
@@ -314,11 +295,11 @@ REFUSALS = {
     ),
     "a mask of another shape": (
         lambda run: run.step_mean(torch.ones(8), where=MASK),
-        r"values of shape \(8,\) and where= of shape \(8, 2\) .*bool and of the same shape",
+        r"values of shape \(8,\) and where= of shape \(8, 2\) .*bool, .* and of the same shape",
     ),
-    "a mask of numbers": (
-        lambda run: run.step_mean(torch.ones(8, 2), where=MASK.float()),
-        r"where= of shape \(8, 2\) and torch.float32: it must be bool",
+    "weights that learn": (
+        lambda run: run.step_mean(torch.ones(8, 2), where=torch.ones(8, 2, requires_grad=True)),
+        r"float32: it must be bool, or float without a gradient",
     ),
     "two means with a mask": (
         lambda run: [run.step_mean(torch.ones(8, 2), where=MASK) for _ in range(2)],
@@ -332,9 +313,9 @@ REFUSALS = {
         lambda run: run.add(loss=torch.ones(8).mean()),
         r"run.add\(loss=...\) got a single number for a batch of 8 samples",
     ),
-    "a mask to add": (
-        lambda run: run.add(loss=torch.ones(8), where=MASK),
-        r"run.add\(loss=...\) got values of shape \(8,\) and where=",
+    "whole numbers to add": (
+        lambda run: run.add(loss=torch.ones(8, 2), where=MASK.int()),
+        r"run.add\(loss=...\) got values of shape \(8, 2\) and where=",
     ),
     "rows to gather": (
         lambda run: run.gather(torch.ones(3, 2)),
@@ -354,15 +335,8 @@ def test_what_is_no_value_of_this_batch_is_refused_in_a_sentence(tmp_path: Path,
 def test_a_gather_inside_of_accumulation_is_refused_in_a_sentence(tmp_path: Path) -> None:
     forget_accelerator()
     with pytest.raises(UsageError, match=r"--accumulate 2: this loss .*--accumulate 1"):
-        train(
-            "--run-dir",
-            tmp_path,
-            "--accumulate",
-            2,
-            "--batch-size",
-            8,
-            body=lambda run, number: run.gather(torch.ones(4, 1)) and None,
-        )
+        flags = ["--accumulate", "2", "--batch-size", "8", "--run-dir"]
+        train(*flags, tmp_path, body=lambda run, number: run.gather(torch.ones(4, 1)) and None)
 
 
 @pytest.mark.parametrize("foreign", ["loader", "sampler", "evaluation"])
@@ -407,14 +381,48 @@ def counted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return call
 
 
-def test_weighted_draws_are_equal_at_any_number_of_processes(counted: Callable) -> None:
-    drawn = [counted(world)[1] for world in WORLDS]
-    assert drawn[0] == drawn[1] == drawn[2] and drawn[0][1] >= 13  # and all stopped there
-    assert counted(1, "--accumulate", 3)[1] == drawn[0]
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [(1, 2), (2, 1), (3, 2)],
+        pytest.param([*itertools.product(WORLDS, (1, 2))], marks=pytest.mark.slow),
+    ],
+)
+def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes(
+    counted: Callable, ways: list[tuple[int, int]]
+) -> None:
+    found = [counted(world, "--accumulate", accumulate) for world, accumulate in ways]
+    drawn = found[0][1]
+    assert all(other == drawn for _, other in found) and drawn[1] >= 7  # and all stopped
     # Every fourth sample is never drawn; the others in proportion to their weights.
-    one, two, three = (sum(drawn[0][weight::4]) for weight in (1, 2, 3))
-    assert sum(drawn[0][0::4]) == 0 and sum(drawn[0]) == one + two + three > 300
+    one, two, three = (sum(drawn[weight::4]) for weight in (1, 2, 3))
+    assert sum(drawn[0::4]) == 0 and sum(drawn) == one + two + three > 300
     assert two / one == pytest.approx(2, abs=0.6) and three / one == pytest.approx(3, abs=0.8)
+    losses, expected = class_weighted()
+    for run_dir, _ in found:
+        assert [row["train_loss"] for row in rows(run_dir, "steps")][:NUM_STEPS] == pytest.approx(
+            losses, abs=1e-6
+        )
+        assert rows(run_dir, "epochs")[1]["eval_loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def class_weighted() -> tuple[list[float], float]:
+    """Losses of tests/weighted.py in plain PyTorch, and the one after two epochs."""
+    torch.manual_seed(0)
+    model, (x, y) = torch.nn.Linear(1, 3), weighted.SAMPLES
+    adam, losses = torch.optim.AdamW(model.parameters(), weight_decay=0.0), []
+    order = EpochBatches(len(x), 12, seed=0, order=drawn_by_weight(weighted.WEIGHTS, len(x), 0))
+    for epoch in range(5):
+        order.set_position(epoch, 0)
+        for batch in order:
+            loss = F.cross_entropy(model(x[batch.values]), y[batch.values], weighted.OF_CLASSES)
+            losses.append(loss.item())
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+        if epoch == 1:
+            expected = F.cross_entropy(model(x), y, weighted.OF_CLASSES).item()
+    return losses[:NUM_STEPS], expected
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3))])

@@ -1,53 +1,58 @@
-"""A run with weighted draws and a state of its own, for tests to start."""
+"""A run with weighted draws, weighted losses and a state of its own, for tests to start."""
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from trainkit import arguments
-from trainkit.optim import make_optimizer
-from trainkit.order import InMemory, make_loaders
-from trainkit.run import Run
+from trainkit import InMemory, Run, arguments, make_loaders, make_optimizer
 
 NUM_SAMPLES = 43  # a prime
 WEIGHTS = torch.arange(NUM_SAMPLES) % 4  # of a sample; every fourth is never drawn
+OF_CLASSES = torch.tensor([0.3, 1.7, 0.9])
+SAMPLES = torch.linspace(-1, 1, NUM_SAMPLES)[:, None], torch.arange(NUM_SAMPLES) % 3
+
+
+def judge(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return {"loss": losses, "where": OF_CLASSES[batch[1]]}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Count in run.state how often each sample was drawn; stop at the 13th draw of number 1."""
+    """Count in run.state how often each sample was drawn; stop at the 7th draw of number 1."""
     parser = arguments.Parser()
     parser.add_argument("--power", type=float, default=1.0)
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, "runs/weighted", not_the_experiment=["power"])
-    parser.set_defaults(batch_size=6, epochs=20, log_every=1, pictures=False)
+    parser.set_defaults(batch_size=12, epochs=20, log_every=1, pictures=False)
     args = parser.parse_args(argv)
     with Run(args, "weighted") as run:
-        accelerator, x = run.accelerator, torch.linspace(-1, 1, NUM_SAMPLES)[:, None]
-        sets = run.load(lambda args: (InMemory(x, x.sin()), InMemory(x, x.sin())))
+        accelerator = run.accelerator
+        sets = run.load(lambda args: (InMemory(*SAMPLES), InMemory(*SAMPLES)))
         weights = WEIGHTS.double() ** args.power
         train_loader, eval_loader = make_loaders(accelerator, *sets, args, weights=weights)
-        model = nn.Linear(1, 1)
+        model = nn.Linear(1, 3)
         optimizer = make_optimizer(accelerator, model.parameters(), args)
         model, optimizer, train_loader, eval_loader = accelerator.prepare(
             model, optimizer, train_loader, eval_loader
         )
         run.begin(model, {})
         for _ in run.epochs():
-            for x, y, indices in run.steps(train_loader):
+            for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    losses = (model(x) - y).square()
-                    accelerator.backward(run.step_mean(losses))
+                    values = judge(model, batch)
+                    accelerator.backward(run.step_mean(values["loss"], values["where"]))
                     run.clip_and_check(optimizer)
                     optimizer.step()
                     optimizer.zero_grad()
-                run.add(loss=losses)
-                drawn = torch.bincount(indices, minlength=NUM_SAMPLES)
+                run.add(**values)
+                drawn = torch.bincount(batch[2], minlength=NUM_SAMPLES)
                 drawn = accelerator.reduce(drawn, reduction="sum")
                 before = torch.tensor(run.state.get("drawn", [0] * NUM_SAMPLES))
                 run.state["drawn"] = (before + drawn).tolist()
-                if run.state["drawn"][1] >= 13:
+                if run.state["drawn"][1] >= 7:
                     run.stop()
-            run.end_epoch(run.evaluate(eval_loader, lambda batch: {"loss": (batch[1] - batch[0])}))
+            run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
         run.print(f"drawn {run.state['drawn']}")
         return run.finish()

@@ -12,26 +12,25 @@ depends on saved random states (trainkit.order says what takes their place).
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from safetensors.torch import load_file
-from torch import nn
 
 from trainkit import shards
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
-from trainkit.history import History, RunningMeans
-from trainkit.internals import prepared_models, prepared_optimizers
-from trainkit.manifest import verify, write_manifest
-from trainkit.rundir import check_still_there, remove_tree, rename_free, sync
-from trainkit.text import check_json
+from trainkit.folder.log import History
+from trainkit.folder.manifest import verify, write_manifest
+from trainkit.folder.rundir import remove_tree, rename_free, sync
+from trainkit.means import RunningMeans
+from trainkit.private import prepared_models, prepared_optimizers
+from trainkit.words.text import check_json
 
 STEP_NAME = re.compile(r"step-\d{10}")
 
@@ -74,7 +73,7 @@ class Checkpoints:
     Args:
         fingerprint: names and values that must be equal for a checkpoint to continue this run.
         keep: how many checkpoints to keep, at least 2.
-        average: for each model the average of its weights by name, of --ema; saved if sharded.
+        averages: for each model the average of its weights by name, of --ema.
     """
 
     def __init__(
@@ -85,14 +84,14 @@ class Checkpoints:
         means: RunningMeans,
         fingerprint: dict[str, Any],
         keep: int,
-        average: Sequence[dict[str, torch.Tensor]] = (),
+        averages: Sequence[dict[str, torch.Tensor]] = (),
     ):
         self.accelerator, self.directory = accelerator, run_dir / "checkpoints"
-        self.history, self.means, self.keep, self.average = history, means, keep, average
+        self.history, self.means, self.keep, self.averages = history, means, keep, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.last_step = -1
-        accelerator.register_save_state_pre_hook(copy_tied_weights)
-        accelerator.register_load_state_pre_hook(load_models)
+        average_files = averages if accelerator.is_main_process else ()
+        accelerator.register_save_state_pre_hook(partial(shards.before_save, average_files))
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
@@ -106,27 +105,16 @@ class Checkpoints:
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         final = self.directory / f"step-{progress.step:010d}"
         temporary = self.directory / f".tmp-{final.name}"
-        sums = self.means.state()
-        disk = next(path for path in self.directory.parents if path.exists())
-        sizes = num_bytes(accelerator), shutil.disk_usage(disk).free
-        needed, free = (f"{size / 2**20:.1f} MiB" for size in sizes)
-        what = (
-            f"saving {final} failed, the older checkpoints are untouched; it takes {needed} and "
-            f"{free} were free"
-        )
-        write = accelerator.save_state
+        sums, write = self.means.state(), accelerator.save_state
         if accelerator.is_fsdp2:
-            write = shards.writer(accelerator, self.average)
+            write = shards.writer(accelerator, self._tensors())
+        what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if main:
                 temporary.mkdir()  # not its parents: the run folder may have been moved away
                 (temporary / "state").mkdir()
         with failing_together(accelerator, what, RunFailure):
-            try:
-                write(temporary / "state")
-            except Exception:  # torch.save does not say FileNotFoundError
-                check_still_there(self.directory.parent)
-                raise
+            write(temporary / "state")
         with failing_together(accelerator, what, RunFailure):
             if main:
                 self._commit(temporary, final, progress, sums)
@@ -175,7 +163,7 @@ class Checkpoints:
         return progress
 
     def _load_state(self, folder: Path) -> None:
-        """accelerator.load_state, but the optimizers keep the kernels that this run's YAML chose.
+        """Load the state; the optimizers keep the kernels that this run's YAML chose.
 
         A saved parameter group also says whether it was fused, which depends on the precision it
         was saved under. The step counts of an optimizer that is not fused belong on the CPU, where
@@ -183,12 +171,8 @@ class Checkpoints:
         """
         optimizers = [wrapped.optimizer for wrapped in prepared_optimizers(self.accelerator)]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        names = ("fused", "foreach", "capturable")
-        kernels = [{name: group[name] for name in names if name in group} for group in groups]
-        if self.accelerator.is_fsdp2 or shards.is_sharded(folder):
-            shards.read(self.accelerator, self.average, folder)
-        else:
-            self.accelerator.load_state(folder)
+        kernels = [{n: g[n] for n in ("fused", "foreach", "capturable") if n in g} for g in groups]
+        shards.read(self.accelerator, self._tensors(), self.fingerprint.values(), folder)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 kernel = kernels.pop(0)
@@ -197,18 +181,21 @@ class Checkpoints:
                 for weight in group["params"]:
                     state = optimizer.state.get(weight, {})
                     for name, value in state.items():
-                        if not isinstance(value, torch.Tensor):
-                            continue
-                        # A fused kernel takes numbers as they lie, and sharded ones lie otherwise.
-                        if value.shape == weight.shape:
+                        shape = getattr(value, "shape", ())
+                        # A fused kernel takes numbers as they lie, and may read beyond them.
+                        if shape == weight.shape:
                             state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-                        elif kernel.get("fused") and value.ndim:  # it would read beyond them
+                        elif kernel.get("fused") and shape:
                             raise UsageError(
-                                f"{folder}: {name} of an optimizer is {tuple(value.shape)} for a "
-                                f"weight of {tuple(weight.shape)}"
+                                f"{folder}: {name} of an optimizer is {tuple(shape)} for a weight "
+                                f"of {tuple(weight.shape)}"
                             )
                     if isinstance(state.get("step"), torch.Tensor):
                         state["step"] = state["step"].to(weight.device if on_device else "cpu")
+
+    def _tensors(self) -> list[dict[str, torch.Tensor]]:
+        """What a checkpoint holds of averages and models."""
+        return [*self.averages, *map(shards.state_of, prepared_models(self.accelerator))]
 
     def _choose(self, wanted: str | None, notices: list[str]) -> Path | None:
         """The folder that --resume names, verified, or None for a fresh start."""
@@ -243,8 +230,11 @@ class Checkpoints:
         """trainer.json of a whole checkpoint, if it belongs to this run."""
         with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
             trainer = json.loads((path / "trainer.json").read_text())
-            before, now = trainer["fingerprint"], self.fingerprint
-            for name in now | before:
+            now = self.fingerprint
+            left_out = {name: now[name] for name in now if name.startswith(shards.FROZEN)}
+            before = left_out | trainer["fingerprint"]  # without in older ones, which hold them
+            # Files first: one that is gone says more than the sum over all of them.
+            for name in sorted(now | before, key=lambda name: not name.startswith("/")):
                 if before.get(name) != now.get(name):
                     raise UsageError(
                         f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
@@ -263,8 +253,7 @@ class Checkpoints:
                         "the same sample, but bits may differ from here"
                     )
             progress = Progress(**trainer["progress"])
-            over = progress.ended or progress.step == progress.metrics_step == last_step
-            if progress.step >= last_step and not over:
+            if progress.step > last_step:
                 raise UsageError(
                     f"{path} is of step {progress.step} and this run ends at step {last_step}: "
                     "raise --epochs or --stop-after-steps, or resume from an older checkpoint"
@@ -301,77 +290,3 @@ class Checkpoints:
 
     def _steps(self) -> list[Path]:
         return sorted(p for p in self.directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
-
-
-def check_states(models: Sequence[nn.Module]) -> None:
-    """Raise RuntimeError if a model's state holds what a checkpoint could not give back."""
-    states = [pair for model in models for pair in model.state_dict().items()]
-    if others := [n for n, x in states if not isinstance(x, torch.Tensor) or 0 in x.stride()]:
-        raise RuntimeError(
-            f"{others[0]} of a model is no tensor with memory of its own, and checkpoints hold "
-            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
-        )
-
-
-def num_bytes(accelerator: Accelerator) -> int:
-    """What the weights and the optimizers' moments take on a disk, about."""
-    tensors = [t for model in prepared_models(accelerator) for t in model.state_dict().values()]
-    for optimizer in prepared_optimizers(accelerator):
-        moments = (value for state in optimizer.state.values() for value in state.values())
-        tensors += [value for value in moments if isinstance(value, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def copy_tied_weights(models: list, weights: list[dict[str, torch.Tensor]], folder: str) -> None:
-    """Let a weight that has two names be saved under both: a hook of accelerator.save_state.
-
-    Accelerate would leave one out, and warn of it at each save.
-    """
-    for state in weights:
-        seen = set()
-        for name, tensor in state.items():
-            memory = tensor.untyped_storage().data_ptr()
-            state[name] = tensor.clone() if memory in seen else tensor
-            seen.add(memory)
-
-
-def load_models(models: list[torch.nn.Module], folder: str) -> None:
-    """Load the models in Accelerate's place, which refuses both names of tied weights."""
-    for number, model in enumerate(models):
-        name = f"model_{number}.safetensors" if number else "model.safetensors"
-        model.load_state_dict(load_file(Path(folder, name)))
-    models.clear()
-
-
-def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of a safetensors file that fit the model, and a line about what did not.
-
-    They fit by name, shape and kind of number. Raises UsageError if none does, or if one is not
-    finite.
-    """
-
-    def kind(value: torch.Tensor) -> tuple:
-        return value.shape, value.is_complex(), value.is_floating_point()
-
-    with as_usage_error(f"--start-from {path} cannot be read"):
-        if path.is_dir():
-            raise UsageError(f"--start-from {path} is a folder: give the file of weights in it")
-        given = load_file(path)
-    own = model.state_dict()
-    fits = {n: v.to(own[n].dtype) for n, v in given.items() if n in own and kind(v) == kind(own[n])}
-    if not fits:
-        name = next((name for name in own if name in given), None)
-        unlike = f"no name of the model's, of which the first is {next(iter(own))!r}"
-        if name is not None:
-            there, here = (f"{t[name].dtype} of {tuple(t[name].shape)}" for t in (given, own))
-            unlike = f"{name!r} is {there}, and {here} here"
-        raise UsageError(f"--start-from {path}: none of its {len(given)} tensors fits: {unlike}")
-    for name, value in fits.items():
-        if not value.isfinite().all():
-            raise UsageError(f"--start-from {path}: {name} holds numbers that are not finite here")
-    missed = ", ".join(n for n in own if n not in fits) or "none"
-    unused = ", ".join(n for n in given if n not in fits) or "none"
-    return fits, (
-        f"started from {path}: {len(fits)} of {len(own)} tensors matched; left as initialised: "
-        f"{missed}; not used: {unused}"
-    )

@@ -1,6 +1,5 @@
 """Errors for people: one sentence, one exit code, on all processes alike."""
 
-import errno
 import multiprocessing
 import os
 import re
@@ -17,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from trainkit.text import first_sentence
+from trainkit.words.text import first_sentence
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -30,11 +29,19 @@ STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 SIGNALS = tuple(getattr(signal, name) for name in STOPPING if hasattr(signal, name))
 
 LATE_START_SECONDS = 60.0
-FULL_DISK = re.compile(
-    "No space left|quota exceeded|iostream error|enforce fail at inline_container"
-)
-# How gloo and NCCL begin their messages; torch raises some of gloo's as a plain RuntimeError.
-LIBRARY_MESSAGE = re.compile(r"\[[^\]]*gloo/|gloo |nccl ", re.IGNORECASE)
+# What torch, safetensors, gloo, NCCL and the system say where something happened to one process
+# alone, and what that was. Matched against the kind of the exception and its message.
+FAILURES = {
+    "OutOfMemoryError|DefaultCPUAllocator: can't": "ran out of memory: where it trains, try a "
+    "larger --accumulate or a smaller --batch-size, else a smaller model or less data",
+    "DataLoader worker|DataLoader timed out|shared memory": "got no batch from a loader worker "
+    "(see its output): if /dev/shm is full give it more (docker run --shm-size) or use fewer "
+    "--num-workers, if batches take long raise --timeout",
+    "No space left|File too large|quota exceeded|iostream error|fail at inline_container": "found "
+    "the disk full",
+    r"Dist\w*Error|RuntimeError: (\[[^\]]*gloo/|(?i:gloo |nccl ))": "lost contact with another "
+    "process of this run, or never met it (see its output, or run doctor.py)",
+}
 
 
 class UsageError(ValueError):
@@ -47,6 +54,14 @@ class RunFailure(RuntimeError):
     """Something broke that no argument caused (disk, numbers): one sentence, exit code 1."""
 
     exit_code = EXIT_FAILURE
+
+
+class LoneFailure(RunFailure):
+    """One that a single process meets, also in a loader worker: that process says it."""
+
+    def __init__(self, text: str):
+        # What comes out of a worker is its traceback, which ends with the sentence.
+        super().__init__(text.strip().rpartition("LoneFailure: ")[2])
 
 
 class Stopped(SystemExit):
@@ -88,11 +103,17 @@ def failing_together(
     except (UsageError, RunFailure) as problem:
         error = str(problem)
     except Exception as problem:
-        full = is_disk_full(problem)
-        if not full and not isinstance(problem, OSError):
+        known = explain(problem)
+        if known is None and not isinstance(problem, OSError):
             traceback.print_exc()  # perhaps a bug: where it is
-        error = f"{what}: {'the disk is full' if full else first_sentence(problem)}"
+        error = f"{what}: {known or first_sentence(problem)}"
     raise_together(accelerator, error, kind)
+
+
+def explain(problem: Exception) -> str | None:
+    """What happened to this process alone, for example a lost peer; None if that is not known."""
+    text = f"{type(problem).__name__}: {problem}"
+    return next((said for pattern, said in FAILURES.items() if re.search(pattern, text)), None)
 
 
 def raise_together(
@@ -103,44 +124,6 @@ def raise_together(
     first = next((message for message in errors if message is not None), None)
     if first is not None:
         raise kind(first)
-
-
-def explain_failure(problem: Exception) -> str | None:
-    """What happened to this process alone, for example a lost peer; None if that is not known."""
-    text = str(problem)
-    if isinstance(problem, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't" in text:
-        return (
-            "ran out of memory: where it trains, try a larger --accumulate or a smaller "
-            "--batch-size, else a smaller model or less data"
-        )
-    if text.startswith("DataLoader worker"):
-        return "lost a loader worker (see its output; the kernel kills one when memory runs out)"
-    if text.startswith("DataLoader timed out") or "shared memory" in text:
-        return (
-            "got no batch from a loader worker (see its output): if /dev/shm is full give it more "
-            "(docker run --shm-size) or use fewer --num-workers, if batches take long raise "
-            "--timeout"
-        )
-    if is_disk_full(problem):
-        return "found the disk full"
-    if getattr(problem, "errno", None) == errno.EMFILE or text.startswith("Too many open files"):
-        return "may open no more files, raise ulimit -n or use fewer --num-workers"
-    if "can't start new thread" in text:
-        return "may start no more threads, raise ulimit -u"
-    lost = isinstance(problem, getattr(torch.distributed, "DistError", ()))
-    if lost or (type(problem) is RuntimeError and LIBRARY_MESSAGE.match(text)):
-        if torch.distributed.is_initialized():
-            return (
-                "lost contact with another process of this run (see its output; or the script "
-                "calls a collective there that it does not call here)"
-            )
-        return "did not meet the other processes (see their output, or ask trainkit.doctor)"
-    return None
-
-
-def is_disk_full(problem: Exception) -> bool:
-    """True if the system, safetensors or torch.save says with it that the disk is full."""
-    return FULL_DISK.search(str(problem)) is not None
 
 
 def leave(code: int) -> NoReturn:

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import lr_scheduler
 
-from trainkit.arguments import peak_learning_rate
-from trainkit.internals import total_norm
+from trainkit.private import total_norm
+from trainkit.words.arguments import peak_learning_rate
 
 
 def make_optimizer(
@@ -46,12 +46,10 @@ def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [weight for group in groups for weight in group["params"]]
 
 
-def norm_of(accelerator: Accelerator, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of tensors, which may be sharded. Every process must call this."""
-    if not accelerator.is_fsdp2:
-        return total_norm(tensors)
-    norm = total_norm([tensor.to_local() for tensor in tensors])  # of this process's share
-    return accelerator.reduce(norm.square(), reduction="sum").sqrt()
+def learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, float]:
+    """Those of the first group of each optimizer, by their names in metrics.jsonl."""
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    return {f"learning_rate_{n}" if n else "learning_rate": r for n, r in enumerate(rates)}
 
 
 def scale_gradients(factor: torch.Tensor, *optimizers: torch.optim.Optimizer) -> None:
@@ -78,7 +76,7 @@ def clip_gradients(
             "run.clip_and_check(...) found no gradient: it comes after accelerator.backward(...), "
             "and zero_grad() after optimizer.step()"
         )
-    norm = norm_of(accelerator, gradients)
+    norm = total_norm(gradients)
     if max_norm < math.inf:  # else multiplying by 1 would take time
         nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm

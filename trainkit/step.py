@@ -7,26 +7,32 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
 
+from trainkit.draws import Dropout, key, release_dropout, seed_dropout, seed_host
 from trainkit.errors import UsageError
-from trainkit.finite import FiniteGuard, Position
-from trainkit.internals import prepared_optimizers
+from trainkit.guards.finite import FiniteGuard, Position
+from trainkit.launch.signals import Signals
+from trainkit.means import sum_and_count, sum_of
 from trainkit.optim import clip_gradients, scale_gradients
-from trainkit.order import Dropout, dealt, key, seed_dropout, seed_host
-from trainkit.signals import Signals
+from trainkit.order import dealt
+from trainkit.private import prepared_optimizers
 
 
 class Step:
     """What is known of the step that is being made. Run starts it and finishes it.
 
     Attributes:
+        samples_draw: making a sample seeds numpy and random, sooner or later by how far a loader
+            reads ahead: so they are seeded again before each forward pass.
         position: the number of the step and its learning rate, for error messages.
         num_samples: samples of the step, over all processes and micro-batches.
         num_before: of them those in the micro-batches before the one at hand.
         num_rows: samples of this process in the micro-batch at hand.
         losses: this process's share of each mean of the micro-batch at hand.
-        num_counted: values that where= counted so far in this process; None without where=.
-        factor: num_samples / values counted in the whole step; None until that is known.
+        num_counted: values that where= counted so far in this process, or the sum of its weights;
+            None without where=.
+        factor: num_samples / that of the whole step; None until it is known.
         clipped, stepped: the optimizers that may be stepped now, and those that were.
     """
 
@@ -36,13 +42,13 @@ class Step:
         args: argparse.Namespace,
         num_used: int,
         signals: Signals,
-        dropouts: Sequence[Dropout],
+        models: Sequence[nn.Module],
         samples_draw: bool = False,
     ):
         self.accelerator, self.args, self.num_used = accelerator, args, num_used
-        self.signals, self.dropouts = signals, dropouts
-        # Making a sample seeds numpy and random, sooner or later by how far a loader reads ahead.
-        self.samples_draw = samples_draw
+        self.signals, self.samples_draw = signals, samples_draw
+        layers = (layer for model in models for layer in model.modules())
+        self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.guard = FiniteGuard(accelerator)
         self.size = args.batch_size // args.accumulate  # of a micro-batch, over all processes
         self.key: tuple[int, ...] = ()
@@ -83,6 +89,44 @@ class Step:
         first, last = dealt(num, self.size, rank * share, (rank + 1) * share)
         return min(first, num), max(0, min(last, num) - first)
 
+    def mean(self, values: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
+        """See Run.step_mean."""
+        num = self.num_samples
+        mixed = (self.losses or self.num_before) and (where is None) != (self.num_counted is None)
+        if mixed or (where is not None and self.losses):
+            raise RuntimeError(
+                "a step can have only one mean with where=, because its gradients are divided "
+                "once: add up the losses before run.step_mean(...)"
+            )
+        if where is None:
+            self.check_rows("run.step_mean(...)", values)
+            total, num = sum_of(values), num * values.shape[1:].numel()
+        else:
+            total, counted = sum_and_count("run.step_mean(...)", values, where)
+            self.num_counted = counted + (0 if self.num_counted is None else self.num_counted)
+        loss = total.detach() / num
+        self.losses.append(loss)
+        scale = self.accelerator.num_processes * self.args.accumulate / num
+        nan_unless_finite = 0 * loss  # else an infinite loss could have gradients that are finite
+        return total * (scale + nan_unless_finite)
+
+    def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
+        """See Run.clip_and_check."""
+        # A wait for the device may never end if another process died; these waits on the CPU do.
+        if self.accelerator.scaler is None:
+            self.signals.wait()  # the guard reads the norm of the step before
+        else:
+            self.signals.barrier()  # GradScaler reads the gradients of this step
+        if self.num_counted is not None and self.factor is None:
+            num_counted = self.accelerator.reduce(self.num_counted, reduction="sum")
+            self.factor = self.num_samples / torch.where(num_counted == 0, 1, num_counted)
+            self.losses = [loss * self.factor for loss in self.losses]
+        if self.factor is not None:
+            scale_gradients(self.factor, *optimizers)
+        norm = clip_gradients(self.accelerator, self.args.clip_norm, *optimizers)
+        self.clipped |= {each.optimizer for each in optimizers}
+        self.guard.check(norm, self.losses, self.position)
+
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count its samples; is_last: an optimizer step was made behind it."""
         self.num_before += self._num_here()
@@ -104,6 +148,10 @@ class Step:
         self.stepped.clear()
         return not skipped
 
+    def release(self) -> None:
+        """Let the model be an ordinary one again."""
+        release_dropout(self.dropouts)
+
     def check_order(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise RuntimeError if an optimizer is stepped whose gradients were not clipped."""
         if optimizer not in self.clipped:
@@ -123,41 +171,6 @@ class Step:
                 "with where="
             )
 
-    def mean(self, values: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
-        """See Run.step_mean."""
-        num = self.num_samples
-        mixed = (self.losses or self.num_before) and (where is None) != (self.num_counted is None)
-        if mixed or (where is not None and self.losses):
-            raise RuntimeError(
-                "a step can have only one mean with where=, because its gradients are divided "
-                "once: add up the losses before run.step_mean(...)"
-            )
-        if where is None:
-            self.check_rows("run.step_mean(...)", values)
-            total, num = sum_of(values), num * values.shape[1:].numel()
-        else:
-            total, counted = sum_and_count("run.step_mean(...)", values, where)
-            self.num_counted = counted + (0 if self.num_counted is None else self.num_counted)
-        loss = total.detach() / num
-        self.losses.append(loss)
-        scale = self.accelerator.num_processes * self.args.accumulate / num
-        return total * (scale + 0 * loss)  # 0 * inf is NaN
-
-    def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
-        """See Run.clip_and_check."""
-        # These end in time if a process died, and a wait for the device may not. Under fp16
-        # optimizer.step() reads this step's gradients, else the guard those of the step before.
-        (self.signals.wait if self.accelerator.scaler is None else self.signals.meet)()
-        if self.num_counted is not None and self.factor is None:
-            num_counted = self.accelerator.reduce(self.num_counted, reduction="sum")
-            self.factor = self.num_samples / num_counted.clamp(min=1)
-            self.losses = [loss * self.factor for loss in self.losses]
-        if self.factor is not None:
-            scale_gradients(self.factor, *optimizers)
-        norm = clip_gradients(self.accelerator, self.args.clip_norm, *optimizers)
-        self.clipped |= {each.optimizer for each in optimizers}
-        self.guard.check(norm, self.losses, self.position)
-
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
         """See Run.gather."""
         if self.args.accumulate > 1:
@@ -173,43 +186,10 @@ class Step:
         nums = [self.rows_of(rank)[1] for rank in world]
         # All processes must send equally many rows: those that are missing are zeros.
         padded = torch.cat((rows, rows.new_zeros(max(nums) - len(rows), *rows.shape[1:])))
-        shares = AllGather.apply(padded)
+        from torch.distributed.nn.functional import all_gather  # here: a start is shorter
+
+        shares = all_gather(padded)
         return torch.cat([share[:num] for share, num in zip(shares, nums, strict=True)]), first
 
     def _num_here(self) -> int:
         return min(self.size, self.num_samples - self.num_before)
-
-
-class AllGather(torch.autograd.Function):
-    """Tensors of one shape from all processes; gradients are added up and flow back to each."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tensors = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(tensors, tensor.contiguous())
-        return tuple(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        total = torch.stack(gradients)
-        torch.distributed.all_reduce(total)
-        return total[torch.distributed.get_rank()]
-
-
-def sum_and_count(
-    call: str, values: torch.Tensor, where: torch.Tensor | None
-) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Sum and number of the values that count, all without where: the host waits for neither."""
-    if where is None:
-        return sum_of(values), values.numel()
-    if where.shape != values.shape or where.dtype != torch.bool:
-        raise RuntimeError(
-            f"{call} got values of shape {tuple(values.shape)} and where= of shape "
-            f"{tuple(where.shape)} and {where.dtype}: it must be bool and of the same shape"
-        )
-    return sum_of(torch.where(where, values, 0)), where.sum()
-
-
-def sum_of(values: torch.Tensor) -> torch.Tensor:
-    """Their sum; that of 16 bit numbers in float32, where it neither overflows nor loses digits."""
-    return values.sum(dtype=torch.float32 if values.dtype.itemsize == 2 else None)

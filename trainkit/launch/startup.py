@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 import traceback
@@ -24,21 +25,22 @@ from trainkit.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     SIGNALS,
+    LoneFailure,
     RunFailure,
     Stopped,
     UsageError,
-    explain_failure,
+    explain,
     is_main_rank,
     leave,
 )
-from trainkit.internals import (
+from trainkit.launch.environment import by_accelerate
+from trainkit.private import (
     run_exit_functions,
-    spare_lookups,
-    spare_sharded_tensors,
-    spare_the_compiler,
+    skip_lookups,
+    skip_sharded_check,
+    skip_the_compiler,
 )
-from trainkit.launch import adopt_ranks, by_accelerate
-from trainkit.text import first_sentence, printable
+from trainkit.words.text import printable
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -48,52 +50,40 @@ def run(main: Callable[[], Any]) -> None:
     """Call main and turn its errors for people into one line on each machine.
 
     UsageError ends with exit code 2, RunFailure with 1, a signal before the first step with 75, a
-    second Ctrl-C with 130. What happens to one process alone (a lost peer, a dead loader worker, no
-    memory, a full disk) is said by that process in one sentence below its traceback, exit code 1.
-    Other exceptions stay as they are.
+    second Ctrl-C with 130. Other exceptions leave a traceback and exit code 1, and below it one
+    sentence if it is known what happened to this process alone (a lost peer, a dead loader worker,
+    no memory). No process waits for peers that may never come.
     """
     _set_process()
     try:
-        if sys.flags.optimize > 1:
-            raise UsageError("python -OO removes the docstrings that evaluate needs: use python -O")
-        adopt_ranks()  # from here on one process speaks for all
         end_with_launcher()
         main()
-        sys.stdout.flush()
-        finish(0)
+        code = 0
     except (UsageError, RunFailure, Stopped) as error:
-        _end(f"error: {error}", error.exit_code)
+        _end(f"error: {error}", error.exit_code, is_main_rank() or isinstance(error, LoneFailure))
     except SystemExit as end:
-        if isinstance(end.code, int):
-            finish(end.code)
-        raise
-    except KeyboardInterrupt:
-        _end("error: interrupted at once, without saving", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # Whoever read the output has left (`| head -1`): nothing can be said to anybody.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        leave(EXIT_FAILURE)
-    except (RuntimeError, OSError) as error:
-        reason = explain_failure(error)
-        if reason is None:
+        if isinstance(end.code, str):
             raise
+        code = end.code or 0
+    except KeyboardInterrupt:
+        _end("error: interrupted at once, without saving", EXIT_INTERRUPTED, is_main_rank())
+    except Exception as error:
         traceback.print_exc()
-        rank = os.environ.get("RANK", "0")
-        print(
-            f"error: process {rank} {reason}: {first_sentence(error)}; what was saved is "
-            "whole: remove the cause, then start the same command with --resume auto",
-            file=sys.stderr,
-            flush=True,
-        )
+        if reason := explain(error):
+            print(
+                f"error: process {os.environ.get('RANK', '0')} {reason}; what was saved is whole: "
+                "remove the cause, then start the same command with --resume auto",
+                file=sys.stderr,
+            )
         leave(EXIT_FAILURE)
+    finish(code)
 
 
 def _set_process() -> None:
-    replace_closed_streams()
     keep_memory()
-    spare_the_compiler()
-    spare_sharded_tensors()
-    spare_lookups()
+    skip_the_compiler()
+    skip_sharded_check()
+    skip_lookups()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         with contextlib.suppress(ValueError):  # not in the main thread: Run says so
             signal.signal(signal.SIGINT, _interrupt_once)
@@ -107,15 +97,14 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def finish(code: int) -> None:
-    """Let a signal end the process with this code at once; end one of several processes here.
+def finish(code: int) -> NoReturn:
+    """End with this code; a signal ends it at once, as a thread of the script may keep it waiting.
 
-    It goes without the interpreter's teardown, in which a thread of gloo that still holds tensors
-    asks for the interpreter: that aborts a process that is done, seen in 1 of some 200
-    (pytorch/pytorch pull request 179291).
+    Several processes go without the interpreter's teardown, in which a thread of gloo that still
+    holds tensors asks for the interpreter: that aborts a process that is done, seen in 1 of some
+    200 (pytorch/pytorch pull request 179291).
     """
-    sys.stdout.flush()
-    for number in SIGNALS:  # a thread of the script may keep it waiting
+    for number in SIGNALS:
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(number, lambda *_: os._exit(code))
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
@@ -123,13 +112,7 @@ def finish(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def replace_closed_streams() -> None:
-    """After `2>&-` or `>&-`: what is written there goes nowhere, instead of ending the run."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    sys.exit(code)
 
 
 def refuse_pickled_code() -> None:
@@ -156,14 +139,11 @@ def end_with_launcher() -> None:
     if not launched or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    # If the launcher died while this process imported torch, the kernel gave it another parent:
-    # process 1, or a systemd that adopts orphans. In a container the launcher itself may be 1.
-    try:
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return
-    launcher = any(word in parent for word in (b"python", b"accelerate", b"torchrun"))
-    if not launcher and (os.getppid() == 1 or b"systemd" in parent):
+    # If it died while this process imported torch, the kernel gave it another parent: process 1, or
+    # a systemd that adopts orphans. In a container the launcher itself may be process 1.
+    parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    adopted = os.getppid() == 1 or b"systemd" in parent
+    if adopted and not re.search(b"python|accelerate|torchrun", parent):
         raise RunFailure("the launcher of this process is gone")
 
 
@@ -183,7 +163,7 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _end(text: str, code: int) -> NoReturn:
-    if is_main_rank():
+def _end(text: str, code: int, loud: bool) -> NoReturn:
+    if loud:
         print(printable(text), file=sys.stderr, flush=True)
     leave(code)

@@ -1,60 +1,10 @@
-"""What a run measured: metrics.jsonl as an Accelerate tracker, and exact running means."""
+"""Exact means over all processes, of values that are added without waiting for the device."""
 
-import json
-import os
-from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, on_main_process
-from tqdm import tqdm
-
-from trainkit.errors import UsageError
-
-
-class History(GeneralTracker):
-    """Rows of reproducible numbers in RUN_DIR/metrics.jsonl, one JSON object a line.
-
-    Two runs of one experiment write the same bytes. Seconds go to timing.jsonl instead.
-    """
-
-    name = "jsonl"
-    requires_logging_directory = False
-
-    def __init__(self, run_dir: Path):
-        self.tracker = self.path = run_dir / "metrics.jsonl"
-        self.timing_path = run_dir / "timing.jsonl"
-        super().__init__()
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Append one row of metrics.jsonl."""
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-
-    @on_main_process
-    def log_timing(self, values: dict[str, Any]) -> None:
-        """Append one row of timing.jsonl."""
-        with open(self.timing_path, "a") as file:
-            file.write(json.dumps(values) + "\n")
-
-    def sync(self) -> int:
-        """Make the rows durable and return their size in bytes. Main process only."""
-        with open(self.path, "ab") as file:
-            os.fsync(file.fileno())
-            return file.tell()
-
-    def cut(self, num_bytes: int) -> None:
-        """Forget every row after the first num_bytes bytes. Main process only."""
-        with open(self.path, "ab") as file:
-            if file.tell() < num_bytes:
-                raise UsageError(
-                    f"{self.path} has {file.tell()} bytes but the checkpoint knows {num_bytes}: "
-                    "put back what was removed, or start without --resume"
-                )
-            file.truncate(num_bytes)
+from accelerate.utils import gather_object
 
 
 class RunningMeans:
@@ -121,7 +71,7 @@ class RunningMeans:
         for name in self.totals:
             total, count = pairs[name]
             self.sums[name] = total.float().to(accelerator.device)
-            self.counts[name] = int(count)
+            self.counts[name] = int(count) if count.item().is_integer() else count.item()
 
     def _open(self, name: str) -> None:
         self.sums[name] = torch.zeros((), device=self.accelerator.device)
@@ -137,15 +87,17 @@ class RunningMeans:
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
 
     def _reduce(self) -> dict[str, tuple[float, float]]:
-        row, names = self._row(), crc32(" ".join(sorted(self.sums)).encode()) % 2**16
-        row = torch.cat((row, row.new_tensor([names])))
-        *row, total = self.accelerator.reduce(row, reduction="sum").tolist()
-        if total != names * self.accelerator.num_processes:
-            raise RuntimeError(
-                f"run.add(...) or run.evaluate(...) got other names on another process than "
-                f"{', '.join(self.sums)}: every process must add the same"
-            )
-        pairs = dict(zip(sorted(self.sums), zip(row[::2], row[1::2], strict=True), strict=True))
+        names = sorted(self.sums)
+        if self.accelerator.num_processes > 1:
+            everybody = gather_object([names])
+            if others := [theirs for theirs in everybody if theirs != names]:
+                raise RuntimeError(
+                    f"run.add(...) or run.evaluate(...) got {', '.join(names) or 'nothing'} on one "
+                    f"process and {', '.join(others[0]) or 'nothing'} on another: every process "
+                    "must add the same names"
+                )
+        row = self.accelerator.reduce(self._row(), reduction="sum").tolist()
+        pairs = dict(zip(names, zip(row[::2], row[1::2], strict=True), strict=True))
         return {name: pairs[name] for name in self.sums}
 
 
@@ -158,16 +110,27 @@ def means(prefix: str, pairs: dict[str, tuple[float, float]]) -> dict[str, float
     return {f"{prefix}_{name}": total / count for name, (total, count) in pairs.items() if count}
 
 
-def epoch_bar(accelerator: Accelerator, epoch: int, num_epochs: int, num_samples: int) -> tqdm:
-    """A progress bar over the whole run, at the start of an epoch.
+def sum_and_count(
+    call: str, values: torch.Tensor, where: torch.Tensor | None
+) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """Sum and number of the values that count, all without where: the host waits for neither.
 
-    On the main process only, and only on a terminal. Its unit is a sample.
+    A float where= weighs: the values times their weights, and the sum of the weights.
     """
-    return tqdm(
-        desc=f"epoch {epoch + 1}/{num_epochs}",
-        total=num_epochs * num_samples,
-        initial=epoch * num_samples,
-        bar_format="{desc} {percentage:3.0f} %|{bar}| {remaining} left{postfix}",
-        leave=False,
-        disable=None if accelerator.is_main_process else True,
-    )
+    if where is None:
+        return sum_of(values), values.numel()
+    weighs = where.is_floating_point() and not where.requires_grad
+    if where.shape != values.shape or not (weighs or where.dtype == torch.bool):
+        raise RuntimeError(
+            f"{call} got values of shape {tuple(values.shape)} and where= of shape "
+            f"{tuple(where.shape)} and {where.dtype}: it must be bool, or float without a gradient "
+            "to weigh them, and of the same shape"
+        )
+    if weighs:
+        return sum_of(torch.where(where != 0, values * where, 0)), sum_of(where)
+    return sum_of(torch.where(where, values, 0)), where.sum()
+
+
+def sum_of(values: torch.Tensor) -> torch.Tensor:
+    """Their sum; that of 16 bit numbers in float32, where it neither overflows nor loses digits."""
+    return values.sum(dtype=torch.float32 if values.dtype.itemsize == 2 else None)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from trainkit import internals
+from trainkit import private
 
 
 def test_accelerate_keeps_what_it_prepared_in_order() -> None:
@@ -21,21 +21,21 @@ def test_accelerate_keeps_what_it_prepared_in_order() -> None:
     loaders = [DataLoader(range(4)), DataLoader(range(2))]
     made = accelerator.prepare(*models, *optimizers, *schedulers, *loaders)
     accelerator.register_for_checkpointing(kept := nn.Linear(1, 1))
-    assert internals.prepared_models(accelerator) == models
-    assert internals.prepared_optimizers(accelerator) == list(made[2:4])
-    assert internals.prepared_schedulers(accelerator) == list(made[4:6])
-    assert internals.prepared_loaders(accelerator) == list(made[6:])
-    assert internals.registered_objects(accelerator) == [kept]
+    assert private.prepared_models(accelerator) == models
+    assert private.prepared_optimizers(accelerator) == list(made[2:4])
+    assert private.prepared_schedulers(accelerator) == list(made[4:6])
+    assert private.prepared_loaders(accelerator) == list(made[6:])
+    assert private.registered_objects(accelerator) == [kept]
 
 
 def test_the_norm_is_that_of_torch() -> None:
     tensors = [torch.randn(3, 4), torch.randn(5)]
-    assert internals.total_norm(tensors) == nn.utils.get_total_norm(tensors)
+    assert private.total_norm(tensors) == nn.utils.get_total_norm(tensors)
 
 
 def test_no_other_module_uses_a_private_name_of_another_package() -> None:
-    folders = ("trainkit", "datakit", "modelkit", "examples", ".")
-    for path in (path for folder in folders for path in (ROOT / folder).glob("*.py")):
+    folders = ("trainkit", "trainkit/*", "datakit", "modelkit", "examples", ".")
+    for path in (path for folder in folders for path in ROOT.glob(f"{folder}/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.Attribute):
@@ -44,12 +44,12 @@ def test_no_other_module_uses_a_private_name_of_another_package() -> None:
             elif isinstance(node, ast.ImportFrom):
                 names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             private = [n for n in names if n.startswith("_") and not n.endswith("__")]
-            assert not private or path.stem == "internals", (path, node.lineno, private)
+            assert not private or path.stem == "private", (path, node.lineno, private)
 
 
 OPTIMIZER = """
 import sys, torch
-from trainkit import internals
+from trainkit import private
 weight = torch.ones(3, requires_grad=True)
 """
 
@@ -60,7 +60,7 @@ def test_optimizers_work_without_the_compiler_and_call_their_hooks(
     in_fresh_process(
         OPTIMIZER
         + """
-internals.spare_the_compiler()
+private.skip_the_compiler()
 calls = []
 for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
     optimizer = kind([weight], lr=0.1, fused=True)
@@ -84,7 +84,7 @@ def test_an_optimizer_that_was_there_before_keeps_its_hooks(in_fresh_process: Ca
 calls = []
 optimizer = torch.optim.Adam([weight], lr=0.1)
 optimizer.register_step_post_hook(lambda *args: calls.append(1))
-internals.spare_the_compiler()
+private.skip_the_compiler()
 weight.sum().backward()
 optimizer.step()
 assert calls == [1]
@@ -108,37 +108,23 @@ def test_numbers_are_the_same_without_the_compiler(in_fresh_process: Callable) -
     exec(STEPS, plain)
     assert "torch._dynamo" in sys.modules  # this process is as torch made it
     in_fresh_process(
-        "from trainkit import internals\ninternals.spare_the_compiler()"
+        "from trainkit import private\nprivate.skip_the_compiler()"
         + STEPS
         + "import sys\nassert 'torch._dynamo' not in sys.modules and weight.tolist() == plain",
         plain=plain["weight"].tolist(),
     )
 
 
-def test_preparing_a_model_looks_for_no_sharded_weights_unless_there_can_be_some(
-    in_fresh_process: Callable,
-) -> None:
-    in_fresh_process("""
-import sys, torch
+NO_SEARCH = """
+import sys, importlib.util, torch
 from accelerate import Accelerator
-from trainkit import internals
-internals.spare_sharded_tensors()
+from trainkit import private
+private.skip_sharded_check()
+private.skip_lookups()
+weight = torch.ones(3, requires_grad=True)
 accelerator = Accelerator(cpu=True)
 accelerator.prepare(torch.nn.Linear(1, 1))
 assert "torch.distributed.tensor" not in sys.modules, "it was imported"
-import accelerate.accelerator, torch.distributed.tensor
-assert accelerate.accelerator.model_has_dtensor(torch.nn.Linear(1, 1)) is False
-""")
-
-
-def test_a_step_searches_the_disk_for_no_package(in_fresh_process: Callable) -> None:
-    in_fresh_process("""
-import importlib.util, torch
-from accelerate import Accelerator
-from trainkit import internals
-internals.spare_lookups()
-weight = torch.ones(3, requires_grad=True)
-accelerator = Accelerator(cpu=True)
 optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1))
 def step():
     weight.sum().backward()
@@ -147,16 +133,18 @@ def step():
 step()
 def find_spec(name, *args):
     raise AssertionError(f"searched for {name}")
-importlib.util.find_spec = find_spec
+find_package, importlib.util.find_spec = importlib.util.find_spec, find_spec
 step()
-""")
-
-
-def test_the_plain_way_is_taken_where_a_target_is_gone(in_fresh_process: Callable) -> None:
-    in_fresh_process("""
-import accelerate.accelerator, accelerate.optimizer
-from trainkit import internals
+importlib.util.find_spec = find_package
+import accelerate.accelerator, torch.distributed.tensor
+assert accelerate.accelerator.model_has_dtensor(torch.nn.Linear(1, 1)) is False
 del accelerate.accelerator.model_has_dtensor, accelerate.optimizer.is_lomo_available
-internals.spare_sharded_tensors()
-internals.spare_lookups()
-""")
+private.skip_sharded_check()  # the plain way where the target is gone
+private.skip_lookups()
+"""
+
+
+def test_a_start_looks_for_no_sharded_weights_and_a_step_for_no_package(
+    in_fresh_process: Callable,
+) -> None:
+    in_fresh_process(NO_SEARCH)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.records import read_rows
+from trainkit.folder.records import read_rows
 
 if TYPE_CHECKING:  # imported where it is used, because it takes a second
     from matplotlib.axes import Axes

@@ -5,33 +5,28 @@ hangs, or silently trains wrong. A "node" is all processes that one launcher sta
 """
 
 import argparse
-import contextlib
 import hashlib
 import importlib.metadata
 import math
 import os
-import platform
 import socket
-import subprocess
 import sys
+import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from trainkit.errors import UsageError, failing_together, raise_together
-from trainkit.text import count, shorten
+from trainkit.words.world import git_revision
 
-GIT_SECONDS = 10.0
-TOKEN_WAIT_SECONDS = 5.0  # a network file system may show a new file a little later
+SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
 
 
 @contextmanager
@@ -43,10 +38,9 @@ def deadline(timeout: timedelta) -> Iterator[None]:
     """
 
     def give_up() -> None:
-        rank, seconds = os.environ.get("RANK", "0"), timeout.total_seconds()
         print(
-            f"error: process {rank} did not meet the other processes within {seconds:.0f} s (see "
-            "their output, or run trainkit.doctor)",
+            f"error: process {os.environ.get('RANK', '0')} did not meet the other processes within "
+            f"{timeout.total_seconds():.0f} s (see their output, or run doctor.py)",
             file=sys.stderr,
             flush=True,
         )
@@ -98,30 +92,65 @@ def check_nodes(accelerator: Accelerator, args: argparse.Namespace) -> None:
 
     Every process must call this, before any other collective. Raises UsageError on all of them.
     """
-    facts = describe_node()
+    described = describe_node()
     for name, value in vars(args).items():
         if name not in args.not_the_experiment:
-            facts[f"--{name.replace('_', '-')}"] = value
-    check_same(accelerator, facts)
+            described[f"--{name.replace('_', '-')}"] = value
+    check_same(accelerator, described)
     check_shared_folder(accelerator, args.run_dir)
 
 
-def check_same(accelerator: Accelerator, facts: dict[str, Any]) -> None:
-    """Refuse a run whose nodes differ in one of these facts.
+def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
+    """Refuse a run whose nodes differ in what is described, by name.
 
-    Every process must call this. Raises UsageError, which names fact, nodes and values, on all.
+    Every process must call this. Raises UsageError on all, with name, nodes and values.
     """
-    facts = {name: str(value) for name, value in facts.items()}
-    if problems := find_differences(gather_object([{"node": node_name(), "facts": facts}])):
-        raise UsageError(f"the nodes of this run differ: {'; '.join(problems)}")
+    described = {name: str(value) for name, value in described.items()}
+    everybody = gather_object([(node_name(), described)])
+    for name in dict.fromkeys(name for _, theirs in everybody for name in theirs):
+        nodes = {theirs.get(name, "not set"): node for node, theirs in reversed(everybody)}
+        if len(nodes) > 1:
+            values = (f"{value} on {node}" for value, node in reversed(nodes.items()))
+            raise UsageError(f"the nodes of this run differ: {name} is {', and '.join(values)}")
 
 
-def agree(accelerator: Accelerator, metrics: dict[str, float]) -> dict[str, float]:
+def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
+    """Refuse a run folder that is not one and the same for all processes.
+
+    Every process must call this. Raises UsageError on all of them.
+    """
+    if accelerator.num_processes == 1:
+        return
+    name, folder = "", run_dir.parent  # beside it, where the lock will lie
+    with failing_together(accelerator, f"{run_dir} cannot be used"):
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = Path(tempfile.mkstemp(prefix=".tmp-shared-", dir=folder)[1]).name
+    (name,) = broadcast_object_list([name])
+    give_up_at = time.monotonic() + SHOWN_SECONDS
+    while not (seen := (folder / name).exists()) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    nodes = gather_object([(node_name(), seen)])
+    if accelerator.is_main_process:
+        (folder / name).unlink()
+    for node, seen in nodes:
+        if not seen:
+            raise UsageError(
+                f"{run_dir} is not the same folder on {node} as on {nodes[0][0]}: give a folder "
+                "on a file system that all nodes share, by its full path"
+            )
+
+
+def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]:
     """The main process's metrics, by which all decide alike whether one is the best.
 
     Every process must call this. Raises RuntimeError on all of them if theirs are not about equal.
     """
-    everybody = gather_object([metrics])
+    plain = {  # tensors and arrays of one number too
+        name: v.item() if math.prod(getattr(v, "shape", (0,))) == 1 else v
+        for name, v in metrics.items()
+    }
+    everybody = gather_object([plain])
     for name, value in (pair for theirs in everybody for pair in theirs.items()):
         named = isinstance(name, str) and name not in ("step", "epoch")
         if not named or not isinstance(value, int | float):
@@ -140,36 +169,10 @@ def agree(accelerator: Accelerator, metrics: dict[str, float]) -> dict[str, floa
     return everybody[0]
 
 
-def check_shared_folder(accelerator: Accelerator, directory: Path) -> None:
-    """Refuse a directory that is not one and the same for all processes.
-
-    Every process must call this. Raises UsageError on all of them.
-    """
-    if accelerator.num_processes == 1:
-        return
-    (name,) = broadcast_object_list([uuid.uuid4().hex])
-    token = directory.parent / f".tmp-token-{name}"  # beside it, where the lock will lie
-    with failing_together(accelerator, f"{directory} cannot be used"):
-        if accelerator.is_main_process:
-            token.parent.mkdir(parents=True, exist_ok=True)
-            token.touch()
-    give_up_at = time.monotonic() + TOKEN_WAIT_SECONDS
-    while not (sees := token.exists()) and time.monotonic() < give_up_at:
-        time.sleep(0.05)
-    nodes = gather_object([(node_name(), sees)])
-    if accelerator.is_main_process:
-        token.unlink(missing_ok=True)
-    if blind := sorted({node for node, sees in nodes if not sees}):
-        raise UsageError(
-            f"{directory} is not the same folder on {' and '.join(blind)} as on {nodes[0][0]}: "
-            "give a folder on a file system that all nodes share, by its full path"
-        )
-
-
 def describe_node() -> dict[str, str]:
     """What must be equal on all nodes whatever the script: launch, versions, revision, source."""
     source = hashlib.md5(usedforsecurity=False)  # also where there is no git, and for edited files
-    for path in [Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))]:
+    for path in [Path(sys.argv[0]), *sorted(Path(__file__).parents[1].rglob("*.py"))]:
         source.update(path.read_bytes() if path.is_file() else b"")
     return {
         "processes per node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
@@ -184,59 +187,3 @@ def describe_node() -> dict[str, str]:
 def node_name() -> str:
     """The node this process is on, for people; its number too, as two nodes may share a host."""
     return f"node {os.environ.get('GROUP_RANK', '0')} ({socket.gethostname()})"
-
-
-def find_differences(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """One phrase for each fact that is not the same on all ranks.
-
-    A rank is a dict of "node", its name, and "facts", a dict of strings.
-    """
-    problems = []
-    for fact in dict.fromkeys(name for rank in ranks for name in rank["facts"]):
-        nodes: dict[str, list[str]] = {}  # per value, the nodes that have it
-        for rank in ranks:
-            having = nodes.setdefault(rank["facts"].get(fact, "not set"), [])
-            if rank["node"] not in having:
-                having.append(rank["node"])
-        if len(nodes) > 1:
-            values = (f"{value} on {shorten(having)}" for value, having in nodes.items())
-            problems.append(f"{fact} is {', and '.join(values)}")
-    return problems
-
-
-def describe_world(accelerator: Accelerator) -> str:
-    """One line: device, number of processes, precision and threads."""
-    device = accelerator.device.type
-    threads = f", {count(torch.get_num_threads(), 'thread')} each" if device == "cpu" else ""
-    if device == "cuda":
-        device = torch.cuda.get_device_name(accelerator.device)
-    precision = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-    processes = count(accelerator.num_processes, "process")
-    sharded = ", sharded" if accelerator.is_fsdp2 else ""
-    return f"{processes} on {device}, {precision}{threads}{sharded}"
-
-
-def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str, Any]:
-    """What made a result: arguments, versions, revision, world and hardware."""
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
-    return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "arguments": vars(args),
-        "git_revision": git_revision(),
-        "versions": {"python": platform.python_version(), **versions},
-        "world": describe_world(accelerator),
-        "num_processes": accelerator.num_processes,
-        "mixed_precision": accelerator.mixed_precision,
-        "host": socket.gethostname(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-    }
-
-
-def git_revision() -> str | None:
-    """The commit of the script's folder, "-dirty" if files were edited; None without git."""
-    git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
-    # There is none, or something else has its name.
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        said = subprocess.run(git, capture_output=True, check=False, timeout=GIT_SECONDS).stdout
-        return said.decode(errors="replace").strip() or None
-    return None

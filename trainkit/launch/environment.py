@@ -18,23 +18,15 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import str_to_bool
 
 from trainkit.errors import UsageError
-from trainkit.text import count
+from trainkit.words.text import count
 
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-MPI_RANKS = (  # the same four, as Open MPI, MVAPICH and MPICH (with Intel MPI) name them
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
-     "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)  # fmt: skip
-
-TRUE, NOT_SET = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
-NEVER = "(?!)"  # matches no value
-YES_OR_NO = (f"{TRUE}|(?!$){NOT_SET}", "use true or false")
-A_NUMBER = (r"\d+", "give a number")
+# What mpirun and srun, which Accelerate does not follow, say of how many processes they started.
+NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
+TRUE_OR_FALSE = (f"{TRUE}|{FALSE}", "use true or false")
+NO_VALUE = "(?!)"  # matches none
 NO_SHARDS = (
-    NOT_SET,
+    FALSE,
     "these scripts keep the whole model on each card: start them without it, with "
     "distributed_type: MULTI_GPU as in accelerate_configs/4gpu.yaml",
 )
@@ -43,20 +35,19 @@ NO_SHARDS = (
 # ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only where one of these asks for it.
 VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
-    "ACCELERATE_USE_FSDP": (f"{TRUE}|{NOT_SET}", "use true or false"),
+    "ACCELERATE_USE_FSDP": TRUE_OR_FALSE,
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
     "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
     "ACCELERATE_USE_TP": NO_SHARDS,
     "ACCELERATE_TORCH_DEVICE": ("", "choose cards by gpu_ids in the YAML"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (NEVER, "it would override --accumulate: use that"),
-    "ACCELERATE_GRADIENT_CLIPPING": (NEVER, "only DeepSpeed reads it: use --clip-norm"),
-    # These are read as they are, and a wrong value would end in a traceback.
-    "ACCELERATE_DEBUG_MODE": YES_OR_NO,
-    "LOCAL_RANK": A_NUMBER,
-    "LOCAL_WORLD_SIZE": A_NUMBER,
-    # These are here to be found when they are misspelt.
-    "ACCELERATE_USE_CPU": YES_OR_NO,
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        NO_VALUE,
+        "it would override --accumulate: use that",
+    ),
+    "ACCELERATE_GRADIENT_CLIPPING": (NO_VALUE, "only DeepSpeed reads it: use --clip-norm"),
+    # These two are here to be found when they are misspelt.
+    "ACCELERATE_USE_CPU": TRUE_OR_FALSE,
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
 }
 # Flags that accelerate launch passes on only with what NO_SHARDS refuses, or on a TPU.
@@ -65,56 +56,25 @@ IGNORED_FLAGS = re.compile(
 )
 
 
-def adopt_ranks() -> None:
-    """Copy the ranks that mpirun or debug_launcher gave to the variables that torchrun sets."""
-    env = os.environ
-    if joined() and "RANK" not in env:  # by debug_launcher
-        world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        env.update(zip(RANKS, map(str, world * 2), strict=True))
-    for names in MPI_RANKS:
-        if "RANK" not in env and env.get(names[1], "1") != "1" and env.keys() >= set(names):
-            env.update(zip(RANKS, [env[name] for name in names], strict=True))
-            if env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]:
-                env.setdefault("MASTER_ADDR", "127.0.0.1")
-
-
 def check_ranks() -> None:
-    """Refuse a process that no launcher started although it is one of several."""
-    adopt_ranks()
+    """Refuse one of several processes that would train alone: of mpirun, srun, debug_launcher."""
     env = os.environ
-    numbers = [env.get("RANK", "0"), env.get("WORLD_SIZE", "1")]
-    good = all(map(str.isdecimal, numbers)) and int(numbers[0]) < int(numbers[1])
-    if "WORLD_SIZE" in env and not good:
-        del env["WORLD_SIZE"]  # or it would leave the sentence to a process 0
-        raise UsageError(
-            f"RANK={numbers[0]} WORLD_SIZE={numbers[1]}: there is no such process: unset both"
-        )
-    several = [name for _, name, *_ in (RANKS, *MPI_RANKS) if env.get(name, "1") != "1"]
-    several += env.keys() & {"RANK", "LOCAL_RANK"}
-    # A step of srun says how many tasks it has. Without that this is the script of sbatch, whose
-    # SLURM_NTASKS is what it may start.
-    in_batch = "1" if env.get("ENVIRONMENT") == "BATCH" else env.get("SLURM_NTASKS", "1")
-    num_tasks = env.get("SLURM_STEP_NUM_TASKS", in_batch) if "SLURM_PROCID" in env else "1"
-    if num_tasks != "1":
-        several.append("SLURM_PROCID")
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in env]
-    if several and missing and not joined():
-        raise UsageError(
-            f"{several[0]}={env[several[0]]}, but no launcher started this process ({missing[0]} "
-            "is not set): start it with accelerate launch or mpirun, under Slurm with `srun ... "
-            f"accelerate launch` as in docs/slurm/train.sbatch, or unset {several[0]}"
-        )
-    sizes = {size: env.get(size, "1") for _, size, *_ in MPI_RANKS} | {"SLURM_PROCID": num_tasks}
-    for name, size in sizes.items():
-        if size.isdecimal() and int(size) > int(numbers[1]):
+    num_processes = int(env.get("WORLD_SIZE") or 1)
+    for name in NUM_TASKS:
+        if (size := env.get(name, "1")).isdecimal() and int(size) > num_processes:
             raise UsageError(
-                f"{size} tasks were started, and the launcher of this one made a world of "
-                f"{numbers[1]}: let one launcher reach all, as in docs/slurm/train.sbatch, or, if "
-                f"they are separate runs, unset {name}"
+                f"{name}={size}, and this process is one of {num_processes}: start the script with "
+                "accelerate launch or torchrun on each node, under Slurm as in "
+                f"docs/slurm/train.sbatch, or, if these are separate runs, unset {name}"
             )
-    port = env.setdefault("MASTER_PORT", "29500") if several else "1"
-    if not port.isdecimal() or int(port) >= 2**16:
-        raise UsageError(f"MASTER_PORT={port} is not the number of a port: unset it")
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in env]
+    several = num_processes > 1 or env.keys() & {"RANK", "LOCAL_RANK"}
+    if several and missing:
+        raise UsageError(
+            f"no launcher started this process ({missing[0]} is not set), but it is one of several "
+            "by RANK, LOCAL_RANK or WORLD_SIZE: start it with accelerate launch, notebook_launcher "
+            "or torchrun, or unset them"
+        )
 
 
 def check_launch() -> str:
@@ -149,14 +109,6 @@ def check_variables() -> str:
             raise UsageError(
                 f"{name}={value}: Accelerate reads only {near[0]}, so rename or unset it"
             )
-    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if restarts != "0" and shared and env.get("WORLD_SIZE") != "1":
-        raise UsageError(
-            f"--max_restarts {restarts}: the launcher would give the addresses of dead processes "
-            "to new ones (pytorch issue 135712): add --rdzv_backend c10d, and start it with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        )
     # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
     if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
         raise UsageError(
@@ -194,11 +146,6 @@ def check_devices(precision: str) -> None:
             "fp16 needs a GPU; on a CPU accelerate would silently train in float32: use "
             "mixed_precision: bf16 or no"
         )
-
-
-def joined() -> bool:
-    """True if the process group exists already: debug_launcher creates it."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def by_accelerate() -> bool:

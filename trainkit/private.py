@@ -1,6 +1,6 @@
 """Every private name of torch, Accelerate and Python that the kit uses; no other module uses one.
 
-tests/test_internals.py fails when a new release changes one. What only saves time then does
+tests/test_private.py fails when a new release changes one. What only saves time then does
 nothing; `python -m benchmarks.time_to_accuracy --compare startup` measures it.
 """
 
@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import accelerate.accelerator
-import accelerate.optimizer
+import accelerate
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader
 
-__all__ = ["tree_leaves", "tree_map_only"]
+__all__ = ["tree_leaves", "tree_map", "tree_map_only"]
 
 
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
@@ -53,19 +51,13 @@ def registered_objects(accelerator: Accelerator) -> list[Any]:
     return accelerator._custom_objects
 
 
-def shard_cpu_processes(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Let Accelerate shard over CPU processes too: it does for all kinds of devices but these.
-
-    Without a word it would train on with the whole model in each process.
-    """
-    if accelerator.distributed_type == DistributedType.MULTI_CPU:
-        accelerator.state.fsdp_plugin = plugin
-        accelerator.state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """nn.utils.get_total_norm for tensors of one device, in half the time."""
+    """nn.utils.get_total_norm for tensors of one device, in half the time.
+
+    Every process must call this if they are sharded.
+    """
+    if hasattr(gradients[0], "full_tensor"):
+        return nn.utils.get_total_norm(gradients).full_tensor()
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
@@ -93,7 +85,30 @@ def fix_bucket_order(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def spare_the_compiler() -> None:
+def share_frozen_weights(accelerator: Accelerator) -> None:
+    """Let what is frozen stay where from_pretrained has mapped it from a file, once per machine.
+
+    Else each process would have a copy of its own: Accelerate moves a model to the device cpu:0,
+    which is not cpu, and DistributedDataParallel overwrites it by that of the first process. Call
+    before accelerator.prepare.
+    """
+    prepare = accelerator.prepare_model
+
+    def prepare_model(
+        model: nn.Module, device_placement: bool | None = None, **options: Any
+    ) -> nn.Module:
+        if accelerator.device.type == "cpu":
+            device_placement = False
+        named = model.named_parameters(remove_duplicate=False)
+        frozen = [name for name, weight in named if not weight.requires_grad]
+        parallel = nn.parallel.DistributedDataParallel
+        parallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+        return prepare(model, device_placement, **options)
+
+    accelerator.prepare_model = prepare_model
+
+
+def skip_the_compiler() -> None:
     """Let optimizers work without importing torch's compiler: a start is 1.1 to 1.3 s shorter.
 
     torch imports it to mark some methods as not to be compiled, and in each step to end a graph
@@ -125,7 +140,7 @@ def compiled_by_launch() -> bool:
     return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
 
 
-def spare_sharded_tensors() -> None:
+def skip_sharded_check() -> None:
     """Let accelerator.prepare(...) look for no sharded weights where none can be: 0.5 s saved.
 
     It imports torch.distributed.tensor to ask whether a weight is a DTensor. Nobody can have made
@@ -138,13 +153,7 @@ def spare_sharded_tensors() -> None:
         )
 
 
-def run_exit_functions() -> None:
-    """What the interpreter does before its teardown: end and join threads, call exit functions."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-
-
-def spare_lookups() -> None:
+def skip_lookups() -> None:
     """Let Accelerate's optimizer look things up once that it looks up in every step.
 
     It searches the disk for the package lomo_optim twice, 53 us, and works out the signature of
@@ -156,3 +165,9 @@ def spare_lookups() -> None:
     signature = functools.cache(inspect.signature)
     of_any = {"signature": lambda call: signature(getattr(call, "__func__", call))}
     accelerate.optimizer.inspect = SimpleNamespace(**vars(inspect) | of_any)
+
+
+def run_exit_functions() -> None:
+    """What the interpreter does before its teardown: end and join threads, call exit functions."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()

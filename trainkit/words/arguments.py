@@ -2,46 +2,21 @@
 
 import argparse
 import csv
-import difflib
 import io
 import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import UsageError
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
 TRACKERS = ("tensorboard", "trackio", "wandb")
-
-# Flags of other programs, and ours that do the same.
-FLAG_ALIASES = {
-    "--lr": "--learning-rate",
-    "--wd": "--weight-decay",
-    "--bs": "--batch-size",
-    "--per-device-train-batch-size": "--batch-size",
-    "--num-train-epochs": "--epochs",
-    "--gradient-accumulation-steps": "--accumulate",
-    "--max-grad-norm": "--clip-norm",
-    "--gradient-clipping": "--clip-norm",
-    "--lr-scheduler-type": "--schedule",
-    "--output-dir": "--run-dir",
-    "--resume-from-checkpoint": "--resume",
-    "--save-steps": "--save-every",
-    "--eval-steps": "--eval-every",
-    "--logging-steps": "--log-every",
-    "--report-to": "--tracker",
-    "--data-dir": "--dataset",
-}
-# What the launch decides, although `accelerate launch` has no flag of that name.
-OF_THE_LAUNCH = re.compile(
-    "--(fp16|bf16|amp|precision|device|gpus?|no-cuda|compile|world-size|local-rank|nproc-per-node)"
-)
 
 Rule = tuple[Callable[[Any], bool], str]
 Flags = Sequence[tuple[str, Any, Any, Rule | None, str]]
@@ -113,61 +88,54 @@ RUN_FLAGS = (
     ("--timeout", int, 300, (lambda value: 1 <= value < 1e7, "1 to below 10,000,000"),
      "seconds after which a process that does not answer counts as lost"),
 )  # fmt: skip
-# What a shell drops: comments, and the end of a line that goes on. Group 1: what only looks like
-# that, in quotes or inside a word.
-DROPPED = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.|(?<=\S)#)|#.*|\\\n""")
+# A comment of a shell. Group 1 is what only looks like one, in quotes or inside a word, which
+# shlex's own comments=True would cut off: `--run-dir exp#1`.
+COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.|(?<=\S)#)|#.*""")
+
+# The flags that people use, which --help shows before all others.
+USED_MOST = (
+    "--dataset --data --target --model --epochs --batch-size --learning-rate --run-dir --resume"
+)
+
+
+class Help(argparse.HelpFormatter):
+    """--help in fewer lines: the usage names no flag, and a default of None is said in words."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        names = [action.metavar or action.dest for action in actions if not action.option_strings]
+        super().add_usage(" ".join(["%(prog)s", *names, "[flags]"]), actions, groups, prefix)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        words, _, default = (action.help or "").partition("None: ")
+        if action.default not in (None, [], argparse.SUPPRESS):
+            default = "%(default)s"
+        return words.rstrip("; ") + f" (default: {default})" * bool(default)
 
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that prints once per run, not once per process, and reads flags from @FILE.
 
-    Such a file is read as a shell would: several flags to a line, quotes, # for comments. Of the
+    A line of such a file is read as a shell would: several flags, quotes, # for comments. Of the
     description, a script's docstring (None under python -OO), --help shows the first line.
     """
 
-    def __init__(self, description: str | None = None, **kwargs: Any):
-        first_line = (description or "").partition("\n")[0]
-        kind = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(description=first_line, formatter_class=kind, allow_abbrev=False, **kwargs)
+    suggest_on_error = True  # of a mistyped choice, from Python 3.14 on
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = with_files(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(list(words), namespace)
+    def __init__(self, description: str | None = None, **kwargs: Any):
+        super().__init__(
+            description=(description or "").partition("\n")[0],
+            formatter_class=Help,
+            allow_abbrev=False,
+            fromfile_prefix_chars="@",
+            **kwargs,
+        )
+        self.used_most = self.add_argument_group("used most")
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(COMMENT.sub(r"\1", arg_line))
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.split() if message.startswith("unrecognized") else []
-        hints = dict.fromkeys(self.hint(word) for word in unknown if word.startswith("-"))
-        script = Path(sys.argv[0]).name
-        raise UsageError("; ".join([message, *filter(None, hints)]) + f" (see {script} --help)")
-
-    def hint(self, word: str) -> str:
-        """What somebody who typed this unknown flag may have meant, or nothing."""
-        from accelerate.commands.launch import launch_command_parser  # 0.1 s
-
-        typed, flags = word.split("=")[0], flags_of(self)
-        flag = "--" + typed.strip("-").replace("_", "-").lower()
-        if (ours := FLAG_ALIASES.get(flag, flag)) in flags:
-            return f"instead of {typed} use {ours}" * (typed != ours)  # equal behind a lone --
-        if OF_THE_LAUNCH.fullmatch(flag) or flag in flags_of(launch_command_parser()):
-            return f"{typed} is for the launch: the YAML, accelerate launch or torchrun decides it"
-        near = difflib.get_close_matches(flag, flags, 1)
-        return f"instead of {typed} perhaps {near[0]}" if near else ""
-
-
-def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """The flags of a parser, with - for _."""
-    return re.findall(r"--[\w-]+", parser.format_usage().replace("_", "-"))
-
-
-def with_files(words: Iterable[str]) -> Iterator[str]:
-    """The words, and in the place of each @FILE the words in that file. Raises UsageError."""
-    for word in words:
-        if word.startswith("@"):
-            with as_usage_error(f"{word} cannot be read as a file of flags"):
-                text = Path(word[1:]).read_text("utf-8-sig").replace("\xa0", " ")
-                yield from with_files(shlex.split(DROPPED.sub(r"\1", text)))
-        else:
-            yield word
+        raise UsageError(f"{message} (see {Path(sys.argv[0]).name} --help)")
 
 
 def names(text: str) -> list[str]:
@@ -200,10 +168,13 @@ def add_flags(parser: Parser, title: str, flags: Flags) -> None:
     """Add a group of flags from a table like those above."""
     group = parser.add_argument_group(title)
     for flag, kind, default, _, text in flags:
-        how: dict[str, Any] = {"choices" if isinstance(kind, tuple | dict) else "type": kind}
-        if kind is bool:
+        how: dict[str, Any] = {"type": kind, "metavar": flag.rpartition("-")[2].upper()}
+        if isinstance(kind, tuple | dict):
+            how = {"choices": kind}
+        elif kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(flag, default=default, help=text, **how)
+        place = parser.used_most if flag in USED_MOST.split() else group
+        place.add_argument(flag, default=default, help=text, **how)
 
 
 def find_problems(args: argparse.Namespace, num_processes: int, flags: Flags = ()) -> list[str]:
@@ -220,8 +191,6 @@ def find_problems(args: argparse.Namespace, num_processes: int, flags: Flags = (
             f"--min-learning-rate must be below the peak of {peak_learning_rate(args):g}, which is "
             "--learning-rate after --scale-lr"
         )
-    if args.start_from and args.start_from.resolve().is_relative_to(args.run_dir.resolve()):
-        problems.append(f"--start-from {args.start_from} is in --run-dir: give another --run-dir")
     if args.patience and not args.keep_best:
         problems.append("--patience needs --keep-best METRIC: what is to become better?")
     if args.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":

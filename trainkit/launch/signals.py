@@ -1,6 +1,8 @@
 """A signal becomes a flag, and the flag a decision that all processes take at the same step."""
 
+import os
 import signal
+import threading
 from datetime import timedelta
 from types import FrameType
 
@@ -8,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.errors import SIGNALS, Stopped
-from trainkit.world import deadline
+from trainkit.launch.nodes import deadline
 
 
 def by_nohup(number: int) -> bool:
@@ -64,7 +66,7 @@ class Signals:
             self.pending.wait()
             self.pending = None
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all processes have come here; every process must call this.
 
         Call it, instead of wait, before the host waits for the device: a lost peer raises here
@@ -100,3 +102,21 @@ class Signals:
                 f"stopped by {name} before the first step, with nothing to save: start the "
                 "same command with --resume auto"
             )
+
+
+def outlive_signals(worker: int) -> None:
+    """What stops the run (Ctrl-C, Slurm, pkill -f) must not kill the workers of its last steps."""
+    for number in {*SIGNALS} - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # neither on Windows nor on a Mac
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_wait_for_parent, daemon=True).start()
+    if hasattr(os, "setpgid"):  # not on Windows
+        os.setpgid(0, 0)
+
+
+def _wait_for_parent() -> None:
+    """End this worker when the training process, which would else wait for it, sends SIGTERM."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from trainkit.errors import RunFailure
-from trainkit.optim import norm_of, weights_of
+from trainkit.optim import weights_of
+from trainkit.private import total_norm
 
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip: 2**16 is 2**-14 then
 DIFFERENT = 1e-5  # relative, of norms: processes compute the same bits, other kinds of cards nearly
@@ -75,7 +76,7 @@ class FiniteGuard:
         """Look at what is still on its way, and at the weights. Call before a checkpoint."""
         self._read_pending()
         for optimizer in optimizers:
-            norm = norm_of(self.accelerator, weights_of(optimizer))
+            norm = total_norm(weights_of(optimizer))
             rates = norm.new_tensor(sum(float(group["lr"]) for group in optimizer.param_groups))
             numbers = self.accelerator.gather(torch.stack((norm, rates))[None]).T
             norms = numbers[0].tolist()

@@ -1,0 +1,245 @@
+"""Rows of Parquet files by index, from wherever fsspec reads: a folder, s3://, hf://, https://.
+
+Nothing is converted, and nothing downloaded as a whole. A row group is fetched when its first row
+is needed, or shortly before, and kept as an Arrow file in a bounded cache that all processes of a
+machine share.
+"""
+
+import atexit
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, wraps
+from itertools import accumulate
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from aiohttp import ClientTimeout
+from filelock import FileLock
+from fsspec.utils import tokenize
+from huggingface_hub.constants import HF_HOME
+from pyarrow import feather
+from torch.utils.data import Dataset
+
+from trainkit.draws import key, mix, permute, scramble
+from trainkit.errors import LoneFailure, UsageError
+from trainkit.order import Order
+from trainkit.words.text import first_sentence
+
+WAITS = (1, 2, 4)  # seconds before a file is tried again
+NUM_OPEN = 256  # row groups that a process has mapped
+LANES, WINDOW = 8, 4
+TIMEOUT = {"timeout": ClientTimeout(total=300, sock_connect=20, sock_read=20)}  # seconds
+fsspec.config.conf.setdefault("http", {}).setdefault("client_kwargs", TIMEOUT)
+
+
+def tried(read: Callable) -> Callable:
+    """read(self, path, ...), again if it fails; LoneFailure if it has failed too often."""
+
+    @wraps(read)
+    def again(self: Any, path: str, *args: Any) -> Any:
+        for wait in (*WAITS, None):
+            try:
+                return read(self, path, *args)
+            except LoneFailure:
+                raise
+            except Exception as problem:  # each store has its own: not all are OSError
+                if wait is None:
+                    reason = first_sentence(problem.__cause__ or problem)
+                    raise LoneFailure(shown(f"{path} cannot be read: {reason}")) from None
+                time.sleep(wait)
+
+    return again
+
+
+class ParquetRows(Dataset):
+    """A sample is a tuple of these columns; a list of numbers is a tensor, the rest is Python's.
+
+    Lists of one length make batches; for others see collate_fn of make_loaders.
+
+    Args:
+        pattern: a file, a folder or a glob, as fsspec takes them; $NAME is replaced from the
+            environment, where credentials belong.
+        cache_bytes: about the most that row groups may take of the local disk.
+
+    Raises UsageError for what must not be saved, LoneFailure for files that cannot be read.
+    """
+
+    def __init__(self, pattern: str, *columns: str, cache_bytes: int = 2**34):
+        if "$" not in pattern and shown(pattern) != pattern:
+            raise UsageError(
+                f"{shown(pattern)}: a password or signature would be saved with the run: write "
+                "$NAME in its place, and set that variable"
+            )
+        self.pattern, self.columns, self.cache_bytes = pattern, list(columns), cache_bytes
+        self.folder = Path(HF_HOME, "rows")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.paths = self._find(pattern)
+        self.known = opened(self, os.getpid())[0].map(self._footer, self.paths)
+        self.groups, sizes, schema = [], [], None
+        for path, (version, kept) in zip(self.paths, self.known, strict=True):
+            footer = pq.read_metadata(kept)
+            has = footer.schema.to_arrow_schema()
+            kinds = [has.field(name).type if name in has.names else None for name in columns]
+            schema = schema or kinds
+            if kinds != schema or None in kinds:
+                raise UsageError(
+                    f"{shown(path)}: {', '.join(columns)} must be among its columns, and of one "
+                    f"kind in all files: {schema}, not {kinds}"
+                )
+            for within in range(footer.num_row_groups):
+                self.groups.append((path, version, kept, within))
+                sizes.append(footer.row_group(within).num_rows)
+        self.sizes = torch.tensor(sizes)
+        self.ends = self.sizes.cumsum(0)
+        # The row group that comes after each, to be fetched ahead; loader workers see it.
+        self.after = torch.arange(len(sizes)).roll(-1).share_memory_()
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> tuple:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple]:
+        """These samples; their row groups and the next ones are fetched at the same time."""
+        pool, held = opened(self, os.getpid())
+        places = torch.tensor(indices)
+        groups = torch.searchsorted(self.ends, places, right=True)
+        for group in groups.unique().tolist():
+            for _ in range(WINDOW + 1):
+                if group not in held:
+                    held[group] = pool.apply_async(self._read, (self.groups[group][0], group))
+                group = int(self.after[group])
+        pairs = zip(groups.tolist(), (places - self.ends[groups]).tolist(), strict=True)
+        samples = [tuple(value(x[row]) for x in held[group].get()) for group, row in pairs]
+        while len(held) > NUM_OPEN:
+            del held[next(iter(held))]
+        return samples
+
+    def order(self, batch_size: int, seed: int) -> Order:
+        """An order for make_loaders in which each row group is fetched about once in an epoch.
+
+        The row groups, shuffled, stand in a line, which is cut into lanes of equal length. Each
+        lane fills slots of its own in every batch, so that a process reads only what its slots
+        need. Within a lane the rows of about WINDOW row groups are mixed at a time. The end of the
+        line, which is no full batch, comes last.
+        """
+        lanes, num = math.gcd(batch_size, LANES), len(self.groups)
+        share, span = batch_size // lanes, WINDOW * len(self) // num
+        each = len(self) // batch_size * share
+
+        def order(epoch: int, first: int = 0, last: int = len(self)) -> torch.Tensor:
+            number, places = key(seed, epoch), torch.arange(first, last)
+            line = permute(torch.arange(num), num, number)
+            self.after[line] = line.roll(-1)
+            full = places < each * lanes
+            lane = torch.where(full, places % batch_size // share, lanes) * each
+            spot = torch.where(full, lane + places // batch_size * share + places % share, places)
+            begin = torch.maximum(spot // span * span, lane)
+            end = torch.minimum(
+                spot // span * span + span, torch.where(full, lane + each, len(self))
+            )
+            mixed = begin + scramble(spot - begin, end - begin, mix(begin + number))
+            ends = self.sizes[line].cumsum(0)
+            place = torch.searchsorted(ends, mixed, right=True)
+            return self.ends[line[place]] - ends[place] + mixed
+
+        return order
+
+    def fingerprint(self) -> dict[str, str]:
+        """What tells for each file, by its name, whether it is still the same."""
+        start = len(self.root)
+        pairs = zip(self.paths, self.known, strict=True)
+        return {shown(path[start:]): version for path, (version, _) in pairs}
+
+    def _files(self) -> tuple[fsspec.AbstractFileSystem, str]:
+        """fsspec's file system, made in this process: one is not to be used after a fork."""
+        return fsspec.url_to_fs(os.path.expandvars(self.pattern))
+
+    @tried
+    def _find(self, _: str) -> list[str]:
+        files, path = self._files()
+        if "*" not in path and ".parquet" not in path:
+            path += "/**/*.parquet"
+        self.root = path.partition("*")[0].rpartition("/")[0].rpartition("/")[0]
+        if found := sorted(files.glob(path)):
+            return found
+        raise FileNotFoundError("there is no such file")
+
+    @tried
+    def _footer(self, path: str) -> tuple[str, Path]:
+        """What tells whether the file has changed, and its footer, which is kept on this disk."""
+        files, _ = self._files()
+        info = files.info(path)
+        tag = info.get("ETag") or info.get("blob_id") or tokenize(files.tail(path, 2**16))
+        version = f"{info['size']} bytes, {tag}"
+        kept = self.folder / tokenize(shown(path), version, info.get("mtime"))
+        if not kept.exists():
+            with files.open(path) as file:
+                write(kept, pq.read_metadata(file).write_metadata_file)
+        return version, kept
+
+    @tried
+    def _read(self, path: str, group: int) -> list[pa.ChunkedArray]:
+        """A row group's columns, mapped from the cache, where the first who asks puts them."""
+        _, version, kept, within = self.groups[group]
+        local = Path(f"{kept}-{within}-{tokenize(self.columns)}.arrow")
+        with FileLock(self.folder / f"{group % 997}.lock"):
+            if not local.exists():
+                if self._footer(path)[0] != version:
+                    raise ValueError("it has changed since this run opened it")
+                with self._files()[0].open(path, cache_type="none") as file:
+                    parquet = pq.ParquetFile(file, metadata=pq.read_metadata(kept), pre_buffer=True)
+                    table = parquet.read_row_group(within, self.columns).select(self.columns)
+                for x in (x for column in table.columns for x in column.chunks):
+                    if x.null_count or getattr(x, "values", x).null_count:
+                        raise ValueError(f"there are nulls in row group {within}")
+                write(local, lambda to: feather.write_feather(table, to, "uncompressed"))
+                if group % 16 == 0:
+                    self._make_room()
+            os.utime(local)
+            return feather.read_table(local, memory_map=True).columns
+
+    def _make_room(self) -> None:
+        """Delete the row groups that were not asked for the longest."""
+        with suppress(OSError):  # another process was faster; Windows: it is open
+            files = sorted(self.folder.glob("*.arrow*"), key=os.path.getmtime, reverse=True)
+            totals = accumulate(map(os.path.getsize, files))
+            for path, total in zip(files, totals, strict=True):
+                if total > self.cache_bytes:
+                    path.unlink()
+
+
+def value(scalar: pa.Scalar) -> Any:
+    if isinstance(scalar, pa.ListScalar):
+        return torch.from_dlpack(scalar.values).clone()
+    return scalar.as_py()
+
+
+def shown(text: str) -> str:
+    """The text without passwords and signatures of URLs."""
+    return re.sub(r"(?<=//)[^/\s]*@|(?<=\w)\?[^\s'\"]*", "", text)
+
+
+def write(path: Path, make: Callable[[str], None]) -> None:
+    """Let make(name) write a file that has its name only when it is complete."""
+    temporary = f"{path}.{os.getpid()}"
+    make(temporary)
+    os.replace(temporary, path)
+
+
+@cache
+def opened(rows: ParquetRows, process: int) -> tuple[ThreadPool, dict]:
+    """The threads that fetch for it, and their results: neither survives a fork."""
+    pool = ThreadPool(16)
+    atexit.register(pool.terminate)  # does not wait for what is still being fetched
+    return pool, {}

@@ -1,0 +1,35 @@
+"""train_regression.py with a frozen base and a small adapter as its mlp, for tests to start."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+import train_regression
+from trainkit import Run
+
+MLP = train_regression.MLP
+
+
+class Adapted(nn.Module):
+    """BASE, a number in the environment, is the seed of what is frozen."""
+
+    def __init__(self, num_features: int, num_targets: int, hidden: Sequence[int]):
+        super().__init__()
+        self.base = MLP(num_features, num_targets, hidden).requires_grad_(False)
+        generator = torch.Generator().manual_seed(int(os.environ.get("BASE", "0")))
+        for weight in self.base.parameters():
+            weight.normal_(std=len(weight) ** -0.5, generator=generator)
+        self.down, self.up = nn.Linear(num_features, 4), nn.Linear(4, num_targets)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.base(inputs) + self.up(self.norm(self.down(inputs)))
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train; with ONLY_TRAINED in the environment write no frozen weights at all."""
+    train_regression.MODELS["mlp"] = Adapted
+    Run.only_trained = "ONLY_TRAINED" in os.environ
+    return train_regression.main(argv)

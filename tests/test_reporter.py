@@ -1,0 +1,136 @@
+"""What a terminal of 80 columns shows: a bar with an honest time, and no line that wraps."""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import ROOT, posix_only
+
+from trainkit.checkpoint import Progress
+from trainkit.reporter import Reporter
+from trainkit.words.console import MetricsTable, fit, show_best
+
+LEFT = re.compile(r"epoch (\d)/3 +(\d+) %\|.*\| (\S+) left")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """tqdm's time, which stands still until a test moves it."""
+    now = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    return now
+
+
+def reporter(monkeypatch: pytest.MonkeyPatch) -> Reporter:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    return Reporter(SimpleNamespace(is_main_process=True), SimpleNamespace(epochs=3), None)
+
+
+def last(capsys: pytest.CaptureFixture) -> tuple[str, ...]:
+    """Epoch, percent and time that the bar showed last."""
+    return LEFT.findall(capsys.readouterr().err)[-1]
+
+
+def test_the_time_left_is_that_of_this_process_with_its_evaluations(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Resumed in mid-epoch, at step 150 of 300: what was done before says nothing of the speed."""
+    shown = reporter(monkeypatch)
+    shown.start(Progress(epoch=1, step=150), 50, 300)
+    assert "? left" in capsys.readouterr().err  # not 00:00
+    clock[0] += 1
+    shown.bar.update()
+    assert last(capsys) == ("2", "50", "02:29")  # 149 steps at a second each
+    clock[0] += 1
+    shown.bar.update()
+    shown.stop()
+    clock[0] += 6  # an evaluation
+    shown.start(Progress(epoch=1, step=152), 52, 300)
+    clock[0] += 2
+    shown.bar.update(3)
+    assert last(capsys) == ("2", "51", "04:50")  # 5 steps took 10 s, 145 are left
+    shown.bar.close()
+
+
+def test_the_bar_has_room_beside_a_long_name(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    shown = reporter(monkeypatch)
+    shown.accelerator.log = lambda *args, **kwargs: None
+    shown.start(Progress(), 0, 300)
+    shown.bar.ncols = 80
+    losses = {"train_loss": 0.25, "train_loss_smoothed": 0.5}
+    clock[0] += 1
+    shown.bar.update()
+    shown.log_window(Progress(), SimpleNamespace(flush=lambda kind: losses), {})
+    line = capsys.readouterr().err.split("\r")[-1]
+    shown.bar.close()
+    assert len(line) <= 80 and len(re.search(r"\|(.*)\|", line)[1]) > 25
+    assert line.endswith("left, train_loss 0.2500") and shown.last_loss.endswith("smoothed 0.5000")
+
+
+METRICS: dict[str, Any] = {"epoch": 1, "train_loss": 0.1, "eval_loss": 0.2, "eval_mse": 3.502e8}
+METRICS |= {"eval_rmse": 18713.2, "eval_mae": 1.0, "eval_r2": 0.9812, "eval_samples": 10}
+
+
+def test_a_table_fits_and_says_first_what_a_person_reads_first() -> None:
+    table = MetricsTable()
+    head, row = table.line("10/10", METRICS, 12.3, 123456).splitlines()
+    assert len(head) == len(row) < 80
+    names = "epoch train_loss eval_loss eval_rmse eval_r2 seconds samples/s"
+    assert " ".join(head.split()) == names
+    assert " ".join(row.split()) == "10/10 0.1 0.2 18,713 0.9812 12.3 123,456"
+    assert len(table.line("2/10", {"eval_loss": 0.2}, 1, 1)) == len(row)
+    assert show_best(METRICS) == "eval_rmse 18,713, eval_r2 0.9812"
+    assert show_best({"eval_loss": 0.2, "eval_accuracy": 0.99974}).startswith(
+        "eval_accuracy 99.97 %"
+    )
+
+
+def test_a_long_line_is_broken_between_words_for_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = "device      " + "word " * 30 + "--a-flag " * 10 + "\ndone"
+    assert fit(plan) == plan
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setenv("COLUMNS", "80")
+    first, *others, end = fit(plan).splitlines()
+    assert max(map(len, (first, *others))) < 80 and end == "done"
+    assert all(line.startswith(" " * 12) and line[12] != " " for line in others)
+    assert " ".join([first, *others]).split() == plan.split()[:-1]
+
+
+@posix_only
+def test_nothing_wraps_in_80_columns(tiny_mnist: Path, tmp_path: Path) -> None:
+    import fcntl
+    import pty
+    import termios
+
+    main, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    flags = ["--batch-size", "30", "--epochs", "2", "--eval-every", "4", "--no-pictures"]
+    flags += ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path / "run")]
+    flags += ["--stop-after-steps", "15"]
+    environment = {name: os.environ[name] for name in os.environ if name != "COLUMNS"}
+    command = [sys.executable, "train_mnist.py", *flags]
+    started = subprocess.Popen(command, cwd=ROOT, stdout=end, stderr=end, env=environment)
+    os.close(end)
+    output, until = b"", time.monotonic() + 100
+    while time.monotonic() < until:
+        try:
+            output += os.read(main, 65536)
+        except OSError:  # its last process has gone
+            break
+    assert started.wait(10) == 0, output.decode()
+    lines = re.split(r"[\r\n]+", output.decode())
+    paths = [line for line in lines if str(tmp_path) in line or str(tiny_mnist) in line]
+    assert paths and not [line for line in lines if len(line) > 80 and line not in paths]
+    percents = [int(percent) for percent in re.findall(r"(\d+) %\|", output.decode())]
+    assert percents == sorted(percents) and percents[-1] > 80  # of the 15 steps

@@ -1,0 +1,86 @@
+"""Imports inside trainkit only run down, and what a person reads stays short."""
+
+import ast
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# A module may import those of its own row and of the rows above it. A folder stands for its files.
+LAYERS = [
+    "private words.text",
+    "errors",
+    "words folder launch",
+    "draws order means optim",
+    "guards",
+    "shards",
+    "step average checkpoint evaluation best reporter",
+    "session",
+    "run",
+]
+LAYER = {name: number for number, row in enumerate(LAYERS) for name in row.split()}
+KIT = sorted((ROOT / "trainkit").rglob("*.py"))
+READ = ("train_mnist.py", "train_regression.py", "trainkit/**/*.py", "datakit/**/*.py")
+LOOP = ("run", "step", "order", "means", "checkpoint")
+NO_TOKEN = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports anywhere, also `from package import module`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from names if node.module else []
+
+
+def layer(module: str) -> int | None:
+    """The layer of `trainkit.words.text` or of a name in it; None outside of trainkit."""
+    package, _, rest = module.partition(".")
+    if package != "trainkit" or not rest:
+        return None
+    room, _, name = rest.partition(".")
+    return LAYER.get(f"{room}.{name.partition('.')[0]}", LAYER.get(room))
+
+
+@pytest.mark.parametrize("path", KIT, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_only_run_down(path: Path) -> None:
+    own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    outside = {"doctor", "launchers", "modelkit", "datakit", "examples"}
+    for name in imported(path):
+        assert name.partition(".")[0] not in outside, name
+        if (theirs := layer(name)) is not None:
+            assert theirs <= layer(own), f"{own} imports {name}"
+
+
+def test_nothing_but_scripts_imports_run() -> None:
+    for folder in ("trainkit", "datakit", "modelkit"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not [n for n in imported(path) if n.startswith("trainkit.run.")], path
+
+
+def num_tokens(path: Path) -> int:
+    """Python tokens without comments and docstrings."""
+    with open(path) as file:
+        tokens = [t for t in tokenize.generate_tokens(file.readline) if t.type not in NO_TOKEN]
+    return sum(bool(t.string) and not t.string.startswith('"""') for t in tokens)
+
+
+def test_the_loop_is_read_in_one_sitting() -> None:
+    files = [ROOT / "trainkit" / f"{name}.py" for name in LOOP]
+    assert sum(map(num_tokens, files)) <= 8000
+    assert len(files[0].read_text().splitlines()) <= 350
+
+
+def test_no_function_is_long_and_little_is_kept_from_the_formatter() -> None:
+    num_skipped = 0
+    for path in (path for pattern in READ for path in ROOT.glob(pattern)):
+        num_skipped += path.read_text().count("# fmt: skip")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name != "main":
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 45, f"{path.name}: {node.name} has {length} lines"
+    assert num_skipped <= 30

@@ -1,0 +1,53 @@
+"""What a run measured: metrics.jsonl as an Accelerate tracker."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import GeneralTracker, on_main_process
+
+from trainkit.errors import UsageError
+
+
+class History(GeneralTracker):
+    """Rows of reproducible numbers in RUN_DIR/metrics.jsonl, one JSON object a line.
+
+    Two runs of one experiment write the same bytes. Seconds go to timing.jsonl instead.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = False
+
+    def __init__(self, run_dir: Path):
+        self.tracker = self.path = run_dir / "metrics.jsonl"
+        self.timing_path = run_dir / "timing.jsonl"
+        super().__init__()
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Append one row of metrics.jsonl."""
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+    @on_main_process
+    def log_timing(self, values: dict[str, Any]) -> None:
+        """Append one row of timing.jsonl."""
+        with open(self.timing_path, "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def sync(self) -> int:
+        """Make the rows durable and return their size in bytes. Main process only."""
+        with open(self.path, "ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def cut(self, num_bytes: int) -> None:
+        """Forget every row after the first num_bytes bytes. Main process only."""
+        with open(self.path, "ab") as file:
+            if file.tell() < num_bytes:
+                raise UsageError(
+                    f"{self.path} has {file.tell()} bytes but the checkpoint knows {num_bytes}: "
+                    "put back what was removed, or start without --resume"
+                )
+            file.truncate(num_bytes)

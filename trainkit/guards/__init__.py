@@ -1,0 +1,1 @@
+"""What is refused: the order of calls, what was prepared, data, numbers that are not finite."""

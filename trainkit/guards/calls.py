@@ -1,0 +1,48 @@
+"""The order in which a script calls a Run: what each stage allows, and what comes next."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+# The stages of a run, and what comes next in each.
+NEXT = {
+    "new": "`with Run(...) as run`",
+    "entered": "run.load(load_data)",
+    "loaded": "accelerator.prepare(...), then run.begin(model, ...)",
+    "between": "the next epoch of run.epochs(), or run.finish() when there is none left",
+    "epoch": "`for batch in run.steps(train_loader)`, to its end",
+    "batch": "accelerator.backward(run.step_mean(losses)), in every batch",
+    "backward": "run.clip_and_check(optimizer), then the next batch of run.steps(...)",
+    "checked": "the next batch of run.steps(...); to end the run early, run.stop()",
+    "trained": "run.end_epoch(metrics)",
+    "over": "nothing, the run is over",
+}
+IN_BATCH = ("batch", "backward", "checked")
+
+
+def out_of_order(call: str, stage: str) -> RuntimeError:
+    return RuntimeError(f"{call} is out of order: what comes next is {NEXT[stage]}")
+
+
+def need(run: Any, call: str, *stages: str) -> None:
+    if run.stage not in stages:
+        raise out_of_order(call, run.stage)
+
+
+def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Callable]:
+    """A method that may be called in these stages; the stage after it is `then`, if that is given.
+
+    A generator sets the stages after its first item itself.
+    """
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def checked(run: Any, *args: Any, **options: Any) -> Any:
+            need(run, f"run.{method.__name__}(...)", *stages)
+            result = method(run, *args, **options)
+            run.stage = then or run.stage
+            return result
+
+        return checked
+
+    return decorate

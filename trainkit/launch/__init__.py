@@ -1,0 +1,1 @@
+"""Processes and signals: what this process was started as, and how it ends."""

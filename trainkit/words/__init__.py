@@ -1,0 +1,1 @@
+"""Words: flags, what is printed, what a run says of the machine it is on."""
