@@ -1,6 +1,6 @@
 """The READMEs say the same, and what they tell people to type exists.
 
-What is run for real, and where: the README's test command by .ci/run, which takes it from the file;
+What is run for real, and where: CONTRIBUTING.md's test command by .ci/run, which takes it there;
 the default run by test_train_mnist.py (slow) and, on fewer pictures, by nearly every test file; the
 YAML of two processes by test_train_mnist.py, test_regression.py and others; --save-every with
 --resume auto by test_faults.py; predict.py by test_predict.py; modelkit.plots by test_plots.py; the
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import test_launch
 import test_regression
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
@@ -31,9 +30,12 @@ from conftest import ROOT
 READMES = sorted(ROOT.glob("README*.md"))
 PAGES = [
     *READMES,
-    ROOT / "docs" / "coming_from.md",
-    ROOT / "docs" / "scaling.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "RECORDS.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ["coming_from", "scaling", "results", "tested", "yamls"]
+    ),
 ]
 OTHER_LANGUAGES = [path for path in READMES if path.name != "README.md"]
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
@@ -154,6 +156,8 @@ def understood(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> 
             assert not known.markexpr or known.markexpr in marks, known.markexpr
             return
         assert importlib.util.find_spec(module), f"there is no {module}"
+        if module == "launchers.ray":
+            return  # tests/test_ray.py starts it, where there is Ray
         script = importlib.import_module(module)
         source = Path(script.__file__).read_text()
         if "Parser(" not in source:
@@ -165,13 +169,15 @@ def understood(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> 
             for name in ("parse_known_args", "parse_known_intermixed_args"):
                 patch.setattr(argparse.ArgumentParser, name, read_and_leave)
             script.main()
-        args, unknown = left.value.args
+        _, unknown = left.value.args
         if "parse_known_args" in source:  # it hands the rest on
             check("train_mnist", unknown)
         else:
             assert unknown == []
         if hasattr(script, "check_arguments"):
-            script.check_arguments(args, num_processes)
+            with monkeypatch.context() as patch:
+                patch.chdir(ROOT)
+                script.check_arguments(script.parse_args(words), num_processes)
 
     return check
 
@@ -209,15 +215,19 @@ def test_every_requirements_file_that_a_page_installs_is_there(path: Path) -> No
         assert (ROOT / name).is_file(), name
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
-def test_the_yaml_table_lists_every_yaml_with_its_number_of_processes(path: Path) -> None:
-    (rows,) = (rows for _, text in sections(path) if "`2cpu`" in str(rows := table(text)[2:]))
+def test_the_yaml_table_lists_every_yaml_with_its_number_of_processes() -> None:
+    rows = table((ROOT / "docs" / "yamls.md").read_text())[2:]
     listed = {name: row[1] for row in rows for name in code_spans(row[0])}
     found = {file.stem: file for file in (ROOT / "accelerate_configs").glob("*.yaml")}
     assert listed.keys() == found.keys()
     for name, file in found.items():
         num_processes = load_config_from_file(str(file)).num_processes
         assert str(num_processes) in numbers(listed[name]), name
+
+
+def test_readme_is_read_in_one_sitting() -> None:
+    for path in READMES:
+        assert len(path.read_text().splitlines()) <= 200, path
 
 
 def test_without_a_flag_both_scripts_fit_the_processes_of_every_yaml() -> None:
@@ -240,13 +250,8 @@ def test_the_loop_that_is_shown_is_that_of_the_script(path: Path) -> None:
     assert shown.strip() == textwrap.dedent(loop).strip()
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
-def test_the_file_map_is_the_repository(path: Path) -> None:
-    (rows,) = (
-        rows
-        for _, text in sections(path)
-        if "`train_mnist.py`" in str(rows := table(text)) and "trainkit/" in str(rows)
-    )
+def test_the_file_map_is_the_repository() -> None:
+    rows = table((ROOT / "CONTRIBUTING.md").read_text())[2:]
     listed = {name for row in rows for name in code_spans(row[0])}
     assert all((ROOT / name).exists() for name in listed), listed
     tracked = subprocess.run(
@@ -258,15 +263,13 @@ def test_the_file_map_is_the_repository(path: Path) -> None:
         top = name.split("/")[0]
         module = name.startswith("trainkit/") and not name.endswith("/__init__.py")
         if module or not (top.startswith((".", "README", "LICENSE"))):
-            part = name if module else top
-            assert any(
-                entry.rstrip("/").split("/")[: part.count("/") + 1] == part.split("/")
-                for entry in listed
-            ), f"{part} is not in the file map"
+            entries = [entry for entry in listed if name.startswith(entry) or entry.startswith(top)]
+            assert entries, f"{name} is not in the file map"
+            assert not module or any(name.startswith(entry) for entry in entries), name
 
 
-# Each row of README's first table by words of its first cell, and where its figures are from: a
-# heading of RECORDS.md and words of lines below it, or the tolerances of the test that holds them.
+# Each row of RECORDS.md's table at a glance by words of its first cell, and where its figures are
+# from: a heading and words of lines below it, or the tolerances of the test that holds them.
 B = "## Machine B: AMD EPYC (Zen 4) with AVX-512 and bf16"
 A = "## Machine A: Intel Xeon with AVX-512 and AMX"
 SOURCES = {
@@ -292,7 +295,6 @@ SOURCES = {
     ],
     "the `mp.spawn` template": (test_regression.TEMPLATE_TOLERANCE,),
     "the DDP + two schedules template": (test_regression.TEMPLATE_TOLERANCE,),
-    "1 process and `2cpu.yaml`": (test_launch.LOSS_TOLERANCE, 100 * test_launch.ACCURACY_TOLERANCE),
 }  # fmt: skip
 
 
@@ -302,9 +304,11 @@ def figures(text: str) -> list[str]:
 
 
 def test_every_measured_figure_is_that_of_its_record() -> None:
-    """README's first table: each figure is a number of the row's own record, rounded."""
+    """RECORDS.md at a glance: each figure is a number of the row's own record, rounded."""
     records = (ROOT / "benchmarks" / "RECORDS.md").read_text()
-    (text,) = (text for _, text in sections(ROOT / "README.md") if "RECORDS.md]" in text)
+    (text,) = (
+        text for _, text in sections(ROOT / "benchmarks" / "RECORDS.md") if "At a glance" in text
+    )
     rows = table(text)[2:]  # below the head and its line
     found = {words: row for row in rows for words in SOURCES if words in row[0]}
     assert found.keys() == SOURCES.keys() and len(found) == len(rows)
