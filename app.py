@@ -118,7 +118,7 @@ def choice(name: str, options: Iterable[str]) -> str:
 def regression_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple[str, Callable]:
     """A field for each column of the table; and the prediction, with its curve or surface."""
     features, targets = about["features"], about["targets"]
-    fields: dict[str, str] = {}
+    fields, labels = dict[str, str](), ""
     ranges: dict[str, tuple[float, float]] = {}
     for column in about["columns"]:
         label = column["name"]
@@ -126,6 +126,8 @@ def regression_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple
             fields[label], ranges[label] = number_field(label, about)
         else:
             fields[label] = choice(label, column["categories"])
+        unit = " (days since 1970)" * column.get("days", False)
+        labels += f"<label>{escape(label)}{unit} {fields[label]}</label>"
 
     @torch.inference_mode()
     def outputs(rows: np.ndarray) -> np.ndarray:
@@ -150,8 +152,7 @@ def regression_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple
         feature = features.index(along), along
         return [said, answers.curve(outputs, row, feature, ranges[along], targets)]
 
-    labels = (f"<label>{escape(label)} {field}</label>" for label, field in fields.items())
-    words = {"name": name, "targets": escape(", ".join(targets)), "fields": "".join(labels)}
+    words = {"name": name, "targets": escape(", ".join(targets)), "fields": labels}
     return FILLED_IN.format(**words, **about["metrics"]), answer
 
 

@@ -15,7 +15,6 @@ made the run. A script of your own needs one for this, with
                                    thing to it
 """
 
-import argparse
 import contextlib
 import importlib.util
 import inspect
@@ -52,10 +51,8 @@ def load_run(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["trainkit"])
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        predictions = run_dir / records.PREDICTIONS
-        if predictions.is_file():
-            said = records.load_predictions(predictions)[1]
-            about |= {name: said[name] for name in ("calibration",) if name in said}
+        _, said = records.load_predictions(run_dir / records.PREDICTIONS)
+        about |= {name: said[name] for name in said if name == "calibration"}
         script = _script(about["script"])
         if not hasattr(script, "Predictor"):
             raise UsageError(
@@ -64,7 +61,8 @@ def load_run(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
             )
         # What about says is compared with the weights before it takes memory.
         with contextlib.suppress(RuntimeError), torch.device("meta"):
-            _check_shapes(script.Predictor(about).model, weights)
+            if _shapes(script.Predictor(about).model.state_dict()) != _shapes(weights):
+                raise ValueError("its weights are not those of the model that it names")
         predictor = script.Predictor(about)
         predictor.model.load_state_dict(weights)
     return predictor.eval(), about
@@ -118,30 +116,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("run_dir", type=Path, help="folder of a finished run")
     add("files", nargs="*", type=Path, help="pictures, or tables, of any kind that trains")
-    add(
-        "--as-is",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="pictures look like the training pictures: resize them, no more",
-    )
-    add(
-        "--export",
-        choices=("onnx", "hub"),
-        default=None,
-        help="also write RUN_DIR/model.onnx, or RUN_DIR/hub/ for others to load",
-    )
-    add(
-        "--push",
-        default=None,
-        metavar="OWNER/NAME",
-        help="with --export hub: also upload it to the Hugging Face Hub; "
-        "spaces/OWNER/NAME makes it a page there",
-    )
-    add(
-        "--license",
-        default=None,
-        help="with --export hub: of the weights, such as mit",
-    )
+    text = "pictures look like the training pictures: resize them, no more"
+    add("--as-is", action="store_true", help=text)
+    text = "also write RUN_DIR/model.onnx, or RUN_DIR/hub/ for others to load"
+    add("--export", choices=("onnx", "hub"), help=text)
+    text = "with --export hub: also upload it to the Hugging Face Hub; spaces/OWNER/NAME makes it "
+    add("--push", metavar="OWNER/NAME", help=f"{text}a page there")
+    add("--license", help="with --export hub: of the weights, such as mit")
     args = parser.parse_intermixed_args(argv)
     if args.push and args.export != "hub":
         parser.error("--push goes with --export hub")
@@ -158,10 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             from modelkit import hub
 
             folder = hub.write_hub(predictor, about, args.run_dir, args.license)
-    if args.export == "hub":
-        print(folder)
-        if args.push:
-            print(hub.push(folder, args.push))
+            print(folder)
+            if args.push:
+                print(hub.push(folder, args.push))
     if (args.run_dir / "checkpoints").exists() and not (args.run_dir / "DONE").exists():
         print(f"{args.run_dir} has not finished: these weights are of an earlier end of it")
     failed = 0
@@ -181,19 +161,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _script(name: str) -> ModuleType:
     """The training script that made the model: a file of this repository, and no link out of it."""
-    paths = [folder / f"{name}.py" for folder in FOLDERS if str(name).isidentifier()]
-    paths = [path for path in paths if path.is_file() and not path.is_symlink()]
-    if not paths:
-        raise UsageError(f"the run was made by {name}.py, which is not beside predict.py")
-    if str(paths[0].parent) not in sys.path:
-        sys.path.append(str(paths[0].parent))
-    return importlib.import_module(name)
+    for folder in FOLDERS:
+        path = folder / f"{name}.py"
+        if str(name).isidentifier() and path.is_file() and not path.is_symlink():
+            sys.path.append(str(folder))
+            return importlib.import_module(name)
+    raise UsageError(f"the run was made by {name}.py, which is not beside predict.py")
 
 
-def _check_shapes(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if shapes != {name: tensor.shape for name, tensor in weights.items()}:
-        raise ValueError("its weights are not those of the model that it names")
+def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in weights.items()}
 
 
 if __name__ == "__main__":

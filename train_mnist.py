@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
+from datakit.small import fit_to_small_set, parse_sizes
 from modelkit import plots
 from modelkit.calibration import calibrate
 from modelkit.photos import learn_framing, read_photo
@@ -110,24 +111,18 @@ FLAGS: arguments.Flags = (
 )  # fmt: skip
 
 
-# Of MNIST; load_data fits them to a set that is much smaller, unless one of them is given.
-SIZES = {"epochs": 3, "batch_size": 128, "drop_last": True}
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(__doc__)
     arguments.add_flags(parser, "problem", FLAGS)
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(
-        parser, "runs/mnist", not_the_experiment=["dataset", "target_accuracy", "given"]
+        parser, "runs/mnist", not_the_experiment=["dataset", "target_accuracy"]
     )
-    parser.set_defaults(
-        **SIZES, learning_rate=None, schedule="onecycle", warmup=0.2, eval_batch_size=512
+    parser.set_defaults(learning_rate=None, schedule="onecycle", warmup=0.2, eval_batch_size=512)
+    # For MNIST; load_data fits them to a set that is much smaller, unless one of them is typed.
+    args = parse_sizes(
+        parser, argv, epochs=3, batch_size=128, drop_last=True, max_shift=1.0, max_turn=5.0
     )
-    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(SIZES)))
-    args.given = [name for name in SIZES if getattr(args, name) is not None]
-    for name in SIZES.keys() - args.given:
-        setattr(args, name, SIZES[name])
     if args.learning_rate is None:
         args.learning_rate = 0.1 if args.optimizer == "sgd" else 6e-3
     return args
@@ -140,12 +135,11 @@ def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
 def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return training set, evaluation set and what is saved with the weights."""
     # Imported here: predict.py, which uses Predictor alone, starts in a third of the time.
-    from datakit.pictures import check_classes, fit_to_small_set, load_images
+    from datakit.pictures import load_images
 
     what, number = (SIZE, args.label), args.validation_split
-    train_set, classes, *found = load_images(args.dataset, "train", *what, num_held_out=number)
+    train_set, classes, *found = load_images(args.dataset, "train", *what, None, number)
     eval_set, _, *more = load_images(args.dataset, "test", *what, classes, number)
-    check_classes(args.dataset, train_set, eval_set, classes)
     framing = learn_framing(SIZE, *found, *more)
     plan = {
         "data": f"{args.dataset}, {len(classes)} classes: {shorten(classes)}",
@@ -155,8 +149,7 @@ def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, A
         plan["pictures"] += "; for their colour: examples/colour_pictures.py --dataset"
     if (num_read := found[0][1].total()) > len(train_set):
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
-    if fitted := fit_to_small_set(args, len(train_set)):
-        plan["small set"] = fitted
+    plan |= fit_to_small_set(args, len(train_set), max_shift=3.0, max_turn=20.0)
     return train_set, eval_set, {"classes": classes, "pictures": framing, "plan": plan}
 
 
@@ -203,10 +196,10 @@ def pixel_centres(device: torch.device) -> torch.Tensor:
 @functools.cache
 def knot_shares(device: torch.device) -> torch.Tensor:
     """Bilinear weights of 4 x 4 control points at each pixel: (16, SIZE * SIZE)."""
-    axis = (2 * torch.arange(SIZE, device=device) + 1) / SIZE - 1
     knots = torch.linspace(-1, 1, 4, device=device).unsqueeze(1)
-    share = (1 - (axis - knots).abs() * 3 / 2).clamp(min=0)
-    return torch.einsum("iy,jx->ijyx", share, share).reshape(16, SIZE * SIZE)
+    distance = (pixel_centres(device)[:2, None] - knots).abs()  # (2, 4, SIZE * SIZE)
+    x, y = (1 - distance * 3 / 2).clamp(min=0)
+    return (y.unsqueeze(1) * x).flatten(0, 1)
 
 
 def augment(
@@ -245,17 +238,16 @@ def validate(
     pictures, targets = eval_set.tensors
     loss_sum = torch.zeros((), device=accelerator.device)
     # Each process fills in its own samples and leaves zeros elsewhere: the sum has them all.
-    seen = torch.zeros(len(targets), dtype=torch.int64, device=accelerator.device)
-    outputs = torch.zeros(len(targets), len(classes), device=accelerator.device)
+    outputs = torch.zeros(len(targets), len(classes) + 1, device=accelerator.device)
     for images, labels, indices in loader:
         logits = model(normalise(images))
         loss_sum += F.cross_entropy(logits, labels, reduction="sum")
-        outputs[indices] = logits.float()
-        seen[indices] += 1
+        outputs[indices, :-1] = logits.float()
+        outputs[indices, -1] += 1
     model.train()
-    seen = accelerator.reduce(seen, reduction="sum")
-    assert (seen == 1).all(), "a sample was evaluated twice or not at all"
     outputs = accelerator.reduce(outputs, reduction="sum").cpu()
+    assert (outputs[:, -1] == 1).all(), "a sample was evaluated twice or not at all"
+    outputs = outputs[:, :-1]
     prediction, probability = outputs.argmax(1), outputs.softmax(1).amax(1)
     metrics = {
         "eval_loss": accelerator.reduce(loss_sum, reduction="sum").item() / len(targets),
@@ -285,8 +277,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        about |= {"script": Path(__file__).stem, "model": args.model, "size": SIZE}
-        about |= {"mean": MEAN, "std": STD}
+        known = {"size": SIZE, "mean": MEAN, "std": STD}
+        about |= {"script": Path(__file__).stem, "model": args.model} | known
         run.begin(model, about, about.pop("plan"))  # locks the run folder, loads the checkpoint
 
         for epoch in run.epochs():

@@ -1,6 +1,5 @@
 """One picture file of any kind as grey values."""
 
-import warnings
 from io import BytesIO
 from pathlib import Path
 
@@ -17,8 +16,7 @@ RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # modes that have none of
 def open_picture(file: Path | BytesIO) -> Image.Image:
     """One picture, upright. Whatever is wrong with the file is an exception that says it."""
     try:
-        with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
-            picture = Image.open(file, formats=FORMATS)
+        picture = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
         raise ValueError(f"it is none of {', '.join(FORMATS)}") from None
     with picture:
@@ -36,7 +34,8 @@ def to_grey(picture: Image.Image) -> np.ndarray:
         if not (values.min() >= 0 and values.max() <= 255):  # or NaN
             raise ValueError(f"the values of a picture of mode {picture.mode} must be 0 to {white}")
         return values
-    grey = np.array(picture.convert("RGB").convert("L"), dtype=np.float64)
+    as_grey = picture if picture.mode == "L" else picture.convert("RGB").convert("L")
+    grey = np.array(as_grey, dtype=np.float64)
     if picture.has_transparency_data:
         alpha = np.asarray(picture.convert("RGBA"))[..., 3] / 255
         grey *= alpha
@@ -46,6 +45,8 @@ def to_grey(picture: Image.Image) -> np.ndarray:
 
 def resize(grey: np.ndarray, size: int) -> np.ndarray:
     """Grey values, float64, brought to size x size, uint8."""
+    if grey.shape == (size, size):
+        return grey.round().astype(np.uint8)
     values = torch.from_numpy(grey)[None, None]
     resized = F.interpolate(values, (size, size), mode="bilinear", antialias=True)
     return resized.round()[0, 0].byte().numpy()

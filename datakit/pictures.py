@@ -1,7 +1,5 @@
 """Labelled pictures of any size and mode as one uint8 tensor."""
 
-import argparse
-import functools
 import math
 import re
 import reprlib
@@ -24,18 +22,15 @@ from trainkit.words.text import shorten
 # Files that nobody takes for pictures, or that list them.
 NO_DATA = re.compile(r"\.|README|LICENSE|dataset_infos?\.json|metadata\.")
 NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
-SMALL = 10_000  # with fewer pictures, the defaults for MNIST make too few steps
 
 
 def decode_pictures(cells: list, indices: list[int], size: int, where: str) -> dict[str, list]:
     """The grey values of each file, size * size, and what it holds. Raises UsageError."""
     pixels, kinds = [], []
     for cell, index in zip(cells, indices, strict=True):
-        row = f"{where}, row {index + 1}"
-        if cell is None:
-            raise UsageError(f"{row}: the picture is missing")
         content, path = cell["bytes"], cell["path"]
-        with as_usage_error(f"{row}{f' ({path})' * bool(path)}: the picture cannot be read"):
+        row = f"row {index + 1}{f' ({path})' * bool(path)}"
+        with as_usage_error(f"{where}, {row}: the picture cannot be read"):
             picture = open_picture(BytesIO(content or Path(path).read_bytes()))
             grey = resize(to_grey(picture), size)
             width, height = picture.size
@@ -45,14 +40,13 @@ def decode_pictures(cells: list, indices: list[int], size: int, where: str) -> d
     return {"pixels": pixels, "kind": kinds}
 
 
-def open_dataset(name: str) -> dict[str, datasets.Dataset]:
-    """The splits of a folder, of what save_to_disk wrote, or of a Hub data set. UsageError."""
+def open_dataset(name: str, tell: bool) -> dict[str, datasets.Dataset]:
+    """The splits of a folder or of a Hub data set. Raises UsageError.
+
+    tell: print which files of a folder are in no split: of other kinds, hidden, behind a link.
+    """
     datasets.disable_progress_bars()
-    folder = Path(name).resolve()
     with as_usage_error(f"--dataset {name} cannot be read"):
-        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-            saved = datasets.load_from_disk(name)
-            return saved if isinstance(saved, dict) else {"train": saved}
         builder = datasets.load_dataset_builder(name)
         builder.download_and_prepare()
     files = builder.config.data_files or {}
@@ -66,24 +60,38 @@ def open_dataset(name: str) -> dict[str, datasets.Dataset]:
     tables = [file for file in known if file.endswith(".parquet") and Path(file).is_file()]
     if len({str(datasets.Features.from_arrow_schema(read_schema(file))) for file in tables}) > 1:
         raise UsageError(f"--dataset {name}: its files name other columns, or classes, than others")
-    if known and is_main_rank():
-        tell_unread(Path(name).resolve(), frozenset(map(Path, known)))
+    if known and tell and is_main_rank():
+        folder, read = Path(name).resolve(), {*map(Path, known)}
+        unread = [
+            str(path.relative_to(folder))
+            for path in sorted(folder.rglob("*"))
+            if (path.is_file() or path.is_symlink()) and not NO_DATA.match(path.name)
+            if path not in read
+        ]
+        if unread:
+            print(f"--dataset {folder}: not read: {shorten(unread)}", file=sys.stderr)
     return builder.as_dataset()
 
 
-@functools.cache  # once
-def tell_unread(folder: Path, known: frozenset[Path]) -> None:
-    """Say which files of a folder are in no split: of other kinds, hidden, behind a link."""
-    paths = {path for path in folder.rglob("*") if path.is_file() or path.is_symlink()}
-    unread = sorted(path for path in paths - known if not NO_DATA.match(path.name))
-    if unread:
-        said = shorten([str(path.relative_to(folder)) for path in unread])
-        print(f"--dataset {folder}: not read: {said}", file=sys.stderr)
+def read_split(
+    name: str,
+    split: str,
+    label: str | None = None,
+    classes: list[str] | None = None,
+    num_held_out: int = 0,
+) -> tuple[datasets.Dataset, torch.Tensor, list[str], torch.Tensor, str]:
+    """Return the pictures, labels, names of the classes, which rows are of the split, and `where`.
 
+    The pictures are the only column. Raises UsageError, whose sentence begins with the last.
 
-def _read_split(name: str, split: str, num_held_out: int) -> tuple[datasets.Dataset, str, str]:
-    """The rows of a split or to hold it out from; the split to evaluate on; its name in words."""
-    splits = open_dataset(name)
+    Args:
+        split: "train" or "test". Without a test split that is the validation split; without that it
+            is held out from the training pictures.
+        label: column of the classes; None: the only one that there can be.
+        classes: those of another split, by which the labels of this one are numbered.
+        num_held_out: of the training pictures for "test", whatever else there is; 0: see split.
+    """
+    splits = open_dataset(name, split == "train")
     others = ["test", "validation"] if not num_held_out else []
     own = next((other for other in others if other in splits), "train")
     read = own if split == "test" else split
@@ -94,12 +102,17 @@ def _read_split(name: str, split: str, num_held_out: int) -> tuple[datasets.Data
             "training pictures into train/"
         )
     rows = splits[read]
-    if len(image_columns(rows)) != 1 or len(rows) == 0:
+    images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
+    if len(images) != 1:
         raise UsageError(
-            f"{where}: there must be rows with one Image column, not {len(rows)} rows of "
-            f"{rows.column_names} (make one with cast_column(NAME, datasets.Image()))"
+            f"{where}: there must be rows with one Image column, not {rows.column_names} "
+            "(make one with cast_column(NAME, datasets.Image()))"
         )
-    return rows, own, where
+    labels, classes = read_labels(rows, where, label, classes)
+    chosen = torch.arange(len(rows))
+    if own == "train":
+        chosen = hold_out(labels, split, num_held_out)
+    return rows.select_columns(images), labels, classes, chosen, where
 
 
 def load_images(
@@ -113,54 +126,39 @@ def load_images(
     """Return the pictures and labels of a split, the names of its classes, and some pictures.
 
     The last, for learn_framing, are uint8 (n, size, size), and what each file that was read holds.
-    Decoded once; later runs read the cache that `datasets` keeps. Raises UsageError.
-
-    Args:
-        split: "train" or "test". Without a test split that is the validation split; without that it
-            is held out from the training pictures.
-        label: column of the classes; None: the only one that there can be.
-        classes: those of another split, by which the labels of this one are numbered.
-        num_held_out: of the training pictures for "test", whatever else there is; 0: see split.
+    Decoded once; later runs read the cache that `datasets` keeps. For the options see read_split.
+    Raises UsageError.
     """
-    rows, own, where = _read_split(name, split, num_held_out)
-    images = image_columns(rows)
-    labels, classes = read_labels(rows, where, label, classes)
+    rows, labels, classes, chosen, where = read_split(name, split, label, classes, num_held_out)
+    (image,) = rows.column_names
     values = datasets.List(datasets.Value("uint8"))
     with as_usage_error(f"{where}: the pictures cannot be read"):
-        decoded = rows.cast_column(images[0], datasets.Image(decode=False)).map(
+        decoded = rows.cast_column(image, datasets.Image(decode=False)).map(
             lambda cells, indices: decode_pictures(cells, indices, size, where),
-            input_columns=images[0],
+            input_columns=image,
             with_indices=True,
             batched=True,
-            remove_columns=rows.column_names,
+            remove_columns=image,
             features=datasets.Features(pixels=values, kind=datasets.Value("string")),
         )
     numbers = decoded.data.column("pixels").combine_chunks().flatten().to_numpy()
-    pixels = torch.from_numpy(numbers.copy()).view(-1, 1, size, size)
-    if own == "train":
-        chosen = hold_out(labels, num_held_out)[split == "train"]
-        pixels, labels = pixels[chosen], labels[chosen]
+    pixels = torch.from_numpy(numbers.reshape(-1, 1, size, size)[chosen.numpy()])
     kinds = Counter(decoded.data.column("kind").to_pandas().value_counts().to_dict())
     some = pixels[:: math.ceil(len(pixels) / NUM_LOOKED_AT), 0]
-    return InMemory(pixels, labels), classes, (some, kinds)
+    return InMemory(pixels, labels[chosen]), classes, (some, kinds)
 
 
-def hold_out(labels: torch.Tensor, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the pictures to evaluate on, and to train on: the same whatever the --seed.
+def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
+    """Indices of the pictures to evaluate on, or to train on: the same whatever the --seed.
 
     number: of those to evaluate on; 0: a fifth of each class.
     """
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    if number:
-        return order[:number], order[number:]
-    order = order[labels[order].argsort(stable=True)]
-    chosen = torch.arange(len(order)) % 5 == 4
-    return order[chosen], order[~chosen]
-
-
-def image_columns(rows: datasets.Dataset) -> list[str]:
-    """The names of the columns that hold pictures."""
-    return [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
+    places = torch.arange(len(labels))
+    held_out = places < number
+    if not number:
+        order, held_out = order[labels[order].argsort(stable=True)], places % 5 == 4
+    return order[held_out == (split == "test")]
 
 
 def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
@@ -189,46 +187,18 @@ def read_labels(
     Raises UsageError.
     """
     column = choose_column(rows, where, label)
-    values = rows.data.column(column).to_pandas()
-    where = f"{where}, column {column!r}"
-    if values.isna().any():
-        raise UsageError(
-            f"{where}, row {values.isna().idxmax() + 1}: the label is missing: fill it in; a "
-            "picture file has one in the folder of its class, or from a metadata.csv"
-        )
-    own, texts = [*map(str, sorted(values.unique()))], values.map(str)
+    values = rows.data.column(column).to_pandas(integer_object_nulls=True)
+    own, texts = [*map(str, sorted(values.dropna().unique()))], values.map(str)
     if isinstance(rows.features[column], datasets.ClassLabel):
         own = rows.features[column].names
         texts = values.map(dict(enumerate(own)))
     names = classes or own
-    if len(names) < 2:
-        raise UsageError(f"{where}: there is only one class")
     # By name: another split may have them in another order.
     numbers = pd.Index(names).get_indexer(texts)
     if (numbers < 0).any():
+        row = (numbers < 0).argmax()
         raise UsageError(
-            f"{where}, row {(numbers < 0).argmax() + 1}: the label is not one of the {len(names)} "
-            f"classes {reprlib.repr(names)}"
+            f"{where}, column {column!r}, row {row + 1}: the label {values[row]!r} is not one of "
+            f"the {len(names)} classes {reprlib.repr(names)}"
         )
     return torch.from_numpy(numbers.astype(np.int64)), names
-
-
-def check_classes(name: str, train_set: InMemory, eval_set: InMemory, classes: list[str]) -> None:
-    """Raise UsageError if the evaluation set has a class of which there is no training picture."""
-    unknown = set(eval_set.tensors[1].tolist()) - set(train_set.tensors[1].tolist())
-    if unknown and len(train_set):
-        raise UsageError(
-            f"--dataset {name}: no training picture is of the class {classes[min(unknown)]!r}, "
-            "which the evaluation pictures have"
-        )
-
-
-def fit_to_small_set(args: argparse.Namespace, num_train: int) -> str:
-    """Change flags of a small set, if none of them was given, and return them in words.
-
-    The defaults for MNIST would make a few steps of it, and leave out up to a batch in each epoch.
-    """
-    if num_train >= SMALL or args.given:
-        return ""
-    args.batch_size, args.epochs, args.drop_last = 16, max(3, 8192 // max(1, num_train)), False
-    return f"of {num_train} pictures: --batch-size 16 --epochs {args.epochs} --no-drop-last"

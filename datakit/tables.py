@@ -4,17 +4,17 @@
 """
 
 import argparse
-import csv
-import gzip
 import json
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow.parquet
@@ -29,8 +29,8 @@ KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
 SEPARATORS = ",;\t|"
 INDEX = re.compile(r"Unnamed: \d[\d.]*|__index_level_\d+__")  # that pandas wrote with the table
 DATE = r"\d{4}-\d\d-\d\d"  # how one begins: 1/2/2020 is another day here and there
-# What was meant as a number: 1_200, 1,234.5, $0, 12 km, 10:30.
-LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\s*"
+# What was meant as a number: 1_200, 1,234.5, $0, 12 km, 88 m2, 10:30.
+LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\d?\s*"
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 MAX_SHOWN = 30  # columns in a message
 MISSING = ["", "#N/A", "N/A", "NA", "NULL", "NaN", "None", "nan", "null"]  # as in CSV files
@@ -86,7 +86,8 @@ def read_table(
     # Without what is hidden: the copies in .ipynb_checkpoints would come twice.
     inside = [p for p in sorted(path.rglob("*")) if "/." not in f"/{p.relative_to(path)}"]
     files = [file for file in inside if _kind(file) in KINDS] or [path]
-    if {_kind(files[0])} != {_kind(file) for file in files} & {*KINDS}:
+    kinds = {*map(_kind, files)}
+    if len(kinds) > 1 or not kinds <= {*KINDS}:
         raise UsageError(
             f"{where} is not a table: there must be files of one kind of {', '.join(KINDS)}"
         )
@@ -99,8 +100,6 @@ def read_table(
     table = pd.concat(tables, ignore_index=True)
     table.columns = [str(name).strip() for name in table.columns]  # 0, 1 of lists in JSON too
     table.attrs["files"] = shorten([file.name for file in files if file != path])
-    if not table.columns.is_unique:
-        raise UsageError(f"{where}: the first line must name each column once")
     return table
 
 
@@ -109,47 +108,41 @@ def _kind(path: Path) -> str:
 
 
 def _read_file(path: Path, separator: str | None, encoding: str | None) -> pd.DataFrame:
-    if _kind(path) == ".parquet":
+    kind = _kind(path)
+    if kind == ".parquet":
         # With what pandas wrote as an index: it may be a column that somebody named.
         rows = pyarrow.parquet.read_table(path)
         return rows.to_pandas(ignore_metadata=True, integer_object_nulls=True)
-    open_text = gzip.open if path.suffix.lower() == ".gz" else open
-    with open_text(path, "rt", encoding=encoding or "utf-8-sig") as file:
-        if "json" not in _kind(path):
-            return _read_csv(file, separator)
-        texts = [file.read()] if _kind(path) == ".json" else filter(str.strip, file)
-        rows = [json.loads(text, object_pairs_hook=_row) for text in texts]
-    return pd.DataFrame(rows[0] if _kind(path) == ".json" else rows, dtype=object)
-
-
-def _row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a JSON file."""
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"a row names a column twice: {shorten([n for n, _ in pairs], 10)}")
-    return dict(pairs)
-
-
-def _read_csv(file: Any, separator: str | None) -> pd.DataFrame:
-    header = file.readline()
-    separator = separator or max(SEPARATORS, key=header.count)
-    names = next(csv.reader([header], delimiter=separator), [])
-    # Without the first line: pandas would take the first column for an index where rows are longer.
-    table = pd.read_csv(file, sep=separator, header=None, dtype=str, keep_default_na=False)
-    if table.shape[1] != len(names):
-        raise UsageError(
-            f"{file.name}: the first line names {len(names)} columns, and the rows have "
-            f"{table.shape[1]}: name each column there, and nothing else, or give --separator"
-        )
-    table.columns = [name or f"Unnamed: {number}" for number, name in enumerate(names)]
-    return table
+    encoding = encoding or "utf-8-sig"
+    with fsspec.open(path, "rt", encoding=encoding, compression="infer") as file:
+        if "json" in kind:
+            lines = filter(str.strip, file)
+            rows = json.load(file) if kind == ".json" else [*map(json.loads, lines)]
+            return pd.DataFrame(rows, dtype=object)
+        header = file.readline()
+        file.seek(0)
+        separator = separator or max(SEPARATORS, key=header.count)
+        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+            # Else the first column is an index where rows have more values than there are names.
+            return pd.read_csv(
+                file, sep=separator, dtype=str, keep_default_na=False, index_col=False
+            )
 
 
 def check_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> None:
     """Raise UsageError if a column is not there."""
     for name in names:
         if name not in table.columns:
-            columns = shorten([*map(repr, table.columns)], 10)
-            raise UsageError(f"{where}: there is no column {name!r}, only {columns}")
+            raise UsageError(f"{where}: there is no column {name!r}, only {_choices(table)}")
+
+
+def _choices(table: pd.DataFrame) -> str:
+    return shorten([typed(name) for name in table], MAX_SHOWN)
+
+
+def typed(*names: str) -> str:
+    """Names of columns as they are typed behind a flag: with a comma in two pairs of quotes."""
+    return shlex.quote(",".join(f'"{name}"' if "," in name else name for name in names))
 
 
 def parse(values: pd.Series, column: Column) -> pd.Series:
@@ -160,12 +153,12 @@ def parse(values: pd.Series, column: Column) -> pd.Series:
         numbers = values.astype(float)
     else:
         texts = values.astype(str).where(values.notna())
-        numbers = texts.str.lower().map({"true": 1.0, "false": 0.0})
         if column.days:
             dates = texts.where(texts.str.match(DATE, na=False))
             dates = pd.to_datetime(dates, format="ISO8601", utc=True, errors="coerce")
             numbers = (dates - pd.Timestamp("1970-01-01", tz="UTC")) / pd.Timedelta(days=1)
-        elif numbers.count() < texts.count():
+        else:
+            texts = texts.str.lower().replace({"true": "1", "false": "0"})
             numbers = pd.to_numeric(texts, errors="coerce").astype(float)
     return numbers.where(numbers.abs() <= LARGEST)
 
@@ -195,12 +188,12 @@ def learn_column(values: pd.Series, train: np.ndarray, args: argparse.Namespace)
             column.categories = []
     known = parse(values, column).iloc[train]
     impute = args.missing == "impute" or (args.missing is None and values.isna().any())
+    counts = known.value_counts().sort_index()
+    if len(counts) == 1 or not values.iloc[train].count():
+        return "left out: always the same"
     if column.categories is None:
         column.fill = float(known.mean()) if impute else None
-        return "left out: always the same" if known.max() - known.min() < 1 / LARGEST else column
-    counts = known.value_counts().sort_index()
-    if len(counts) < 2:
-        return "left out: always the same"
+        return column
     if len(counts) > MAX_CATEGORIES or len(counts) == known.count():
         return f"left out: {len(counts)} different texts in {len(train)} training rows"
     # Of equally frequent ones the first in the alphabet: the same on every machine.
@@ -219,13 +212,13 @@ def encode(
     for column in columns:
         values = table[column.name]
         numbers = parse(values, column)
-        for row in table.index[numbers.isna() & values.notna()]:
-            wanted = "date, as 2020-01-31" if column.days else "number, as 1234.5 (at most 1e38)"
-            problems.append((row, column.name, f"'{values[row]!s:.40}' is no {wanted}"))
+        wrong = numbers.isna() & values.notna()
         if column.fill is not None:
             numbers = numbers.fillna(column.fill)
-        for row in table.index[numbers.isna() & values.isna()]:
-            problems.append((row, column.name, "the value is missing"))
+        for row in table.index[wrong | numbers.isna()]:
+            wanted = "date, as 2020-01-31" if column.days else "number, as 1234.5 (at most 1e38)"
+            why = f"'{values[row]!s:.40}' is no {wanted}" if wrong[row] else "the value is missing"
+            problems.append((row, column.name, why))
         block = numbers.to_numpy()[:, None]
         blocks.append(block == column.categories if column.categories else block)
     return np.concatenate(blocks, axis=1, dtype=np.float64), problems
@@ -239,17 +232,20 @@ def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, list[str], dict[
     where, options = f"--data {args.data}", {"separator": args.separator, "encoding": args.encoding}
     table = read_table(args.data, where, **options)
     files = table.attrs.get("files")
+    if not args.target:
+        columns = _choices(table)
+        raise UsageError(f"{where}: choose the column to predict with --target: {columns}")
     check_columns(table, [*args.target, *(args.features or []), *args.categorical], where)
     if args.features:
         table = table[[*dict.fromkeys([*args.features, *args.target])]]
     table = table.mask(table.isin(MISSING))
-    used = table.dropna(subset=None if args.missing == "drop" else args.target)
-    dropped = count(len(table) - len(used), "row")
+    needed = "value" if args.missing == "drop" else "target"
+    used = table.dropna(subset=args.target if needed == "target" else None)
+    dropped = f", {count(len(table) - len(used), 'row')} dropped: no {needed}"
     known = {
         "data": Path(args.data).name + (f" ({files})" if files else ""),
         "read_options": options,
-        "dropped": f", {dropped} dropped: no {'value' if args.missing == 'drop' else 'target'}"
-        * (len(used) < len(table)),
+        "dropped": dropped * (len(used) < len(table)),
         "truth": None,
     }
     return used, args.target, known
@@ -265,8 +261,9 @@ def make_sets(
     that judges all columns.
     """
     train, test = split_rows(len(table), args)
-    others = table.columns.drop(targets)
-    learned: dict[str, Any] = {name: learn_column(table[name], train, args) for name in others}
+    learned: dict[str, Any] = {
+        name: learn_column(table[name], train, args) for name in table if name not in targets
+    }
     features = [column for column in learned.values() if isinstance(column, Column)]
     values, problems = encode(table, [*features, *map(Column, targets)])
     if problems or not features:
@@ -287,23 +284,23 @@ def make_sets(
         about[f"{kind}_range"] = np.stack((rows.min(0), rows.max(0)), 1).tolist()
         about[f"{kind}_whole"] = (rows == rows.round()).all(0).tolist()
         about["baseline"] = mean.tolist()  # of the targets, which come last: what R2 compares with
-        if np.ptp(rows, axis=0).min() < 1 / LARGEST:
+        if not np.ptp(rows, axis=0).all():
             raise UsageError(f"--data {args.data}: a {kind} is the same in all training rows")
         if args.data is None:  # synthetic data stay as they are
             mean, std = np.zeros_like(mean), np.ones_like(std)
         tensors.append(torch.from_numpy((part - mean) / std).float())
         about |= {f"{kind}s": names, f"{kind}_mean": mean.tolist(), f"{kind}_std": std.tolist()}
-    about["plan"] = _plan(about, learned, count(len(features), "column"))
+    about["plan"] = _plan(about, learned)
     train_set = InMemory(*(tensor[train] for tensor in tensors))
     tensors.append(torch.from_numpy(table.index.to_numpy(copy=True)))
     return train_set, InMemory(*(tensor[test] for tensor in tensors)), about
 
 
-def _plan(about: dict[str, Any], learned: dict[str, Any], columns: str) -> dict[str, str]:
+def _plan(about: dict[str, Any], learned: dict[str, Any]) -> dict[str, str]:
     special = [f"{name} ({said})" for name, said in learned.items() if str(said) != "number"]
     return {
         "data": f"{about['data']}{about.pop('dropped', '')}",
-        "features": f"{len(about['features'])} of {columns}",
+        "features": f"{len(about['features'])} of {count(len(about['columns']), 'column')}",
         "columns": shorten(special, MAX_SHOWN) or "numbers",
         "targets": ", ".join(about["targets"]),
     }
@@ -316,8 +313,7 @@ def _judge(learned: dict[str, Column | str], args: argparse.Namespace) -> str:
     text = "\n".join([f"--data {args.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
     if not good or {*args.target} & learned.keys():
         return text
-    features = ",".join(f'"{name}"' if "," in name else name for name in good)
-    return f"{text}\nThis works: {shlex.join(['python', *sys.argv, '--features', features])}"
+    return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
 
 
 def split_rows(num_rows: int, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:

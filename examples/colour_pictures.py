@@ -23,7 +23,8 @@ from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
-from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
+from datakit.small import fit_to_small_set, parse_sizes
+from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, shorten, startup
 
 LETTERS = "ABCDEFGH"
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # installed anyway
@@ -45,7 +46,6 @@ class Pictures(Dataset):
         return len(self.pictures)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
-        # Random numbers are seeded per sample.
         return self.transform(self.pictures[index]), self.labels[index], index
 
 
@@ -70,26 +70,29 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--norm", choices=("group", "batch"), default="group", help=norm)
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, run_dir="runs/colour_pictures")
-    parser.set_defaults(epochs=6, batch_size=60, learning_rate=0.05, weight_decay=5e-4)
-    parser.set_defaults(optimizer="sgd", schedule="onecycle", warmup=0.2)
-    return parser.parse_args(argv)
+    sgd = {"optimizer": "sgd", "schedule": "onecycle", "learning_rate": 0.05, "weight_decay": 5e-4}
+    parser.set_defaults(**sgd, warmup=0.2)
+    return parse_sizes(parser, argv, epochs=6, batch_size=60, drop_last=False)
 
 
-def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Sequence[str]]:
-    """Fonts of one family to train on, of another one to evaluate on; or a fifth of --dataset."""
+def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Sequence[str], dict[str, str]]:
+    """The folder of --dataset; or fonts of one family to train on, of another to evaluate on."""
     if args.dataset is None:
         train_set = Pictures(*draw_letters("DejaVu*-*.ttf", args.num_pictures, 1), AUGMENT)
         drawn = draw_letters("STIXGeneral*.ttf", args.num_pictures // 4, 2)
-        return train_set, Pictures(*drawn, []), LETTERS
-    from datakit.pictures import hold_out, image_columns, open_dataset, read_labels
+        return train_set, Pictures(*drawn, []), LETTERS, {}
+    from datakit.pictures import read_split
 
-    rows = open_dataset(args.dataset)["train"]
-    labels, classes = read_labels(rows, f"--dataset {args.dataset}", None)
-    small = [x.convert("RGB").resize((32, 32)) for x in rows[image_columns(rows)[0]]]
-    test, train = (
-        ([small[i] for i in part.tolist()], labels[part].tolist()) for part in hold_out(labels)
-    )
-    return Pictures(*train, AUGMENT), Pictures(*test, []), classes
+    sets, classes = [], None
+    for split, transforms in (
+        ("train", AUGMENT),
+        ("test", []),
+    ):  # a fifth is held out without test/
+        rows, labels, classes, chosen, _ = read_split(args.dataset, split, classes=classes)
+        chosen_rows = rows.select(chosen)[rows.column_names[0]]
+        pictures = [picture.convert("RGB").resize((32, 32)) for picture in chosen_rows]
+        sets.append(Pictures(pictures, labels[chosen].tolist(), transforms))
+    return *sets, classes, {"classes": shorten(classes)} | fit_to_small_set(args, len(sets[0]))
 
 
 def make_model(accelerator: Accelerator, norm: str, num_classes: int) -> nn.Module:
@@ -110,8 +113,8 @@ def judge(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.
     """The loss of each sample, and whether it was recognised."""
     pictures, labels, _ = batch
     logits = model(pictures)
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return {"loss": losses, "accuracy": logits.argmax(1) == labels}
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    return {"loss": loss, "accuracy": logits.argmax(1) == labels}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -119,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     with Run(args, "colour_pictures") as run:
         accelerator = run.accelerator
-        train_set, eval_set, classes = run.load(load_data)
+        train_set, eval_set, classes, plan = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
         model = make_model(accelerator, args.norm, len(classes))
         optimizer = make_optimizer(accelerator, model.parameters(), args)
@@ -127,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        run.begin(model, {"script": Path(__file__).stem, "classes": classes})
+        run.begin(model, {"script": Path(__file__).stem, "classes": classes}, plan)
 
         for _ in run.epochs():
             for batch in run.steps(train_loader):

@@ -20,12 +20,11 @@ from PIL import Image
 from torch import nn
 
 from datakit.pictures import load_images
-from modelkit.photos import read_picture
-from modelkit.space import ROOT, needed_by, write_space
+from modelkit.space import ROOT, write_space
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.folder.manifest import sha256_of
 from trainkit.folder.records import PREDICTIONS, last_evaluation, load_predictions, read_run_json
-from trainkit.folder.rundir import refuse_links, write_durably, write_json
+from trainkit.folder.rundir import write_durably, write_json
 from trainkit.folder.weights import write_tensors
 from trainkit.words.text import shorten
 
@@ -153,13 +152,13 @@ FOR_ROWS = """To predict {names} for rows like those of {data}. Nothing was meas
 values of the training rows, which stand beside the example below."""
 OF_FILES = """
 A picture file (PNG, JPEG, ...) of any size, brought to what the network knows as predict.py does
-it, with `pip install {packages}`:
+it, with `pip install accelerate pillow`:
 
 ```python
 import json
 from pathlib import Path
 from model import load
-from {module} import read_picture
+from modelkit.photos import read_picture
 
 config = json.loads(Path("config.json").read_text())
 picture = read_picture(Path("example.png"), config["size"], config["pictures"])
@@ -225,7 +224,6 @@ def write_hub(
     if not about.keys() & {"pictures", "columns"}:
         raise UsageError(f"--export hub does not know the models of {about['script']}.py")
     folder = run_dir / "hub"
-    refuse_links([folder, *folder.rglob("*")])
     known = describe_run(run_dir, about)
     examples = known["examples"] = known["examples"] or {"inputs": model.example_inputs()[:1]}
     source = Path(about.get("data", "")).name  # the name alone: not where it lies
@@ -293,8 +291,7 @@ def _check(model: nn.Module, folder: Path) -> None:
     path = folder / "model.py"
     torch.manual_seed(0)
     inputs = model.example_inputs()
-    same = torch.equal(runpy.run_path(str(path))["load"]()(inputs), model(inputs))
-    if not same:
+    if not torch.equal(runpy.run_path(str(path))["load"]()(inputs), model(inputs)):
         raise RunFailure(f"{path} gives other outputs than this model")
 
 
@@ -373,8 +370,6 @@ def _examples(
     said = {"shape": f"{str(inputs.dtype)[6:]} (n, {', '.join(map(str, inputs.shape[1:]))})"}
     if "pictures" in about:
         answers = outputs.argmax(1).tolist()
-        module = read_picture.__module__
-        packages = {*needed_by(f"{module.replace('.', '/')}.py")[1], "safetensors"}
         said |= {
             "look": about["pictures"]["read_as"],
             "names": _one_line(", ".join(about["classes"])),
@@ -383,14 +378,8 @@ def _examples(
             "answers": str(answers),
             "truth": "" if labels is None else f"; the truth: {labels.tolist()}",
         }
-        code, more = (
-            OF_PICTURES,
-            OF_FILES.format(
-                packages=" ".join(sorted(packages)),
-                module=module,
-                answer=f"{about['classes'][answers[0]]} {outputs[0].max():.2%}",
-            ),
-        )
+        answer = f"{about['classes'][answers[0]]} {outputs[0].max():.2%}"
+        code, more = OF_PICTURES, OF_FILES.format(answer=answer)
     else:
         ranges = zip(about["features"], inputs[0].tolist(), about["feature_range"], strict=True)
         said |= {

@@ -34,7 +34,7 @@ CSS = """
 .page h2 { font-size: 22px; margin: 0 !important }
 .page p, .page img { margin: 0 !important }
 .page header, .page fieldset { grid-column: 1 / -1 }
-.page :focus-visible { outline: 3px solid #2f8fd0; outline-offset: 1px }
+.page :focus-visible { outline: 3px solid #2f8fd0 !important; outline-offset: 1px }
 .page button, .page select, .page input[type=number] { border: 1px solid #8888; font: inherit;
   color: inherit; padding: 1px 8px; border-radius: 4px; background: #8882; max-width: 100% }
 .page select { appearance: auto }

@@ -54,15 +54,15 @@ def learn_framing(size: int, *seen: tuple[torch.Tensor, Counter[str]]) -> dict[s
         raise UsageError("each of the pictures is of one grey value: there is nothing in them")
     kinds = [kind for kind, _ in sum(counts, Counter()).most_common()]
     shapes = {tuple(map(int, kind.split()[:3:2])) for kind in kinds}
+    shape = shapes.pop() if len(shapes) == 1 else None
     frame = torch.stack([looks[name] for name in ("side", "x", "y")])
     low, middle, high = frame.nanquantile(torch.tensor([0.05, 0.5, 0.95]), 1)
-    framed = len(shapes) == 1 and len({*next(iter(shapes))}) == 1
-    framed = framed and (high - low).max().item() < 0.1
+    framed = shape and shape[0] == shape[1] and (high - low).max().item() < 0.1
     others = f" and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
     grey, kind = f"{size} x {size} grey", f"{kinds[0]}{others}"
     return {
         "read_as": grey if kind == f"{size} x {size} L" else f"{kind} read as {grey}",
-        "shape": list(shapes.pop()) if len(shapes) == 1 else None,
+        "shape": shape and list(shape),
         "border": [border.min().item(), border.max().item()],
         "frame": middle.tolist() if framed else None,
         "most_ink": looks["amount"].nanquantile(0.995).item(),

@@ -13,12 +13,13 @@ MLP = train_regression.MLP
 
 
 class Adapted(nn.Module):
-    """BASE, a number in the environment, is the seed of what is frozen."""
+    """BASE in the environment, a number or $RANK, is the seed of what is frozen."""
 
     def __init__(self, num_features: int, num_targets: int, hidden: Sequence[int]):
         super().__init__()
         self.base = MLP(num_features, num_targets, hidden).requires_grad_(False)
-        generator = torch.Generator().manual_seed(int(os.environ.get("BASE", "0")))
+        seed = int(os.path.expandvars(os.environ.get("BASE", "0")))
+        generator = torch.Generator().manual_seed(seed)
         for weight in self.base.parameters():
             weight.normal_(std=len(weight) ** -0.5, generator=generator)
         self.down, self.up = nn.Linear(num_features, 4), nn.Linear(4, num_targets)

@@ -5,8 +5,11 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
+import shlex
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -48,14 +51,6 @@ posix_only = pytest.mark.skipif(
 )
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Let `-m gpu` say in one line why it skipped its tests where there is no GPU."""
-    if config.option.markexpr == "gpu":
-        skipped = terminalreporter.getreports("skipped")
-        for reason in {report.longrepr[2] for report in skipped}:
-            terminalreporter.write_line(reason)
-
-
 NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them
 
 
@@ -65,16 +60,26 @@ def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf"))
 
 
-@pytest.fixture(scope="session")
-def small_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the first 1,009 training and 251 test pictures of the shipped MNIST."""
+def first_pictures(folder: Path, num_train: int, num_test: int) -> Path:
+    """Write the first pictures of the shipped MNIST into a folder."""
     import pyarrow.parquet as pq
 
-    folder = tmp_path_factory.mktemp("small_mnist")
-    for split, size in (("train", NUM_TRAIN), ("test", NUM_TEST)):
+    for split, size in (("train", num_train), ("test", num_test)):
         file = f"{split}-00000-of-00001.parquet"
         pq.write_table(pq.read_table(ROOT / "data" / "mnist" / file)[:size], folder / file)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 1,009 training and 251 test pictures."""
+    return first_pictures(tmp_path_factory.mktemp("small_mnist"), NUM_TRAIN, NUM_TEST)
+
+
+@pytest.fixture(scope="session")
+def tiny_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 331 training and 101 test pictures: a run of ten steps in half a second."""
+    return first_pictures(tmp_path_factory.mktemp("tiny_mnist"), 331, 101)
 
 
 def command(
@@ -210,16 +215,48 @@ def assert_num_processes(output: str, number: int) -> None:
     assert f"{number} process{'es' * (number > 1)} on cpu" in device, output
 
 
-@pytest.fixture(scope="session")
-def tiny_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with 331 training and 101 test pictures: a run of ten steps in half a second."""
-    import pyarrow.parquet as pq
+# Of the runs that tests/test_ray.py, test_slurm.py and test_kubernetes.py disturb.
+ENGINE_FLAGS = "--epochs 60 --batch-size 60 --save-every 5 --no-pictures --dataset "
 
-    folder = tmp_path_factory.mktemp("tiny_mnist")
-    for split, size in (("train", 331), ("test", 101)):
-        file = f"{split}-00000-of-00001.parquet"
-        pq.write_table(pq.read_table(ROOT / "data" / "mnist" / file)[:size], folder / file)
-    return folder
+
+def typed(start: str) -> list[str]:
+    """The words of the first command of docs/scaling.md that begins so, comments left out."""
+    text = (ROOT / "docs" / "scaling.md").read_text().replace("\\\n", " ")
+    return shlex.split(re.search(rf"^{start} .*", text, re.MULTILINE)[0], comments=True)
+
+
+def wait_until(condition: Callable[[], Any], launched: subprocess.Popen | None = None) -> None:
+    """Until it is true; fails after two minutes, or when what was launched ends before."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        if time.monotonic() > deadline or (launched and launched.poll() is not None):
+            pytest.fail(f"this never came true: {launched and launched.args}")
+        time.sleep(0.02)
+
+
+def wait_for_step(run_dir: Path, step: int, launched: subprocess.Popen | None = None) -> None:
+    """Until this step is saved."""
+    name = f"step-{step:010}"
+    saved = run_dir / "checkpoints"
+    wait_until(lambda: any(path.name >= name for path in saved.glob("step-*")), launched)
+
+
+def find_process(run_dir: Path) -> psutil.Process:
+    """A process of train_mnist.py with this run folder, not a launcher."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if str(run_dir) in words and "train_mnist.py" in words[1:3]:
+            return process
+    raise AssertionError("no process of the run was found")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tiny_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with ENGINE_FLAGS that `accelerate launch` started."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    flags = [*ENGINE_FLAGS.split(), tiny_mnist, "--run-dir", run_dir]
+    assert_num_processes(run("train_mnist.py", *flags, config="2cpu").stdout, 2)
+    return run_dir
 
 
 @pytest.fixture(scope="session")

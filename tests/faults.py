@@ -71,12 +71,13 @@ class Nursery:
         """Run a script to its end in `world` processes.
 
         Args:
-            script: a file or module with a main(argv), of the repository, of tests/ or by its full
-                path: train_mnist, "predict.py", "examples/gpt.py", "modelkit.plots".
+            script: a file or module of the repository, of tests/ or by its full path: train_mnist,
+                "predict.py", "examples/gpt.py", "modelkit.plots". Without a main(argv) it is run
+                by its import.
             plan: cwd (the folder it starts in); timeout (seconds, 60); fault (see _install); kill
-                (a list of [seconds, rank, signal number]; rank None: all); limit (largest file that
-                may be written, bytes); indices (a file: process r appends the sample indices of
-                each of its batches to FILE.r, before the forward pass); double (True: compute in
+                (a list of [seconds, rank, signal number]; rank None: all); indices (a file: process
+                r appends the sample indices of each of its batches to FILE.r, before the forward
+                pass); double (True: compute in
                 float64); env (variables, also those that a launcher would set; None: not set);
                 modules (imported once, before it forks).
         """
@@ -224,21 +225,19 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
         for variable, value in request.get("env", {}).items():
             os.environ.pop(variable, None)
             os.environ.update({variable: value} if value is not None else {})
-        if "limit" in request:
-            import resource  # not on Windows, where tests import this file for other things
-
-            resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
         if request.get("double"):
             importlib.import_module("double").use_double()
+        sys.argv, fault = [request["script"], *request["args"]], request.get("fault", {})
         script = importlib.import_module(script.as_posix().replace("/", "."))
-        sys.argv, fault = [script.__file__, *request["args"]], request.get("fault", {})
+        sys.argv[0] = script.__file__
         if hasattr(script, "Wide"):
             script.MODELS |= {"wide": _narrow, "normed": normed}
         if "indices" in request:
             _log_indices(script, f"{request['indices']}.{rank}")
         _install(script, fault if rank == fault.get("rank", 0) else {}, rank)
-        run = importlib.import_module("trainkit.launch.startup").run
-        run(functools.partial(script.main, request["args"]))
+        if hasattr(script, "main"):
+            run = importlib.import_module("trainkit.launch.startup").run
+            run(functools.partial(script.main, request["args"]))
         code = 0
     except SystemExit as leaving:
         code = leaving.code

@@ -3,14 +3,11 @@
 import base64
 import importlib.util
 import io
-import itertools
 import re
 import shutil
 import signal
 import socket
-import struct
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import NUM_TEST, kill_all, rows, run, start
+from conftest import NUM_TEST, kill_all, rows, start
 from PIL import Image
 
 import app
@@ -32,32 +29,8 @@ CHROMIUM = next(
 )
 ALONE = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # Chromium itself calls home
 
-# Strokes in a box of 1 x 1, y downwards.
-CIRCLE = [(0.5 + 0.5 * np.sin(a), 0.5 - 0.5 * np.cos(a)) for a in np.linspace(0, 2 * np.pi, 16)]
-
-
-def circle(x: float, y: float, width: float, height: float) -> list[tuple[float, float]]:
-    return [(x + width * a, y + height * b) for a, b in CIRCLE]
-
-
-DIGITS: dict[int, list[list[tuple[float, float]]]] = {
-    0: [circle(0.15, 0, 0.7, 1)],
-    1: [[(0.5, 0), (0.5, 1)]],
-    2: [[(0.1, 0.25), (0.25, 0.05), (0.5, 0), (0.78, 0.1), (0.8, 0.32), (0.5, 0.65), (0.1, 1),
-         (0.9, 1)]],
-    3: [[(0.15, 0.1), (0.5, 0), (0.8, 0.12), (0.8, 0.32), (0.45, 0.47), (0.8, 0.6), (0.85, 0.8),
-         (0.5, 1), (0.12, 0.9)]],
-    4: [[(0.3, 0), (0.12, 0.55), (0.85, 0.55)], [(0.72, 0.05), (0.66, 1)]],
-    5: [[(0.85, 0), (0.25, 0), (0.2, 0.42), (0.55, 0.38), (0.82, 0.55), (0.8, 0.82), (0.5, 1),
-         (0.12, 0.92)]],
-    6: [[(0.7, 0), (0.4, 0.2), (0.22, 0.55), (0.25, 0.85), (0.5, 1), (0.75, 0.85), (0.72, 0.62),
-         (0.5, 0.53), (0.25, 0.68)]],
-    7: [[(0.1, 0), (0.9, 0), (0.4, 1)]],
-    8: [[(0.5, 0.47), (0.22, 0.25), (0.5, 0), (0.78, 0.22), (0.5, 0.47), (0.18, 0.75), (0.5, 1),
-         (0.82, 0.75), (0.5, 0.47)]],
-    9: [[(0.75, 0.25), (0.5, 0), (0.22, 0.2), (0.3, 0.45), (0.55, 0.5), (0.75, 0.25), (0.72, 0.6),
-         (0.65, 1)]],
-}  # fmt: skip
+# The points of a stroke in a box of 100 x 100, y downwards.
+DIGITS = {1: "50,0 50,100", 7: "10,0 90,0 40,100"}
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +38,8 @@ def run_dir(
     small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
 ) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "mnist"
-    run_main(
-        "train_mnist",
-        "--dataset",
-        small_mnist,
-        "--run-dir",
-        folder,
-        "--batch-size",
-        32,
-        "--epochs",
-        4,
-    )
+    flags = ["--batch-size", 32, "--epochs", 4, "--run-dir", folder]
+    run_main("train_mnist", "--dataset", small_mnist, *flags)
     return folder
 
 
@@ -140,24 +104,25 @@ def open_page(browser: Any) -> Iterator[Callable]:
     assert problems == []
 
 
-def canvas(tab: Any) -> tuple[float, float, float]:
-    """Left, top and side of the part of the page that can be drawn on."""
+def stroke(
+    tab: Any, digit: int, size: float = 0.7, right: float = 0.5, down: float = 0.5
+) -> list[list[float]]:
+    """The points of a digit on the page. size: of the pad; right, down: where there is room."""
     box = tab.locator("#pad").bounding_box()
     assert box["width"] == box["height"] == 282  # always: 280 and the border
-    return box["x"] + 16, box["y"] + 16, 250
+    corner = np.array([box["x"], box["y"]]) + 16 + 250 * (1 - size) * np.array([right, down])
+    points = np.array([point.split(",") for point in DIGITS[digit].split()], dtype=float)
+    return (corner + 2.5 * size * points).tolist()
 
 
-def draw(tab: Any, digit: int, size: float = 0.7, right: float = 0.5, down: float = 0.5) -> None:
-    """Draw with the mouse. size: of the canvas; right, down: 0 to 1, where there is room."""
-    left, top, side = canvas(tab)
-    left, top = left + right * (1 - size) * side, top + down * (1 - size) * side
-    for stroke in DIGITS[digit]:
-        points = [(left + x * size * side, top + y * size * side) for x, y in stroke]
-        tab.mouse.move(*points[0])
-        tab.mouse.down()
-        for point in points[1:]:
-            tab.mouse.move(*point, steps=4)
-        tab.mouse.up()
+def draw(tab: Any, digit: int, *where: float) -> None:
+    """Draw with the mouse."""
+    first, *points = stroke(tab, digit, *where)
+    tab.mouse.move(*first)
+    tab.mouse.down()
+    for point in points:
+        tab.mouse.move(*point, steps=4)
+    tab.mouse.up()
 
 
 def wait(tab: Any) -> None:
@@ -199,14 +164,9 @@ def answer(model: torch.nn.Module, picture: np.ndarray) -> list[float]:
 
 
 def assert_framed(picture: np.ndarray) -> None:
-    """As MNIST's digits are: bright on black, in 20 x 20, their centre of mass in the middle."""
+    """As MNIST's digits are: bright on black, in 20 x 20, which may touch 21."""
     assert picture.shape == (28, 28) and picture[0].max() == 0
-    rows, columns = np.nonzero(picture > 64)
-    # 20 need not begin where a pixel begins, so that they can touch 21.
-    assert 18 <= max(np.ptp(rows), np.ptp(columns)) + 1 <= 21
-    for axis in (0, 1):
-        weight = picture.sum(1 - axis)
-        assert abs((weight * np.arange(28)).sum() / weight.sum() - 13.5) <= 1
+    assert 18 <= np.ptp(np.nonzero(picture > 64), axis=1).max() + 1 <= 21
 
 
 def test_a_seven_drawn_with_the_mouse_is_framed_and_its_bars_are_the_models(
@@ -216,7 +176,7 @@ def test_a_seven_drawn_with_the_mouse_is_framed_and_its_bars_are_the_models(
     (title,) = tab.locator("h1").all_inner_texts()
     accuracy = rows(run_dir, "epochs")[-1]["eval_accuracy"]
     assert title == f"mnist: {accuracy:.2%} of {NUM_TEST} test pictures right"
-    draw(tab, 7, size=0.4, right=0.9, down=0.1)
+    draw(tab, 7, 0.4, 0.9, 0.1)
     shown = bars(tab)
     assert list(shown.values()) == sorted(shown.values(), reverse=True)
     assert_framed(seen(tab))
@@ -243,8 +203,7 @@ def test_an_answer_does_not_stand_while_the_next_one_is_made(
     tab = open_page(address)
     draw(tab, 7)
     wait(tab)
-    left, top, side = canvas(tab)
-    tab.mouse.move(left + side / 2, top + side / 2)
+    tab.locator("#pad").hover()
     tab.mouse.down()
     assert not tab.locator("#answer h2").is_visible()
     tab.mouse.up()
@@ -258,24 +217,15 @@ def test_an_answer_does_not_stand_while_the_next_one_is_made(
 
 
 def test_a_finger_on_a_phone_in_the_dark_draws_too(address: str, open_page: Callable) -> None:
-    tab = open_page(
-        address,
-        viewport={"width": 390, "height": 844},
-        has_touch=True,
-        color_scheme="dark",
-        is_mobile=True,
-    )
-    left, top, side = canvas(tab)
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    tab = open_page(address, color_scheme="dark", **phone)
     touch = tab.context.new_cdp_session(tab)
-    points = [(left + side * (0.1 + 0.8 * x), top + side * y) for x, y in DIGITS[7][0]]
-    path = [
-        (a + (c - a) * t / 8, b + (d - b) * t / 8)
-        for (a, b), (c, d) in itertools.pairwise(points)
-        for t in range(9)
-    ]
-    for number, (x, y) in enumerate(path):
-        kind = "touchMove" if number else "touchStart"
-        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [{"x": x, "y": y}]})
+    kinds = ["touchStart", "touchMove", "touchMove"]
+    for kind, at in zip(kinds, stroke(tab, 7), strict=True):
+        touch.send(
+            "Input.dispatchTouchEvent",
+            {"type": kind, "touchPoints": [dict(zip("xy", at, strict=True))]},
+        )
     touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
     assert len(bars(tab)) == 10
     assert_framed(seen(tab))
@@ -316,29 +266,14 @@ def test_the_page_can_be_used_with_the_keyboard_and_heard(
     tree = tab.locator("body").aria_snapshot()
     for said in (
         'heading "mnist: ',
-        "[level=1]",
         'img "pad to draw on"',
-        'button "Clear"',
         'slider "brush"',
         'group "Test pictures"',
         'radio "3"',
-        'group "Worst mistakes"',
         "- status:",
         'progressbar "7"',
     ):
         assert said in tree, tree
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A PNG of few bytes and many pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        check = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + check
-
-    rows = zlib.compress(bytes(1000), 9)
-    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 def test_a_picture_file_is_read_and_one_that_is_none_is_one_sentence(
@@ -356,10 +291,9 @@ def test_a_picture_file_is_read_and_one_that_is_none_is_one_sentence(
     _, about = predict.load_run(run_dir)
     expected = read_picture(tmp_path / "one.jpg", 28, about["pictures"])
     assert np.array_equal(seen(tab), expected[0, 0])
-    heic = b"\0\0\0\x18ftypheic" + bytes(100)
-    files = (("bomb.png", bomb(60_000, 60_000)), ("text.png", b"no picture"), ("photo.heic", heic))
-    for name, content in files:
-        (tmp_path / name).write_bytes(content)
+    Image.new("1", (6000, 6000)).save(tmp_path / "bomb.png")  # few bytes, many pixels
+    (tmp_path / "photo.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
+    for name in ("bomb.png", "photo.heic"):
         tab.set_input_files("#file", tmp_path / name)
         assert answered(tab).startswith(name)
         said = tab.locator("#said").inner_text()
@@ -399,68 +333,61 @@ def test_a_name_that_looks_like_code_is_shown_as_it_is(monkeypatch: pytest.Monke
         assert "&lt;b&gt;${1}{{2}}" in text and name not in text
 
 
-def test_a_run_that_is_not_there_is_one_sentence_that_names_the_command(tmp_path: Path) -> None:
-    asked = run("app.py", tmp_path / "absent")
-    assert asked.returncode == 2 and not asked.stdout
-    (line,) = asked.stderr.splitlines()
-    assert f"python train_mnist.py --run-dir {tmp_path / 'absent'}" in line
-
-
-def test_a_missing_gradio_is_asked_for_by_name(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_missing_is_asked_for_by_name(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(UsageError, match=r"python train_mnist\.py --run-dir .*/absent`"):
+        app.main([str(tmp_path / "absent")])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install gradio"):
         app.main([str(run_dir)])
 
 
 def test_a_regression_answers_its_fields_and_draws_what_is_touched(
-    tmp_path: Path, run_main: Callable, open_page: Callable
+    tmp_path: Path, run_main: Callable, browser: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("gradio")
+    """Without a server: what the page asks is answered in this process."""
+    drawn, drawing = [], page.drawing
+    monkeypatch.setattr(page, "drawing", lambda *its: drawn.append(its[0]) or drawing(*its))
     table = [
         f"{area},{city},{area % 7},{area * 3 + 100 * (city == 'Rome')}"
         for area in range(20, 220)
         for city in ("Bonn", "Rome<b>")
     ]
     (tmp_path / "houses.csv").write_text("\n".join(["area,city,age,price", *table]))
-    run_main(
-        "train_regression",
-        "--data",
-        tmp_path / "houses.csv",
-        "--target",
-        "price",
-        "--epochs",
-        5,
-        "--run-dir",
-        tmp_path / "run",
-    )
-    model, _ = predict.load_run(tmp_path / "run")
-    for address in served(tmp_path / "run"):
-        tab = open_page(address, viewport={"width": 390, "height": 844})
-        tab.wait_for_selector("#answer .curve img[alt='price along area']")
-        assert tab.locator("h1").inner_text().startswith("run: R2 ")
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
-        area, city = (tab.locator(f"[name={name}]") for name in ("area", "city"))
-        for typed, chosen, encoded in (("200", "Bonn", [1, 0]), ("-30.5", "Rome<b>", [0, 1])):
-            area.fill(typed)
-            city.select_option(chosen)
-            wait(tab)
-            age = float(tab.locator("[name=age]").input_value())
-            with torch.inference_mode():
-                expected = model(torch.tensor([[float(typed), *encoded, age]])).item()
-            shown = float(heading(tab).split(":")[1].replace(",", ""))
-            assert shown == pytest.approx(expected, rel=1e-4)
-        tab.locator("input[type=range]").first.fill("100")
-        assert area.input_value() == "100"
-        area.fill("")
+    flags = ["--target", "price", "--epochs", 5, "--run-dir", tmp_path / "run"]
+    run_main("train_regression", "--data", tmp_path / "houses.csv", *flags)
+    model, about = app.load(tmp_path / "run")
+    html, answer = app.regression_page(model, about, "run")
+    tab = browser.new_page(viewport={"width": 390, "height": 844})
+    tab.set_content(f"<style>{page.CSS}</style>{html}")
+    tab.expose_function("answer", answer)
+    tab.evaluate(f"const element = document.body, server = window; {page.SCRIPT}")
+    tab.wait_for_selector("#answer .curve img[alt='price along area']")
+    assert tab.locator("h1").inner_text().startswith("run: R2 ")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    area, city, age = (tab.locator(f"[name={name}]") for name in ("area", "city", "age"))
+    area.fill("200")
+    for chosen, encoded in (("Bonn", [1, 0]), ("Rome<b>", [0, 1])):
+        city.select_option(chosen)
         wait(tab)
-        assert answered(tab) == "Fill in every field." and not tab.locator(".curve").count()
-        area.fill("1e9")
-        tab.locator("[name=age]").fill("3")  # the drawing follows what is touched
-        tab.wait_for_selector("#answer .curve img[alt='price along age']")
-        assert "In training area was 2" in tab.locator("#said").inner_text()
-        tab.close()  # before its server: a page that loses it logs an error
+        with torch.inference_mode():
+            row = [200, *encoded, float(age.input_value())]
+            expected = model(torch.tensor([row], dtype=torch.float64)).item()
+        shown = float(heading(tab).split(":")[1].replace(",", ""))
+        assert shown == pytest.approx(expected, rel=1e-5)  # six digits are shown
+        line, dot = drawn[-1].axes[0].lines
+        assert dot.get_xydata() == pytest.approx(np.array([[200, expected]]))
+        assert np.interp(200, *line.get_data()) == pytest.approx(expected)
+    tab.locator("input[type=range]").first.fill("100")
+    assert area.input_value() == "100"
+    area.fill("")
+    wait(tab)
+    assert answered(tab) == "Fill in every field." and not tab.locator(".curve").count()
+    area.fill("1e9")
+    age.fill("3")  # the drawing follows what is touched
+    tab.wait_for_selector("#answer .curve img[alt='price along age']")
+    assert "In training area was 2" in tab.locator("#said").inner_text()
 
 
 def test_a_field_spans_the_training_rows_in_whole_steps_where_they_are_whole() -> None:
@@ -473,22 +400,7 @@ def test_a_field_spans_the_training_rows_in_whole_steps_where_they_are_whole() -
     }
     html, span = app.number_field("year", about)
     assert 'step="1" min="1890" max="2023" value="1955"' in html and span == (1890, 2023)
-    html, _ = app.number_field("price", about)
-    assert 'step="0.1" min="-1.4" max="20" value="12.3"' in html
-
-
-def test_a_curve_shows_what_the_model_answers_and_reaches_the_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drawn = []
-    monkeypatch.setattr(page, "drawing", lambda figure, what: drawn.append(figure) or what)
-    formula, row = lambda rows: 10 * rows[:, :1] + rows[:, 2:] ** 2, np.array([5.0, 0, 2])
-    answers.curve(formula, row, (0, "a"), (-1, 3), ["price"])
-    (axes,) = drawn[0].axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("a", "price")
-    x, y = axes.lines[0].get_data()
-    assert [x[0], x[-1]] == [-1, 5] and np.allclose(y, 10 * x + 4)
-    assert axes.lines[1].get_xydata().tolist() == [[5, 54]]
+    assert 'step="0.1" min="-1.4" max="20" value="12.3"' in app.number_field("price", about)[0]
 
 
 def test_what_cannot_be_drawn_is_uploaded_first_and_a_doubt_is_explained() -> None:
@@ -524,25 +436,3 @@ def test_an_exported_folder_is_a_page_without_the_repository(
         assert len(tab.locator("input[name='test picture']").all()) == 10
         assert heading(tab) == "7"
         tab.close()
-
-
-@pytest.mark.slow
-def test_twenty_drawn_digits_are_read(
-    tmp_path: Path, run_main: Callable, open_page: Callable
-) -> None:
-    """Two of each, with another stroke, size and place each time: at least 18 are read right."""
-    run_main("train_mnist", "--epochs", 1, "--run-dir", tmp_path / "run")
-    generator, wrong = np.random.default_rng(0), []
-    for address in served(tmp_path / "run"):
-        tab = open_page(address)
-        for digit in [*range(10)] * 2:
-            tab.locator("#brush").fill(str(generator.integers(10, 36)))
-            size, *place = generator.uniform(0.4, 1), *generator.uniform(0, 1, 2)
-            draw(tab, digit, size, *place)
-            wait(tab)
-            if heading(tab) != str(digit):
-                wrong.append((digit, heading(tab), tab.locator("#brush").input_value(), size))
-            tab.locator("#clear").click()
-        tab.close()
-    print(f"{20 - len(wrong)} of 20 right, wrong: {wrong}")
-    assert len(wrong) <= 2, wrong

@@ -20,7 +20,6 @@ def test_a_slip_in_a_flag_is_one_sentence(typed: str, tmp_path: Path) -> None:
 
 # What a file of flags holds, and the --run-dir and --label that come of it.
 FILES = [
-    ("--run-dir exp#1", "exp#1", None),
     ("--run-dir 'my runs' # the run's folder\n# and\n--label x", "my runs", "x"),
     ('--run-dir "a # b"\t--label "it\'s"', "a # b", "it's"),
 ]
@@ -38,7 +37,6 @@ def test_a_file_of_flags_is_read_as_by_a_shell(
 # Flags of train_regression.py, and what is said of them; each with all the others at once.
 WRONG = {
     "--num-samples 99999999999": "--num-samples 99999999999 must be at least 1 and below 2",
-    "--separator ::": "--separator :: must be one character",
     "--epochs 0": "--epochs 0 must be at least 1",
     "--learning-rate nan": "--learning-rate nan must be a number above 0",
     "--warmup 1": "--warmup 1.0 must be at least 0 and below 1",
@@ -49,7 +47,6 @@ WRONG = {
     "--eval-every 0": "--eval-every 0 must be at least 1",
     "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
     "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
-    "--run-dir \udcff": "--run-dir \udcff must be UTF-8",
     "--noise inf": "--noise inf must be a number of at least 0",
 }
 
@@ -61,7 +58,7 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
     args.timeout = 0
     with pytest.raises(UsageError) as refused:
         train_regression.check_arguments(args, 2)
-    for words in (*WRONG.values(), "--timeout 0 must be 1 to below 10,000,000"):
+    for words in (*WRONG.values(), "--timeout 0 must be at least 1 and below"):
         assert words.replace("2..32", "2**32") in str(refused.value)
     assert str(refused.value).count("; ") == len(WRONG)
 
@@ -102,8 +99,3 @@ def test_gradients_are_not_added_up_beside_cuda_graphs(monkeypatch: pytest.Monke
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
     (problem,) = arguments.find_problems(args, 1)
     assert "use --accumulate 1, or dynamo_mode: default" in problem
-
-
-def test_a_list_may_go_over_several_lines() -> None:
-    assert arguments.names('a,\n  "b, c",\r\nd\n') == ["a", "b, c", "d"]
-    assert arguments.names('"a\nb"') == ["a\nb"]

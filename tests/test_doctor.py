@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import conftest
 import pytest
 from conftest import linux_only
 
 # A doctor whose process 1 is ill in the way that argv[0] names.
 PATIENT = """
-import importlib.metadata, os, subprocess, time
+import os, time
 import doctor, torch
 from trainkit.launch import nodes
 
@@ -20,8 +19,6 @@ def main(argv):
     if os.environ["RANK"] == "1":
         if illness == "absent":
             time.sleep(60)
-        if illness == "version":
-            importlib.metadata.version = lambda name: "0.1"
         if illness == "slow":
             measured = doctor.mean_seconds
             doctor.mean_seconds = lambda *what: max(0.5, measured(*what))  # of work beside it
@@ -39,7 +36,6 @@ def main(argv):
 """
 # Illness, exit code, and the sentence that names it.
 ILL = [
-    ("version", 2, "torch is "),
     ("folder", 2, "error: runs/mnist is not the same folder on node 0"),
     ("slow", 1, "problem: process 1 on node 0 "),
     ("network", 1, "the gloo group that training opens beside gloo failed on node 0 ("),
@@ -61,8 +57,10 @@ def test_an_illness_is_named(
     assert "ready to train" not in done.output
 
 
-def test_healthy_processes_are_measured_and_called_healthy(tmp_path: Path) -> None:
-    done = conftest.run("doctor.py", "--run-dir", tmp_path / "run", config="2cpu")
+def test_healthy_processes_are_measured_and_called_healthy(
+    fork_main: Callable, tmp_path: Path
+) -> None:
+    done = fork_main("doctor.py", "--run-dir", tmp_path / "run", world=2)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("world: 2 processes on cpu, float32"), done
     assert sum("GFLOP/s" in line for line in lines) == 2

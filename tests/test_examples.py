@@ -5,7 +5,6 @@ so of three processes two have none.
 """
 
 import ast
-import math
 import re
 import signal
 from collections.abc import Callable
@@ -16,13 +15,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, rows, run
 from faults import Nursery, Outcome
 
+from examples import text as text_example
 from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import EpochBatches
-from trainkit.words import arguments
 from trainkit.words.arguments import SCHEDULES
 
 SMALL = "--batch-size 12 --eval-batch-size 27 --epochs 3"  # of 109 samples: 10 steps
@@ -105,7 +102,7 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), by_example(text=set(), gan={2}, colour_pictures=set(), two_towers={2})
+    ("name", "world"), by_example(text=set(), gan={2}, colour_pictures=set(), two_towers=set())
 )
 def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
     start: Start, whole: Callable[..., Path], tmp_path: Path, name: str, world: int
@@ -125,70 +122,9 @@ def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
         assert (run_dir / file).read_bytes() == (undisturbed / file).read_bytes(), file
 
 
-@pytest.mark.slow
-def test_colour_pictures_do_not_depend_on_loader_workers(
-    start: Start, whole: Callable[..., Path], tmp_path: Path
-) -> None:
-    outcome = start("colour_pictures", tmp_path / "run", 1, "--num-workers", 2)
-    assert outcome.codes == [0], outcome.output
-    for file in ("metrics.jsonl", "model.safetensors"):
-        expected = whole("colour_pictures", 1) / file
-        assert (tmp_path / "run" / file).read_bytes() == expected.read_bytes(), file
-
-
-def test_the_plan_names_batchnorm(start: Start, tmp_path: Path) -> None:
-    few = ["--norm", "batch", "--stop-after-steps", 1, "--drop-last"]
-    outcome = start("colour_pictures", tmp_path / "run", 2, *few)
-    assert outcome.codes == [0, 0], outcome.output
-    assert "20 BatchNorm2d layers: its numbers depend on how a batch is split" in outcome.output
-
-
-def test_the_gan_is_what_plain_pytorch_makes_of_it(
-    whole: Callable[..., Path], digits: Path
-) -> None:
-    """Each loss has the gradient of its own model alone."""
-    from examples import gan
-
-    train_set, _ = gan.load_data(SimpleNamespace(dataset=str(digits)))
-    torch.manual_seed(0)
-    models = gan.Generator(), gan.Discriminator()
-    generator, discriminator = models
-    adams = [torch.optim.Adam(m.parameters(), 5e-4, betas=(0.5, 0.999)) for m in models]
-    batches, losses, step = EpochBatches(len(train_set), 12, seed=0), [], 0
-    for epoch in range(3):
-        batches.set_position(epoch, 0)
-        for batch in batches:
-            pictures, indices = train_set.__getitems__(batch.values)
-            real = discriminator(gan.scale(pictures))
-            drawn = generator(gan.make_noise(0, epoch, indices))
-            fake = discriminator(drawn)
-            one, zero = torch.ones_like(real), torch.zeros_like(real)
-            cross_entropy = F.binary_cross_entropy_with_logits
-            loss_d = cross_entropy(real, one) + cross_entropy(fake, zero)
-            loss_g = cross_entropy(fake, one)
-            losses.append((loss_d.item(), loss_g.item()))
-            for adam, model, loss in zip(adams, models, (loss_g, loss_d), strict=True):
-                gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
-                for weight, gradient in zip(model.parameters(), gradients, strict=True):
-                    weight.grad = gradient
-                adam.param_groups[0]["lr"] = 5e-4 * (1 + math.cos(math.pi * step / NUM_STEPS)) / 2
-            for adam in adams:
-                adam.step()
-            step += 1
-    names, steps = (
-        ("train_loss_discriminator", "train_loss_generator"),
-        rows(whole("gan", 1), "steps"),
-    )
-    found = [[row[name] for name in names] for row in steps]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), atol=1e-5, rtol=1e-5)
-    assert (whole("gan", 1) / "samples-003.png").stat().st_size > 1000
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_rates_of_two_groups_keep_their_ratio(schedule: str) -> None:
-    parser = arguments.Parser()
-    arguments.add_training_arguments(parser)
-    args = parser.parse_args(["--schedule", schedule, "--warmup", "0.2", "--epochs", "4"])
+    args = text_example.parse_args(["--schedule", schedule, "--warmup", "0.2", "--epochs", "4"])
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [weights[0]]}, {"params": [weights[1]], "lr": args.learning_rate / 3}]
     optimizer = make_optimizer(SimpleNamespace(mixed_precision="no"), groups, args)
@@ -200,22 +136,16 @@ def test_the_rates_of_two_groups_keep_their_ratio(schedule: str) -> None:
         scheduler.step()
 
 
-def test_the_plan_prints_the_rates_of_both_groups(whole: Callable[..., Path]) -> None:
-    output = (whole("text", 1) / "output").read_text()
-    assert "AdamW fused, LambdaLR, learning rate 0.002 and 0.000666667 at its peak" in output
-
-
 def test_an_example_starts_where_it_lies(tmp_path: Path) -> None:
-    """From the root, under a launcher, without anything installed or exported."""
-    flags = ["--run-dir", tmp_path / "run", "--stop-after-steps", 2, "--no-pictures"]
-    result = run(
-        "examples/text.py", *FLAGS["text"], *flags, config="2cpu", cwd=ROOT, env={"PYTHONPATH": ""}
-    )
+    """From any folder, without anything installed or exported."""
+    flags = ["--run-dir", tmp_path / "run", "--stop-after-steps", 1, "--no-pictures"]
+    result = run("examples/text.py", *FLAGS["text"], *flags, cwd=tmp_path, env={"PYTHONPATH": ""})
     assert result.returncode == 0, result.stderr
-    assert "2 processes" in result.stdout.splitlines()[0]
 
 
-def test_the_five_edits_of_the_docs_make_a_script_that_learns(tmp_path: Path) -> None:
+def test_the_five_edits_of_the_docs_make_a_script_that_learns(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     """What docs/your_own.md shows is done to a copy of examples/text.py."""
     docs = (ROOT / "docs" / "your_own.md").read_text()
     script = (ROOT / "examples" / "text.py").read_text()
@@ -234,8 +164,8 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(tmp_path: Path) ->
         script = script.replace(old[1:], new[1:])
     (tmp_path / "rows.py").write_text(script)
     flags = ["--run-dir", tmp_path / "run", "--no-pictures"]
-    result = run(tmp_path / "rows.py", *flags, config="2cpu", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    outcome = nursery.run(tmp_path / "rows.py", *flags, world=2, timeout=200)
+    assert outcome.codes == [0, 0], outcome.output
     assert rows(tmp_path / "run")[-1]["eval_accuracy"] > 0.8
 
 
@@ -245,10 +175,6 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(tmp_path: Path) ->
     ids=lambda p: p.stem,
 )
 def test_an_example_stays_on_a_few_pages(path: Path) -> None:
-    text = path.read_text()
-    main = next(n for n in ast.parse(text).body if getattr(n, "name", "") == "main")
-    stored = (n for n in ast.walk(main) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    calls = (n for n in ast.walk(main) if isinstance(n, ast.Call))
-    assert len(text.splitlines()) <= 150
-    assert len({name.id for name in stored}) <= (29 if path.stem == "gan" else 22)  # two of each
-    assert len({ast.unparse(call.func) for call in calls}) <= 40
+    source = path.read_text()
+    main = next(n for n in ast.parse(source).body if getattr(n, "name", "") == "main")
+    assert len(source.splitlines()) <= 150 and main.end_lineno - main.lineno < 50

@@ -2,6 +2,8 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +13,6 @@ from faults import Nursery, incomplete, newest
 from trainkit.errors import RunFailure
 from trainkit.guards.finite import MAX_SKIPPED, FiniteGuard, Position
 from trainkit.optim import clip_gradients
-
-
-class Event:
-    """A device event on a machine without a device."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 def test_the_norm_is_that_of_torch_over_all_parameter_groups(accelerator: Accelerator) -> None:
@@ -65,7 +54,8 @@ class OnACard(torch.Tensor):
 def test_a_norm_on_a_card_is_read_one_step_later_or_before_a_checkpoint(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "Event", Event)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "Event", lambda device: event)
     guard = FiniteGuard(accelerator)
     good, bad = (torch.tensor(x).as_subclass(OnACard) for x in (1.0, math.nan))
     losses = [torch.tensor(2.5), torch.tensor(0.5)]
@@ -98,31 +88,33 @@ def test_fp16_may_skip_steps_but_not_for_ever(accelerator: Accelerator) -> None:
         guard.count_skipped(True, losses)
 
 
-# A step has two losses, of which the first is minimised, and an evaluation three. So the 9th is of
-# the fifth step, and after the evaluation the 14th of the sixth.
-@pytest.mark.parametrize(("bad", "call"), [("nan", 9), ("inf", 14)])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_bad_number_on_the_last_process_stops_all_in_that_step(
-    nursery: Nursery, arguments: dict, tmp_path: Path, world: int, bad: str, call: int
-) -> None:
-    args = [*arguments["train_mnist"], *f"--log-every 50 --run-dir {tmp_path}/run".split()]
-    outcome = nursery.run("train_mnist", *args, world=world, fault={"rank": world - 1, bad: call})
+def failed(nursery: Nursery, args: list[object], world: int, **plan: Any) -> str:
+    """Run train_mnist, which fails on all processes with one sentence; return that."""
+    outcome = nursery.run("train_mnist", *args, world=world, **plan)
     assert outcome.codes == [1] * world, outcome.output
     errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "Traceback" not in outcome.output
-    assert "loss or gradient is not finite at step 6, learning rate " in errors[0]
-    assert f"loss {bad}, gradient norm nan" in errors[0]
+    return errors[0]
+
+
+# A step has two losses, of which the first is minimised, and an evaluation three. So the 9th is of
+# the fifth step, and after the evaluation the 14th of the sixth.
+@pytest.mark.parametrize(("bad", "call", "world"), [("nan", 9, 2), ("inf", 14, 2), ("inf", 14, 1)])
+def test_a_bad_number_on_the_last_process_stops_all_in_that_step(
+    nursery: Nursery, arguments: dict, tmp_path: Path, bad: str, call: int, world: int
+) -> None:
+    args = [*arguments["train_mnist"], *f"--log-every 50 --run-dir {tmp_path}/run".split()]
+    error = failed(nursery, args, world, fault={"rank": world - 1, bad: call})
+    assert "loss or gradient is not finite at step 6, learning rate " in error
+    assert f"loss {bad}, gradient norm nan" in error
     assert newest(tmp_path / "run") == 4 and not incomplete(tmp_path / "run")
 
 
-@pytest.mark.parametrize("world", [1, 2])
 def test_a_huge_learning_rate_ends_in_one_sentence(
-    nursery: Nursery, arguments: dict, tmp_path: Path, world: int
+    nursery: Nursery, arguments: dict, tmp_path: Path
 ) -> None:
-    args = [*arguments["train_mnist"], *["--optimizer", "sgd", "--learning-rate", "1e+38"]]
-    args += ["--schedule", "constant", "--warmup", "0", "--save-every", "1"]
-    outcome = nursery.run("train_mnist", *args, "--run-dir", tmp_path / "run", world=world)
-    assert outcome.codes == [1] * world, outcome.output
-    errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "step" in errors[0] and "learning rate 1e+38" in errors[0]
+    flags = "--optimizer sgd --learning-rate 1e+38 --schedule constant --warmup 0 --save-every 1"
+    args = [*arguments["train_mnist"], *flags.split(), "--run-dir", tmp_path / "run"]
+    error = failed(nursery, args, world=2)
+    assert "step" in error and "learning rate 1e+38" in error
     assert newest(tmp_path / "run") <= 1

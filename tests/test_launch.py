@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from accelerate import notebook_launcher
-from conftest import CONFIGS, NUM_TEST, ROOT, assert_num_processes, rows, run
+from conftest import CONFIGS, ROOT, assert_num_processes, rows, run
 from double import SAME
 
 from trainkit.errors import UsageError, is_main_rank
@@ -27,12 +27,14 @@ LOSS_TOLERANCE, ACCURACY_TOLERANCE = 1e-5, 0.0005
 NUM_GPUS = torch.cuda.device_count()
 
 
-def error_lines(errors: str) -> list[str]:
-    return [line for line in errors.splitlines() if line.startswith("error: ")]
-
-
+# A script whose main process, which says what is wrong, starts last.
+LATE = """
+import os, runpy, sys, time
+time.sleep(3 if os.environ.get("RANK") == "0" else 0)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 # Where all GPUs are missing, one YAML of each kind says so as well as ten.
-KINDS = {"1cpu_bf16", "4gpu_by_id_fp16"}  # 2cpu is trained with below
+KINDS = {"4gpu_by_id_fp16"}  # 1cpu_bf16 and 2cpu are trained with in other tests
 
 
 @pytest.mark.parametrize(
@@ -43,76 +45,32 @@ KINDS = {"1cpu_bf16", "4gpu_by_id_fp16"}  # 2cpu is trained with below
         if "node" not in name
     ],
 )
-def test_every_yaml_makes_the_world_it_promises_or_names_what_is_missing(config: str) -> None:
+def test_every_yaml_makes_the_world_it_promises_or_names_what_is_missing(
+    config: str, tmp_path: Path
+) -> None:
     wanted = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
     # The launcher reads the whole YAML; of the GPUs that are missing anyway, two are asked for.
     fewer = ["--num_processes", "2"] if wanted["num_processes"] > max(2, NUM_GPUS) else []
-    result = run("tests/probe.py", config=config, launcher_flags=fewer)
-    wanted["num_processes"] = 2 if fewer else wanted["num_processes"]
-    if wanted["use_cpu"] or wanted["num_processes"] <= NUM_GPUS:
+    trains = wanted["use_cpu"] or wanted["num_processes"] <= NUM_GPUS
+    script = [] if trains else [tmp_path / "late.py"]
+    (tmp_path / "late.py").write_text(LATE)
+    result = run(*script, ROOT / "tests" / "probe.py", config=config, launcher_flags=fewer)
+    if trains:
         assert result.returncode == 0, result.stderr
         world = json.loads(result.stdout.splitlines()[-1])
         assert world["num_processes"] == wanted["num_processes"]
         assert world["mixed_precision"] == wanted["mixed_precision"]
         assert (world["device"] == "cpu") == wanted["use_cpu"]
-    else:
-        assert len(error_lines(result.stderr)) == 1, result.stderr
-        assert f"{wanted['num_processes']} GPU" in error_lines(result.stderr)[0]
-        assert "exit status 2" in result.stderr or "exitcode  : 2" in result.stderr
-        assert "UsageError" not in result.stderr  # no traceback of ours
+        return
+    assert_trains_or_refuses(result, "GPU", tmp_path / "run")
 
 
-def test_every_yaml_explains_each_key_and_is_named_after_its_world() -> None:
+def test_every_yaml_explains_each_key() -> None:
     for path in CONFIGS.glob("*.yaml"):
-        text, config = path.read_text(), yaml.safe_load(path.read_text())
-        assert f"accelerate_configs/{path.name}" in text, path
-        for line in text.splitlines():
+        assert f"accelerate_configs/{path.name}" in path.read_text(), path
+        for line in path.read_text().splitlines():
             if line.startswith(("distributed_type", "num_processes", "mixed_precision", "gpu_ids")):
                 assert "#" in line, f"{path.name}: {line} is not explained"
-        if "node" not in path.stem:
-            assert path.stem.startswith(str(config["num_processes"])), path
-            assert ("bf16" in path.stem) == (config["mixed_precision"] == "bf16"), path
-            assert ("fp16" in path.stem) == (config["mixed_precision"] == "fp16"), path
-
-
-# What a YAML says besides what 2cpu.yaml says, and the sentence that is printed once.
-QUIETLY = [
-    ({"distributed_type": "MULTI_CPU"}, "only this one was started"),
-    ({"distributed_type": "NO", "num_processes": 4}, "only this one was started"),
-    ({"mixed_precision": "fp16"}, "fp16 needs a GPU"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("change", "sentence"), QUIETLY)
-def test_a_yaml_that_accelerate_would_quietly_run_otherwise_is_refused(
-    change: dict, sentence: str, tmp_path: Path
-) -> None:
-    result = run("tests/probe.py", config=changed(tmp_path, change))
-    assert result.returncode != 0
-    (line,) = error_lines(result.stderr)
-    assert sentence in line
-
-
-def changed(folder: Path, change: dict) -> Path:
-    """2cpu.yaml with another value in it."""
-    config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text()) | change
-    (folder / "changed.yaml").write_text(yaml.safe_dump(config))
-    return folder / "changed.yaml"
-
-
-def test_a_main_process_that_starts_late_still_says_what_is_wrong(tmp_path: Path) -> None:
-    program = tmp_path / "late.py"
-    program.write_text(
-        "import os, runpy, sys, time\n"
-        "time.sleep(4 if os.environ['RANK'] == '0' else 0)\n"
-        "runpy.run_path(sys.argv[1], run_name='__main__')\n"
-    )
-    config = changed(tmp_path, {"mixed_precision": "fp16"})
-    result = run(program, ROOT / "tests" / "probe.py", config=config)
-    assert result.returncode != 0
-    (line,) = error_lines(result.stderr)
-    assert "fp16 needs a GPU" in line
 
 
 WORLD = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=2950"
@@ -123,64 +81,35 @@ IN_NOTEBOOK = f"{WORLD} NPROC=2 NODE_RANK=0 MIXED_PRECISION="
 
 # What a process finds, on a machine with so many GPUs: the precision that it trains in.
 TRAINS = [
-    ("", 0, "no"),
     ("", 8, "no"),
-    ("SLURM_NTASKS=8 SLURM_JOB_ID=1", 0, "no"),  # salloc
     ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0 ENVIRONMENT=BATCH", 0, "no"),  # sbatch
-    ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", 0, "no"),  # srun -n 1
     (f"{WORLD} SLURM_NTASKS=2 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", 0, "no"),  # and a launcher
-    ("PMI_SIZE=1 PMI_RANK=0 OMPI_COMM_WORLD_SIZE=1", 0, "no"),
-    (WORLD, 2, "no"),
-    (f"{WORLD} PMI_SIZE=2 PMI_RANK=1", 0, "no"),  # srun starts accelerate launch, which starts this
     (ONE, 0, "no"),
-    ("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 MASTER_ADDR=10.0.0.1", 8, "no"),
     ("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1", 8, "no"),
     ("MASTER_PORT=tcp://10.0.0.1:80", 0, "no"),  # Kubernetes, where a service is called master
     (f"{WORLD} CUDA_VISIBLE_DEVICES=-1,-1 {LAUNCHED}bf16", 0, "bf16"),
     (f"{WORLD} {LAUNCHED}fp16", 2, "fp16"),
-    (f"{ON_CPU}bf16", 0, "bf16"),
-    (f"{ON_CPU}no", 4, "no"),
-    ("ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
     (f"{IN_NOTEBOOK}fp16", 2, "fp16"),
     (f"{IN_NOTEBOOK}no ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
     ("MIXED_PRECISION=fp16", 0, "no"),  # some other program's
     ("ACCELERATE_USE_FSDP=false ACCELERATE_USE_DEEPSPEED=0 ACCELERATE_USE_TP=False", 0, "no"),
-    (f"{ON_CPU}no ACCELERATE_DEBUG_MODE=true ACCELERATE_CPU_AFFINITY=1", 0, "no"),
-    ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR ACCELERATE_DYNAMO_USE_DYNAMIC=False", 0, "no"),
-    (f"ACCELERATE_USE_FSDP=1 {WORLD}", 2, "no"),
-    ("ACCELERATE_LOG_LEVEL=INFO FSDP_VERSION=2 NPROC=8", 0, "no"),
 ]
 
 # And with what words it is refused: the thing with its value, and the remedy.
 REFUSED = [
     ("OMPI_COMM_WORLD_SIZE=2", 0, "one of 1: start the script with .* or, .* unset OMPI_COMM_WOR"),
-    ("PMI_SIZE=2 PMI_RANK=0", 0, "accelerate launch or torchrun on each node"),  # mpirun, srun
-    (
-        "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2",
-        0,
-        "SLURM_STEP_NUM_TASKS=2.* docs/slurm/train.sbatch",
-    ),
-    (f"{ONE} MV2_COMM_WORLD_SIZE=4", 1, "MV2_COMM_WORLD_SIZE=4.* one of 1"),
+    ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", 0, "_TASKS=2.* docs/slurm/train.sbatch"),
     ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", 0, "RANK is not set.* notebook_launcher"),  # debug_laun.
-    ("WORLD_SIZE=2 RANK=0", 0, "MASTER_ADDR is not set"),
-    ("LOCAL_RANK=0", 0, "RANK is not set.* or unset them"),
-    ("MASTER_ADDR=10.0.0.1", 1, "MASTER_ADDR=10.0.0.1 is set but only this one was started"),
     (f"MASTER_ADDR=127.0.0.1 {ON_CPU}no", 0, "use MULTI_GPU as in accelerate_configs/2cpu.yaml"),
     ("ACCELERATE_USE_FSDP=perhaps", 0, "FSDP=perhaps: use true or false"),
     ("ACCELERATE_USE_DEEPSPEED=true", 0, "DEEPSPEED=true: .*distributed_type: MULTI_GPU"),
-    ("ACCELERATE_USE_TP=true", 0, "TP=true: .*distributed_type: MULTI_GPU"),
     ("ACCELERATE_TORCH_DEVICE=cuda:1", 2, "DEVICE=cuda:1: .*gpu_ids"),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", 0, "STEPS=4: .*--accumulate"),
-    ("ACCELERATE_GRADIENT_CLIPPING=1.0", 0, "CLIPPING=1.0: .*--clip-norm"),
     ("ACCELERATE_MIXED_PRECISION=fp8", 1, "PRECISION=fp8: use bf16, fp16 or no"),
-    ("ACCELERATE_MIXED_PRECISION=BF16", 0, "PRECISION=BF16: use bf16, fp16 or no"),
     ("ACCELERATE_MIXED_PRECISON=bf16", 0, "Accelerate reads only ACCELERATE_MIXED_PRECISION"),
-    ("ACCELERATE_USE_XPU=yes", 0, "reads only ACCELERATE_USE_.*unset it"),
     ("ACCELERATE_DYNAMO_BACKEND=tensorrt", 0, "inductor"),
     (f"{ON_CPU}fp16", 1, "fp16 needs a GPU.*use mixed_precision: bf16 or no"),
-    (f"{IN_NOTEBOOK}fp8", 2, "MIXED_PRECISION=fp8.*use bf16, fp16 or no"),
     (f"{LAUNCHED}fp16", 0, "asks for 1 GPU and torch sees none here: repair"),
-    (f"{WORLD} {LAUNCHED}no", 0, "asks for 2 GPUs and torch sees none here: repair"),
     (WORLD, 1, "2 processes.*has 1 GPU: use a YAML with num_processes: 1"),
 ]
 
@@ -226,10 +155,8 @@ def test_a_second_run_of_a_process_cannot_have_another_precision(accelerator: ob
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--gradient_accumulation_steps 4", "steps: .* give --accumulate"),
         ("--gradient-clipping=1.0", "clipping=1.0: .* give .*--clip-norm to the script"),
         ("--zero_stage 3", "zero_stage: .* leave it out"),
-        ("--fsdp_version 2", "fsdp_version: .* leave it out"),
         ("--num_processes 2 --mixed_precision bf16 --same_network", None),
     ],
 )
@@ -264,25 +191,16 @@ ACCELERATE = "-m accelerate.commands.launch"
 
 # What people type before the script: the first line of the plan, or what it is refused with.
 STARTED = [
-    ("", "", "1 process on cpu, float32"),
     ("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", "", "docs/slurm/train.sbatch"),
-    ("ACCELERATE_DYNAMO_BACKEND=inductor", "", "compiled with inductor"),
     ("", f"{TORCHRUN} 2", "2 processes on cpu, float32"),
     ("ACCELERATE_MIXED_PRECISION=bf16", f"{TORCHRUN} 1", "1 process on cpu, bf16"),
-    ("ACCELERATE_MIXED_PRECISION=fp16", f"{TORCHRUN} 2", "fp16 needs a GPU"),
     ("", "-m torch.distributed.launch --nproc-per-node 1", "arguments: --local-rank=0"),
-    ("", ACCELERATE, "asks for 1 GPU and torch sees none here"),
     ("", f"{ACCELERATE} --cpu", "1 process on cpu, float32"),
     ("", f"{ACCELERATE} --cpu --num_processes 2", "only this one was started"),
-    ("", f"{ACCELERATE} --multi_gpu --num_processes 2", "asks for 2 GPUs and torch sees none here"),
     ("HF_HOME={home}", ACCELERATE, "1 process on cpu, bf16"),
-    ("", "2cpu --num_processes 1", "1 process on cpu, float32"),
-    ("", "2cpu --mixed_precision bf16", "2 processes on cpu, bf16"),
-    ("", "2cpu --cpu", "only this one was started"),
+    ("", "2cpu --mixed_precision fp16", "fp16 needs a GPU"),
     ("", "2cpu --use_megatron_lm", "USE_MEGATRON_LM=true"),
-    ("", "2cpu --gradient_accumulation_steps 4", "give --accumulate"),
-    ("", "1cpu_bf16 --gradient_clipping=1.0", "--clip-norm to the script"),
-    ("", "1cpu_bf16 --num_processes 2", "only this one was started"),
+    ("", "2cpu --use_fsdp --fsdp_version 1", "fsdp_version 1 (of fsdp_config)"),
     ("", "1cpu_bf16 --debug --enable_cpu_affinity", "1 process on cpu, bf16"),
     ("", "2cpu --dynamo_backend eager", "compiled with eager"),
 ]
@@ -313,50 +231,11 @@ def assert_trains_or_refuses(
         assert f"{made['num_processes']} process" in result.stdout
         assert made["mixed_precision"] == ("bf16" if "bf16" in result.stdout else "no")
         return
-    (line,) = error_lines(result.stderr)
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert outcome in line, line
     assert result.returncode == 2 or re.search("exit status 2|exitcode  : 2", result.stderr)
     assert "UsageError" not in result.stderr and "/trainkit/" not in result.stderr, result.stderr
     assert not run_dir.exists() and "done" not in result.stdout
-
-
-@pytest.mark.slow
-def test_an_older_way_of_sharding_is_refused_by_one_process(tmp_path: Path) -> None:
-    flags = ["--use_fsdp", "--fsdp_version", "1"]
-    result = run("tests/probe.py", config="2cpu", launcher_flags=flags)
-    assert_trains_or_refuses(result, "fsdp_version 1 (of fsdp_config)", tmp_path / "run")
-
-
-CELLS = """
-import sys
-from accelerate import notebook_launcher
-sys.path.insert(0, {root!r})
-import train_regression
-{launch}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launch", "outcome"),
-    [
-        ("notebook_launcher(train_regression.main, ARGS, 1, 'bf16')", "1 process on cpu, bf16"),
-        ("notebook_launcher(train_regression.main, ARGS, 2, 'bf16')", "2 processes on cpu, bf16"),
-        ("notebook_launcher(train_regression.main, ARGS, 2, 'fp16')", "fp16 needs a GPU"),
-    ],
-)
-def test_a_notebook_trains_what_it_announces(launch: str, outcome: str, tmp_path: Path) -> None:
-    arguments = ["--num-samples", "100", "--epochs", "1", "--no-pictures", "--run-dir"]
-    launch = launch.replace("ARGS", f"({[*arguments, str(tmp_path / 'run')]!r},)")
-    cells = CELLS.format(root=str(ROOT), launch=launch)
-    done = subprocess.run(
-        [sys.executable, "-c", cells], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
-    if outcome[0].isdigit():
-        assert_trains_or_refuses(done, outcome, tmp_path / "run")
-    else:  # a notebook shows exceptions
-        assert done.returncode == 1 and outcome in done.stderr, done.stderr
-        assert not (tmp_path / "run").exists()
 
 
 def test_wrong_arguments_are_told_once_and_end_with_2(fork_main: Callable, tmp_path: Path) -> None:
@@ -371,7 +250,7 @@ def test_wrong_arguments_are_told_once_and_end_with_2(fork_main: Callable, tmp_p
 
 # A model, and --accumulate of two and of three processes.
 SPLITS = [("deep", 1, 3)]  # with dropout
-MORE_SPLITS = [("deep", 3, 1), ("compact", 1, 1), ("compact", 3, 3), ("lenet", 1, 3)]
+MORE_SPLITS = [("compact", 3, 3), ("lenet", 1, 1)]
 
 
 @pytest.mark.numeric
@@ -380,14 +259,14 @@ MORE_SPLITS = [("deep", 3, 1), ("compact", 1, 1), ("compact", 3, 3), ("lenet", 1
     [*SPLITS, *(pytest.param(*split, marks=pytest.mark.slow) for split in MORE_SPLITS)],
 )
 def test_one_two_and_three_processes_give_the_same_numbers(
-    model: str, two: int, three: int, small_mnist: Path, tmp_path: Path, train_in_double: Callable
+    model: str, two: int, three: int, tiny_mnist: Path, tmp_path: Path, train_in_double: Callable
 ) -> None:
-    # 1009 = 9 x 108 + 37: with --no-drop-last one process ends each epoch with an empty batch.
-    flags = ["--dataset", small_mnist, "--model", model, "--batch-size", 108, "--epochs", 2]
-    flags += ["--log-every", 1, "--no-drop-last", "--eval-batch-size", 108, "--run-dir"]
+    # 331 = 4 x 72 + 43: with --no-drop-last one process ends each epoch with an empty batch.
+    flags = ["--dataset", tiny_mnist, "--model", model, "--batch-size", 72, "--epochs", 2]
+    flags += ["--log-every", 1, "--no-drop-last", "--eval-batch-size", 72, "--run-dir"]
     train_in_double("train_mnist", *flags, tmp_path / "1")
     one = rows(tmp_path / "1")
-    assert len(one) == 2 * 10 + 2 and one[-1]["eval_samples"] == NUM_TEST
+    assert len(one) == 2 * 5 + 2 and one[-1]["eval_samples"] == 101
     for world, accumulate in ((2, two), (3, three)):
         run_dir = tmp_path / str(world)
         train_in_double("train_mnist", *flags, run_dir, "--accumulate", accumulate, world=world)
@@ -399,13 +278,12 @@ def test_one_two_and_three_processes_give_the_same_numbers(
 
 
 @pytest.mark.numeric
-def test_2cpu_gives_the_first_losses_of_one_process(
-    small_mnist: Path, tmp_path: Path, run_main: Callable
+def test_two_processes_give_the_first_losses_of_one(
+    small_mnist: Path, tmp_path: Path, run_main: Callable, fork_main: Callable
 ) -> None:
-    """As people start it, in float32: over so few steps rounding is not yet amplified."""
+    """In float32: over so few steps rounding is not yet amplified."""
     arguments = ["--dataset", small_mnist, "--log-every", 1, "--stop-after-steps", 5]
-    result = run("train_mnist.py", *arguments, "--run-dir", tmp_path / "two", config="2cpu")
-    assert result.returncode == 0, result.stderr
+    result = fork_main("train_mnist.py", *arguments, "--run-dir", tmp_path / "two", world=2)
     assert_num_processes(result.stdout, 2)
     run_main("train_mnist", *arguments, "--run-dir", tmp_path / "one")
     one, two = (rows(tmp_path / name) for name in ("one", "two"))

@@ -1,6 +1,5 @@
 """Several machines: two launchers that meet on this one."""
 
-import os
 import socket
 import subprocess
 import time
@@ -13,25 +12,17 @@ import yaml
 from conftest import linux_only
 from double import IN_DOUBLE, SAME
 
-from trainkit.errors import UsageError
-from trainkit.launch import nodes
-
 SMALL = ("--epochs", 2, "--log-every", 3, "--eval-batch-size", 100)
 
 # train_mnist.py, with the second node made different in the ways that argv[0] names.
 DIFFERENT = """
-import importlib.metadata, os
+import os
 import train_mnist
-from trainkit.launch import nodes
 
 def main(argv):
     how, args, only_second = argv[0], argv[1:-2], argv[-2:]
     os.environ["GROUP_RANK"] = os.environ["RANK"]
     if os.environ["RANK"] == "1":
-        if how == "version":
-            importlib.metadata.version = lambda name: "0.1"
-        if how == "revision":
-            nodes.git_revision = lambda: "fedcba9"
         args += only_second if how.startswith("--") else []
     train_mnist.main(args)
 """
@@ -71,29 +62,15 @@ def start_node(
     config: str | Path = "2node_4cpu",
     extra: tuple = (),
     script: str | Path = "train_mnist.py",
-    **environment: str,
+    **env: str,
 ) -> subprocess.Popen:
     """What a person types on machine `node`."""
-    words = conftest.command(script, *args, config=config)
     flags = ["--machine_rank", node, "--main_process_ip", "127.0.0.1", "--main_process_port", port]
-    words[5:5] = map(str, (*flags, *extra))
-    return start(words, **environment)
+    flags = list(map(str, (*flags, *extra)))
+    return conftest.start(script, *args, config=config, launcher_flags=flags, env=env)
 
 
-def start(words: list[str], **environment: str) -> subprocess.Popen:
-    mark = os.urandom(8).hex()
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment | {"TEST_RUN": mark},
-    )
-    process.mark = mark
-    return process
-
-
-def finish(started: list[subprocess.Popen], timeout: float = 90) -> list[tuple[int, str, str]]:
+def finish(started: list[subprocess.Popen], timeout: float = 120) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of each; a hang fails the test."""
     deadline = time.monotonic() + timeout
     try:
@@ -124,15 +101,19 @@ def elastic_config(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "caches", [("a", "b"), pytest.param(("a", "a"), marks=pytest.mark.slow)], ids=["two", "shared"]
+    ("caches", "world"),
+    [(("a", "b"), 2), pytest.param(("a", "a"), 4, marks=pytest.mark.slow)],
+    ids=["two", "shared"],
 )
-def test_two_nodes_of_two_processes_train_as_one_process(
+def test_two_nodes_train_as_one_process(
     small_mnist: Path,
     tmp_path: Path,
     train_in_double: Callable[..., str],
     caches: tuple[str, str],
+    world: int,
 ) -> None:
     port, args = free_port(), ("--dataset", small_mnist, *SMALL)
+    extra = ("--num_processes", world)
     script = tmp_path / "train_counting.py"
     script.write_text(COUNTING)
     started = []
@@ -140,11 +121,11 @@ def test_two_nodes_of_two_processes_train_as_one_process(
         (tmp_path / cache).mkdir(exist_ok=True)
         there = {"HF_HOME": str(tmp_path / cache), **IN_DOUBLE}
         flags = (*args, "--run-dir", tmp_path / "four")
-        started.append(start_node(node, port, *flags, script=script, **there))
+        started.append(start_node(node, port, *flags, script=script, extra=extra, **there))
     train_in_double("train_mnist", *args, "--run-dir", tmp_path / "one")
     (code, output, errors), (other_code, _, _) = finish(started)
     assert code == other_code == 0, errors
-    assert "device      4 processes on cpu" in output
+    conftest.assert_num_processes(output, world)
     assert_equal_rows(tmp_path / "four", tmp_path / "one")
     for cache in {*caches}:  # each is filled once, by one process
         counts = [line.split() for line in (tmp_path / cache / "decoded").read_text().splitlines()]
@@ -156,8 +137,6 @@ def test_two_nodes_of_two_processes_train_as_one_process(
 DIFFERENCES = [
     ("--seed", "--seed is 0 on node 0 ("),
     ("--dataset", "the data's md5 is "),  # of another size: other numbers of batches too
-    ("version", "torch is "),
-    ("revision", "git revision is "),
 ]
 
 
@@ -181,28 +160,7 @@ def test_a_node_that_differs_is_named(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ("aaaa", None),
-        ("aabb", "seed is a on node 0, and b on node 2$"),
-        ("aabbcc", "seed is a on node 0, and b on node 2, and c on node 4$"),
-    ],
-)
-def test_what_differs_is_said_with_a_node_that_has_it(
-    values: str, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    everybody = [(f"node {n}", {"same": "x", "seed": value}) for n, value in enumerate(values)]
-    monkeypatch.setattr(nodes, "gather_object", lambda mine: everybody)
-    if words is None:
-        nodes.check_same(None, {})
-        return
-    with pytest.raises(UsageError, match=words):
-        nodes.check_same(None, {})
-
-
-EIGHT_EPOCHS = ("--epochs", 8, "--log-every", 3, "--eval-batch-size", 100)
-EIGHT_EPOCHS += ("--save-every", 5, "--timeout", 20)
+EIGHT_EPOCHS = (*SMALL, "--epochs", 8, "--save-every", 5, "--timeout", 20)
 
 
 @pytest.mark.slow
@@ -217,9 +175,9 @@ def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_b
     def attempt(step: int, kill: Callable[[subprocess.Popen], None]) -> tuple[str, str]:
         port = free_port()
         started = [start_node(n, port, *args) for n in (0, 1)]
-        wait_for(tmp_path / "run" / "checkpoints" / f"step-{step:010}")
+        conftest.wait_for_step(tmp_path / "run", step)
         kill(started[1])
-        (code, output, errors), _ = finish(started, timeout=60)
+        (code, output, errors), _ = finish(started)
         assert code != 0 and not (tmp_path / "run" / "DONE").exists()
         return output, errors
 
@@ -251,13 +209,13 @@ def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
         return start_node(node, port, *flags, config=config, extra=extra, **there)
 
     first = start_elastic(0)
-    wait_until(lambda: port_answers(port), "the first launcher listens")
+    conftest.wait_until(lambda: port_answers(port))  # the first launcher listens
     second = start_elastic(1)
-    wait_for(tmp_path / "run" / "checkpoints" / "step-0000000010")
+    conftest.wait_for_step(tmp_path / "run", 10)
     conftest.kill_all(second)
     time.sleep(3)
     assert first.poll() is None
-    results = finish([first, start_elastic(1)], timeout=120)
+    results = finish([first, start_elastic(1)])
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming from" in results[0][1] + results[1][1]
     assert_equal_rows(tmp_path / "run", tmp_path / "one")
@@ -266,14 +224,3 @@ def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
 def port_answers(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_for(path: Path) -> None:
-    wait_until(path.exists, f"{path} exists")
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.02)

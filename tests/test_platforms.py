@@ -17,7 +17,7 @@ for name in ("fcntl", "resource"):
     assert sys.modules[name] is None
 assert not hasattr(signal, "SIGHUP") and not hasattr(os, "setpgid")
 
-import conftest, doctor, predict, train_mnist
+import conftest, predict, train_mnist
 from trainkit.checkpoint import Checkpoints
 from trainkit.folder.rundir import sync
 
@@ -47,7 +47,6 @@ if __name__ == "__main__":
     flags += ["--resume", "auto", "--num-workers", "1", "--stop-after-steps", "9"]
     assert ended(train_mnist.main, flags) == 0
     predict.main([run_dir, picture])
-    assert ended(doctor.main, ["--run-dir", run_dir]) == 0
 """
 
 
@@ -76,6 +75,6 @@ def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(
     )
     assert done.returncode == 0, done.stderr
     assert "stopped by SIGINT at step " in done.stdout and "resuming from" in done.stdout
-    assert f"{picture}: " in done.stdout and "ready to train" in done.stdout
+    assert f"{picture}: " in done.stdout
     assert [row["step"] for row in rows(run_dir, "steps")] == [*range(1, 10)]
     assert rows(run_dir)[-1]["eval_samples"] == NUM_TEST

@@ -1,7 +1,6 @@
 """The numbers behind each picture, and pictures that the files of a run folder alone give again."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from trainkit.errors import UsageError
 from trainkit.folder import curves, records
 from trainkit.folder.weights import write_tensors
 
-FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5, "--pictures")
+FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5)
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +24,27 @@ def folders(
 ) -> tuple[Path, Path]:
     """A run of two epochs, and the same run stopped after 30 of its 42 steps and continued."""
     whole, parts = (tmp_path_factory.mktemp("runs") / name for name in ("whole", "parts"))
-    run_main("train_mnist", "--dataset", small_mnist, "--run-dir", whole, *FLAGS)
-    flags = ("train_mnist", "--dataset", small_mnist, "--run-dir", parts, *FLAGS)
-    run_main(*flags, "--stop-after-steps", 30)
-    run_main(*flags, "--resume", "latest")
+    for run_dir, *more in (
+        (whole,),
+        (parts, "--stop-after-steps", 30),
+        (parts, "--resume", "latest"),
+    ):
+        run_main("train_mnist", "--dataset", small_mnist, "--run-dir", run_dir, *FLAGS, *more)
     return whole, parts
 
 
-def test_a_run_leaves_its_pictures_and_a_resume_leaves_the_same_numbers(
-    folders: tuple[Path, Path],
+def test_a_resume_leaves_the_same_predictions_and_pictures_need_the_files_alone(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture
 ) -> None:
     whole, parts = folders
-    for name in ("curves.png", "confusion.png", "mistakes.png"):
-        with Image.open(whole / name) as picture:
-            assert min(picture.size) > 500, name
-    assert not (whole / "fit.png").exists()
     assert (whole / records.PREDICTIONS).read_bytes() == (parts / records.PREDICTIONS).read_bytes()
-    assert (whole / "confusion.png").read_bytes() == (parts / "confusion.png").read_bytes()
+    capsys.readouterr()
+    plots.main([str(whole)])
+    drawn = list(map(Path, capsys.readouterr().out.splitlines()))
+    assert [path.name for path in drawn] == ["curves.png", "confusion.png", "mistakes.png"]
+    for path in drawn:
+        with Image.open(path) as picture:
+            assert min(picture.size) > 500, path
 
 
 def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(
@@ -53,58 +56,39 @@ def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(
     accuracy = rows(folders[0], "epochs")[-1]["eval_accuracy"]
     assert 0.5 < accuracy < 1
     assert matrix.trace().item() == round(accuracy * NUM_TEST)
-    for true, said in ((3, 5), (5, 3)):
-        pairs = (tensors["target"] == true) & (tensors["prediction"] == said)
-        assert matrix[true, said] == pairs.sum()
     axes = plots.draw_confusion(tensors, metadata["classes"]).axes[0]
     assert sum(int(text.get_text().split("\n")[0]) for text in axes.texts) == NUM_TEST
-    for text in axes.texts:  # a count and its share of the row
-        count, share = text.get_text().rstrip("%").split("\n")
-        row = round(text.get_position()[1])
-        assert float(share) == pytest.approx(100 * int(count) / matrix[row].sum().item(), abs=0.06)
     assert f"of {NUM_TEST} right ({accuracy:.2%})" in axes.get_title()
 
 
-def test_confusion_of_300_classes_is_a_picture_of_the_usual_size(tmp_path: Path) -> None:
+def test_confusion_of_300_classes_is_a_picture_of_the_usual_size() -> None:
     num, classes = 300, [f"class {number}" for number in range(300)]
     target = torch.arange(num).repeat_interleave(20)
     prediction = torch.where(torch.arange(len(target)) % 4 == 0, (target + 7) % num, target)
-    started_at = time.process_time()
     figure = plots.draw_confusion({"prediction": prediction, "target": target}, classes)
-    figure.savefig(tmp_path / "confusion.png")
-    assert time.process_time() - started_at < 10
-    with Image.open(tmp_path / "confusion.png") as picture:
-        assert min(picture.size) > 1000 and max(picture.size) < 2000
+    assert max(figure.get_size_inches()) < 17
     (axes,) = figure.axes
     assert not axes.texts and "4500 of 6000 right (75.00%)" in axes.get_title()
     shades = axes.images[0].get_array()
     assert shades.shape == (num, num) and shades[5, 12] == 0.25 and shades[5, 5] == 0.75
-    labels = {text.get_text(): text.get_position()[0] for text in axes.get_xticklabels()}
-    assert 20 < len(labels) < 40
-    assert all(label == f"class {position:.0f}" for label, position in labels.items())
+    labels = axes.get_xticklabels()
+    assert 20 < len(axes.get_xticks()) < 40
+    assert all(text.get_text() == f"class {text.get_position()[0]:.0f}" for text in labels)
 
 
 def test_mistakes_are_the_most_confident_of_the_mistakes(
     folders: tuple[Path, Path], small_mnist: Path
 ) -> None:
-
     tensors, metadata = saved(folders[0], "predictions")
-    worst = plots.worst_mistakes(*(tensors[k] for k in ("prediction", "target", "probability")))
-    wrong = tensors["prediction"] != tensors["target"]
-    assert len(worst) == min(plots.NUM_MISTAKES, wrong.sum()) and wrong[worst].all()
-    shown = tensors["probability"][worst]
-    assert (shown.diff() <= 0).all() and ((shown > 0.1) & (shown <= 1)).all()
-    others = wrong.clone()
-    others[worst] = False
-    assert not others.any() or tensors["probability"][others].max() <= shown[-1]
+    said, truth, probability = (tensors[k] for k in ("prediction", "target", "probability"))
+    worst = plots.worst_mistakes(said, truth, probability)
+    expected = sorted((said != truth).nonzero().flatten(), key=lambda i: -probability[i])
+    assert probability[worst].tolist() == [probability[i] for i in expected[: plots.NUM_MISTAKES]]
     data, *_ = load_images(str(small_mnist), "test", 28)
     assert torch.equal(tensors["mistake_images"], data.tensors[0][worst])
-    assert torch.equal(tensors["target"], data.tensors[1])
     panels = plots.draw_mistakes(tensors, metadata["classes"]).axes
     assert [axes.get_title() for axes in panels if axes.images] == [
-        f"predicted {tensors['prediction'][i]}, {tensors['probability'][i]:.2%}\ntrue "
-        f"{tensors['target'][i]}"
-        for i in worst
+        f"predicted {said[i]}, {probability[i]:.2%}\ntrue {truth[i]}" for i in worst
     ]
 
 
@@ -120,18 +104,7 @@ def test_curves_show_every_row_and_where_the_run_was_resumed(folders: tuple[Path
     shown = {line.get_label(): list(line.get_ydata()) for line in accuracy.lines}
     assert shown["evaluation"] == [row["eval_accuracy"] for row in epochs]
     assert shown["training, mean of the epoch"] == [row["train_accuracy"] for row in epochs]
-    assert "resumed" in shown
     assert list(rate.lines[0].get_ydata()) == [row["learning_rate"] for row in steps]
-
-
-def test_redrawing_needs_the_files_alone(folders: tuple[Path, Path]) -> None:
-    whole, _ = folders
-    names = ("curves.png", "confusion.png", "mistakes.png")
-    before = {name: (whole / name).read_bytes() for name in names}
-    for name in names:
-        (whole / name).unlink()
-    plots.main([str(whole)])
-    assert {name: (whole / name).read_bytes() for name in names} == before
 
 
 def write_log(folder: Path, losses: list[float], **others: float) -> Path:
@@ -145,31 +118,21 @@ def write_log(folder: Path, losses: list[float], **others: float) -> Path:
     return folder
 
 
-def test_a_run_without_a_score_has_two_panels(tmp_path: Path) -> None:
-    loss, rate = curves.draw_curves(write_log(tmp_path / "run", [3.0, 2.0, 1.5])).axes
+def test_the_axes_fit_what_was_measured(tmp_path: Path) -> None:
+    short = write_log(tmp_path / "short", [3.0, 2.0, 1.5])
+    loss, rate = curves.draw_curves(short).axes  # no score: two panels
     assert [list(line.get_xdata()) for line in loss.lines] == [[1, 2, 3]] * 2
     assert rate.get_ylabel() == "learning rate" and loss.get_yscale() == "linear"
-
-
-def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
-    loss, *_ = curves.draw_curves(write_log(tmp_path / "run", [2.0, 0.3], eval_accuracy=1)).axes
+    long = write_log(tmp_path / "long", [2.0, *[0.3] * 30], eval_accuracy=1)
+    loss, *_ = curves.draw_curves(long).axes
     assert loss.get_yscale() == "log"
 
 
-def test_a_short_run_shows_its_points(tmp_path: Path) -> None:
-    for num, marker in ((1, "."), (30, "")):
-        log = write_log(tmp_path / str(num), [1.0] * num)
-        assert curves.draw_curves(log).axes[0].lines[0].get_marker() == marker
-
-
-@pytest.mark.parametrize("content", [None, "not json\n"])
-def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(
-    content: str | None, tmp_path: Path
-) -> None:
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=str(tmp_path)):
-        plots.main([str(tmp_path)])
+def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(UsageError, match=str(tmp_path)):
+            plots.main([str(tmp_path)])
+        (tmp_path / "metrics.jsonl").write_text("not json\n")
 
 
 def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: Path) -> None:
@@ -190,15 +153,11 @@ def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: 
 
 def test_mistakes_are_shown_in_colour_if_they_have_colours() -> None:
     images = torch.arange(3 * 20 * 20, dtype=torch.uint8).view(1, 3, 20, 20)
-    tensors = {
-        "prediction": torch.tensor([0, 1]),
-        "target": torch.tensor([1, 1]),
-        "probability": torch.tensor([0.9, 0.8]),
-        "mistake_images": images,
-    }
-    axes, *others = plots.draw_mistakes(tensors, ["top left", "top right"]).axes
+    said, truth = torch.tensor([[0, 1], [1, 1]])
+    tensors = {"prediction": said, "target": truth, "probability": torch.tensor([0.9, 0.8])}
+    tensors["mistake_images"] = images
+    axes, *_ = plots.draw_mistakes(tensors, ["top left", "top right"]).axes
     assert axes.get_title() == "predicted top left, 90.00%\ntrue top right"
-    assert not any(other.images or other.get_title() for other in others)
     (shown,) = axes.images
     assert shown.get_array().shape == (20, 20, 3)
     assert torch.equal(torch.from_numpy(shown.get_array().data), images[0].permute(1, 2, 0))

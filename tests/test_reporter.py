@@ -1,17 +1,14 @@
 """What a terminal of 80 columns shows: a bar with an honest time, and no line that wraps."""
 
-import os
 import re
-import struct
-import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, posix_only
+from conftest import linux_only
 
 from trainkit.checkpoint import Progress
 from trainkit.reporter import Reporter
@@ -59,23 +56,6 @@ def test_the_time_left_is_that_of_this_process_with_its_evaluations(
     shown.bar.close()
 
 
-def test_the_bar_has_room_beside_a_long_name(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    shown = reporter(monkeypatch)
-    shown.accelerator.log = lambda *args, **kwargs: None
-    shown.start(Progress(), 0, 300)
-    shown.bar.ncols = 80
-    losses = {"train_loss": 0.25, "train_loss_smoothed": 0.5}
-    clock[0] += 1
-    shown.bar.update()
-    shown.log_window(Progress(), SimpleNamespace(flush=lambda kind: losses), {})
-    line = capsys.readouterr().err.split("\r")[-1]
-    shown.bar.close()
-    assert len(line) <= 80 and len(re.search(r"\|(.*)\|", line)[1]) > 25
-    assert line.endswith("left, train_loss 0.2500") and shown.last_loss.endswith("smoothed 0.5000")
-
-
 METRICS: dict[str, Any] = {"epoch": 1, "train_loss": 0.1, "eval_loss": 0.2, "eval_mse": 3.502e8}
 METRICS |= {"eval_rmse": 18713.2, "eval_mae": 1.0, "eval_r2": 0.9812, "eval_samples": 10}
 
@@ -107,30 +87,40 @@ def test_a_long_line_is_broken_between_words_for_a_terminal_alone(
     assert " ".join([first, *others]).split() == plan.split()[:-1]
 
 
-@posix_only
-def test_nothing_wraps_in_80_columns(tiny_mnist: Path, tmp_path: Path) -> None:
-    import fcntl
-    import pty
-    import termios
+# A run on a terminal of 80 columns; what that shows goes to a file.
+ON_A_TERMINAL = """
+import fcntl, os, pty, struct, sys, termios
+child, terminal = pty.fork()
+if child == 0:
+    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    os.environ.pop("COLUMNS", None)
+    import train_mnist
+    train_mnist.main(flags)
+    sys.stdout.flush()
+    os._exit(0)
+output = b""
+while True:
+    try:
+        output += os.read(terminal, 65536)
+    except OSError:  # its last process has gone
+        break
+shown.write_bytes(output)
+assert os.waitpid(child, 0)[1] == 0
+"""
 
-    main, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+
+@linux_only  # forks
+def test_nothing_wraps_in_80_columns(
+    tiny_mnist: Path, tmp_path: Path, in_fresh_process: Callable
+) -> None:
     flags = ["--batch-size", "30", "--epochs", "2", "--eval-every", "4", "--no-pictures"]
     flags += ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path / "run")]
     flags += ["--stop-after-steps", "15"]
-    environment = {name: os.environ[name] for name in os.environ if name != "COLUMNS"}
-    command = [sys.executable, "train_mnist.py", *flags]
-    started = subprocess.Popen(command, cwd=ROOT, stdout=end, stderr=end, env=environment)
-    os.close(end)
-    output, until = b"", time.monotonic() + 100
-    while time.monotonic() < until:
-        try:
-            output += os.read(main, 65536)
-        except OSError:  # its last process has gone
-            break
-    assert started.wait(10) == 0, output.decode()
-    lines = re.split(r"[\r\n]+", output.decode())
+    shown = tmp_path / "shown"
+    in_fresh_process(ON_A_TERMINAL, flags=flags, shown=shown)
+    output = shown.read_text()
+    lines = re.split(r"[\r\n]+", output)
     paths = [line for line in lines if str(tmp_path) in line or str(tiny_mnist) in line]
     assert paths and not [line for line in lines if len(line) > 80 and line not in paths]
-    percents = [int(percent) for percent in re.findall(r"(\d+) %\|", output.decode())]
+    percents = [int(percent) for percent in re.findall(r"(\d+) %\|", output)]
     assert percents == sorted(percents) and percents[-1] > 80  # of the 15 steps

@@ -1,7 +1,5 @@
 """The cost model is consistent with itself."""
 
-from itertools import pairwise
-
 import pytest
 from conftest import ROOT
 
@@ -14,15 +12,6 @@ def test_no_checkpoint_interval_keeps_more_work_than_the_computed_one() -> None:
         kept = model.simulate(best, save, 60, mean_time_to_failure)
         for factor in (0.3, 3):
             assert model.simulate(best * factor, save, 60, mean_time_to_failure) < kept
-
-
-def test_more_gpus_give_more_samples_at_a_smaller_useful_fraction() -> None:
-    rows = model.predict(model.Cluster())
-    assert len(rows) == 12
-    for smaller, larger in pairwise(rows):
-        if smaller["model"] == larger["model"]:
-            assert smaller["samples/s"] < larger["samples/s"]
-            assert 0 < larger["useful"] < smaller["useful"] < 1
 
 
 def test_the_table_of_the_page_is_what_the_program_prints(capsys: pytest.CaptureFixture) -> None:

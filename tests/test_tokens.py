@@ -144,23 +144,8 @@ def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
     assert model.lm_head.weight is model.embedding.weight
 
 
-@pytest.mark.parametrize("mode", [pytest.param("text", marks=pytest.mark.slow), "answers"])
-def test_two_processes_in_bf16_are_as_near_to_one_as_bf16_is(
-    nursery: Nursery, folder: Path, mode: str
-) -> None:
-    found = []
-    for world in (1, 2):
-        run_dir, env = folder / f"bf16-{mode}-{world}", {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        flags = [*MODES[mode], "--stop-after-steps", NUM_STEPS, "--run-dir", run_dir]
-        start(nursery, "gpt", *flags, world=world, env=env)
-        assert json.loads((run_dir / "run.json").read_text())["mixed_precision"] == "bf16"
-        found.append([row["train_loss"] for row in rows(run_dir, "steps")])
-    assert found[0] == pytest.approx(found[1], abs=2e-3)
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
-    run_main: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+    run_main: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every batch is the same, so that it does not matter which ones are skipped."""
     num_calls, judge, load_data = itertools.count(), gpt.judge, gpt.load_data
@@ -172,28 +157,18 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
     def run(name: str, overflows: tuple[int, ...] = ()) -> list[float]:
         def overflowing(model: Any, batch: Any) -> dict[str, torch.Tensor]:
             values, losses = judge(model, batch), None
-            if model.training and next(num_calls) // accumulate in overflows:
+            if model.training and next(num_calls) // 4 in overflows:
                 losses = values["loss"] * 1e34
             return values if losses is None else values | {"loss": losses}
 
         monkeypatch.setattr(gpt, "judge", overflowing)
-        flags = [
-            "--epochs",
-            "1",
-            "--schedule",
-            "constant",
-            "--warmup",
-            "0",
-            "--min-learning-rate",
-            "0",
-        ]
-        flags += ["--accumulate", accumulate, "--run-dir", folder / name]
-        run_main("examples.gpt", *MODES["answers"], *flags)
+        flags = "--epochs 1 --schedule constant --warmup 0 --min-learning-rate 0 --accumulate 4"
+        run_main("examples.gpt", *MODES["answers"], *flags.split(), "--run-dir", folder / name)
         return [row["train_loss"] for row in rows(folder / name, "steps")]
 
     monkeypatch.setattr(gpt, "load_data", same_batches)
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num))
-    expected = run(f"unscaled-{accumulate}")
+    expected = run("unscaled")
 
     def scaled_float32(**options: Any) -> accelerate.Accelerator:
         options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
@@ -201,7 +176,7 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
 
     monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
     num_calls = itertools.count()
-    found = run(f"scaled-{accumulate}", overflows=(0, 3, 4))
+    found = run("scaled", overflows=(0, 3, 4))
     assert len(expected) == 12 and len(found) == 9
     # What is logged after a skipped step has its loss, too.
     made = [number for number, loss in enumerate(found) if loss < 100]
@@ -225,7 +200,7 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
     assert last in (6, 9) and len(evaluations) == 3  # the second and third are not better
     files = [*NAMES, *sorted(path.name for path in whole.glob("sample-*.txt"))]
     assert len(files) == len(NAMES) + len(evaluations)
-    for killed_at in (2, last - 2, "end"):
+    for killed_at in (last - 2, "end"):
         run_dir = folder / f"killed-{mode}-{world}-{accumulate}-{killed_at}"
         fault = {"signal": [killed_at, signal.SIGKILL]}
         if killed_at == "end":  # in the save of the run's end
@@ -234,10 +209,10 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
         killed = start(nursery, "gpt", *flags, run_dir, world=world, fault=fault)
         assert 0 not in killed.codes and not (run_dir / "DONE").exists(), killed.output
         start(nursery, "gpt", *flags, run_dir, "--resume", "auto", world=world)
-        again = start(nursery, "gpt", *flags, run_dir, "--resume", "auto", world=world)
-        assert "has ended early" in again.output
         for name in files:
             assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), (killed_at, name)
+    again = start(nursery, "gpt", *flags, run_dir, "--resume", "auto", world=world)
+    assert "done: " in again.output  # and no step more
 
 
 @pytest.fixture(scope="session")
@@ -262,7 +237,7 @@ def contrasted(tiny_mnist: Path) -> list[float]:
     return losses[:NUM_STEPS]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [*(pytest.param(w, marks=pytest.mark.slow) for w in (1, 2)), 3])
 def test_a_loss_that_couples_samples_sees_those_of_all_processes(
     nursery: Nursery, tiny_mnist: Path, tmp_path: Path, contrasted: list[float], world: int
 ) -> None:
@@ -305,17 +280,9 @@ REFUSALS = {
         lambda run: [run.step_mean(torch.ones(8, 2), where=MASK) for _ in range(2)],
         "only one mean with where=, .*add up the losses",
     ),
-    "means of both kinds": (
-        lambda run: (run.step_mean(torch.ones(8)), run.step_mean(torch.ones(8, 2), where=MASK)),
-        "only one mean with where=",
-    ),
     "a mean to add": (
         lambda run: run.add(loss=torch.ones(8).mean()),
         r"run.add\(loss=...\) got a single number for a batch of 8 samples",
-    ),
-    "whole numbers to add": (
-        lambda run: run.add(loss=torch.ones(8, 2), where=MASK.int()),
-        r"run.add\(loss=...\) got values of shape \(8, 2\) and where=",
     ),
     "rows to gather": (
         lambda run: run.gather(torch.ones(3, 2)),
@@ -334,12 +301,12 @@ def test_what_is_no_value_of_this_batch_is_refused_in_a_sentence(tmp_path: Path,
 
 def test_a_gather_inside_of_accumulation_is_refused_in_a_sentence(tmp_path: Path) -> None:
     forget_accelerator()
+    flags = ["--accumulate", "2", "--batch-size", "8", "--run-dir", tmp_path]
     with pytest.raises(UsageError, match=r"--accumulate 2: this loss .*--accumulate 1"):
-        flags = ["--accumulate", "2", "--batch-size", "8", "--run-dir"]
-        train(*flags, tmp_path, body=lambda run, number: run.gather(torch.ones(4, 1)) and None)
+        train(*flags, body=lambda run, number: run.gather(torch.ones(4, 1)) and None)
 
 
-@pytest.mark.parametrize("foreign", ["loader", "sampler", "evaluation"])
+@pytest.mark.parametrize("foreign", ["loader", "evaluation"])
 def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
     tmp_path: Path, foreign: str
 ) -> None:
@@ -347,8 +314,7 @@ def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
     sentence = r"whose order cannot be resumed: .*make_loaders\(...\) made"
     with pytest.raises(RuntimeError, match=sentence), Run(parse("--run-dir", tmp_path), "t") as run:
         sets = run.load(lambda args: (Numbers(), Numbers()))
-        sampler = RandomSampler(sets[0]) if foreign == "sampler" else None
-        mine = DataLoader(sets[0], batch_size=8, sampler=sampler)
+        mine = DataLoader(sets[0], batch_size=8, sampler=RandomSampler(sets[0]))
         model = torch.nn.Linear(2, 1)
         optimizer = make_optimizer(run.accelerator, model.parameters(), run.args)
         model, _, *loaders = run.accelerator.prepare(
@@ -381,16 +347,8 @@ def counted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return call
 
 
-@pytest.mark.parametrize(
-    "ways",
-    [
-        [(1, 2), (2, 1), (3, 2)],
-        pytest.param([*itertools.product(WORLDS, (1, 2))], marks=pytest.mark.slow),
-    ],
-)
-def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes(
-    counted: Callable, ways: list[tuple[int, int]]
-) -> None:
+def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes(counted: Callable) -> None:
+    ways = ((1, 2), (2, 1), (3, 2))
     found = [counted(world, "--accumulate", accumulate) for world, accumulate in ways]
     drawn = found[0][1]
     assert all(other == drawn for _, other in found) and drawn[1] >= 7  # and all stopped
@@ -425,10 +383,10 @@ def class_weighted() -> tuple[list[float], float]:
     return losses[:NUM_STEPS], expected
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3))])
 def test_weighted_draws_state_and_stop_survive_a_kill(
-    nursery: Nursery, counted: Callable, tmp_path: Path, world: int
+    nursery: Nursery, counted: Callable, tmp_path: Path
 ) -> None:
+    world = 2
     whole, drawn = counted(world)
     flags = ["--save-every", 5, "--run-dir", tmp_path / "run"]
     fault = {"signal": [19, signal.SIGKILL]}
@@ -439,13 +397,12 @@ def test_weighted_draws_state_and_stop_survive_a_kill(
     assert again[1] == drawn
     for name in ("metrics.jsonl", "model.safetensors"):
         assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
-    assert counted(world, "--save-every", 5, "--resume", "auto", run_dir=run_dir)[1] == drawn
     other = nursery.run("weighted", *flags, "--resume", "auto", "--power", 2, world=world)
     assert other.codes == [2] * world and "weights of samples" in other.output, other.output
 
 
 def test_weights_that_are_none_are_refused_in_a_sentence(accelerator: Any) -> None:
-    for weights in ([1.0] * 42, [-1.0] + [1.0] * 42, [0.0] * 43, [math.inf] * 43, [[1.0]] * 43):
+    for weights in ([1.0] * 42, [-1.0] + [1.0] * 42, [0.0] * 43, [math.inf] * 43):
         with pytest.raises(
             UsageError, match=r"weights= of shape .* must be 43 numbers of at least"
         ):

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
-from conftest import CONFIGS, ROOT, assert_num_processes, rows, run, saved
+from conftest import ROOT, rows, run, saved
 from double import SAME
 from faults import normed
 from safetensors.torch import load_file
@@ -19,8 +18,6 @@ from torch import nn
 
 import train_mnist
 from datakit.pictures import load_images
-from trainkit.errors import UsageError
-from trainkit.optim import make_optimizer
 from trainkit.order import EpochBatches
 
 
@@ -31,51 +28,32 @@ def training_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(
-    ("model", "accumulate"),
-    [
-        ("compact", 1),
-        ("compact", 3),
-        pytest.param("lenet", 1, marks=pytest.mark.slow),
-        pytest.param("lenet", 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("model", ["compact", pytest.param("lenet", marks=pytest.mark.slow)])
 def test_the_loop_is_plain_pytorch(
-    model: str,
-    accumulate: int,
-    small_mnist: Path,
-    tmp_path: Path,
-    train_in_double: Callable,
-    float64_default: None,
+    model: str, small_mnist: Path, tmp_path: Path, train_in_double: Callable, float64_default: None
 ) -> None:
-    train_in_double(
-        "train_mnist",
-        *(
-            f"--dataset {small_mnist} --run-dir {tmp_path}/run --model {model} "
-            f"--no-augment --epochs 2 --batch-size 96 --accumulate {accumulate} "
-            "--optimizer sgd --learning-rate 0.05 --schedule constant --warmup 0 "
-            "--clip-norm 1.2 --log-every 1 --no-drop-last --label-smoothing 0.1"
-        ).split(),
-    )
+    data = f"--dataset {small_mnist} --run-dir {tmp_path}/run --model {model} --no-augment "
+    data += "--epochs 1 --batch-size 96 --accumulate 3 --no-drop-last --label-smoothing 0.1"
+    optimizer = "--optimizer sgd --learning-rate 0.05 --schedule constant --warmup 0"
+    rest = "--clip-norm 1.2 --log-every 1"
+    train_in_double("train_mnist", *f"{data} {optimizer} {rest}".split())
     images, labels, num_classes = training_tensors(small_mnist)
     torch.manual_seed(0)
     net = train_mnist.MODELS[model](num_classes)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    batches, losses, smoothed, norms = EpochBatches(len(images), 96, seed=0), [], [], []
-    for epoch in range(2):
-        for indices in batches.order(epoch).split(96):
-            pixels = (images[indices].double() / 255 - 0.1307) / 0.3081
-            logits = net(pixels)
-            loss = F.cross_entropy(logits, labels[indices], label_smoothing=0.1)
-            loss.backward()
-            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1.2))
-            optimizer.step()
-            optimizer.zero_grad()
-            smoothed.append(loss.item())
-            losses.append(F.cross_entropy(logits, labels[indices]).item())
+    losses, smoothed, norms = [], [], []
+    for indices in EpochBatches(len(images), 96, seed=0).order(0).split(96):
+        logits = net((images[indices].double() / 255 - 0.1307) / 0.3081)
+        loss = F.cross_entropy(logits, labels[indices], label_smoothing=0.1)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1.2))
+        optimizer.step()
+        optimizer.zero_grad()
+        smoothed.append(loss.item())
+        losses.append(F.cross_entropy(logits, labels[indices]).item())
     assert min(norms) < 1.2 < max(norms), norms  # some steps are clipped
     logged = rows(tmp_path / "run", "steps")
-    assert len(logged) == 22
+    assert len(logged) == 11
     assert [row["train_loss"] for row in logged] == pytest.approx(losses, rel=SAME)
     assert [row["train_loss_smoothed"] for row in logged] == pytest.approx(smoothed, rel=SAME)
     weights, _ = saved(tmp_path / "run")
@@ -88,12 +66,10 @@ def test_each_loss_is_that_of_the_weights_before_its_step(
     small_mnist: Path, tmp_path: Path, run_main: Callable
 ) -> None:
     """In float32, with augmentation: each step starts from saved weights, so nothing adds up."""
-    flags = (
-        f"--dataset {small_mnist} --run-dir {tmp_path} --epochs 2 --batch-size 200 "
-        "--no-drop-last --log-every 1 --save-every 1 --keep 99"
-    ).split()
+    flags = f"--dataset {small_mnist} --run-dir {tmp_path} --epochs 2 --batch-size 200"
+    flags = f"{flags} --no-drop-last --log-every 1 --save-every 1 --keep 99".split()
     run_main("train_mnist", *flags)
-    args = train_mnist.parse_args([str(flag) for flag in flags])
+    args = train_mnist.parse_args(flags)
     images, labels, num_classes = training_tensors(small_mnist)
     torch.manual_seed(0)
     net = train_mnist.MODELS["compact"](num_classes)
@@ -117,37 +93,20 @@ def test_a_run_leaves_metrics_weights_and_done(
     small_mnist: Path, tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
 ) -> None:
     run_dir = tmp_path / "run"
-    metrics = run_main(
-        "train_mnist",
-        *(
-            f"--dataset {small_mnist} --run-dir {run_dir} --epochs 3 --batch-size 64 --log-every 5"
-        ).split(),
-    )
+    flags = f"--dataset {small_mnist} --run-dir {run_dir} --epochs 3 --batch-size 64"
+    metrics = run_main("train_mnist", *f"{flags} --log-every 5".split())
     output = capfd.readouterr().out
     steps, epochs = rows(run_dir, "steps"), rows(run_dir, "epochs")
     assert [row["step"] for row in steps] == list(range(5, 46, 5))  # 15 steps of 64 in 1009
     assert set(steps[0]) == {"step", "epoch", "train_loss", "train_loss_smoothed", "learning_rate"}
     assert [(row["step"], row["epoch"]) for row in epochs] == [(15, 1), (30, 2), (45, 3)]
-    assert set(epochs[0]) == {
-        "step",
-        "epoch",
-        "train_loss",
-        "train_loss_smoothed",
-        "train_accuracy",
-        "eval_loss",
-        "eval_accuracy",
-        "eval_samples",
-    }
+    kinds = {"train_accuracy", "eval_loss", "eval_accuracy", "eval_samples"}
+    assert {*epochs[0]} == {*steps[0]} - {"learning_rate"} | kinds
     assert metrics == {k: v for k, v in epochs[-1].items() if k != "step"}
     assert 0.75 < metrics["eval_accuracy"] < 1  # seen: 0.90
-    assert f"{metrics['eval_accuracy']:.2%}".replace("%", " %") in output
     assert "the last 49 of each shuffle are left out" in output
-    assert {p.name for p in run_dir.iterdir()} >= {
-        "run.json",
-        "timing.jsonl",
-        "DONE",
-        "checkpoints",
-    }
+    left = {path.name for path in run_dir.iterdir()}
+    assert left >= {"run.json", "timing.jsonl", "DONE", "checkpoints"}
     # The weights load in plain PyTorch and give the accuracy that was printed.
     weights, about = saved(run_dir)
     net = train_mnist.MODELS[about["model"]](len(about["classes"]))
@@ -165,87 +124,28 @@ def test_compiled_the_weights_have_plain_names(
     run_main(
         "train_mnist", *f"--dataset {small_mnist} --run-dir {tmp_path} --stop-after-steps 2".split()
     )
-    assert_plain_names(tmp_path)
-
-
-@pytest.mark.slow
-def test_compiled_by_the_yaml_on_two_processes_the_weights_have_plain_names(
-    small_mnist: Path, tmp_path: Path
-) -> None:
-    config = yaml.safe_load((CONFIGS / "2cpu.yaml").read_text())
-    config["dynamo_config"] = {"dynamo_backend": "EAGER"}  # traces like INDUCTOR, needs no compiler
-    (tmp_path / "compiled.yaml").write_text(yaml.safe_dump(config))
-    result = run(
-        "train_mnist.py",
-        *f"--dataset {small_mnist} --run-dir {tmp_path}/run --stop-after-steps 2".split(),
-        config=tmp_path / "compiled.yaml",
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    assert_num_processes(result.stdout, 2)
-    assert_plain_names(tmp_path / "run")
-
-
-def assert_plain_names(run_dir: Path) -> None:
-    weights, about = saved(run_dir)
+    weights, about = saved(tmp_path)
     train_mnist.MODELS[about["model"]](10).load_state_dict(weights)
 
 
-def test_stop_after_steps_ends_as_if_done(
-    small_mnist: Path, tmp_path: Path, run_main: Callable
+def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(
+    tiny_mnist: Path, tmp_path: Path, run_main: Callable
 ) -> None:
-    arguments = (
-        f"--dataset {small_mnist} --run-dir {tmp_path}/run --batch-size 64 "
-        "--stop-after-steps 20 --save-every 10"
-    ).split()
+    run = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --batch-size 64 --save-every 2"
+    arguments = f"{run} --epochs 3 --stop-after-steps 6".split()
     metrics = run_main("train_mnist", *arguments)
-    assert metrics["eval_samples"] == 251 and (tmp_path / "run" / "DONE").exists()
-    before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    log = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert metrics["eval_samples"] == 101 and (tmp_path / "run" / "DONE").exists()
+    before, log = (
+        (tmp_path / "run" / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl")
+    )
     assert run_main("train_mnist", *arguments, "--resume", "auto") == metrics
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == log
-
-
-def test_target_accuracy_missed_ends_with_3(
-    small_mnist: Path, tmp_path: Path, run_main: Callable
-) -> None:
     with pytest.raises(SystemExit) as ended:
-        run_main(
-            "train_mnist",
-            *(
-                f"--dataset {small_mnist} --run-dir {tmp_path}/run --stop-after-steps 1 "
-                "--target-accuracy 0.99"
-            ).split(),
-        )
-    assert ended.value.code == 3
-    assert (tmp_path / "run" / "DONE").exists()
-
-
-def test_an_earlier_run_is_moved_aside(
-    small_mnist: Path, tmp_path: Path, run_main: Callable
-) -> None:
-    arguments = f"--dataset {small_mnist} --run-dir {tmp_path}/run --stop-after-steps 1".split()
-    run_main("train_mnist", *arguments)
-    first = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    run_main("train_mnist", *arguments, "--seed", 1)
-    assert (tmp_path / "run.1" / "metrics.jsonl").read_bytes() == first
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() != first
-
-
-def test_validation_split_keeps_the_test_set_out(small_mnist: Path) -> None:
-    def split(seed: int) -> tuple[set, set]:
-        args = train_mnist.parse_args(
-            ["--dataset", str(small_mnist), "--validation-split", "200", "--seed", str(seed)]
-        )
-        train, held_out, _ = train_mnist.load_data(args)
-        return tuple({x.numpy().tobytes() for x in s.tensors[0]} for s in (train, held_out))
-
-    train, held_out = split(0)
-    assert (len(train), len(held_out)) == (809, 200) and not train & held_out
-    assert split(1)[1] == held_out  # every seed is judged by the same pictures
-    everything, *_ = load_images(str(small_mnist), "train", 28)
-    assert train | held_out == {x.numpy().tobytes() for x in everything.tensors[0]}
+        run_main("train_mnist", *arguments, "--seed", 1, "--target-accuracy", 0.99)
+    assert ended.value.code == 3 and (tmp_path / "run" / "DONE").exists()
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_bytes() == log
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() != log
 
 
 def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone() -> None:
@@ -282,23 +182,22 @@ def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch: pytest.Monke
     torch.testing.assert_close(all_x[:, :25], images[0, 0, :, 3:].float(), atol=1e-2, rtol=0)
     first_y = warp(16)  # the knot in the corner, along y
     assert not torch.equal(first_y[:9, :9], images[0, 0, :9, :9].float())
-    beyond = first_y[10:, 10:] - images[0, 0, 10:, 10:]
-    torch.testing.assert_close(beyond, torch.zeros(18, 18), atol=1e-2, rtol=0)
+    torch.testing.assert_close(first_y[10:, 10:], images[0, 0, 10:, 10:].float(), atol=0.01, rtol=0)
 
 
 def test_batchnorm_is_named_where_a_batch_is_split(
-    small_mnist: Path,
+    tiny_mnist: Path,
     tmp_path: Path,
     run_main: Callable,
     capfd: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(train_mnist.MODELS, "normed", normed)
-    run = f"--dataset {small_mnist} --run-dir {tmp_path}/run --stop-after-steps 1".split()
+    run = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --batch-size 64 --stop-after-steps 1"
     norms, parts = ["--model", "normed"], ["--accumulate", 2]
     for flags in (norms, parts, norms + parts):
-        run_main("train_mnist", *run, *flags)
-        named = "2 BatchNorm2d layers: its numbers depend on how a batch is split"
+        run_main("train_mnist", *run.split(), *flags)
+        named = "BatchNorm: its numbers depend on how a batch is split"
         assert (named in capfd.readouterr().out) == (len(flags) == 4)
 
 
@@ -313,38 +212,8 @@ def test_a_recipe_is_a_file_of_flags(path: Path) -> None:
     assert "seed" not in changed
 
 
-def test_a_tracker_that_is_not_installed_is_asked_for_by_name(
-    tmp_path: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install wandb"):
-        run_main("train_mnist", *f"--tracker wandb --run-dir {tmp_path}/run".split())
-
-
-def test_a_skipped_fp16_step_is_seen_because_the_optimizer_is_not_fused() -> None:
-    from accelerate import Accelerator
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    accelerator = Accelerator(cpu=True)
-    args = train_mnist.parse_args([])
-    for precision, seen in (("fp16", True), ("no", False)):
-        model = nn.Linear(2, 1)
-        fake = SimpleNamespace(mixed_precision=precision)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        optimizer = AcceleratedOptimizer(
-            make_optimizer(fake, model.parameters(), args), scaler=scaler
-        )
-        scaler.scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
-        before = [p.clone() for p in model.parameters()]
-        optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        # Fused, the step is skipped inside the kernel and Accelerate takes it for made.
-        assert optimizer.step_was_skipped == seen
-    assert accelerator.sync_gradients
-
-
 def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(
-    small_mnist: Path, tmp_path: Path
+    tiny_mnist: Path, tmp_path: Path
 ) -> None:
     program = (
         "import runpy, socket, sys\n"
@@ -353,22 +222,14 @@ def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(
         "socket.socket.connect = socket.socket.connect_ex = refuse\n"
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "loaded = {'torch._dynamo', 'torch._inductor', 'sympy', 'matplotlib'} & {*sys.modules}\n"
-        "assert not loaded, loaded\n"
+        "tools = {'torch._dynamo', 'torch._inductor', 'sympy', 'matplotlib'}\n"
+        "assert not tools & {*sys.modules}, tools & {*sys.modules}\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+    flags = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --stop-after-steps 2 --no-pictures"
     result = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            program,
-            ROOT / "train_mnist.py",
-            *(
-                f"--dataset {small_mnist} --run-dir {tmp_path}/run --stop-after-steps 2 "
-                "--no-pictures"
-            ).split(),
-        ],
-        env={**environment, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", program, ROOT / "train_mnist.py", *flags.split()],
+        env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
@@ -383,21 +244,3 @@ def test_the_default_run_reaches_what_the_readme_says(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     (*_, last) = rows(tmp_path / "run", "epochs")
     assert 0.993 <= last["eval_accuracy"] < 0.998 and last["eval_samples"] == 10_000
-
-
-@pytest.mark.slow
-def test_lenet_on_fashion_mnist(tmp_path: Path) -> None:
-    folder = ROOT.parent / "shared" / "data" / "fashion_mnist"
-    if not folder.exists():
-        pytest.skip("Fashion-MNIST is not shipped")
-    result = run(
-        "train_mnist.py",
-        *(
-            f"--dataset {folder} --model lenet --optimizer sgd --batch-size 256 --epochs 5 "
-            f"--run-dir {tmp_path}/run"
-        ).split(),
-        timeout=300,
-        env={"OMP_NUM_THREADS": "2"},
-    )
-    assert result.returncode == 0, result.stderr
-    assert 0.88 <= rows(tmp_path / "run", "epochs")[-1]["eval_accuracy"] < 0.95

@@ -23,10 +23,12 @@ def smallest_is_best(metric: str) -> bool:
 
 def judge(args: argparse.Namespace, progress: Progress) -> bool:
     """Is this evaluation the best so far? Those that are not are counted: --patience ends a run."""
-    name, best = args.keep_best, progress.best
+    name = args.keep_best
     if name not in progress.metrics:
         return False
-    value, progress.best_name = progress.metrics[name], name
+    if progress.best_name != name:  # it was another one before a resume
+        progress.best, progress.best_name, progress.num_worse = None, name, 0
+    value, best = progress.metrics[name], progress.best
     better = best is None or (value < best if smallest_is_best(name) else value > best)
     if better and math.isfinite(value):
         progress.best, progress.best_step, progress.num_worse = value, progress.step, 0
@@ -43,22 +45,10 @@ def problem(args: argparse.Namespace, progress: Progress) -> str:
     return f"--keep-best {args.keep_best}: there are only {', '.join(progress.metrics)}"
 
 
-def forget_another(args: argparse.Namespace, progress: Progress) -> str:
-    """Forget the best value of a metric that the rest of the run is not held to.
-
-    Its checkpoint stays until there is a new best.
-    """
-    before = progress.best_name
-    if before in (None, args.keep_best):
-        return ""
-    progress.best, progress.best_name, progress.num_worse = None, None, 0
-    return f"--keep-best was {before} and is {args.keep_best}: what is best is found anew"
-
-
 def describe(accelerator: Accelerator, args: argparse.Namespace, progress: Progress) -> str:
     """Which evaluation was best, and which file has its weights."""
-    if progress.best is None:
-        return f"{args.keep_best} was never a finite number: nothing was kept for it"
+    if progress.best is None or progress.best_name != args.keep_best:
+        return f"no evaluation gave a finite {args.keep_best}: nothing was kept for it"
     where = _best_file(accelerator, args, progress)
     value = show(args.keep_best, progress.best)
     return f"{args.keep_best} was best at step {progress.best_step}, {value}: {where} those weights"

@@ -3,7 +3,7 @@
     checkpoints/step-0000000468/    has this name only when it is complete and on the disk
         state/                      what accelerator.save_state wrote
         trainer.json                position of the run, running sums, size of the log
-        MANIFEST.json               size and SHA-256 of every file, and its own SHA-256
+        MANIFEST.json               size and SHA-256 of every file
 
 Nothing is registered with Accelerate, which would unpickle it without weights_only, and nothing
 depends on saved random states (trainkit.order says what takes their place).
@@ -89,7 +89,7 @@ class Checkpoints:
         self.accelerator, self.directory = accelerator, run_dir / "checkpoints"
         self.history, self.means, self.keep, self.averages = history, means, keep, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
-        self.last_step = -1
+        self.saved_step = -1  # of the newest checkpoint
         average_files = averages if accelerator.is_main_process else ()
         accelerator.register_save_state_pre_hook(partial(shards.before_save, average_files))
 
@@ -100,7 +100,7 @@ class Checkpoints:
         of them fails, RuntimeError if JSON changes run.state; older checkpoints are untouched.
         """
         check_json("run.state", progress.state)
-        if progress.step == self.last_step:
+        if progress.step == self.saved_step:
             return  # same weights; a resume repeats whatever was done since, for example evaluating
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         final = self.directory / f"step-{progress.step:010d}"
@@ -118,15 +118,15 @@ class Checkpoints:
         with failing_together(accelerator, what, RunFailure):
             if main:
                 self._commit(temporary, final, progress, sums)
-        self.last_step = progress.step
+        self.saved_step = progress.step
 
     def resume(self, wanted: str | None, last_step: int = sys.maxsize) -> Progress:
         """Load the checkpoint that --resume names and return where the run stood.
 
-        None: a new run. "auto": the newest whole checkpoint, or a new run if there is none.
+        None: a new run. "auto": the newest whole checkpoint; a new run if there is no checkpoint.
         "latest": the newest whole checkpoint, or fail. A path: exactly that checkpoint, or fail.
         Every process must call this. Raises UsageError on all of them, before any weight changes,
-        if the checkpoint is damaged, of another run or from after the last step of this run.
+        if none is whole, or it is of another run or from after the last step of this run.
         """
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         path, trainer = None, {}
@@ -143,7 +143,7 @@ class Checkpoints:
             if path:
                 self._load_state(path / "state")
                 self.means.load(trainer["sums"])
-                self.last_step = progress.step
+                self.saved_step = progress.step
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
                 # The run continues here: later checkpoints are renamed, the last one first, then
@@ -155,7 +155,7 @@ class Checkpoints:
                 sync(self.directory)
                 self.history.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
-        accelerator.step = 0  # saved between two accumulation windows, at whatever world size
+        accelerator.step = 0  # of micro-batches; a checkpoint lies between two optimizer steps
         for notice in notices:
             print(notice, flush=True)
         if path:
@@ -172,7 +172,7 @@ class Checkpoints:
         optimizers = [wrapped.optimizer for wrapped in prepared_optimizers(self.accelerator)]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         kernels = [{n: g[n] for n in ("fused", "foreach", "capturable") if n in g} for g in groups]
-        shards.read(self.accelerator, self._tensors(), self.fingerprint.values(), folder)
+        shards.read(self.accelerator, self._tensors(), folder)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 kernel = kernels.pop(0)
@@ -182,7 +182,7 @@ class Checkpoints:
                     state = optimizer.state.get(weight, {})
                     for name, value in state.items():
                         shape = getattr(value, "shape", ())
-                        # A fused kernel takes numbers as they lie, and may read beyond them.
+                        # A fused kernel ignores strides and shapes, and may read beyond the end.
                         if shape == weight.shape:
                             state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
                         elif kernel.get("fused") and shape:
@@ -230,10 +230,8 @@ class Checkpoints:
         """trainer.json of a whole checkpoint, if it belongs to this run."""
         with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
             trainer = json.loads((path / "trainer.json").read_text())
-            now = self.fingerprint
-            left_out = {name: now[name] for name in now if name.startswith(shards.FROZEN)}
-            before = left_out | trainer["fingerprint"]  # without in older ones, which hold them
-            # Files first: one that is gone says more than the sum over all of them.
+            before, now = trainer["fingerprint"], self.fingerprint
+            # Files first: the name of one that is gone says more than a hash over all of them.
             for name in sorted(now | before, key=lambda name: not name.startswith("/")):
                 if before.get(name) != now.get(name):
                     raise UsageError(
@@ -241,11 +239,6 @@ class Checkpoints:
                         f"{now.get(name)!r} here"
                     )
             before, now = trainer["world"], self.world()
-            if now["mixed_precision"] == "fp16" and before["mixed_precision"] != "fp16":
-                raise UsageError(
-                    f"{path} was saved with mixed_precision {before['mixed_precision']!r}, so it "
-                    "has no loss scale, which fp16 needs: resume with the YAML it was saved under"
-                )
             for name in now:
                 if before.get(name, now[name]) != now[name]:
                     notices.append(
@@ -281,7 +274,7 @@ class Checkpoints:
             "world": self.world(),
         }
         (temporary / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
-        write_manifest(temporary, progress.step)
+        write_manifest(temporary)
         os.rename(temporary, final)
         sync(self.directory)
         for old in self._steps()[: -self.keep]:

@@ -98,7 +98,7 @@ class Dropout(nn.Dropout):
             return super().forward(inputs)
         if self.drawn:
             raise RuntimeError(
-                "order.Dropout was used twice for a batch, or outside of run.steps(): use "
+                "Dropout was used twice for a batch, or outside of run.steps(): use "
                 "nn.Dropout there"
             )
         self.drawn = True

@@ -40,7 +40,7 @@ class RunningMeans:
     def means(self, prefix: str) -> dict[str, float]:
         """PREFIX_NAME: the means of the epoch so far. Every process must call this.
 
-        It flushes nothing: the sums of a run that evaluates here are those of one that does not.
+        It flushes nothing, so an evaluation does not change the rounding of later means.
         """
         window = self._reduce()
         return means(prefix, {n: add_pairs(self.totals[n], window[n]) for n in window})
@@ -79,14 +79,10 @@ class RunningMeans:
         self.totals.setdefault(name, (0.0, 0.0))
 
     def _row(self) -> torch.Tensor:
-        """Sum and count of each name, by name; float64, as a count may exceed 2**24."""
-        device = self.accelerator.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # a Mac's GPU has no other
-        pairs = [(self.sums[name], self.counts[name]) for name in sorted(self.sums)]
-        numbers = [torch.as_tensor(x, dtype=dtype, device=device) for pair in pairs for x in pair]
-        return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
+        """Sum and count of each name, by name; float64, as a count may exceed 2**24.
 
-    def _reduce(self) -> dict[str, tuple[float, float]]:
+        Every process must call this, and have the same names.
+        """
         names = sorted(self.sums)
         if self.accelerator.num_processes > 1:
             everybody = gather_object([names])
@@ -96,8 +92,15 @@ class RunningMeans:
                     f"process and {', '.join(others[0]) or 'nothing'} on another: every process "
                     "must add the same names"
                 )
+        device = self.accelerator.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # a Mac's GPU has no other
+        pairs = [(self.sums[name], self.counts[name]) for name in names]
+        numbers = [torch.as_tensor(x, dtype=dtype, device=device) for pair in pairs for x in pair]
+        return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
+
+    def _reduce(self) -> dict[str, tuple[float, float]]:
         row = self.accelerator.reduce(self._row(), reduction="sum").tolist()
-        pairs = dict(zip(names, zip(row[::2], row[1::2], strict=True), strict=True))
+        pairs = dict(zip(sorted(self.sums), zip(row[::2], row[1::2], strict=True), strict=True))
         return {name: pairs[name] for name in self.sums}
 
 
@@ -113,7 +116,7 @@ def means(prefix: str, pairs: dict[str, tuple[float, float]]) -> dict[str, float
 def sum_and_count(
     call: str, values: torch.Tensor, where: torch.Tensor | None
 ) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Sum and number of the values that count, all without where: the host waits for neither.
+    """Sum and number of the values that count (all if where is None); the host waits for neither.
 
     A float where= weighs: the values times their weights, and the sum of the weights.
     """

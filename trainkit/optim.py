@@ -1,4 +1,4 @@
-"""Optimizer and learning rate from the flags of trainkit.arguments: torch's own, put together."""
+"""Optimizer and learning rate from the flags of words/arguments.py: torch's own, put together."""
 
 import argparse
 import math

@@ -1,7 +1,8 @@
-"""Which samples come when, as pure functions of (seed, epoch, sample, step): no state to lose.
+"""Which samples come when: a pure function of (seed, epoch, place), so there is no state to lose.
 
-A resumed run, a run with other workers and a run with another number of processes therefore see the
-same samples in the same order with the same augmentation.
+What a sample draws, such as its augmentation, is one of (seed, epoch, sample). A resumed run, a run
+with other workers and a run with another number of processes therefore see the same samples in the
+same order with the same augmentation. (Data sets that make whole batches: see WholeBatches.)
 """
 
 import argparse
@@ -26,7 +27,7 @@ from trainkit.errors import UsageError
 from trainkit.launch.signals import outlive_signals
 from trainkit.private import tree_map_only
 
-# order(epoch, first, last): the sample indices at the places first to last of an epoch, int64.
+# order(epoch, first, last): the sample indices at the places first <= place < last, int64.
 Order = Callable[[int, int, int], torch.Tensor]
 
 NUM_AHEAD = 2**16  # places of an order that are computed at a time
@@ -64,7 +65,7 @@ def dealt(num_samples: int, size: int, first: int, last: int) -> tuple[int, int]
 class EpochBatches(Sampler):
     """Batches of sample indices whose order is a function of (seed, epoch, place) alone.
 
-    A batch is a `Slots` over all processes; Accelerate gives each process its slice
+    A batch is a `Slots`, a micro-batch of all processes; Accelerate gives each process its slice
     (split_batches=True). The last batch of an epoch, where it is short, is either dropped or dealt
     out as it is: no sample comes twice, and no process has fewer batches than another, which would
     leave the others waiting. Time and memory do not depend on the number of samples.
@@ -73,14 +74,14 @@ class EpochBatches(Sampler):
         num_samples: size of the data set.
         batch_size: samples per optimizer step over all processes.
         seed: of the shuffle; None yields the samples in their own order.
-        order: order(epoch, first, last) gives the indices at the places first to last of an epoch,
-            int64; None: each sample once, shuffled by seed.
+        order: order(epoch, first, last) gives the indices at the places first <= place < last of
+            an epoch, int64; None: each sample once, shuffled by seed.
         drop_last: leave out the last num_samples % batch_size samples of each epoch.
         accumulate: micro-batches per optimizer step; divides batch_size.
 
     Attributes:
         device: where the indices are.
-        is_own: the order is not torch.randperm's.
+        is_own: the order is not what the seed meant in every release: a checkpoint tells it apart.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class EpochBatches(Sampler):
     ):
         assert batch_size % accumulate == 0
         self.num_samples = num_samples
-        self.batch_size = batch_size // accumulate  # read by Accelerate, which splits it
+        self.batch_size = batch_size // accumulate  # of a micro-batch; Accelerate reads this name
         self.seed, self.order = seed, order or shuffled(num_samples, seed)
         self.is_own = order is not None or num_samples > NUM_HELD
         self.drop_last = False  # read by Accelerate: every batch that arrives there is full
@@ -181,12 +182,12 @@ class InMemory(TensorDataset):
 class WholeBatches(Dataset):
     """What a loader reads: one item of it is a whole batch of `dataset`, also a short one.
 
-    Of a short batch a process may get no sample at all. It then gets a batch of zero rows, so that
-    it takes part in the step. Before each sample that `dataset.__getitem__` makes, the generators
-    of torch, numpy and random are seeded by (seed, epoch, sample index): random transforms give the
-    same in every run, whatever the workers and processes are. Before each batch that
-    `dataset.__getitems__` makes they are seeded by (seed, epoch, first sample index, length): the
-    same in every run with this number of processes and micro-batches.
+    Of a short batch a process may get no sample at all. It then gets an empty batch, tensors of 0
+    rows, so that it takes part in the step. Before each sample that `dataset.__getitem__` makes,
+    the generators of torch, numpy and random are seeded by (seed, epoch, sample index): random
+    transforms give the same in every run, whatever the workers and processes are. Before each batch
+    that `dataset.__getitems__` makes they are seeded by (seed, epoch, first sample index, length):
+    the same in every run with this number of processes and micro-batches.
     """
 
     def __init__(
@@ -297,7 +298,7 @@ def make_loader(
         batch_sampler=batches,
         collate_fn=already_made,
         num_workers=args.num_workers,
-        timeout=args.timeout * (args.num_workers > 0),  # a full /dev/shm swallows a batch
+        timeout=args.timeout * (args.num_workers > 0),  # a batch is lost where /dev/shm is full
         persistent_workers=args.num_workers > 0,
         pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
         worker_init_fn=outlive_signals,

@@ -46,9 +46,13 @@ def prepared_loaders(accelerator: Accelerator) -> list[DataLoader]:
     return accelerator._dataloaders
 
 
-def registered_objects(accelerator: Accelerator) -> list[Any]:
-    """What accelerator.register_for_checkpointing was given."""
-    return accelerator._custom_objects
+def end_workers(accelerator: Accelerator) -> None:
+    """End the loader workers: else a notebook waits 5 s for each when Python collects garbage.
+
+    The queue that would tell a worker to end is garbage too by then, and may be closed first.
+    """
+    for loader in prepared_loaders(accelerator):
+        loader.base_dataloader._iterator = None
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -85,12 +89,14 @@ def fix_bucket_order(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def share_frozen_weights(accelerator: Accelerator) -> None:
+def share_frozen_weights(
+    accelerator: Accelerator, frozen: Callable[[nn.Module], dict[str, torch.Tensor]]
+) -> None:
     """Let what is frozen stay where from_pretrained has mapped it from a file, once per machine.
 
     Else each process would have a copy of its own: Accelerate moves a model to the device cpu:0,
     which is not cpu, and DistributedDataParallel overwrites it by that of the first process. Call
-    before accelerator.prepare.
+    before accelerator.prepare. `frozen` returns by name what is frozen of a model.
     """
     prepare = accelerator.prepare_model
 
@@ -99,10 +105,8 @@ def share_frozen_weights(accelerator: Accelerator) -> None:
     ) -> nn.Module:
         if accelerator.device.type == "cpu":
             device_placement = False
-        named = model.named_parameters(remove_duplicate=False)
-        frozen = [name for name, weight in named if not weight.requires_grad]
         parallel = nn.parallel.DistributedDataParallel
-        parallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+        parallel._set_params_and_buffers_to_ignore_for_model(model, [*frozen(model)])
         return prepare(model, device_placement, **options)
 
     accelerator.prepare_model = prepare_model

@@ -20,8 +20,9 @@ processes and micro-batches. Run never calls the model, backward or step, never 
 and does not know what a metric means. Between two of the script's lines it counts, logs, saves and
 stops.
 
-Who does it: order.py (which samples), step.py (one optimizer step), means.py, checkpoint.py. Closed
-rooms: guards/ (what is refused), launch/ (processes, signals), folder/ (files), talk/ (words).
+Who does it: order.py (which samples), step.py (one optimizer step), means.py, checkpoint.py, and
+session.py (load, begin and finish). Details that you can skip: guards/ (what is refused), launch/
+(processes, signals), folder/ (files), words/ (flags, what is printed).
 """
 
 import signal
@@ -75,8 +76,9 @@ class Run(Session):
 
     @allowed("between")
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, from 0. The body runs steps() to its end, then end_epoch().
+        """The epochs that are left; the first of a run is 0.
 
+        The body runs steps() to its end, then end_epoch().
         With --eval-every an epoch comes several times, each time up to the next evaluation. To end
         the run early call stop(); an exception ends it where it is.
         """
@@ -111,7 +113,7 @@ class Run(Session):
         self.unchanged.check(progress.state)
         batches.set_position(progress.epoch, self._num_done())
         self.reporter.start(progress, self._num_done(), self.last_step)
-        if not self._must_evaluate():  # a run that was stopped before an evaluation resumes with it
+        if not self._must_evaluate():  # resumed where an evaluation is still due
             yield from self._steps_to_evaluation(loader)
         self.signals.barrier()
         self.step.guard.finish(*self.optimizers)
@@ -137,7 +139,7 @@ class Run(Session):
             if is_new_step:
                 self._finish_step()
                 if self._is_over() or self._must_evaluate():
-                    loader.end()  # Accelerate's own, at an end that comes before the loader's
+                    loader.end()  # tells Accelerate that nothing more is read of this loader
                     return
 
     def _finish_step(self) -> None:
@@ -192,6 +194,7 @@ class Run(Session):
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
 
+        On a GPU that is noticed one step later, and always before a checkpoint.
         Call it between backward and optimizer.step(); inside an accumulation window it does
         nothing. Several optimizers in one call are clipped by the norm of all their gradients.
         Every process must call this. Raises RunFailure on all of them.
@@ -246,7 +249,7 @@ class Run(Session):
         ends the run between two batches, and a resume evaluates again. Every process must call
         this. Raises RuntimeError for values that are not one row per sample.
         """
-        # Only between steps() and end_epoch() there is a checkpoint that a resume evaluates.
+        # Elsewhere a checkpoint could not say that an evaluation is still due.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
         metrics = evaluation.evaluate(self.accelerator, loader, judge, stopping)
         if metrics is not None:
@@ -282,7 +285,7 @@ class Run(Session):
             about_best = self.about | {"step": progress.step}
             self._write("best.safetensors", self.state_of(self.models[0]), about_best)
         if self._is_over() and predictions is not None:
-            # Before the last checkpoint: a resume from it does not evaluate again.
+            # Before the last checkpoint, which says that this evaluation was made.
             self._write(records.PREDICTIONS, tensors, about)
         if self.average is not None:
             self.average.swap()
@@ -296,7 +299,7 @@ class Run(Session):
 
     def _log_evaluation(self, metrics: dict[str, float], num_trained: int) -> None:
         progress, means = self.progress, self.means.means("train")
-        check_metrics(means, [*self.means.sums], metrics)
+        check_metrics(means, metrics)
         progress.metrics = {"epoch": progress.epoch, **means, **metrics}
         progress.metrics_step = progress.step
         done = progress.epoch + progress.batch / self.steps_per_epoch

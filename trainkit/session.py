@@ -36,6 +36,7 @@ from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
 from trainkit.means import RunningMeans
 from trainkit.order import InMemory, batches_of, num_used
 from trainkit.private import (
+    end_workers,
     fix_bucket_order,
     prepared_loaders,
     prepared_models,
@@ -93,12 +94,6 @@ class Session:
         self.check = check or arguments.check_shared
         self.stage, self.resources = "new", ExitStack()
 
-    def __getattr__(self, name: str) -> Any:
-        """Called for an attribute that is not set: it comes later if it is declared above."""
-        if any(name in kind.__annotations__ for kind in type(self).__mro__[:-1]):
-            raise out_of_order(f"run.{name}", self.stage)
-        raise AttributeError(f"Run has no attribute {name!r}")
-
     def __enter__(self) -> "Session":
         need(self, "`with run`", "new")
         refuse_pickled_code()
@@ -117,7 +112,7 @@ class Session:
                 log_with=make_trackers(args, self.history, self.project),
             )
         shards.shard(self.accelerator)
-        share_frozen_weights(self.accelerator)
+        share_frozen_weights(self.accelerator, shards.frozen)
         nodes.check_world(self.accelerator)
         nodes.check_nodes(self.accelerator, args)
         self.check(args, self.accelerator.num_processes)
@@ -131,12 +126,18 @@ class Session:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Clean up. No collectives after an error: other processes may be gone."""
+        if error is not None and self.stage == "batch" and self.step.num_rows == 0:
+            error.add_note(
+                "This process has no sample of this short batch, and a layer or a loss may refuse "
+                "0 rows (docs/your_own.md): use another --batch-size, or --drop-last"
+            )
         with self.resources:
             if error is not None and self.accelerator.num_processes > 1:
                 # The launcher sends it to all when the first has left: their sentence comes before.
                 self.signals.ignore(signal.SIGTERM)
             if self.stage == "over":
                 self.signals.wait()
+                end_workers(self.accelerator)
                 self.accelerator.end_training()
             elif error is None:
                 raise out_of_order("the end of `with Run(...)`", self.stage)
@@ -230,13 +231,6 @@ class Session:
     def _say_where_it_starts(self, started_from: str) -> None:
         if started_from and self.progress.step == 0:
             self.print(started_from)
-        if forgotten := best.forget_another(self.args, self.progress):
-            self.print(forgotten)
-        if self.progress.ended:
-            self.print(
-                "this run has ended early, as run.stop() or --patience asked for: to go on, start "
-                "a new one with --start-from"
-            )
 
     def _make_state(self, identity: dict[str, Any]) -> None:
         """What changes from step to step, and the checkpoints that hold it."""

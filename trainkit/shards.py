@@ -8,7 +8,7 @@ Parameters that are frozen (requires_grad=False) are in no checkpoint: their dig
 """
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.folder.weights import separate
 from trainkit.optim import weights_of
-from trainkit.private import (
-    prepared_optimizers,
-    prepared_schedulers,
-    tree_map,
-    tree_map_only,
-)
+from trainkit.private import prepared_optimizers, prepared_schedulers, tree_map, tree_map_only
 
 Tensors = dict[str, torch.Tensor]
-FROZEN = "the frozen weight "
 
 
 def shard(accelerator: Accelerator) -> None:
@@ -124,7 +119,7 @@ def state_of(model: nn.Module) -> Tensors:
 def digests(models: Sequence[nn.Module]) -> dict[str, str]:
     """For each frozen weight, in words, its digest. Every process must call this."""
     return {
-        f"{FROZEN}{name} of model {number}": digest(weight)
+        f"the frozen weight {name} of model {number}": digest(weight)
         for number, model in enumerate(models)
         for name, weight in frozen(model).items()
     }
@@ -132,7 +127,7 @@ def digests(models: Sequence[nn.Module]) -> dict[str, str]:
 
 def digest(value: torch.Tensor) -> str:
     """A hash of all bytes, 12 GB a second. Every process must call this."""
-    rows = gathered(value, keep=True).contiguous().flatten()
+    rows = gathered(value, keep=True).flatten()
     return xxhash.xxh3_128_hexdigest(rows.view(torch.uint8).numpy())
 
 
@@ -143,17 +138,10 @@ def before_save(
 
     A hook of accelerator.save_state, which would leave one name out, and warn of it each time.
     """
-    weights[:] = map(state_of, models)
-    for state in weights:
-        seen = set()
-        for name, tensor in state.items():
-            memory = tensor.untyped_storage().data_ptr()
-            state[name] = (tensor.clone() if memory in seen else tensor).contiguous()
-            seen.add(memory)
+    weights[:] = (separate(state_of(model)) for model in models)
     for number, average in enumerate(averages):
-        values = {name: value.contiguous() for name, value in average.items()}
         name = f"average_{number}.safetensors" if number else "average.safetensors"
-        save_file(values, Path(folder, name))
+        save_file(separate(average), Path(folder, name))
 
 
 def writer(accelerator: Accelerator, tensors: Sequence[Tensors]) -> Callable[[Path], None]:
@@ -177,13 +165,8 @@ def writer(accelerator: Accelerator, tensors: Sequence[Tensors]) -> Callable[[Pa
     return write
 
 
-def read(
-    accelerator: Accelerator, tensors: Sequence[Tensors], known: Collection[str], folder: Path
-) -> None:
-    """Load what writer() or accelerator.save_state wrote, whether the run is sharded or not.
-
-    `known`: the digests of what is frozen, which older checkpoints hold.
-    """
+def read(accelerator: Accelerator, tensors: Sequence[Tensors], folder: Path) -> None:
+    """Load what writer() or accelerator.save_state wrote, whether the run is sharded or not."""
     load = partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
     files = [load(path) for path in sorted(folder.glob("shard-*"))]
     if not files:  # average, model, optimizer, scheduler
@@ -192,23 +175,22 @@ def read(
     others = *prepared_optimizers(accelerator), *prepared_schedulers(accelerator)
     for own, *parts in zip((*tensors, *others), *files, strict=True):
         if isinstance(own, dict):
-            _copy(own, known, parts)
+            _copy(own, parts)
             continue
         if isinstance(own, torch.optim.Optimizer):
             weights, states = weights_of(own), [of["state"] for of in parts]
             like = {i: dict.fromkeys(of, weights[i]) for i, of in states[0].items()}
             parts[0]["state"] = tree_map(share, like, *states)
         own.load_state_dict(parts[0])
-    if accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(load(folder / "scaler.pt"))
+    loss_scale = folder / "scaler.pt"
+    if accelerator.scaler is not None and loss_scale.exists():  # else it begins as a new one
+        accelerator.scaler.load_state_dict(load(loss_scale))
 
 
-def _copy(own: Tensors, known: Collection[str], parts: Sequence[Tensors]) -> None:
+def _copy(own: Tensors, parts: Sequence[Tensors]) -> None:
     """Copy into `own` tensors of which each part has some rows."""
     for name in own | parts[0]:
         value = share(own.get(name), *(part[name] for part in parts))
-        fits = value.shape == own[name].shape if name in own else digest(value) in known
-        if not fits:  # copy_ would repeat one that is shorter
+        if name not in own or value.shape != own[name].shape:  # copy_ would repeat a shorter one
             raise UsageError(f"the weight {name} of the checkpoint is not the one of this run")
-        if name in own:
-            own[name].copy_(value)
+        own[name].copy_(value)

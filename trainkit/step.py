@@ -23,16 +23,17 @@ class Step:
     """What is known of the step that is being made. Run starts it and finishes it.
 
     Attributes:
-        samples_draw: making a sample seeds numpy and random, sooner or later by how far a loader
-            reads ahead: so they are seeded again before each forward pass.
+        samples_draw: making a sample seeds numpy and random, at a time that depends on how far the
+            loader reads ahead: so they are seeded again before each forward pass.
         position: the number of the step and its learning rate, for error messages.
         num_samples: samples of the step, over all processes and micro-batches.
         num_before: of them those in the micro-batches before the one at hand.
         num_rows: samples of this process in the micro-batch at hand.
-        losses: this process's share of each mean of the micro-batch at hand.
+        losses: this process's share of each mean of the micro-batch at hand, for the finite guard;
+            under where= divided by num_samples until factor is known.
         num_counted: values that where= counted so far in this process, or the sum of its weights;
             None without where=.
-        factor: num_samples / that of the whole step; None until it is known.
+        factor: num_samples / num_counted of all processes; None before clip_and_check.
         clipped, stepped: the optimizers that may be stepped now, and those that were.
     """
 
@@ -60,7 +61,7 @@ class Step:
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
         for optimizer in prepared_optimizers(accelerator):
-            optimizer.optimizer.register_step_pre_hook(self.check_order)
+            optimizer.optimizer.register_step_pre_hook(self.check_clipped)
         self.update_scale = None
         if accelerator.scaler is not None:
             # Accelerate updates the loss scale after each optimizer's step: a second optimizer
@@ -92,6 +93,7 @@ class Step:
     def mean(self, values: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
         """See Run.step_mean."""
         num = self.num_samples
+        # An earlier mean of this step had where= and this one has not, or the other way round.
         mixed = (self.losses or self.num_before) and (where is None) != (self.num_counted is None)
         if mixed or (where is not None and self.losses):
             raise RuntimeError(
@@ -112,7 +114,7 @@ class Step:
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """See Run.clip_and_check."""
-        # A wait for the device may never end if another process died; these waits on the CPU do.
+        # A wait for the device may never end if another process died; these waits time out.
         if self.accelerator.scaler is None:
             self.signals.wait()  # the guard reads the norm of the step before
         else:
@@ -122,13 +124,14 @@ class Step:
             self.factor = self.num_samples / torch.where(num_counted == 0, 1, num_counted)
             self.losses = [loss * self.factor for loss in self.losses]
         if self.factor is not None:
-            scale_gradients(self.factor, *optimizers)
+            fresh = (each for each in optimizers if each.optimizer not in self.clipped)
+            scale_gradients(self.factor, *fresh)
         norm = clip_gradients(self.accelerator, self.args.clip_norm, *optimizers)
         self.clipped |= {each.optimizer for each in optimizers}
         self.guard.check(norm, self.losses, self.position)
 
     def finish_micro_batch(self, is_last: bool) -> None:
-        """Count its samples; is_last: an optimizer step was made behind it."""
+        """Count its samples; is_last: an optimizer step followed it."""
         self.num_before += self._num_here()
         if is_last and self.num_before < self.num_samples:
             raise RuntimeError(
@@ -152,7 +155,7 @@ class Step:
         """Let the model be an ordinary one again."""
         release_dropout(self.dropouts)
 
-    def check_order(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def check_clipped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise RuntimeError if an optimizer is stepped whose gradients were not clipped."""
         if optimizer not in self.clipped:
             raise RuntimeError(
@@ -186,7 +189,7 @@ class Step:
         nums = [self.rows_of(rank)[1] for rank in world]
         # All processes must send equally many rows: those that are missing are zeros.
         padded = torch.cat((rows, rows.new_zeros(max(nums) - len(rows), *rows.shape[1:])))
-        from torch.distributed.nn.functional import all_gather  # here: a start is shorter
+        from torch.distributed.nn.functional import all_gather  # imported late: a start is shorter
 
         shares = all_gather(padded)
         return torch.cat([share[:num] for share, num in zip(shares, nums, strict=True)]), first

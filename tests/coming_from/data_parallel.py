@@ -10,6 +10,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from lenet import make_lenet
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,18 +19,7 @@ device_ids = list(range(torch.cuda.device_count()))
 device = torch.device("cuda:0" if device_ids else "cpu")
 
 torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Conv2d(1, 20, 3),
-    nn.ReLU(),
-    nn.AvgPool2d(2),
-    nn.Conv2d(20, 50, 5),
-    nn.ReLU(),
-    nn.AvgPool2d(2),
-    nn.Flatten(),
-    nn.Linear(800, 128),
-    nn.ReLU(),
-    nn.Linear(128, 10),
-)
+model = make_lenet()
 model = nn.DataParallel(model.to(device), device_ids=device_ids or None)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 

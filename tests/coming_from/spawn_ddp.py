@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from lenet import make_lenet
 from safetensors.torch import load_file
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
@@ -34,18 +34,7 @@ def train(rank: int, port: int) -> None:
     loader = DataLoader(dataset, batch_size // WORLD_SIZE, sampler=sampler)
 
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 20, 3),
-        nn.ReLU(),
-        nn.AvgPool2d(2),
-        nn.Conv2d(20, 50, 5),
-        nn.ReLU(),
-        nn.AvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(800, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
-    )
+    model = make_lenet()
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 

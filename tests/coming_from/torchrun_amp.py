@@ -12,8 +12,8 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lenet import make_lenet
 from safetensors.torch import load_file
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
@@ -25,18 +25,7 @@ data = load_file(sys.argv[1])
 num_steps = len(data["batches"])
 
 torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Conv2d(1, 20, 3),
-    nn.ReLU(),
-    nn.AvgPool2d(2),
-    nn.Conv2d(20, 50, 5),
-    nn.ReLU(),
-    nn.AvgPool2d(2),
-    nn.Flatten(),
-    nn.Linear(800, 128),
-    nn.ReLU(),
-    nn.Linear(128, 10),
-).to(device)
+model = make_lenet().to(device)
 model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
 # Both stepped after each batch: down by a tenth over the epoch, and half a cosine on top.

@@ -17,11 +17,11 @@ process. With EMULATED_CARDS_REPORT=PATH each process leaves PATH.RANK.json at i
     steps   one entry per optimizer step that was made, each with
               waits      {file:line and text: times the host waited for the device}
               copies     {the same: copies from the host to the device}
-              operators  how many operators ran on the device
             since the step before it (the first: since the process began)
-    rest    the same, since the last step
+    card    the card that the process used
 """
 
+import atexit
 import json
 import linecache
 import os
@@ -39,8 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
-HERE = str(Path(__file__).parent)
 LIBRARIES = (str(Path(torch.__file__).parents[1]), str(Path(os.__file__).parent))
+NOT_THE_SCRIPT = (*LIBRARIES, str(Path(__file__).parent), "<")
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 JOINING = (aten.cat.default, aten.stack.default)  # the operators that take no CPU scalar
 HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -53,7 +53,6 @@ class Ledger:
         self.steps: list[dict[str, Any]] = []
         self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        self.operators = 0
 
     def wait(self, what: str) -> None:
         """The host waits until the device has done all its work so far."""
@@ -65,20 +64,14 @@ class Ledger:
         if not (non_blocking and is_pinned(source)):
             self.wait("blocking copy to the card")
 
-    def take(self) -> dict[str, Any]:
-        """Everything since the last call."""
-        taken = {"waits": self.waits, "copies": self.copies, "operators": self.operators}
-        self.waits, self.copies, self.operators = Counter(), Counter(), 0
-        return taken
-
     def end_step(self, *_: Any) -> None:
-        self.steps.append(self.take())
+        self.steps.append({"waits": self.waits, "copies": self.copies})
+        self.waits, self.copies = Counter(), Counter()
 
     def write(self, path: str) -> None:
-        rank = int(os.environ.get("RANK", "0"))
         card = None if cards.home is None else f"cuda:{cards.home}"
-        report = {"rank": rank, "card": card, "steps": self.steps, "rest": self.take()}
-        Path(f"{path}.{rank}.json").write_text(json.dumps(report, indent=1))
+        report = json.dumps({"card": card, "steps": self.steps}, indent=1)
+        Path(f"{path}.{os.environ.get('RANK', '0')}.json").write_text(report)
 
 
 class Cards:
@@ -94,8 +87,6 @@ class Cards:
         """The card that `device` means, which the caller puts a tensor on."""
         index = torch.device(device).index
         index = self.current if index is None else index
-        if index >= torch.cuda.device_count():
-            raise RuntimeError(f"CUDA error: invalid device ordinal: {index} ({where()})")
         if self.home is None:
             self.home = index
         if index != self.home:
@@ -109,18 +100,12 @@ ledger, cards = Ledger(), Cards()
 
 
 def where() -> str:
-    """The line of the script or its packages that is running, and below it that of a library."""
-    frame, library = sys._getframe(1), ""
-    while frame is not None:
-        name, line = frame.f_code.co_filename, frame.f_lineno
-        if name.startswith(LIBRARIES):
-            prefix = next(path for path in LIBRARIES if name.startswith(path))
-            library = library or f" ({name[len(prefix) + 1 :]}:{line})"
-        elif not name.startswith((HERE + os.sep + "emulate.py", HERE + os.sep + "stubs.py", "<")):
-            text = linecache.getline(name, line).strip()
-            return f"{os.path.relpath(name)}:{line} {text}{library}"
+    """The line of the script or its packages that is running."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(NOT_THE_SCRIPT):
         frame = frame.f_back
-    return f"?{library}"
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{os.path.relpath(name)}:{line} {linecache.getline(name, line).strip()}"
 
 
 class Card(torch.Tensor):
@@ -223,7 +208,6 @@ def execute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if device is not None:
         kwargs["device"] = torch.device("cpu")
-    ledger.operators += 1
     if func is aten._to_copy.default:
         return _convert(func, args, kwargs, device)
     if not on_card:
@@ -324,12 +308,10 @@ def main(arguments: list[str], install: Callable[[], None]) -> None:
     register_optimizer_step_post_hook(ledger.end_step)
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)
-    try:
-        with Emulation():
-            runpy.run_path(arguments[0], run_name="__main__")
-    finally:
-        if path := os.environ.get("EMULATED_CARDS_REPORT"):
-            ledger.write(path)
+    if path := os.environ.get("EMULATED_CARDS_REPORT"):
+        atexit.register(ledger.write, path)  # trainkit ends a process without returning here
+    with Emulation():
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

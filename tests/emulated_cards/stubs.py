@@ -19,16 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 COLLECTIVES = (
     "all_reduce",
-    "reduce",
     "broadcast",
     "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
     "all_gather_into_tensor",
     "all_gather_single",
-    "reduce_scatter_tensor",
 )
+REAL = nn.parallel.DistributedDataParallel
 OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list")
 
 
@@ -67,15 +63,6 @@ class Event:
     def record(self, *_: Any) -> None:
         pass
 
-    def wait(self, *_: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: "Event") -> float:
-        return 0.0
-
     def synchronize(self) -> None:
         ledger.wait("event")
 
@@ -87,9 +74,6 @@ class Stream(Event):
 
     def is_capturing(self) -> bool:
         return False
-
-    def synchronize(self) -> None:
-        ledger.wait("stream")
 
 
 def install_cuda() -> None:
@@ -256,6 +240,8 @@ def install_nccl() -> None:
 
 class DistributedDataParallel(nn.Module):
     """What a script sees of DDP: equal weights at the start, averaged gradients, no_sync."""
+
+    _set_params_and_buffers_to_ignore_for_model = REAL._set_params_and_buffers_to_ignore_for_model
 
     def __init__(self, module: nn.Module, device_ids: Any = None, **_: Any):
         super().__init__()

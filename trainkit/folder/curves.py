@@ -9,7 +9,6 @@ if TYPE_CHECKING:  # imported where it is used, because it takes a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FEW = 20  # points: so few are drawn one by one, as a line alone may be too short to see
 SCORES = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}
 # Okabe and Ito's, which colour-blind people can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
@@ -30,8 +29,7 @@ def draw_curves(run_dir: Path) -> "Figure":
     panels = figure.subplot_mosaic(
         [[name] for name in heights], sharex=True, height_ratios=list(heights.values())
     )
-    few = sum("learning_rate" in row for row in rows) < FEW
-    train = {"color": COLOURS[0], "marker": "." if few else ""}
+    train = {"color": COLOURS[0], "marker": "."}
     held_out = {"color": COLOURS[1], "linewidth": 2.5, "marker": "o"}
     for panel, metric, label, style in (
         ("loss", "train_loss", "training", train),
@@ -57,18 +55,15 @@ def draw_curves(run_dir: Path) -> "Figure":
             legend_above(axes, ncols=3)
         axes.set_ylabel({"loss": "loss", "rate": "learning rate"}.get(name) or SCORES[name])
         axes.grid(color="0.9")
-        axes.set_axisbelow(True)
     low, high = panels["loss"].dataLim.intervaly
     if 0 < 4 * low < high:
         panels["loss"].set_yscale("log")
     panels["rate"].set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
-    figure.align_ylabels()
     return figure
 
 
 def save(figure: "Figure", path: Path) -> Path:
     """Write a picture and return its path."""
-    path.unlink(missing_ok=True)  # a link is replaced, not written through
     figure.savefig(path)
     return path
 

@@ -4,10 +4,8 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import socket
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,9 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
     run_dir, held, moved_to = args.run_dir, None, None
     with failing_together(accelerator, f"--run-dir {run_dir} cannot be used"):
         if accelerator.is_main_process:
-            if Path.cwd().is_relative_to(run_dir.resolve()):  # it might be moved aside
+            if Path.cwd().is_relative_to(
+                run_dir.resolve()
+            ):  # --run-dir .. would move the repository
                 raise UsageError(f"--run-dir {run_dir}: choose a folder that you are not in")
             no_steps = not _holds(run_dir, "checkpoints/step-*")
             if args.resume == "latest" and no_steps:  # before anything is made
@@ -41,7 +41,6 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
             over = args.resume == "auto" and no_steps and _holds(run_dir, *END_OF_A_RUN)
             if over or (args.resume is None and _holds(run_dir, *END_OF_A_RUN, *RUN)):
                 moved_to = rename_free(run_dir, run_dir.name)
-            refuse_links(run_dir.glob("*"))
             (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
             sync(run_dir)
             sync(run_dir.parent)
@@ -59,11 +58,6 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
     real = run_dir.resolve()  # whatever link it was reached by
     path = real.with_name(f"{real.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(OSError):  # Windows lets nobody else read a locked file
-        if not re.match(r"process \d+ on |$", path.read_text(errors="replace")):
-            raise UsageError(
-                f"--run-dir {run_dir} would write over {path}, which is no lock: rename one of them"
-            )
     held = FileLock(path)
     try:
         held.acquire(timeout=wait_seconds, poll_interval=0.2)
@@ -121,16 +115,6 @@ def remove_tree(path: Path) -> None:
     trash = path.with_name(f".tmp-del-{path.name.removeprefix('.tmp-')}")
     os.rename(path, trash)
     shutil.rmtree(trash, ignore_errors=True)
-
-
-def refuse_links(paths: Iterable[Path]) -> None:
-    """Raise UsageError if one is a symbolic link: what a run writes stays in its own folder."""
-    for path in paths:
-        if path.is_symlink():
-            raise UsageError(
-                f"{path} is a symbolic link, and a run writes into its own folder alone: replace "
-                "the link by what it names"
-            )
 
 
 def _holds(run_dir: Path, *names: str) -> bool:

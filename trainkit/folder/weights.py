@@ -22,9 +22,14 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 
 def to_safetensors(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> bytes:
     """What write_tensors writes."""
-    # Copied: safetensors refuses two names of one memory, which tied weights are.
-    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    return save(tensors, metadata={"trainkit": json.dumps(metadata)})
+    return save(separate(tensors), metadata={"trainkit": json.dumps(metadata)})
+
+
+def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, copied where two share memory, as tied weights do: safetensors refuses that."""
+    by_memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
+    own = {*by_memory.values()}
+    return {n: (t if n in own else t.clone()).contiguous() for n, t in tensors.items()}
 
 
 def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
@@ -41,13 +46,9 @@ def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Te
     own = model.state_dict()
     fits = {n: v.to(own[n].dtype) for n, v in given.items() if n in own and kind(v) == kind(own[n])}
     if not fits:
-        there, here = (
-            ", ".join(f"{n} {v.dtype} {tuple(v.shape)}" for n, v in [*tensors.items()][:3])
-            for tensors in (given, own)
-        )
         raise UsageError(
-            f"--start-from {path}: none of its {len(given)} tensors fits: it has {there}, and the "
-            f"model {here}"
+            f"--start-from {path}: none of its {len(given)} tensors has the name, shape and kind "
+            f"of numbers of one of the model's, such as {next(iter(own))}"
         )
     missed = ", ".join(n for n in own if n not in fits) or "none"
     unused = ", ".join(n for n in given if n not in fits) or "none"

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from trainkit.errors import UsageError
 from trainkit.order import InMemory, WholeBatches
@@ -17,7 +17,7 @@ NUM_PROBED = 16  # samples that identify a data set which makes its samples one 
 def check_indexable(dataset: Any, name: str) -> None:
     """Raise UsageError unless samples can be read by their index."""
     by_index = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    if isinstance(dataset, IterableDataset) or not (by_index and hasattr(dataset, "__len__")):
+    if not (by_index and hasattr(dataset, "__len__")):
         raise UsageError(
             f"the {name} is a {type(dataset).__name__}, whose samples have no index: an exact "
             "resume begins in the middle of an epoch, so use what has len() and reads by index: a "

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import as_usage_error
 from trainkit.folder.weights import to_safetensors
 from trainkit.optim import weights_of
 from trainkit.order import EpochBatches, batches_of
@@ -21,7 +21,6 @@ from trainkit.private import (
     prepared_models,
     prepared_optimizers,
     prepared_schedulers,
-    registered_objects,
 )
 
 
@@ -30,11 +29,6 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
     models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
     if num_models != len(models):
         raise RuntimeError("run.begin(...) needs every model that accelerator.prepare was given")
-    if registered_objects(accelerator):
-        raise UsageError(
-            "register_for_checkpointing is not supported, because reading it back could "
-            "execute code: keep numbers in run.state, tensors in a buffer of a prepared module"
-        )
     if any(batches_of(loader) is None for loader in prepared_loaders(accelerator)):
         raise RuntimeError(
             "accelerator.prepare was given a loader that make_loaders(...) did not make: "
@@ -144,13 +138,8 @@ def check_evaluated(accelerator: Accelerator, num_rows: dict[str, int], loader: 
             )
 
 
-def check_metrics(means: dict[str, float], names: Sequence[str], metrics: dict[str, Any]) -> None:
-    """Refuse a row of metrics.jsonl that could not be told from others, or lacks a mean."""
-    if nothing := [name for name in names if f"train_{name}" not in means]:
-        raise RuntimeError(
-            f"{nothing[0]}: no value was counted since the epoch began: add every name in each "
-            "epoch, and let its where= count some"
-        )
+def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
+    """Refuse a row of metrics.jsonl that could not be told from others."""
     if "eval_loss" not in metrics or means.keys() & metrics.keys():
         raise RuntimeError(
             f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: eval_loss must be "

@@ -24,7 +24,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from trainkit.errors import UsageError, failing_together, raise_together
-from trainkit.words.world import git_revision
 
 SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
 
@@ -179,7 +178,6 @@ def describe_node() -> dict[str, str]:
         # What the launcher read from the YAML, for example mixed_precision.
         **{name: os.environ[name] for name in sorted(os.environ) if name.startswith("ACCELERATE_")},
         **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
-        "git revision": str(git_revision()),
         "md5 of the source files": source.hexdigest(),
     }
 

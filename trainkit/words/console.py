@@ -33,7 +33,7 @@ def fit(text: str) -> str:
     )
     lines = text.split("\n")
     for number, line in enumerate(lines):
-        wrap.subsequent_indent = " " * (line.rfind("  ") + 2)
+        wrap.subsequent_indent = " " * (len(line) - len(line.rpartition("  ")[2]))
         lines[number] = wrap.fill(line)
     return "\n".join(lines)
 
@@ -58,14 +58,14 @@ def describe(run: Any, plan: dict[str, str]) -> str:
         "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in run.optimizers),
         "run folder": str(args.run_dir),
     }
-    if args.keep_best is not None:
-        lines["kept too"] = f"the checkpoint with the best {args.keep_best}"
     if args.ema:
-        buffers = [name for model in run.models for name, _ in model.named_buffers()]
-        newest = f"; buffers ({buffers[0]}, ...) are not averaged" if buffers else ""
-        lines["average"] = f"of the weights, decay {args.ema}: evaluated and written{newest}"
-    if num_parts > 1 and (note := describe_batch_norm(run.models)):
-        lines["note"] = note
+        lines["average"] = f"of the weights, decay {args.ema}: evaluated and written"
+    layers = (layer for model in run.models for layer in model.modules())
+    if num_parts > 1 and any(isinstance(layer, BATCH_NORMS) for layer in layers):
+        lines["note"] = (
+            "BatchNorm: its numbers depend on how a batch is split, so other processes or "
+            "micro-batches give other losses"
+        )
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
@@ -135,16 +135,4 @@ def describe_optimizer(accelerator: Accelerator, optimizer: AcceleratedOptimizer
     return (
         f"{type(optimizer.optimizer).__name__}{fused}, {', '.join(schedules) or 'no schedule'},"
         f" learning rate {rates} at its peak"
-    )
-
-
-def describe_batch_norm(models: Sequence[nn.Module]) -> str:
-    """What to know of BatchNorm layers where a batch is split, if there are any."""
-    layers = (layer for model in models for layer in model.modules())
-    norms = [layer for layer in layers if isinstance(layer, BATCH_NORMS)]
-    if not norms:
-        return ""
-    return (
-        f"{count(len(norms), type(norms[0]).__name__ + ' layer')}: its numbers depend on how a "
-        "batch is split, so other processes or micro-batches give other losses"
     )

@@ -5,7 +5,6 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,6 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.words.text import count
-
-GIT_SECONDS = 10.0
 
 
 def describe_world(accelerator: Accelerator) -> str:
@@ -42,7 +39,6 @@ def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str
         "world": describe_world(accelerator),
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
-        "host": socket.gethostname(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
 
@@ -50,8 +46,7 @@ def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str
 def git_revision() -> str | None:
     """The commit of the script's folder, "-dirty" if files were edited; None without git."""
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
-    # There is none, or something else has its name.
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        said = subprocess.run(git, capture_output=True, check=False, timeout=GIT_SECONDS).stdout
+    with contextlib.suppress(OSError):  # there is none
+        said = subprocess.run(git, capture_output=True, check=False).stdout
         return said.decode(errors="replace").strip() or None
     return None
