@@ -1,61 +1,91 @@
-"""What a larger data set costs: seconds of an epoch per sample, and memory.
+"""What a larger data set costs: seconds to the first batches, and memory.
 
-    python -m benchmarks.growth
-    python -m benchmarks.growth --sizes 60000 600000 --dir FOLDER_WITH_SPACE
+    OMP_NUM_THREADS=1 python -m benchmarks.growth
+    OMP_NUM_THREADS=1 python -m benchmarks.growth --sizes 10000000 100000000 --accelerate
 
-The sets are the shipped training pictures 1, 10 and 100 times over, as links to one Parquet file;
-decoded, 6 million take 11 GB of disk under --dir. train_mnist.py trains on each with its default
-model. A first start decodes and ends after one step. Then the sizes take turns, the same number of
-steps each. `own` memory is what the process allocated itself; `mapped` are pages of files, which
-the kernel takes back when it needs them: large sets lie there instead of in a tensor. Both are
-peaks.
+Samples are made by their index, and batches have 128. Each run is a process, or two, of its own:
+the time goes from the making of the loaders to the first batch of the training and the first of
+the evaluation, in a new run and in one that is resumed in the middle of an epoch. `own` is what
+that added to the memory that belongs to the process alone. With --accelerate beside it what
+Accelerate does for a DataLoader with shuffle=True: skip_first_batches.
 """
 
-import tempfile
+import argparse
+import os
+import time
 from functools import partial
-from pathlib import Path
 
-from benchmarks._runs import MNIST, ROOT, Parser, in_turn, one_run, spread, table
+import psutil
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch.utils.data import DataLoader, Dataset
 
-NUM_PICTURES = 60_000
+from benchmarks._runs import Parser, execute, in_turn, launcher, spread, table
+from examples import gpt
+from trainkit import make_loaders
+from trainkit.order import batches_of
+
+BATCH_SIZE = 128
+ARGS = gpt.parse_args(f"--batch-size {BATCH_SIZE} --eval-batch-size {BATCH_SIZE}".split())
 
 
-def make_dataset(folder: Path, num_samples: int) -> None:
-    """A folder as large as num_samples pictures to whoever reads it."""
-    folder.mkdir()
-    number = num_samples // NUM_PICTURES
-    test, train = sorted((ROOT / "data" / "mnist").glob("*.parquet"))
-    (folder / test.name).symlink_to(test)
-    for index in range(number):
-        (folder / f"train-{index:05}-of-{number:05}.parquet").symlink_to(train)
+class Numbers(Dataset):
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+def begin(way: str, size: str, place: str) -> None:
+    """Print the seconds to the first batches, and what they added to this process, in MB."""
+    config = DataLoaderConfiguration(split_batches=True)
+    accelerator, data = Accelerator(cpu=True, dataloader_config=config), Numbers(int(size))
+    first = int(size) // 2 // BATCH_SIZE * (place == "half")
+    before, started_at = psutil.Process().memory_full_info().uss, time.perf_counter()
+    if way == "accelerate":
+        loader = accelerator.prepare(DataLoader(data, BATCH_SIZE, shuffle=True))
+        loader = accelerator.skip_first_batches(loader, first) if first else loader
+        loaders = [loader, accelerator.prepare(DataLoader(data, BATCH_SIZE))]
+    else:
+        loaders = accelerator.prepare(*make_loaders(accelerator, data, data, ARGS))
+        batches_of(loaders[0]).set_position(0, first * BATCH_SIZE)
+    for loader in loaders:
+        next(iter(loader))
+    seconds = time.perf_counter() - started_at
+    own = (psutil.Process().memory_full_info().uss - before) / 1e6
+    accelerator.print("begun", seconds, own, flush=True)
+    os._exit(0)
 
 
 def main() -> None:
-    parser = Parser(__doc__, rounds=5)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[60_000, 600_000, 6_000_000])
-    parser.add_argument("--steps", type=int, default=1404, help="of each run in a round")
-    parser.add_argument("--dir", type=Path, help="where the data sets are laid")
+    parser = Parser(__doc__, rounds=1)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10**6, 10**8, 10**9])
+    parser.add_argument("--accelerate", action="store_true")
+    parser.add_argument("--begin", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir) as directory:
-        first, ways = {}, {}
-        for size in args.sizes:
-            folder = Path(directory, str(size))
-            make_dataset(folder, size)
-            words = (MNIST, "--dataset", folder, "--no-pictures", "--epochs", 100)
-            run = partial(one_run, *words, env={"HF_HOME": str(folder.with_suffix(".cache"))})
-            first[size] = run("--stop-after-steps", 1)
-            ways[size] = partial(run, "--stop-after-steps", args.steps)
-        results = in_turn(ways, args.rounds)
-    rows = []
-    for size, (*_, last) in results.items():
-        times = spread([1e6 / run.samples_per_second for run in results[size]])
-        own = [max(m.rss - m.shared for m in run.memory) / 1e9 for run in (first[size], last)]
-        mapped = max(m.shared for m in last.memory) / 1e9
-        rows.append((size, first[size].seconds, times, *own, mapped))
+    if args.begin:
+        return begin(*args.begin)
+
+    def run(num: int, *words: object) -> list[float]:
+        ended = execute("-m", "benchmarks.growth", "--begin", *words, launch=launcher(num))
+        said = next(line for _, line in ended.lines if line.startswith("begun "))
+        return [float(word) for word in said.split()[1:]]
+
+    ways = {
+        (way, num, size, place): partial(run, num, way, size, place)
+        for way in ["kit", "accelerate"][: 1 + args.accelerate]
+        for num in (1, 2)[: 2 - args.accelerate]
+        for place in ("new", "half")
+        for size in args.sizes
+    }
+    results = in_turn(ways, args.rounds)
+    rows = ((*name, *map(spread, zip(*found, strict=True))) for name, found in results.items())
     table(
-        "samples | first start, s | microseconds per sample | own memory at first start, GB "
-        "| own memory, GB | mapped files, GB",
-        rows,
+        "loader | processes | samples | run | seconds to the first batches | own memory, MB", rows
     )
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, wraps
@@ -20,6 +21,7 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from aiohttp import ClientTimeout
@@ -35,6 +37,7 @@ from trainkit.order import Order
 from trainkit.words.text import first_sentence
 
 WAITS = (1, 2, 4)  # seconds before a file is tried again
+SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it
 NUM_OPEN = 256  # row groups that a process has mapped
 LANES, WINDOW = 8, 4
 TIMEOUT = {"timeout": ClientTimeout(total=300, sock_connect=20, sock_read=20)}  # seconds
@@ -42,7 +45,7 @@ fsspec.config.conf.setdefault("http", {}).setdefault("client_kwargs", TIMEOUT)
 
 
 def tried(read: Callable) -> Callable:
-    """read(self, path, ...), again if it fails; LoneFailure if it has failed too often."""
+    """read(self, path, ...), again if it fails; LoneFailure if it does so too often."""
 
     @wraps(read)
     def again(self: Any, path: str, *args: Any) -> Any:
@@ -52,16 +55,18 @@ def tried(read: Callable) -> Callable:
             except LoneFailure:
                 raise
             except Exception as problem:  # each store has its own: not all are OSError
-                if wait is None:
-                    reason = first_sentence(problem.__cause__ or problem)
-                    raise LoneFailure(shown(f"{path} cannot be read: {reason}")) from None
+                cause = problem.__cause__ or problem  # fsspec calls each failure "not found"
+                missing = isinstance(cause, FileNotFoundError)
+                if wait is None or missing or getattr(cause, "status", 0) in (401, 403, 404):
+                    reason = f"{path} cannot be read: {first_sentence(cause)}"
+                    raise LoneFailure(shown(reason)) from None
                 time.sleep(wait)
 
     return again
 
 
 class ParquetRows(Dataset):
-    """A sample is a tuple of these columns; a list of numbers is a tensor, the rest is Python's.
+    """A sample is a tuple of these columns: tensors of numbers and of lists, Python's own else.
 
     Lists of one length make batches; for others see collate_fn of make_loaders.
 
@@ -141,17 +146,17 @@ class ParquetRows(Dataset):
             number, places = key(seed, epoch), torch.arange(first, last)
             line = permute(torch.arange(num), num, number)
             self.after[line] = line.roll(-1)
-            full = places < each * lanes
-            lane = torch.where(full, places % batch_size // share, lanes) * each
-            spot = torch.where(full, lane + places // batch_size * share + places % share, places)
-            begin = torch.maximum(spot // span * span, lane)
-            end = torch.minimum(
-                spot // span * span + span, torch.where(full, lane + each, len(self))
-            )
+            whole = places < each * lanes  # in a full batch
+            batch, slot = places // batch_size, places % batch_size
+            start = torch.where(whole, slot // share, lanes) * each
+            stop = torch.where(whole, start + each, len(self))
+            spot = torch.where(whole, start + batch * share + slot % share, places)
+            begin = torch.maximum(spot // span * span, start)
+            end = torch.minimum(spot // span * span + span, stop)
             mixed = begin + scramble(spot - begin, end - begin, mix(begin + number))
             ends = self.sizes[line].cumsum(0)
-            place = torch.searchsorted(ends, mixed, right=True)
-            return self.ends[line[place]] - ends[place] + mixed
+            nth = torch.searchsorted(ends, mixed, right=True)
+            return self.ends[line[nth]] - ends[nth] + mixed
 
         return order
 
@@ -179,8 +184,9 @@ class ParquetRows(Dataset):
     def _footer(self, path: str) -> tuple[str, Path]:
         """What tells whether the file has changed, and its footer, which is kept on this disk."""
         files, _ = self._files()
+        files.invalidate_cache()  # it may have changed meanwhile
         info = files.info(path)
-        tag = info.get("ETag") or info.get("blob_id") or tokenize(files.tail(path, 2**16))
+        tag = info.get("ETag") or tokenize(files.tail(path, 2**16))
         version = f"{info['size']} bytes, {tag}"
         kept = self.folder / tokenize(shown(path), version, info.get("mtime"))
         if not kept.exists():
@@ -189,25 +195,27 @@ class ParquetRows(Dataset):
         return version, kept
 
     @tried
-    def _read(self, path: str, group: int) -> list[pa.ChunkedArray]:
+    def _read(self, path: str, group: int) -> list:
         """A row group's columns, mapped from the cache, where the first who asks puts them."""
         _, version, kept, within = self.groups[group]
         local = Path(f"{kept}-{within}-{tokenize(self.columns)}.arrow")
-        with FileLock(self.folder / f"{group % 997}.lock"):
+        with FileLock(self.folder / f"{group % 997}.lock", poll_interval=0.005):
             if not local.exists():
                 if self._footer(path)[0] != version:
-                    raise ValueError("it has changed since this run opened it")
+                    raise LoneFailure(f"{shown(path)} has changed since this run opened it")
                 with self._files()[0].open(path, cache_type="none") as file:
                     parquet = pq.ParquetFile(file, metadata=pq.read_metadata(kept), pre_buffer=True)
-                    table = parquet.read_row_group(within, self.columns).select(self.columns)
-                for x in (x for column in table.columns for x in column.chunks):
-                    if x.null_count or getattr(x, "values", x).null_count:
-                        raise ValueError(f"there are nulls in row group {within}")
-                write(local, lambda to: feather.write_feather(table, to, "uncompressed"))
+                    table = parquet.read_row_group(within, self.columns).combine_chunks()
+                how = {"compression": "uncompressed", "chunksize": len(table)}
+                write(local, lambda to: feather.write_feather(table, to, **how))
                 if group % 16 == 0:
                     self._make_room()
             os.utime(local)
-            return feather.read_table(local, memory_map=True).columns
+            mapped = feather.read_table(local, memory_map=True).select(self.columns)
+        columns = [column.chunk(0) for column in mapped.columns]
+        if any(x.null_count or getattr(x, "values", x).null_count for x in columns):
+            raise LoneFailure(f"{shown(path)} has nulls in its row group {within}")
+        return [tensor(column) for column in columns]
 
     def _make_room(self) -> None:
         """Delete the row groups that were not asked for the longest."""
@@ -215,14 +223,25 @@ class ParquetRows(Dataset):
             files = sorted(self.folder.glob("*.arrow*"), key=os.path.getmtime, reverse=True)
             totals = accumulate(map(os.path.getsize, files))
             for path, total in zip(files, totals, strict=True):
-                if total > self.cache_bytes:
+                if total > self.cache_bytes and path.stat().st_mtime < time.time() - SPARED:
                     path.unlink()
 
 
-def value(scalar: pa.Scalar) -> Any:
-    if isinstance(scalar, pa.ListScalar):
-        return torch.from_dlpack(scalar.values).clone()
-    return scalar.as_py()
+def tensor(column: pa.Array) -> Any:
+    """Numbers, or lists of equally many of them, as a tensor with a row for each; else as it is."""
+    with suppress(pa.ArrowException):  # texts
+        if not pa.types.is_nested(column.type):
+            return torch.from_dlpack(column)
+        if len(pc.list_value_length(column).unique()) == 1:
+            return torch.from_dlpack(column.flatten()).view(len(column), -1)
+    return column
+
+
+def value(element: Any) -> Any:
+    """What a sample holds of a column; a copy, because the mapped file cannot be written to."""
+    if isinstance(element, pa.ListScalar):  # of any length
+        element = torch.from_dlpack(element.values)
+    return element.clone() if isinstance(element, torch.Tensor) else element.as_py()
 
 
 def shown(text: str) -> str:
@@ -232,7 +251,7 @@ def shown(text: str) -> str:
 
 def write(path: Path, make: Callable[[str], None]) -> None:
     """Let make(name) write a file that has its name only when it is complete."""
-    temporary = f"{path}.{os.getpid()}"
+    temporary = f"{path}.{uuid.uuid4()}"  # another thread may be writing the same
     make(temporary)
     os.replace(temporary, path)
 

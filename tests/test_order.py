@@ -1,15 +1,26 @@
 """Order, augmentation and dropout are functions of (seed, epoch, sample, step) and nothing else."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import forget_accelerator
+from conftest import ROOT, forget_accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from trainkit.draws import Dropout, keyed_uniform, release_dropout, seed_dropout
+from trainkit.draws import (
+    Dropout,
+    key,
+    keyed_uniform,
+    permute,
+    release_dropout,
+    scramble,
+    seed_dropout,
+)
 from trainkit.order import EpochBatches, WholeBatches, make_loaders
 
 
@@ -31,6 +42,47 @@ def test_keyed_uniform_numbers_look_random() -> None:
     assert (u.mean(0) - 1 / 2).abs().max() < 4 * 12**-0.5 / 20_000**0.5
     assert (u.var(0) - 1 / 12).abs().max() < 4 * 180**-0.5 / 20_000**0.5
     assert torch.corrcoef(u.T).fill_diagonal_(0).abs().max() < 4 / 20_000**0.5
+
+
+@settings(derandomize=True, database=None, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**62))
+def test_an_order_has_each_place_once_at_any_size(num: int, number: int) -> None:
+    places = torch.arange(num)
+    found = scramble(places, torch.tensor(num), torch.tensor(number))
+    assert torch.equal(found.sort().values, places)
+
+
+def test_orders_are_as_random_as_all_permutations() -> None:
+    """Means over 1,000 orders of 1,000 numbers, within 4.5 standard errors; fixed seeds."""
+    num, size = 1000, 100
+    keys = torch.tensor([key(n) for n in range(num)]).repeat_interleave(num)
+    orders = scramble(torch.arange(num).repeat(num), torch.tensor(num), keys).view(num, num)
+    in_batch = (orders[:, :size] < size).sum(1).double()  # of a tenth of the numbers
+    spread = size * 0.1 * 0.9 * (num - size) / (num - 1)  # hypergeometric
+    found = [
+        (orders[:, 0].double(), (num - 1) / 2, (num**2 - 1) / 12),
+        (in_batch, size / 10, spread),
+        ((in_batch - size / 10) ** 2, spread, 2 * spread**2),
+    ]
+    for lag in (1, 2, 128):  # neighbours that are so far apart afterwards: nearly Poisson
+        near = (orders[:, lag:] - orders[:, :-lag]).abs() == 1
+        found.append((near.sum(1).double(), 2 * (num - lag) / num, 2 * (num - lag) / num))
+    for values, mean, variance in found:
+        assert abs(values.mean() - mean) < 4.5 * (variance / num) ** 0.5
+
+
+def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn() -> None:
+    text = (ROOT / "docs" / "your_own.md").read_text().partition("def mixture")[2]
+    names = {"torch": torch, "key": key, "permute": permute, "Callable": Callable}
+    exec("def mixture" + text.partition("train_set =")[0], names)
+    order = names["mixture"]((90, 20), 3)
+    whole = torch.cat([order(epoch, 0, 110) for epoch in range(4)])
+    assert torch.equal(torch.cat([order(1, 0, 37), order(1, 37, 110)]), whole[110:220])
+    assert ((whole >= 90).view(-1, 10).sum(1) == 1).all()
+    for part, size in ((whole[whole < 90], 90), (whole[whole >= 90] - 90, 20)):
+        turns = part[: len(part) // size * size].view(-1, size)
+        assert (turns.sort().values == torch.arange(size)).all()
+        assert not torch.equal(turns[0], turns[1])
 
 
 CPU = torch.device("cpu")
