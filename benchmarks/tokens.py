@@ -106,15 +106,23 @@ def nanogpt(clone: Path, flags: list[str], precision: str) -> None:
             runpy.run_path("train.py")
 
 
-def rate(train: Callable[[], None]) -> float:
-    """Tokens per second while it trains."""
+def rate(train: Callable[[], None], num_tokens: int) -> float:
+    """Tokens per second while it trains; num_tokens: in a batch."""
     stamps = []
     hook = register_optimizer_step_post_hook(lambda *_: stamps.append(time.process_time()))
     with contextlib.redirect_stdout(io.StringIO()):
         train()
     hook.remove()
     seconds = statistics.median(b - a for a, b in itertools.pairwise(stamps))
-    return NUM_TOKENS / seconds
+    return num_tokens / seconds
+
+
+def compare(ways: dict[str, Callable[[], None]], rounds: int, num_tokens: int) -> tuple:
+    """Tokens per second of each way, which take turns, and loop / bare."""
+    calls = {name: partial(rate, way, num_tokens) for name, way in ways.items()}
+    rates = in_turn(calls, rounds, warm_up=1)
+    ratios = [a / b for a, b in zip(rates["loop"], rates["bare"], strict=True)]
+    return *map(spread, rates.values()), statistics.median(ratios)
 
 
 def main() -> None:
@@ -130,10 +138,8 @@ def main() -> None:
     flags = f"--epochs 1 --num-bytes {NUM_TOKENS * args.steps * 10 // 9}".split()
     rows = []
     for precision in ("no", "bf16"):
-        calls = {n: partial(rate, partial(way, flags, precision)) for n, way in ways.items()}
-        rates = in_turn(calls, args.rounds, warm_up=1)
-        ratios = [a / b for a, b in zip(rates["loop"], rates["bare"], strict=True)]
-        rows.append((precision, *map(spread, rates.values()), statistics.median(ratios)))
+        calls = {name: partial(way, flags, precision) for name, way in ways.items()}
+        rows.append((precision, *compare(calls, args.rounds, NUM_TOKENS)))
     table(f"{torch.get_num_threads()} threads | {' | '.join(ways)} | loop / bare", rows)
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import rows
+from datasets import Dataset
+from double import SAME
 from safetensors.torch import load_file
+from test_shards import KINDS, env
 
 from examples import finetune
 from trainkit.errors import UsageError
@@ -22,32 +25,50 @@ MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.gen
 # 270 pairs: 11 steps of 24 and one of 6, which leaves some processes without a sample.
 FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 20 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
-WAYS = [*itertools.product((None, 4), (1, 2), (1, 4))]
-QUICK = [(None, 2, 4), (4, 1, 4)]
+# A number of processes without sharding, or two that shard in this way.
+WAYS = [*itertools.product((None, 4), (1, 2, 3, *KINDS), (1, 4))]
+QUICK = [(None, KINDS[0], 4), (4, 2, 4)]
+
+
+def quick(ways: list[tuple], chosen: list[tuple]) -> list[Any]:
+    """The ways, of which those that are not chosen are slow."""
+    return [pytest.param(*way, marks=[pytest.mark.slow] * (way not in chosen)) for way in ways]
 
 
 @pytest.fixture(scope="module")
 def flags(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What all runs here have in common; the model and the pairs are made."""
-    folder = tmp_path_factory.mktemp("made")
-    made = nursery.run(
-        "examples/docstrings.py", "--folder", folder, "--width", 32, "--layers", 1, modules=MODULES
-    )
-    assert made.codes == [0], made.output
+    """What all runs here have in common; the pairs are made, and the model, in float64 as well."""
+    folder, size = tmp_path_factory.mktemp("made"), ["--width", 32, "--layers", 1]
+    for where, double in (folder / "double", True), (folder, False):
+        words = "examples/docstrings.py", "--folder", where, *size
+        made = nursery.run(*words, double=double, modules=MODULES)
+        assert made.codes == [0], made.output
     pairs = (folder / "pairs.jsonl").read_text().splitlines()[:300]
     (folder / "few.jsonl").write_text("\n".join(pairs))
-    return [*FLAGS.split(), "--base", f"{folder}/base", "--data", f"{folder}/few.jsonl"]
+    return [*FLAGS.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
+
+
+@pytest.fixture
+def in_double(
+    float64_default: None, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The flags of a run in float64; this process computes in it, the loss of transformers too."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    return [*flags[:-1], flags[-1].replace("/base", "/double/base")]
 
 
 @pytest.fixture(scope="module")
 def start(nursery: Any, flags: list[str]) -> Callable[..., Any]:
-    def call(run_dir: Path, lora: int | None, *args: object, **plan: Any) -> Any:
+    def call(run_dir: Path, lora: int | None, way: Any, *args: object, **plan: Any) -> Any:
         args = *flags, *(["--lora", lora] if lora else []), "--run-dir", run_dir, *args
-        plan = {"world": 1, "timeout": 120, "modules": MODULES, **plan}
-        outcome = nursery.run("examples/finetune.py", *args, **plan)
+        kind, world = (way, 2) if way in KINDS else (None, way)
+        plan = {"env": env(kind), "timeout": 120, "modules": MODULES, **plan}
+        outcome = nursery.run("examples/finetune.py", *args, world=world, **plan)
         if "fault" not in plan:
-            assert outcome.codes == [0] * plan["world"], outcome.output
-            assert f"device      {plan['world']} process" in outcome.output
+            assert outcome.codes == [0] * world, outcome.output
+            assert f"device      {world} process" in outcome.output
+            assert ("sharded" in outcome.output) == (kind is not None)
         return outcome
 
     return call
@@ -59,30 +80,25 @@ def make_model(flags: list[str], lora: int | None) -> tuple[Any, Any]:
     return args, finetune.make_model(args)
 
 
-@pytest.fixture(scope="module")
-def plain(flags: list[str]) -> Callable[[int | None], list[float]]:
+def plain(flags: list[str], lora: int | None) -> list[float]:
     """Losses of a loop of plain PyTorch around the loss of transformers, its mask and its shift."""
-
-    def call(lora: int | None) -> list[float]:
-        args, model = make_model(flags, lora)
-        samples, _, _ = finetune.load_data(args)
-        adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
-        order, losses = EpochBatches(len(samples), args.batch_size, seed=0), []
-        for epoch in range(2):
-            order.set_position(epoch, 0)
-            for batch in order:
-                chosen = [samples[index] for index in batch.values.tolist()]
-                tokens, first, end = finetune.collate(chosen)
-                place = torch.arange(tokens.shape[1])
-                labels = tokens.where((first <= place) & (place < end), -100)
-                loss = model(tokens, attention_mask=(place < end).long(), labels=labels).loss
-                losses.append(loss.item())
-                adam.zero_grad()
-                loss.backward()
-                adam.step()
-        return losses[: args.stop_after_steps]
-
-    return call
+    args, model = make_model(flags, lora)
+    samples, _, _ = finetune.load_data(args)
+    adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
+    order, losses = EpochBatches(len(samples), args.batch_size, seed=0), []
+    for epoch in range(2):
+        order.set_position(epoch, 0)
+        for batch in order:
+            chosen = [samples[index] for index in batch.values.tolist()]
+            tokens, first, end = finetune.collate(chosen)
+            place = torch.arange(tokens.shape[1])
+            labels = tokens.where((first <= place) & (place < end), -100)
+            loss = model(tokens, attention_mask=(place < end).long(), labels=labels).loss
+            losses.append(loss.item())
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+    return losses[: args.stop_after_steps]
 
 
 @torch.no_grad()
@@ -90,25 +106,21 @@ def logits(model: Any) -> torch.Tensor:
     return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
 
 
-@pytest.mark.parametrize(
-    ("lora", "world", "accumulate"),
-    [pytest.param(*way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS],
-)
+@pytest.mark.parametrize(("lora", "way", "accumulate"), quick(WAYS, QUICK))
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start: Callable,
-    plain: Callable,
-    flags: list[str],
+    in_double: list[str],
     tmp_path: Path,
     lora: int | None,
-    world: int,
+    way: Any,
     accumulate: int,
 ) -> None:
-    more = ["--accumulate", accumulate, *(["--ema", 0.9] if world == 2 else [])]
-    output = start(tmp_path, lora, *more, world=world).output
+    more = ["--accumulate", accumulate, *(["--ema", 0.9] if way != 1 else [])]
+    output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True).output
     losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
-    assert losses == pytest.approx(plain(lora), abs=2e-6)  # float32 has steps of 5e-7 there
+    assert losses == pytest.approx(plain(in_double, lora), abs=SAME)
     assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == 4
-    args, model = make_model(flags, lora)
+    args, model = make_model(in_double, lora)
     before, folder = logits(model), tmp_path / "pretrained"
     missing = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert not missing.unexpected_keys and (lora or not missing.missing_keys)
@@ -120,12 +132,16 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     assert "| seed | 0 |" in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), 4])
-def test_a_kill_changes_no_byte(start: Callable, tmp_path: Path, lora: int | None) -> None:
+@pytest.mark.parametrize(
+    ("lora", "way"), quick([*itertools.product((None, 4), (2, *KINDS))], [(4, KINDS[1])])
+)
+def test_a_kill_changes_no_byte(
+    start: Callable, tmp_path: Path, lora: int | None, way: Any
+) -> None:
     kill = {"signal": [14, signal.SIGKILL]}
-    assert 0 not in start(tmp_path / "killed", lora, world=2, fault=kill).codes
+    assert 0 not in start(tmp_path / "killed", lora, way, fault=kill).codes
     for name in ("killed", "whole"):
-        start(tmp_path / name, lora, "--resume", "auto", world=2)
+        start(tmp_path / name, lora, way, "--resume", "auto")
     files = sorted((tmp_path / "whole").glob("**/pretrained/*.safetensors"))
     for path in (tmp_path / "whole" / "metrics.jsonl", *files):
         killed = tmp_path / "killed" / path.relative_to(tmp_path / "whole")
@@ -140,6 +156,19 @@ def test_the_answer_and_its_end_are_what_counts(flags: list[str], template: bool
     tokens, first = finetune.encode(tokenizer, "def f():", "Do it.")
     assert tokenizer.decode(tokens[first:]) == "Do it.<end>"
     assert "def f():" in tokenizer.decode(tokens[:first])
+
+
+def test_parquet_holds_the_same_samples_and_a_base_that_is_not_there_ends_in_a_sentence(
+    flags: list[str], tmp_path: Path
+) -> None:
+    args = finetune.parse_args(flags)
+    samples, pairs = finetune.load_data(args)[0], Dataset.from_json(args.data)
+    args.data = str(tmp_path / "few.parquet")
+    pairs.to_parquet(args.data)
+    assert repr(finetune.load_data(args)[0]) == repr(samples)
+    args.base = "nobody/nothing"
+    with pytest.raises(UsageError, match=r"--base nobody/nothing or --data .* cannot be read"):
+        finetune.load_data(args)
 
 
 def test_a_missing_package_is_asked_for(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
