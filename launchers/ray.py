@@ -9,14 +9,10 @@ its newest checkpoint; exit codes 0, 2 (refused) and 3 (--target-accuracy missed
 """
 
 import argparse
-import json
 import os
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils.other import get_free_port
 from ray import train
@@ -24,17 +20,14 @@ from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchTrainer
 
 
-def launch(argv: list[str], *callbacks: Any) -> int:
-    """Do what this command line says and return the exit code of the script.
-
-    The newest evaluation is reported to Ray and its callbacks, at most one in a second.
-    """
+def main() -> None:
+    """Do what the command line says and end with the exit code of the script."""
     parser = argparse.ArgumentParser()
     for name, number in {"workers": 1, "cpus": 1, "gpus": 0, "retries": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("run_dir", type=os.path.abspath)
     parser.add_argument("script", nargs="...")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     folder = Path.cwd()
 
     def work() -> int:
@@ -47,17 +40,11 @@ def launch(argv: list[str], *callbacks: Any) -> int:
         env = os.environ | {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "ray"}
         del env["ACCELERATE_TORCH_DEVICE"]  # a run goes by LOCAL_RANK
         command = [sys.executable, *args.script, "--run-dir", args.run_dir, "--resume", "auto"]
-        process = subprocess.Popen(command, env=env, cwd=folder)
-        code, newest = None, []
-        while code is None:  # that of rank 0, which may still save when the others have ended
-            time.sleep(1)
-            code, reported = process.poll(), newest
-            text = "".join(path.read_text() for path in Path(args.run_dir).glob("metrics.jsonl"))
-            code, newest = broadcast_from_rank_zero((code, re.findall('{.*"eval_.*}', text)[-1:]))
-            if newest != reported:  # a report takes a second or two, so not each row
-                train.report(json.loads(newest[0]))
-        if process.wait() not in (0, 2, 3):
-            raise RuntimeError(f"exit code {process.returncode}")
+        script = subprocess.run(command, env=env, cwd=folder)
+        # That of rank 0, for which all wait: it may still save when the others have ended.
+        code = broadcast_from_rank_zero(script.returncode)
+        if code not in (0, 2, 3):
+            raise RuntimeError(f"exit code {code}")
         return code
 
     trainer = TorchTrainer(
@@ -70,11 +57,13 @@ def launch(argv: list[str], *callbacks: Any) -> int:
         run_config=train.RunConfig(
             storage_path=f"{args.run_dir}.ray",
             failure_config=train.FailureConfig(args.retries),
-            callbacks=list(callbacks),
         ),
     )
-    return trainer.fit().return_value
+    try:
+        sys.exit(trainer.fit().return_value)
+    except train.TrainingFailedError as error:
+        sys.exit(f"error: no retries left ({error}): the same command goes on from the checkpoint")
 
 
 if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))
+    main()

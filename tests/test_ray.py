@@ -1,18 +1,17 @@
-"""python -m launchers.ray: a script on a Ray cluster of two nodes."""
+"""The Ray commands of docs/scaling.md, on a cluster of two nodes."""
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import conftest
-import psutil
 import pytest
+from faults import digests
 
-from trainkit.errors import EXIT_USAGE
+from trainkit.errors import EXIT_FAILURE, EXIT_USAGE
 
 pytestmark = pytest.mark.slow
 
@@ -30,58 +29,71 @@ def cluster() -> Iterator[Any]:
     del os.environ["RAY_AUTH_MODE"], os.environ["RAY_ADDRESS"]
 
 
-def start(log: Path, *words: object) -> subprocess.Popen:
-    command = [sys.executable, "-m", "launchers.ray", *map(str, words)]
-    with open(log, "w") as file:  # a pipe that nobody reads fills up and stops Ray
-        return subprocess.Popen(command, cwd=conftest.ROOT, stdout=file, stderr=file)
-
-
-def find(run_dir: Path) -> psutil.Process:
-    """A process of the script, not the launcher."""
-    for process in psutil.process_iter(["cmdline", "name"]):
-        words = process.info["cmdline"] or []
-        if str(run_dir) in words and "launchers.ray" not in words:
-            return process
-    raise AssertionError("no process of the run was found")
+def start(run_dir: Path, retries: int, flags: str) -> subprocess.Popen:
+    """The command of the page, with these flags besides; what it prints goes to RUN_DIR.log."""
+    words = conftest.typed("python -m launchers.ray")
+    words[3:3] = ["--retries", str(retries)]
+    words[words.index("runs/mnist")] = str(run_dir)
+    with open(f"{run_dir}.log", "w") as log:  # a pipe that nobody reads fills up and stops Ray
+        command = [sys.executable, *words[1:], *flags.split()]
+        return subprocess.Popen(command, cwd=conftest.ROOT, stdout=log, stderr=log)
 
 
 def test_a_run_stopped_killed_and_without_a_node_ends_with_the_bytes_of_an_undisturbed_one(
-    cluster: Any, tmp_path: Path
+    cluster: Any, undisturbed: Path, tiny_mnist: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    flags = ["--num-samples", 400, "--model", "mlp", "--epochs", 150, "--save-every", 5]
-    log = tmp_path / "log"
-    launched = start(
-        log, "--workers", 2, "--retries", 9, run_dir, "train_regression.py", *flags, "--no-pictures"
-    )
-
-    def wait_for(step: int) -> None:
-        name = f"step-{step:010}"
-        while max((p.name for p in run_dir.glob("checkpoints/step-*")), default="") < name:
-            assert launched.poll() is None, log.read_text()
-            time.sleep(0.05)
-
-    wait_for(50)
-    find(run_dir).terminate()
-    wait_for(300)
-    find(run_dir).parent().kill()
-    wait_for(700)
-    cluster.remove_node(cluster.nodes[1], allow_graceful=False)
-    cluster.add_node(num_cpus=1)
+    launched = start(run_dir, 0, f"{conftest.ENGINE_FLAGS} {tiny_mnist}")
+    conftest.wait_for_step(run_dir, 20, launched)
+    conftest.find_process(run_dir).terminate()
+    assert launched.wait(120) == EXIT_FAILURE
+    assert "error: no retries left (" in (tmp_path / "run.log").read_text()
+    launched = start(run_dir, 9, f"{conftest.ENGINE_FLAGS} {tiny_mnist}")
     try:
-        assert launched.wait(240) == 0, log.read_text()
+        conftest.wait_for_step(run_dir, 50, launched)
+        conftest.find_process(run_dir).terminate()
+        conftest.wait_for_step(run_dir, 100, launched)
+        conftest.find_process(run_dir).parent().kill()
+        conftest.wait_for_step(run_dir, 170, launched)
+        cluster.remove_node(cluster.nodes[1], allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+        assert launched.wait(240) == 0
     finally:
         launched.kill()
-    assert log.read_text().count("resuming from") == 3
-    whole = tmp_path / "whole"
-    result = conftest.run("train_regression.py", *flags, "--run-dir", whole, config="2cpu")
-    conftest.assert_num_processes(result.stdout, 2)
-    for name in ("metrics.jsonl", "model.safetensors"):
-        assert (run_dir / name).read_bytes() == (whole / name).read_bytes()
+    assert (tmp_path / "run.log").read_text().count("resuming from") == 4
+    assert digests(run_dir) == digests(undisturbed)
 
 
 def test_a_refusal_is_said_once_and_not_tried_again(cluster: Any, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    words = ["--workers", 2, tmp_path / "run", "train_regression.py", "--batch-size", 3]
-    assert start(log, *words).wait(120) == EXIT_USAGE
-    assert log.read_text().count("error: --batch-size 3 must") == 1
+    assert start(tmp_path / "run", 9, "--batch-size 3").wait(120) == EXIT_USAGE
+    assert (tmp_path / "run.log").read_text().count("error: --batch-size 3 must") == 1
+
+
+def test_the_sweep_of_the_page_prints_a_table_by_the_metric_of_keep_best(
+    cluster: Any, tiny_mnist: Path, tmp_path: Path
+) -> None:
+    page = (conftest.ROOT / "docs" / "scaling.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0]
+    for old, new in {
+        "runs/sweep": str(tmp_path / "sweep"),
+        "SWEEP.parents[1]": repr(str(conftest.ROOT)),
+        '["compact", "lenet"]': '["lenet"]',
+        '"train_mnist.py",': f'"train_mnist.py", "--dataset", "{tiny_mnist}",',
+    }.items():
+        assert old in program
+        program = program.replace(old, new)
+    env = os.environ | {"PYTHONPATH": str(conftest.ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    printed = [line.split() for line in done.stdout.splitlines()]
+    head = printed.index(["config/--model", "config/--learning-rate", "epoch", "eval_accuracy"])
+    accuracies = [float(cells[-1]) for cells in printed[head + 1 : head + 4]]
+    best = max(
+        row["eval_accuracy"]
+        for run in (tmp_path / "sweep").glob("trial*/metrics.jsonl")
+        for row in conftest.rows(run.parent, "epochs")
+    )
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert accuracies[0] == pytest.approx(best, abs=1e-5)

@@ -1,11 +1,14 @@
-"""How the Slurm script ends a job, with stand-ins for Slurm's commands."""
+"""The Slurm script: how it ends a job, with stand-ins for Slurm's commands, and on a real Slurm."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+import conftest
 import pytest
 from conftest import ROOT, linux_only
+from faults import digests
 
 STAND_INS = {
     "scontrol": """case "$2" in
@@ -57,3 +60,41 @@ def test_the_run_folder_says_how_a_job_ended(
     started = (tmp_path / "started").read_text()
     assert "--num_machines 2 --num_processes 16" in started
     assert f"train_mnist.py --epochs 2 --run-dir {tmp_path}/run --resume auto" in started
+
+
+def slurm(*words: object) -> str:
+    return subprocess.run([*map(str, words)], capture_output=True, text=True, check=True).stdout
+
+
+def go_on(job: str) -> None:
+    """Wait until the job is back in the queue; Slurm would hold it back for two minutes."""
+    conftest.wait_until(lambda: "JobState=PENDING" in slurm("scontrol", "show", "job", job))
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+@pytest.mark.slow
+def test_a_job_with_a_killed_and_a_stopped_process_ends_with_the_bytes_of_an_undisturbed_run(
+    undisturbed: Path, tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        assert slurm("sinfo", "-h", "-o", "%D %t") == "2 idle\n"
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("there is no Slurm here")
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CONFIG", "accelerate_configs/2node_4cpu.yaml")
+    monkeypatch.setenv("PROCESSES_PER_NODE", "1")
+    words = conftest.typed("sbatch")
+    words[words.index("/shared/runs/mnist")] = str(run_dir)
+    words[1:1] = ["--gpus-per-node=0", "--cpus-per-task=1", f"--output={log}", "--parsable"]
+    monkeypatch.chdir(ROOT)
+    job = slurm(*words, *conftest.ENGINE_FLAGS.split(), tiny_mnist).strip()
+    conftest.wait_for_step(run_dir, 30)
+    conftest.find_process(run_dir).kill()
+    go_on(job)
+    conftest.wait_for_step(run_dir, 120)
+    slurm("scancel", "--signal=TERM", job)
+    go_on(job)
+    conftest.wait_until((run_dir / "DONE").exists)
+    assert log.read_text().count("resuming from") == 2
+    assert digests(run_dir) == digests(undisturbed)
