@@ -1,6 +1,6 @@
-"""A small GPT that learns bytes: the source code of Python's own standard library.
+"""A small GPT that learns the bytes of Python's own standard library: 36 s on 2 CPU cores.
 
-python examples/gpt.py    and look at runs/gpt/sample-*.txt, one for each evaluation
+python examples/gpt.py    and read what it writes: runs/gpt/sample-*.txt, one for each evaluation
 python examples/gpt.py --answers-only --start-from runs/gpt/model.safetensors --run-dir runs/answers
 """
 
@@ -68,7 +68,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpointing", action="store_true", help="less memory, more time, the same numbers")
     arguments.add_training_arguments(parser)
     arguments.add_run_arguments(parser, "runs/gpt", ["checkpointing", "data"])
-    parser.set_defaults(epochs=2, batch_size=12, eval_every=100, learning_rate=1e-3, warmup=0.05)
+    parser.set_defaults(epochs=2, batch_size=12, learning_rate=1e-3, warmup=0.05)
     parser.set_defaults(schedule="cosine", min_learning_rate=1e-4, weight_decay=0.1, clip_norm=1.0)
     return parser.parse_args(argv)
 
@@ -82,10 +82,9 @@ def load_data(args: argparse.Namespace) -> tuple:
         files = sorted(Path(argparse.__file__).parent.glob("[a-z]*.py"))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, b"".join(file.read_bytes() for file in files))
-    size = min(args.num_bytes, path.stat().st_size) - CONTEXT
-    spans = range(0, size, CONTEXT)
+    spans = range(0, min(args.num_bytes, path.stat().st_size) - CONTEXT, CONTEXT)
     if args.answers_only:
-        spans = [(p.start(), *p.span(2)) for p in PAIR.finditer(path.read_bytes()[:size])]
+        spans = [(p.start(), *p.span(2)) for p in PAIR.finditer(path.read_bytes()[: spans.stop])]
     return tuple(Windows(path, CONTEXT + 1, spans, held_out) for held_out in (False, True))
 
 
@@ -100,16 +99,18 @@ def judge(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor
 
 
 @torch.inference_mode()
-def sample(model: GPT) -> bytes:
-    """What the model writes after `def `, byte by byte. Every process must call this."""
-    text = torch.tensor([[*b"def "]], device=model.lm_head.weight.device)
+def write_sample(run: Run) -> None:
+    """Write what the model makes of `def `, and show its start. Every process must call this."""
+    model, text = run.models[0], torch.tensor([[*b"def "]], device=run.accelerator.device)
     torch.manual_seed(0)
     model.eval()
     for _ in range(300):
-        chances = model(text[:, -CONTEXT:])[:, -1].softmax(1)
-        text = torch.cat((text, torch.multinomial(chances, 1)), 1)
+        text = torch.cat((text, model(text[:, -CONTEXT:])[:, -1].softmax(1).multinomial(1)), 1)
     model.train()
-    return bytes(text[0].tolist())
+    written, path = bytes(text[0].tolist()), f"sample-{run.progress.step:06d}.txt"
+    if run.accelerator.is_main_process:
+        (run.args.run_dir / path).write_bytes(written)
+    run.print(f"{run.args.run_dir / path}:\n{written[:150].decode(errors='replace')}")
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -139,9 +140,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
-            text = b"" if args.data else sample(run.models[0])  # on all: one may be sharded
-            if text and accelerator.is_main_process:
-                (args.run_dir / f"sample-{run.progress.step:06d}.txt").write_bytes(text)
+            if not args.data:
+                write_sample(run)
             run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
         return run.finish()
 
