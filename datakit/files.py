@@ -1,5 +1,6 @@
 """One picture file of any kind as grey values."""
 
+import warnings
 from io import BytesIO
 from pathlib import Path
 
@@ -16,7 +17,8 @@ RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # modes that have none of
 def open_picture(file: Path | BytesIO) -> Image.Image:
     """One picture, upright. Whatever is wrong with the file is an exception that says it."""
     try:
-        picture = Image.open(file, formats=FORMATS)
+        with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
+            picture = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
         raise ValueError(f"it is none of {', '.join(FORMATS)}") from None
     with picture:
