@@ -33,7 +33,7 @@ DATE = r"\d{4}-\d\d-\d\d"  # how one begins: 1/2/2020 is another day here and th
 LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\d?\s*"
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 MAX_SHOWN = 30  # columns in a message
-MISSING = ["", "#N/A", "N/A", "NA", "NULL", "NaN", "None", "nan", "null"]  # as in CSV files
+MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]  # as in CSV files
 LARGEST = 1e38  # float32 ends at 3.4e38
 
 

@@ -2,7 +2,7 @@
 
 python examples/docstrings.py    makes what the next two need: a tiny model, prompts and answers
 python examples/finetune.py --learning-rate 2e-3
-python examples/finetune.py --learning-rate 1e-2 --lora 8 --run-dir runs/lora
+python examples/finetune.py --base runs/finetune/pretrained --lora 8 --run-dir runs/lora
 python examples/finetune.py --base HuggingFaceTB/SmolLM2-135M-Instruct --data pairs.parquet
 """
 
