@@ -127,7 +127,7 @@ def digests(models: Sequence[nn.Module]) -> dict[str, str]:
 
 def digest(value: torch.Tensor) -> str:
     """A hash of all bytes, 12 GB a second. Every process must call this."""
-    rows = gathered(value, keep=True).flatten()
+    rows = gathered(value, keep=True).contiguous().flatten()
     return xxhash.xxh3_128_hexdigest(rows.view(torch.uint8).numpy())
 
 

@@ -30,9 +30,8 @@ def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock
     run_dir, held, moved_to = args.run_dir, None, None
     with failing_together(accelerator, f"--run-dir {run_dir} cannot be used"):
         if accelerator.is_main_process:
-            if Path.cwd().is_relative_to(
-                run_dir.resolve()
-            ):  # --run-dir .. would move the repository
+            # It may be moved aside: --run-dir .. would take the repository with it.
+            if Path.cwd().is_relative_to(run_dir.resolve()):
                 raise UsageError(f"--run-dir {run_dir}: choose a folder that you are not in")
             no_steps = not _holds(run_dir, "checkpoints/step-*")
             if args.resume == "latest" and no_steps:  # before anything is made
