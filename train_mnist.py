@@ -237,7 +237,8 @@ def validate(
     model.eval()
     pictures, targets = eval_set.tensors
     loss_sum = torch.zeros((), device=accelerator.device)
-    # Each process fills in its own samples and leaves zeros elsewhere: the sum has them all.
+    # Each process fills in its own samples and leaves zeros elsewhere: the sum has them all. The
+    # last column counts how often a sample was evaluated.
     outputs = torch.zeros(len(targets), len(classes) + 1, device=accelerator.device)
     for images, labels, indices in loader:
         logits = model(normalise(images))

@@ -183,7 +183,8 @@ def validate(
     """
     model.eval()
     features, targets, rows = eval_set.tensors
-    # Each process fills in its own samples; the sum over the processes is the whole table.
+    # Each process fills in its own samples; the sum over the processes is the whole table. The
+    # last column counts how often a sample was evaluated.
     outputs = torch.zeros(len(rows), targets.shape[1] + 1, device=accelerator.device)
     for inputs, *_, indices in loader:
         outputs[indices, :-1] = model(inputs).float()
