@@ -22,6 +22,7 @@ class Adapted(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for weight in self.base.parameters():
             weight.normal_(std=len(weight) ** -0.5, generator=generator)
+        torch.manual_seed(int(os.environ["RANK"]))  # all take what the first process has
         self.down, self.up = nn.Linear(num_features, 4), nn.Linear(4, num_targets)
         self.norm = nn.BatchNorm1d(4)
 

@@ -23,10 +23,10 @@ def evaluate(
 ) -> dict[str, float] | None:
     """See Run.evaluate. None if stopping() was true after a batch, on all processes alike."""
     check_loader(accelerator, loader, training=False)
-    layers = [layer for model in prepared_models(accelerator) for layer in model.modules()]
-    modes = [layer.training for layer in layers]
+    models = prepared_models(accelerator)
+    modes = {layer: layer.training for model in models for layer in model.modules()}
     means, num_rows = RunningMeans(accelerator), Counter[str]()  # of what is not masked
-    for model in prepared_models(accelerator):
+    for model in models:
         model.eval()
     with torch.no_grad():  # what inference_mode makes, FSDP could not train with afterwards
         for batch in loader:
@@ -43,7 +43,7 @@ def evaluate(
                 means.add(name, *sum_and_count(CALL, value, where))
             if stopping():
                 return None
-    for layer, mode in zip(layers, modes, strict=True):
+    for layer, mode in modes.items():
         layer.training = mode
     check_evaluated(accelerator, num_rows, loader)
     return means.means("eval") | {"eval_samples": len(loader.dataset)}

@@ -53,11 +53,8 @@ class RunningMeans:
 
     def state(self) -> dict[str, Any]:
         """Everything, as JSON. Every process must call this."""
-        # Each process fills in its own row; the sum over the processes is the whole table.
-        row, accelerator = self._row(), self.accelerator
-        rows = row.new_zeros(accelerator.num_processes, len(row))
-        rows[accelerator.process_index] = row
-        return {"rows": accelerator.reduce(rows, reduction="sum").tolist(), "totals": self.totals}
+        rows = self.accelerator.gather(self._row()[None])
+        return {"rows": rows.tolist(), "totals": self.totals}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from state(), also with another number of processes."""

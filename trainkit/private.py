@@ -100,14 +100,12 @@ def share_frozen_weights(
     """
     prepare = accelerator.prepare_model
 
-    def prepare_model(
-        model: nn.Module, device_placement: bool | None = None, **options: Any
-    ) -> nn.Module:
+    def prepare_model(model: nn.Module, **options: Any) -> nn.Module:
         if accelerator.device.type == "cpu":
-            device_placement = False
+            options["device_placement"] = False
         parallel = nn.parallel.DistributedDataParallel
         parallel._set_params_and_buffers_to_ignore_for_model(model, [*frozen(model)])
-        return prepare(model, device_placement, **options)
+        return prepare(model, **options)
 
     accelerator.prepare_model = prepare_model
 

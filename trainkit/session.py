@@ -60,6 +60,7 @@ class Session:
     args: argparse.Namespace
     stage: str  # see guards/calls.py
     resources: ExitStack  # what is cleaned up at the end
+    hashes: dict[str, str]  # digests of what is frozen, once prepare(...) has sharded it
     # Since the body was entered.
     accelerator: Accelerator
     history: History
@@ -92,7 +93,7 @@ class Session:
     ):
         self.args, self.project = args, project
         self.check = check or arguments.check_shared
-        self.stage, self.resources = "new", ExitStack()
+        self.stage, self.resources, self.hashes = "new", ExitStack(), {}
 
     def __enter__(self) -> "Session":
         need(self, "`with run`", "new")
@@ -111,7 +112,7 @@ class Session:
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
                 log_with=make_trackers(args, self.history, self.project),
             )
-        shards.shard(self.accelerator)
+        shards.shard(self.accelerator, self.hashes)
         share_frozen_weights(self.accelerator, shards.frozen)
         nodes.check_world(self.accelerator)
         nodes.check_nodes(self.accelerator, args)
@@ -200,15 +201,15 @@ class Session:
         self.unchanged = Unchanged(accelerator)
         self.print(describe(self, plan or {}))
         identity = self._identity()
-        started_from = self._start_from(identity) if args.start_from is not None else ""
-        identity |= shards.digests(self.models)
-        nodes.check_same(accelerator, identity)
-        lock = open_run(accelerator, args)
-        if lock is not None:
+        started_from = args.start_from and self._start_from(identity)
+        identity |= (not started_from and self.hashes) or shards.digests(self.models)
+        nodes.check_same(accelerator, identity | self.hashes)
+        if lock := open_run(accelerator, args):
             self.resources.callback(lock.release)
         self._make_state(identity)
         self.progress = self.checkpoints.resume(args.resume, self.last_step)
-        self._say_where_it_starts(started_from)
+        if self.progress.step == 0 and started_from:
+            self.print(started_from)
         with failing_together(accelerator, f"--run-dir {args.run_dir} cannot be used"):
             if accelerator.is_main_process:  # not before: a refused resume leaves the run as it was
                 (args.run_dir / "DONE").unlink(missing_ok=True)
@@ -227,10 +228,6 @@ class Session:
         shares = {name: shards.share(own[name], value) for name, value in tensors.items()}
         model.load_state_dict(shares, strict=False)
         return line
-
-    def _say_where_it_starts(self, started_from: str) -> None:
-        if started_from and self.progress.step == 0:
-            self.print(started_from)
 
     def _make_state(self, identity: dict[str, Any]) -> None:
         """What changes from step to step, and the checkpoints that hold it."""
@@ -294,10 +291,10 @@ class Session:
                 self.print(f"the pictures were not drawn: {first_sentence(problem)}")
         if args.keep_best:
             self.print(best.describe(accelerator, args, progress))
-        names = ", ".join(path.name for path in drawn)
+        names = "".join(f", {path.name}" for path in drawn)
         self.print(
             f"done: {count(progress.step, 'step')}, {show_best(progress.metrics)}; in "
-            f"{args.run_dir}: weights, metrics, checkpoints{f', {names}' if names else ''}"
+            f"{args.run_dir}: weights, metrics, checkpoints{names}"
         )
         if next_command:
             self.print(f"next: {next_command}")

@@ -7,7 +7,6 @@ weights_only. With fsdp_state_dict_type: FULL_STATE_DICT there is one such file,
 Parameters that are frozen (requires_grad=False) are in no checkpoint: their digests are compared.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,23 +18,33 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
+    broadcast,
     convert_outputs_to_fp32,
-    str_to_bool,
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.folder.weights import separate
+from trainkit.launch.environment import shards_wanted
 from trainkit.optim import weights_of
-from trainkit.private import prepared_optimizers, prepared_schedulers, tree_map, tree_map_only
+from trainkit.private import (
+    prepared_models,
+    prepared_optimizers,
+    prepared_schedulers,
+    tree_map,
+    tree_map_only,
+)
 
 Tensors = dict[str, torch.Tensor]
 
 
-def shard(accelerator: Accelerator) -> None:
-    """Let accelerator.prepare(...) shard the model, if the launch asks for it. Call before that."""
-    if not str_to_bool(os.environ.get("ACCELERATE_USE_FSDP") or "no"):
+def shard(accelerator: Accelerator, hashes: dict[str, str]) -> None:
+    """Let accelerator.prepare(...) shard the model, if the launch asks for it. Call before that.
+
+    prepare then adds to `hashes` the digests() of this process's model as it was before.
+    """
+    if not shards_wanted():
         return
     plugin = FullyShardedDataParallelPlugin()
     silent = plugin.fsdp_version != 2 or plugin.activation_checkpointing or plugin.ignored_modules
@@ -62,6 +71,11 @@ def shard(accelerator: Accelerator) -> None:
             model.register_forward_hook(_share_buffers)
             for weight in model.parameters():
                 weight.data = weight.data.contiguous()  # FSDP2 takes no channels_last
+            if not plugin.cpu_ram_efficient_loading:  # else only the first process has weights
+                # Each keeps some rows of its own: what differs would be mixed unseen.
+                hashes.update(digests([*prepared_models(accelerator), model]))
+                for value in state_of(model).values():  # as DDP does
+                    value.copy_(broadcast(value.to(accelerator.device)))
             if bf16:  # else each layer would round all it does to bf16
                 forward = torch.autocast(accelerator.device.type, bf16)(model.forward)
                 model.forward = convert_outputs_to_fp32(forward)
@@ -117,18 +131,17 @@ def state_of(model: nn.Module) -> Tensors:
 
 
 def digests(models: Sequence[nn.Module]) -> dict[str, str]:
-    """For each frozen weight, in words, its digest. Every process must call this."""
-    return {
-        f"the frozen weight {name} of model {number}": digest(weight)
-        for number, model in enumerate(models)
-        for name, weight in frozen(model).items()
-    }
+    """For each frozen weight, in words, a hash of all its bytes. Every process must call this.
 
-
-def digest(value: torch.Tensor) -> str:
-    """A hash of all bytes, 12 GB a second. Every process must call this."""
-    rows = gathered(value, keep=True).contiguous().flatten()
-    return xxhash.xxh3_128_hexdigest(rows.view(torch.uint8).numpy())
+    It takes 12 GB a second.
+    """
+    found = {}
+    for number, model in enumerate(models):
+        for name, weight in frozen(model).items():
+            rows = gathered(weight, keep=True).contiguous().flatten().view(torch.uint8)
+            key = f"the frozen weight {name} of model {number}"
+            found[key] = xxhash.xxh3_128_hexdigest(rows.numpy())
+    return found
 
 
 def before_save(

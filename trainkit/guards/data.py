@@ -43,7 +43,7 @@ def data_md5(*sets: Dataset) -> str:
             leaves = [len(dataset), *tree_leaves(samples.make(torch.tensor(probes)))]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                leaf = leaf.cpu().contiguous().numpy()
+                leaf = leaf.cpu().numpy()
             if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
                 digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
             else:

@@ -4,12 +4,10 @@ Each check raises RuntimeError, or UsageError, with one sentence that says what 
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.errors import as_usage_error
@@ -36,7 +34,12 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         )
     if not optimizers:
         raise RuntimeError("accelerator.prepare was given no optimizer: prepare every one")
-    _check_states(models)
+    states = [pair for model in models for pair in model.state_dict().items()]
+    if others := [n for n, x in states if not isinstance(x, torch.Tensor) or 0 in x.stride()]:
+        raise RuntimeError(
+            f"{others[0]} of a model is no tensor with memory of its own, and checkpoints hold "
+            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
+        )
     weights = Counter(weights_of(*optimizers))
     if twice := [weight for weight, num in weights.items() if num > 1]:
         raise RuntimeError(f"{len(twice)} of the weights are in two optimizers, or twice in one")
@@ -55,16 +58,6 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
                 "a learning rate schedule was not given to accelerator.prepare, so a resume "
                 "would begin it anew: prepare it with its optimizer"
             )
-
-
-def _check_states(models: Sequence[nn.Module]) -> None:
-    """Refuse a model whose state holds what a checkpoint could not give back."""
-    states = [pair for model in models for pair in model.state_dict().items()]
-    if others := [n for n, x in states if not isinstance(x, torch.Tensor) or 0 in x.stride()]:
-        raise RuntimeError(
-            f"{others[0]} of a model is no tensor with memory of its own, and checkpoints hold "
-            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
-        )
 
 
 def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> EpochBatches:

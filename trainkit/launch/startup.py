@@ -31,7 +31,7 @@ from trainkit.errors import (
     is_main_rank,
     leave,
 )
-from trainkit.launch.environment import by_accelerate
+from trainkit.launch.environment import by_accelerate, shards_wanted
 from trainkit.private import (
     run_exit_functions,
     skip_lookups,
@@ -40,7 +40,7 @@ from trainkit.private import (
 )
 from trainkit.words.text import printable
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # <malloc.h>
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -142,9 +142,13 @@ def keep_memory() -> None:
 
     glibc would give large tensors back to the kernel in every step and wait for new, zeroed pages
     in the next. So none is mapped on its own, the heap grows by 64 MB and shrinks only from 2 GB.
+
+    A sharded run gives back what has a megabyte or more: the layers that it gathers and frees all
+    the time leave holes in the heap, which grew to four times the model.
     """
+    mapped = (M_MMAP_THRESHOLD, 2**20) if shards_wanted() else (M_MMAP_MAX, 0)
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        for name, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
+        for name, value in (mapped, (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
             libc.mallopt(name, value)
 
 
