@@ -3,7 +3,7 @@
 import itertools
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,11 @@ MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.gen
 # 270 pairs: 11 steps of 24 and one of 6, which leaves some processes without a sample.
 FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 20 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
-# A number of processes without sharding, or two that shard in this way.
-WAYS = [*itertools.product((None, 4), (1, 2, 3, *KINDS), (1, 4))]
-QUICK = [(None, KINDS[0], 4), (4, 2, 4)]
+# --lora, a number of processes without sharding or two that shard in this way, --accumulate.
+WAYS = itertools.product((None, 4), (1, 2, 3, *KINDS), (1, 4))
 
 
-def quick(ways: list[tuple], chosen: list[tuple]) -> list[Any]:
+def quick(ways: Iterable[tuple], chosen: list[tuple]) -> list[Any]:
     """The ways, of which those that are not chosen are slow."""
     return [pytest.param(*way, marks=[pytest.mark.slow] * (way not in chosen)) for way in ways]
 
@@ -106,7 +105,9 @@ def logits(model: Any) -> torch.Tensor:
     return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
 
 
-@pytest.mark.parametrize(("lora", "way", "accumulate"), quick(WAYS, QUICK))
+@pytest.mark.parametrize(
+    ("lora", "way", "accumulate"), quick(WAYS, [(None, KINDS[0], 4), (4, 2, 4)])
+)
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start: Callable,
     in_double: list[str],
@@ -133,7 +134,7 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
 
 
 @pytest.mark.parametrize(
-    ("lora", "way"), quick([*itertools.product((None, 4), (2, *KINDS))], [(4, KINDS[1])])
+    ("lora", "way"), quick(itertools.product((None, 4), (2, *KINDS)), [(4, KINDS[1])])
 )
 def test_a_kill_changes_no_byte(
     start: Callable, tmp_path: Path, lora: int | None, way: Any

@@ -163,7 +163,8 @@ def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
     ("script", "flags"),
     [
         ("train_regression", ["--num-samples", 96, "--batch-size", 30, "--optimizer", "sgd"]),
-        ("adapted", SMALL[:6]),
+        ("adapted", SMALL),
+        ("weighted", []),
         ("examples.text", ["--num-lines", 7, "--batch-size", 6]),
         ("examples.gpt", ["--layers", 1, "--width", 32, "--num-bytes", 16000]),
         pytest.param("examples.two_towers", ["--batch-size", 60], marks=pytest.mark.slow),
@@ -171,6 +172,7 @@ def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
     ids=[
         "sgd and a linear model",
         "other weights in each process",
+        "evaluated before training",
         "a batch without rows",
         "tied weights",
         "two models",
@@ -246,19 +248,16 @@ def test_a_killed_run_ends_with_equal_bytes_and_its_checkpoints_hold_nothing_fro
 ) -> None:
     args = [*SMALL, "--hidden", "400,400", "--keep", 2, "--ema", 0.9, "--keep-best", "eval_loss"]
     plan: dict[str, Any] = {"script": "adapted", "kind": kind}
-    only = {"ONLY_TRAINED": "1"}
-    kill: dict[str, Any] = {"fault": {"rank": 1, "signal": [6, signal.SIGKILL]}}
-    kill["codes"] = [1, -signal.SIGKILL]
-    train(nursery, tmp_path / "run", *args, **plan, env=only, **kill)
+    kill = {"rank": 1, "signal": [6, signal.SIGKILL]}
+    train(nursery, tmp_path / "run", *args, **plan, fault=kill, codes=[1, -signal.SIGKILL])
     for name in ("run", "whole"):
-        train(nursery, tmp_path / name, *args, **plan, env=only)
+        train(nursery, tmp_path / name, *args, **plan)
     assert digests(tmp_path / "run") == digests(tmp_path / "whole")
     sizes = [path.stat().st_size for path in tmp_path.glob("run/**/*") if path.is_file()]
     assert sum(sizes) < 400 * 400 * 4 * 0.5
     for name in ("model", "raw", "best"):
         assert not any(weight.startswith("base.") for weight in saved(tmp_path / "run", name)[0])
-    others = {"1": "belongs to another run: ", "$RANK": "nodes of this run differ: "}
-    for base, words in others.items():
+    for base, words in (("1", "belongs to another run: "), ("$RANK", "nodes of this run differ: ")):
         changed = train(nursery, tmp_path / "run", *args, **plan, env={"BASE": base}, codes=[2, 2])
         assert f"{words}the frozen weight base.0.weight of model 0 is" in changed.output
         assert changed.output.count("\nerror:") == 1

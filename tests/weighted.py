@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             model, optimizer, train_loader, eval_loader
         )
         run.begin(model, {})
+        run.evaluate(eval_loader, lambda batch: judge(model, batch))  # before any step
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
