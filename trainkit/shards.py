@@ -75,7 +75,7 @@ def shard(accelerator: Accelerator, hashes: dict[str, str]) -> None:
                 # Each keeps some rows of its own: what differs would be mixed unseen.
                 hashes.update(digests([*prepared_models(accelerator), model]))
                 for value in state_of(model).values():  # as DDP does
-                    value.copy_(broadcast(value.to(accelerator.device)))
+                    value.copy_(broadcast(value.to(accelerator.device.type)))
             if bf16:  # else each layer would round all it does to bf16
                 forward = torch.autocast(accelerator.device.type, bf16)(model.forward)
                 model.forward = convert_outputs_to_fp32(forward)

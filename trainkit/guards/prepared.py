@@ -34,8 +34,8 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         )
     if not optimizers:
         raise RuntimeError("accelerator.prepare was given no optimizer: prepare every one")
-    states = [pair for model in models for pair in model.state_dict().items()]
-    if others := [n for n, x in states if not isinstance(x, torch.Tensor) or 0 in x.stride()]:
+    states = (pair for model in models for pair in model.state_dict().items())
+    if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
         raise RuntimeError(
             f"{others[0]} of a model is no tensor with memory of its own, and checkpoints hold "
             "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
