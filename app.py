@@ -15,6 +15,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from trainkit import UsageError
+
 import numpy as np
 import torch
 from safetensors.torch import load_file
@@ -22,7 +24,7 @@ from torch import nn
 
 from modelkit import answers, page, plots
 from modelkit.photos import read_photo
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import as_usage_error
 from trainkit.launch import startup
 from trainkit.words import arguments
 
@@ -126,7 +128,7 @@ def regression_page(model: nn.Module, about: dict[str, Any], name: str) -> tuple
             fields[label], ranges[label] = number_field(label, about)
         else:
             fields[label] = choice(label, column["categories"])
-        unit = " (days since 1970)" * column.get("days", False)
+        unit = " (days since 1970)" * ("days" in column)
         labels += f"<label>{escape(label)}{unit} {fields[label]}</label>"
 
     @torch.inference_mode()

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from trainkit import arguments, startup
+
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 
-from trainkit import arguments, startup
 from trainkit.launch import environment, nodes
 from trainkit.words.world import describe_world
 

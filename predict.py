@@ -26,12 +26,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainkit import arguments, startup
+
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
 
-from trainkit import arguments, startup
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.folder import records
 from trainkit.folder.manifest import sha256_of

@@ -13,16 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from torch import nn
-from torch.utils.data import DataLoader
-
-from datakit.small import fit_to_small_set, parse_sizes
-from modelkit import plots
-from modelkit.calibration import calibrate
-from modelkit.photos import learn_framing, read_photo
 from trainkit import (
     EXIT_TARGET_MISSED,
     Dropout,
@@ -36,6 +26,17 @@ from trainkit import (
     shorten,
     startup,
 )
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from datakit.small import fit_to_small_set, parse_sizes
+from modelkit import plots
+from modelkit.calibration import calibrate
+from modelkit.photos import learn_framing, read_photo
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255

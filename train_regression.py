@@ -12,6 +12,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainkit import (
+    EXIT_TARGET_MISSED,
+    InMemory,
+    Run,
+    arguments,
+    make_loaders,
+    make_optimizer,
+    make_scheduler,
+    startup,
+)
+
 import numpy as np
 import pandas as pd
 import torch
@@ -23,16 +34,6 @@ from torch.utils.data import DataLoader
 from datakit import tables
 from modelkit import plots
 from modelkit.predictions import add_predictions
-from trainkit import (
-    EXIT_TARGET_MISSED,
-    InMemory,
-    Run,
-    arguments,
-    make_loaders,
-    make_optimizer,
-    make_scheduler,
-    startup,
-)
 
 LOSSES: dict[str, Callable] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
 
@@ -143,8 +144,10 @@ class Predictor(nn.Module):
 
     def __init__(self, about: dict[str, Any]):
         super().__init__()
-        sizes = len(about["features"]), len(about["targets"])
-        self.model, self.about = MODELS[about["model"]](*sizes, about["hidden"]), about
+        self.about = about
+        self.model = MODELS[about["model"]](
+            len(about["features"]), len(about["targets"]), about["hidden"]
+        )
         for name in ("feature_mean", "feature_std", "target_mean", "target_std"):
             self.register_buffer(name, torch.tensor(about[name], dtype=torch.float64))
 
@@ -153,9 +156,8 @@ class Predictor(nn.Module):
         return (outputs * self.target_std + self.target_mean).to(inputs.dtype)
 
     def example_inputs(self) -> torch.Tensor:
-        size = 64, len(self.feature_mean)
         # float64: float32 cannot tell ids or times in milliseconds apart.
-        return torch.randn(size) * self.feature_std + self.feature_mean
+        return torch.randn(64, len(self.feature_mean)) * self.feature_std + self.feature_mean
 
     def predict_file(self, path: Path) -> str:
         """Write TABLE_predictions.csv: the rows of a table and a column for each target."""

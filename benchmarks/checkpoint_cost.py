@@ -9,11 +9,12 @@ What a step costs that saves nothing is part of benchmarks.loop_overhead.
 import time
 from typing import Any
 
+from trainkit import startup
+
 from accelerate import Accelerator
 
 import train_regression
 from benchmarks._runs import Parser, in_process, spread, table
-from trainkit import startup
 from trainkit.checkpoint import Checkpoints
 
 FLAGS = "--model mlp --num-features 784 --hidden 1024 --num-targets 384 --save-every 1"

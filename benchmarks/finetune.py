@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainkit import startup
+
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
@@ -27,7 +29,6 @@ from torch.utils.data import DataLoader
 from benchmarks._runs import in_process, table
 from benchmarks.tokens import compare
 from examples import docstrings, finetune
-from trainkit import startup
 
 BATCH, LENGTH = 16, 128
 PAIR = {"prompt": "def question(of_what): " * 9, "answer": "What it does with it. " * 99}  # cut

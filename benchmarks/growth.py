@@ -15,6 +15,8 @@ import os
 import time
 from functools import partial
 
+from trainkit import make_loaders
+
 import psutil
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -22,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks._runs import Parser, execute, in_turn, launcher, spread, table
 from examples import gpt
-from trainkit import make_loaders
 from trainkit.order import batches_of
 
 BATCH_SIZE = 128

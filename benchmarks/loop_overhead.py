@@ -16,13 +16,14 @@ import statistics
 import time
 from functools import partial
 
+from trainkit import make_scheduler, startup
+
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import train_regression
 from benchmarks._runs import Parser, in_process, in_turn, spread, table
-from trainkit import make_scheduler, startup
 
 BATCH_SIZE = 32
 

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from trainkit import make_loaders
+
 import fsspec
 import numpy as np
 import pyarrow as pa
@@ -31,7 +33,6 @@ from aiohttp import web
 from benchmarks._runs import Parser, execute, in_turn, launcher, spread, table
 from benchmarks.growth import ARGS, BATCH_SIZE
 from datakit.rows import ParquetRows
-from trainkit import make_loaders
 
 LENGTH = 1025
 NAMES = ("plain", "rows, 0 workers", "rows, 2 workers")

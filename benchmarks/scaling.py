@@ -22,13 +22,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from trainkit import startup
+
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
 import train_mnist
 from benchmarks._runs import MNIST, ONE_THREAD, Parser, execute, in_turn, launcher, one_run, table
-from trainkit import startup
 
 
 def time_parts(model: str, batch_size: int, steps: int) -> None:

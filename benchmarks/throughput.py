@@ -24,6 +24,8 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from trainkit import startup
+
 import torch
 import torch.nn.functional as F
 from datasets import load_dataset
@@ -32,7 +34,6 @@ from torchvision import transforms
 
 import train_mnist
 from benchmarks._runs import ROOT, Parser, in_process, in_turn, table
-from trainkit import startup
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRANSFORM = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])

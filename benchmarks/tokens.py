@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+from trainkit import startup
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -36,7 +38,6 @@ from torch.utils.data import DataLoader
 
 from benchmarks._runs import Parser, in_process, in_turn, spread, table
 from examples import gpt
-from trainkit import startup
 
 NUM_TOKENS = gpt.parse_args([]).batch_size * gpt.CONTEXT  # in a batch
 

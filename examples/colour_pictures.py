@@ -10,6 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
+
+from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, shorten, startup
+
 import matplotlib
 import numpy as np
 import torch
@@ -21,10 +25,7 @@ from torch.utils.data import Dataset
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-
 from datakit.small import fit_to_small_set, parse_sizes
-from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, shorten, startup
 
 LETTERS = "ABCDEFGH"
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # installed anyway

@@ -12,16 +12,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
+
+from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
+
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-
 from modelkit.pretrained import write_pretrained
-from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
 from trainkit.errors import as_usage_error
 
 

@@ -11,14 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torchvision.utils import save_image
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
-from datakit.pictures import load_images
 from trainkit import (
     InMemory,
     Run,
@@ -29,6 +23,13 @@ from trainkit import (
     make_scheduler,
     startup,
 )
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision.utils import save_image
+
+from datakit.pictures import load_images
 
 MNIST = Path(__file__).resolve().parents[1] / "data" / "mnist"
 NUM_NOISE = 64

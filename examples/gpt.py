@@ -9,16 +9,17 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
+
+from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-
 from datakit.rows import ParquetRows
 from examples.windows import Windows
-from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
 from trainkit.folder.rundir import write_durably
 
 CONTEXT = 128

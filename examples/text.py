@@ -12,11 +12,6 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.utils.rnn import pad_sequence
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 
 from trainkit import (
@@ -28,6 +23,11 @@ from trainkit import (
     peak_learning_rate,
     startup,
 )
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # installed anyway: nothing is downloaded
 FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstring

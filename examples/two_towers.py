@@ -9,16 +9,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
+
+from trainkit import InMemory, Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
+
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-
 from datakit.pictures import load_images
-from trainkit import InMemory, Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
 
 MNIST = Path(__file__).resolve().parents[1] / "data" / "mnist"
 WIDTH = 64

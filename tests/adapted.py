@@ -3,11 +3,12 @@
 import os
 from collections.abc import Sequence
 
+from trainkit import Run
+
 import torch
 from torch import nn
 
 import train_regression
-from trainkit import Run
 
 MLP = train_regression.MLP
 

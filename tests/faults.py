@@ -300,10 +300,11 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     normalise (from 1) whose pictures become NaN. Or inf: the call of cross_entropy whose loss
     becomes infinite while its gradient stays as it is.
     """
+    from trainkit import shards
+
     import accelerate.utils.other
     import torch
 
-    from trainkit import shards
     from trainkit.checkpoint import Checkpoints, Progress
     from trainkit.launch.signals import Signals
 

@@ -4,14 +4,14 @@ import ast
 import sys
 from collections.abc import Callable
 
+from trainkit import private
+
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-
-from trainkit import private
 
 
 def test_accelerate_keeps_what_it_prepared_in_order(accelerator: Accelerator) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from trainkit import shards
+
 import pytest
 import torch
 import yaml
@@ -13,7 +15,6 @@ from conftest import CONFIGS, rows, saved
 from faults import Nursery, Outcome, digests
 from test_checkpoint import reforge
 
-from trainkit import shards
 from trainkit.errors import UsageError
 
 CLOSE = 1e-6  # between losses of float32 runs that add up in different orders

@@ -1,15 +1,13 @@
 """Settings of the whole process: each does what it says, and is noticed if its target changes."""
 
-import io
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import ROOT, linux_only
-
-from trainkit.launch import startup
+from conftest import ROOT, linux_only, posix_only
 
 
 def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
@@ -37,12 +35,18 @@ def test_settings_about_numbers_and_safety_hold_however_main_was_started(
     in_fresh_process("""
 import io, os, pickle, torch
 import train_regression
+os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "0"  # that would let code be unpickled
+os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 try:
     train_regression.main(["--epochs", "0", "--run-dir", "/nowhere/at/all"])
 except ValueError as refused:
     assert "--epochs 0" in str(refused)
 assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+file = io.BytesIO()
+torch.save({"a": torch.ones(1)}, file)
+file.seek(0)
+assert torch.load(file)["a"] == 1
 file = io.BytesIO()
 torch.save(os.system, file)
 file.seek(0)
@@ -139,24 +143,31 @@ def test_every_end_has_its_code_and_its_sentence(
     in_fresh_process(IN_A_PROCESS_OF_ITS_OWN, what=what, expected=code, words=words, root=str(ROOT))
 
 
-def test_a_variable_that_would_let_code_be_unpickled_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # put back after the test
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    startup.refuse_pickled_code()
-    file = io.BytesIO()
-    torch.save({"a": torch.ones(1)}, file)
-    file.seek(0)
-    assert torch.load(file)["a"] == 1
-
-
 @linux_only
 def test_one_process_says_why_it_cannot_start(fork_main: Callable) -> None:
     env = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "")
     done = fork_main("train_regression.py", "--bad", env=env)
     assert done.returncode == 2
     assert done.stderr.startswith("error: unrecognized arguments: --bad (see train_regression.py -")
+
+
+@posix_only
+@pytest.mark.parametrize("module", ["trainkit", "numpy.exceptions", "torch", "accelerate"])
+def test_ctrl_c_during_the_imports_is_one_sentence(module: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "train_mnist.py", "--help"],
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+        # Else ignored, if a shell started this in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while not process.stderr.readline().endswith(f" {module}\n"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    *more, last = process.communicate()[1].splitlines()
+    assert (process.returncode, last) == (130, "error: interrupted at once, without saving")
+    assert all(line.startswith("import time:") for line in more)
 
 
 # What a process of two does before it looks for the run folder, and what both say then.

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from trainkit import InMemory, Run, arguments, make_loaders, make_optimizer
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from trainkit import InMemory, Run, arguments, make_loaders, make_optimizer
 
 NUM_SAMPLES = 43  # a prime
 WEIGHTS = torch.arange(NUM_SAMPLES) % 4  # of a sample; every fourth is never drawn

@@ -1,5 +1,12 @@
-"""The mechanics of a training run; what a script needs is imported from here, when it is used."""
+"""The mechanics of a training run; what a script needs is imported from here, when it is used.
 
+A script imports from here before torch: Ctrl-C during its imports then ends it in one sentence.
+"""
+
+import os
+import signal
+import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -15,15 +22,33 @@ NAMES = {
     "make_optimizer": "optim",
     "make_scheduler": "optim",
     "peak_learning_rate": "optim",
-    "count": "words.text",
     "shorten": "words.text",
+    "arguments": "words.arguments",
+    "startup": "launch.startup",
 }
-MODULES = {"arguments": "words.arguments", "startup": "launch.startup"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in MODULES:
-        return import_module(f"trainkit.{MODULES[name]}")
-    if name in NAMES:
-        return getattr(import_module(f"trainkit.{NAMES[name]}"), name)
-    raise AttributeError(f"trainkit has no {name!r}")
+    if name not in NAMES:
+        raise AttributeError(f"trainkit has no {name!r}")
+    module = import_module(f"trainkit.{NAMES[name]}")
+    return getattr(module, name, module)
+
+
+def interrupt(number: int, frame: Any) -> None:
+    """Ctrl-C: KeyboardInterrupt. A second one ends the process, and so does one during an import:
+    numpy would swallow the KeyboardInterrupt, and fail later in a thousand lines.
+    """
+    signal.signal(number, signal.SIG_DFL)
+    while frame:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                os.write(2, b"error: interrupted at once, without saving\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler and not hasattr(sys, "ps1"):
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, interrupt)

@@ -19,11 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainkit import shards
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from trainkit import shards
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
 from trainkit.folder.log import History
 from trainkit.folder.manifest import verify, write_manifest

@@ -31,11 +31,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from trainkit import best, evaluation
+
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.utils.data import DataLoader
 
-from trainkit import best, evaluation
 from trainkit.errors import EXIT_STOPPED, UsageError
 from trainkit.folder import records
 from trainkit.guards.calls import IN_BATCH, allowed, need

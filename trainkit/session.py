@@ -10,13 +10,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from trainkit import best, shards
+
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import nn
 
-from trainkit import best, shards
 from trainkit.average import Average
 from trainkit.checkpoint import Checkpoints, Progress
 from trainkit.draws import NUM_HELD

@@ -14,7 +14,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -52,7 +51,13 @@ def run(main: Callable[[], Any]) -> None:
     sentence if it is known what happened to this process alone (a lost peer, a dead loader worker,
     no memory). No process waits for peers that may never come.
     """
-    _set_process()
+    keep_memory()
+    skip_the_compiler()
+    skip_sharded_check()
+    skip_lookups()
+    gc.freeze()  # what was imported is never searched for garbage: a start is a fifth shorter
+    atexit.register(gc.unfreeze)  # else triton, where it is imported, prints leaks at the exit
+    atexit.register(_ignore_signals)  # the teardown has no handlers: the exit code would change
     try:
         end_with_launcher()
         main()
@@ -67,27 +72,14 @@ def run(main: Callable[[], Any]) -> None:
         _end("error: interrupted at once, without saving", EXIT_INTERRUPTED, is_main_rank())
     except Exception as error:
         traceback.print_exc()
-        if reason := explain(error):
-            print(
-                f"error: process {os.environ.get('RANK', '0')} {reason}; what was saved is whole: "
-                "remove the cause, then start the same command with --resume auto",
-                file=sys.stderr,
-            )
-        leave(EXIT_FAILURE)
+        reason = explain(error)
+        _end(
+            f"error: process {os.environ.get('RANK', '0')} {reason}; what was saved is whole: "
+            "remove the cause, then start the same command with --resume auto",
+            EXIT_FAILURE,
+            reason is not None,
+        )
     finish(code)
-
-
-def _set_process() -> None:
-    keep_memory()
-    skip_the_compiler()
-    skip_sharded_check()
-    skip_lookups()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        with contextlib.suppress(ValueError):  # not in the main thread: Run says so
-            signal.signal(signal.SIGINT, _interrupt_once)
-    gc.freeze()  # what was imported is never searched for garbage: a start is a fifth shorter
-    atexit.register(gc.unfreeze)  # else triton, where it is imported, prints leaks at the exit
-    atexit.register(_ignore_signals)  # the teardown has no handlers: the exit code would change
 
 
 def _ignore_signals() -> None:
@@ -131,10 +123,8 @@ def end_with_launcher() -> None:
 
     Only under a launcher: `nohup python train_mnist.py &` must outlive its shell. Linux only.
     """
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or by_accelerate()
-    if not launched or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or by_accelerate()):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def keep_memory() -> None:
@@ -152,12 +142,7 @@ def keep_memory() -> None:
             libc.mallopt(name, value)
 
 
-def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would leave a traceback
-    raise KeyboardInterrupt
-
-
 def _end(text: str, code: int, loud: bool) -> NoReturn:
     if loud:
-        print(printable(text), file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr)
     leave(code)
