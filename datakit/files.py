@@ -36,12 +36,11 @@ def to_grey(picture: Image.Image) -> np.ndarray:
         if not (values.min() >= 0 and values.max() <= 255):  # or NaN
             raise ValueError(f"the values of a picture of mode {picture.mode} must be 0 to {white}")
         return values
-    as_grey = picture if picture.mode == "L" else picture.convert("RGB").convert("L")
-    grey = np.array(as_grey, dtype=np.float64)
+    grey = np.array(picture.convert("RGB").convert("L"), dtype=np.float64)
     if picture.has_transparency_data:
         alpha = np.asarray(picture.convert("RGBA"))[..., 3] / 255
         grey *= alpha
-        grey += (1 - alpha) * (255 if grey.sum() <= 128 * alpha.sum() else 0)
+        grey += (1 - alpha) * 255 * (grey.sum() <= 128 * alpha.sum())
     return grey
 
 

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -109,19 +110,12 @@ def read_split(
             "(make one with cast_column(NAME, datasets.Image()))"
         )
     labels, classes = read_labels(rows, where, label, classes)
-    chosen = torch.arange(len(rows))
-    if own == "train":
-        chosen = hold_out(labels, split, num_held_out)
+    chosen = hold_out(labels, split, num_held_out) if own == "train" else torch.arange(len(rows))
     return rows.select_columns(images), labels, classes, chosen, where
 
 
 def load_images(
-    name: str,
-    split: str,
-    size: int,
-    label: str | None = None,
-    classes: list[str] | None = None,
-    num_held_out: int = 0,
+    name: str, split: str, size: int, *options: Any
 ) -> tuple[InMemory, list[str], tuple[torch.Tensor, Counter[str]]]:
     """Return the pictures and labels of a split, the names of its classes, and some pictures.
 
@@ -129,9 +123,8 @@ def load_images(
     Decoded once; later runs read the cache that `datasets` keeps. For the options see read_split.
     Raises UsageError.
     """
-    rows, labels, classes, chosen, where = read_split(name, split, label, classes, num_held_out)
+    rows, labels, classes, chosen, where = read_split(name, split, *options)
     (image,) = rows.column_names
-    values = datasets.List(datasets.Value("uint8"))
     with as_usage_error(f"{where}: the pictures cannot be read"):
         decoded = rows.cast_column(image, datasets.Image(decode=False)).map(
             lambda cells, indices: decode_pictures(cells, indices, size, where),
@@ -139,11 +132,13 @@ def load_images(
             with_indices=True,
             batched=True,
             remove_columns=image,
-            features=datasets.Features(pixels=values, kind=datasets.Value("string")),
+            features=datasets.Features(
+                pixels=datasets.List(datasets.Value("uint8")), kind=datasets.Value("string")
+            ),
         )
     numbers = decoded.data.column("pixels").combine_chunks().flatten().to_numpy()
     pixels = torch.from_numpy(numbers.reshape(-1, 1, size, size)[chosen.numpy()])
-    kinds = Counter(decoded.data.column("kind").to_pandas().value_counts().to_dict())
+    kinds = Counter(decoded.data.column("kind").to_pylist())
     some = pixels[:: math.ceil(len(pixels) / NUM_LOOKED_AT), 0]
     return InMemory(pixels, labels[chosen]), classes, (some, kinds)
 
@@ -196,7 +191,7 @@ def read_labels(
     # By name: another split may have them in another order.
     numbers = pd.Index(names).get_indexer(texts)
     if (numbers < 0).any():
-        row = (numbers < 0).argmax()
+        row = numbers.argmin()  # -1: none of them
         raise UsageError(
             f"{where}, column {column!r}, row {row + 1}: the label {values[row]!r} is not one of "
             f"the {len(names)} classes {reprlib.repr(names)}"

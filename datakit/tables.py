@@ -26,15 +26,13 @@ from trainkit.words.text import count, shorten
 
 # Each also with .gz behind it, but Parquet.
 KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
-SEPARATORS = ",;\t|"
 INDEX = re.compile(r"Unnamed: \d[\d.]*|__index_level_\d+__")  # that pandas wrote with the table
-DATE = r"\d{4}-\d\d-\d\d"  # how one begins: 1/2/2020 is another day here and there
+DATES = [True, "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y"]  # how they may be written; True: 2020-01-31
 # What was meant as a number: 1_200, 1,234.5, $0, 12 km, 88 m2, 10:30.
 LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\d?\s*"
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 MAX_SHOWN = 30  # columns in a message
 MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]  # as in CSV files
-LARGEST = 1e38  # float32 ends at 3.4e38
 
 
 @dataclass
@@ -46,13 +44,16 @@ class Column:
         categories: the texts it may hold, one 0/1 number each; a text that is none of them gives
             zeros. None: the column holds one number.
         fill: what stands in for a missing value. None: a missing value is an error.
-        days: it holds dates, written 2020-01-31, which become days since 1970-01-01 (UTC).
+        days: it holds dates, written as this one of DATES says, which become days since 1970-01-01
+            (UTC).
+        words: texts that count as missing values, and how many cells of the table held each.
     """
 
     name: str
     categories: list[str] | None = None
     fill: float | str | None = None
-    days: bool = False
+    days: Any = False
+    words: Any = False
 
     def feature_names(self) -> list[str]:
         """The names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
@@ -64,12 +65,15 @@ class Column:
         kind = "date, as days since 1970" if self.days else "number"
         if self.categories:
             kind = f"category: {shorten([text[:20] for text in self.categories])}"
+        if self.words:
+            kind += (
+                f" but for {count(sum(self.words.values()), 'cell')} "
+                f"({shorten([*map(repr, self.words)])})"
+            )
         return f"{kind}{', filled in where missing' * (self.fill is not None)}"
 
 
-def read_table(
-    name: str, where: str, separator: str | None = None, encoding: str | None = None, **_: Any
-) -> pd.DataFrame:
+def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     """All rows of a table file, of a folder of such files or of a Hub data set.
 
     As they are written: of text files texts, "" if missing. Raises UsageError.
@@ -84,8 +88,11 @@ def read_table(
 
             return datasets.load_dataset(name, split="train").to_pandas()
     # Without what is hidden: the copies in .ipynb_checkpoints would come twice.
-    inside = [p for p in sorted(path.rglob("*")) if "/." not in f"/{p.relative_to(path)}"]
-    files = [file for file in inside if _kind(file) in KINDS] or [path]
+    files = [
+        file
+        for file in sorted(path.rglob("*"))
+        if _kind(file) in KINDS and "/." not in f"/{file.relative_to(path)}"
+    ] or [path]
     kinds = {*map(_kind, files)}
     if len(kinds) > 1 or not kinds <= {*KINDS}:
         raise UsageError(
@@ -94,12 +101,13 @@ def read_table(
     tables = []
     for file in files:
         with as_usage_error(f"{where}: {file.name} cannot be read"):
-            tables.append(_read_file(file, separator, encoding))
+            tables.append(_read_file(file, **options))
         if [*tables[-1].columns] != [*tables[0].columns]:
             raise UsageError(f"{where}: {file.name} has other columns than {files[0].name}")
     table = pd.concat(tables, ignore_index=True)
     table.columns = [str(name).strip() for name in table.columns]  # 0, 1 of lists in JSON too
-    table.attrs["files"] = shorten([file.name for file in files if file != path])
+    if files != [path]:
+        table.attrs["files"] = f" ({shorten([file.name for file in files])})"
     return table
 
 
@@ -107,21 +115,20 @@ def _kind(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def _read_file(path: Path, separator: str | None, encoding: str | None) -> pd.DataFrame:
+def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any) -> pd.DataFrame:
     kind = _kind(path)
     if kind == ".parquet":
         # With what pandas wrote as an index: it may be a column that somebody named.
-        rows = pyarrow.parquet.read_table(path)
-        return rows.to_pandas(ignore_metadata=True, integer_object_nulls=True)
-    encoding = encoding or "utf-8-sig"
-    with fsspec.open(path, "rt", encoding=encoding, compression="infer") as file:
+        return pyarrow.parquet.read_table(path).to_pandas(
+            ignore_metadata=True, integer_object_nulls=True
+        )
+    with fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer") as file:
         if "json" in kind:
             lines = filter(str.strip, file)
             rows = json.load(file) if kind == ".json" else [*map(json.loads, lines)]
             return pd.DataFrame(rows, dtype=object)
-        header = file.readline()
+        separator = separator or max(",;\t|", key=file.readline().count)
         file.seek(0)
-        separator = separator or max(SEPARATORS, key=header.count)
         with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
             # Else the first column is an index where rows have more values than there are names.
             return pd.read_csv(
@@ -133,11 +140,9 @@ def check_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> None
     """Raise UsageError if a column is not there."""
     for name in names:
         if name not in table.columns:
-            raise UsageError(f"{where}: there is no column {name!r}, only {_choices(table)}")
-
-
-def _choices(table: pd.DataFrame) -> str:
-    return shorten([typed(name) for name in table], MAX_SHOWN)
+            raise UsageError(
+                f"{where}: there is no column {name!r}, only {shorten([*table], MAX_SHOWN)}"
+            )
 
 
 def typed(*names: str) -> str:
@@ -152,15 +157,15 @@ def parse(values: pd.Series, column: Column) -> pd.Series:
     if values.dtype.kind in "biuf" and not column.days:
         numbers = values.astype(float)
     else:
-        texts = values.astype(str).where(values.notna())
+        texts = values.astype(str)
         if column.days:
-            dates = texts.where(texts.str.match(DATE, na=False))
-            dates = pd.to_datetime(dates, format="ISO8601", utc=True, errors="coerce")
-            numbers = (dates - pd.Timestamp("1970-01-01", tz="UTC")) / pd.Timedelta(days=1)
+            form = "ISO8601" if column.days is True else column.days
+            dates = pd.to_datetime(texts, format=form, utc=True, errors="coerce")
+            numbers = (dates - pd.Timestamp(0, tz="UTC")) / pd.Timedelta("1D")
         else:
             texts = texts.str.lower().replace({"true": "1", "false": "0"})
             numbers = pd.to_numeric(texts, errors="coerce").astype(float)
-    return numbers.where(numbers.abs() <= LARGEST)
+    return numbers.where(numbers.abs() <= 1e38)  # float32 ends at 3.4e38
 
 
 def _as_text(value: Any) -> str:
@@ -176,28 +181,38 @@ def learn_column(values: pd.Series, train: np.ndarray, args: argparse.Namespace)
 
     It is a category if --categorical says so, or if no value reads as a number or as a date. A
     missing number becomes the mean, a missing category the most frequent one: with --missing
-    impute, and without --missing if a value of the column is missing.
+    impute, and without --missing if a value of the column is missing. Words without a digit in one
+    of ten cells of a column of numbers or dates, or in fewer, count as missing values.
     """
     if INDEX.fullmatch(values.name) and not args.features:
         return "left out: an index"
     column = Column(values.name, [] if values.name in args.categorical else None)
     if not parse(values, column).count():
         texts = values.dropna().astype(str).drop_duplicates()
-        column.days = bool(2 * texts.str.match(DATE).sum() > len(texts))
-        if not column.days and 2 * texts.str.fullmatch(LIKE_A_NUMBER).sum() < len(texts):
+        read = [parse(texts, Column("", days=form)).notna().mean() for form in DATES]
+        if max(read) > 0.5:
+            if read.count(max(read)) > 1:
+                return "left out: the day or the month may come first, so write 2020-01-31"
+            column.days = DATES[np.argmax(read)]
+        elif texts.str.fullmatch(LIKE_A_NUMBER).mean() < 0.5:
             column.categories = []
-    known = parse(values, column).iloc[train]
-    impute = args.missing == "impute" or (args.missing is None and values.isna().any())
+    parsed = parse(values, column)
+    known, odd = parsed.iloc[train], values[parsed.isna()].dropna().astype(str)
+    impute = args.missing == "impute" or (args.missing is None and parsed.isna().any())
+    # Without a digit: 1,234 is a number, though none that is read.
+    if impute and 0 < 9 * len(odd) <= parsed.count() and not odd.str.contains(r"\d").any():
+        column.words = odd.value_counts().to_dict()
     counts = known.value_counts().sort_index()
     if len(counts) == 1 or not values.iloc[train].count():
         return "left out: always the same"
     if column.categories is None:
-        column.fill = float(known.mean()) if impute else None
-        return column
-    if len(counts) > MAX_CATEGORIES or len(counts) == known.count():
+        fill = float(known.mean())
+    elif len(counts) > MAX_CATEGORIES or len(counts) == known.count():
         return f"left out: {len(counts)} different texts in {len(train)} training rows"
-    # Of equally frequent ones the first in the alphabet: the same on every machine.
-    column.categories, column.fill = [*counts.index], counts.idxmax() if impute else None
+    else:
+        # Of equally frequent ones the first in the alphabet: the same on every machine.
+        column.categories, fill = [*counts.index], counts.idxmax()
+    column.fill = fill if impute else None
     return column
 
 
@@ -212,11 +227,11 @@ def encode(
     for column in columns:
         values = table[column.name]
         numbers = parse(values, column)
-        wrong = numbers.isna() & values.notna()
+        wrong = numbers.isna() & values.notna() & ~values.isin(column.words or [])
         if column.fill is not None:
             numbers = numbers.fillna(column.fill)
         for row in table.index[wrong | numbers.isna()]:
-            wanted = "date, as 2020-01-31" if column.days else "number, as 1234.5 (at most 1e38)"
+            wanted = "date, as in training" if column.days else "number, as 1234.5 (at most 1e38)"
             why = f"'{values[row]!s:.40}' is no {wanted}" if wrong[row] else "the value is missing"
             problems.append((row, column.name, why))
         block = numbers.to_numpy()[:, None]
@@ -231,10 +246,11 @@ def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, list[str], dict[
     """
     where, options = f"--data {args.data}", {"separator": args.separator, "encoding": args.encoding}
     table = read_table(args.data, where, **options)
-    files = table.attrs.get("files")
     if not args.target:
-        columns = _choices(table)
-        raise UsageError(f"{where}: choose the column to predict with --target: {columns}")
+        raise UsageError(
+            f"{where}: choose the column to predict with --target: "
+            f"{shorten([*map(typed, table)], MAX_SHOWN)}"
+        )
     check_columns(table, [*args.target, *(args.features or []), *args.categorical], where)
     if args.features:
         table = table[[*dict.fromkeys([*args.features, *args.target])]]
@@ -243,7 +259,7 @@ def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, list[str], dict[
     used = table.dropna(subset=args.target if needed == "target" else None)
     dropped = f", {count(len(table) - len(used), 'row')} dropped: no {needed}"
     known = {
-        "data": Path(args.data).name + (f" ({files})" if files else ""),
+        "data": Path(args.data).name + table.attrs.get("files", ""),
         "read_options": options,
         "dropped": dropped * (len(used) < len(table)),
         "truth": None,
@@ -261,14 +277,14 @@ def make_sets(
     that judges all columns.
     """
     train, test = split_rows(len(table), args)
-    learned: dict[str, Any] = {
+    learned = {
         name: learn_column(table[name], train, args) for name in table if name not in targets
     }
     features = [column for column in learned.values() if isinstance(column, Column)]
     values, problems = encode(table, [*features, *map(Column, targets)])
     if problems or not features:
         refused = {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
-        raise UsageError(_judge(learned | refused, args))
+        raise UsageError(_judge({**learned, **refused}, args))
     about = known | {
         "columns": [{k: v for k, v in vars(one).items() if v is not False} for one in features],
         "left_out": [name for name, column in learned.items() if isinstance(column, str)],
@@ -300,27 +316,27 @@ def _plan(about: dict[str, Any], learned: dict[str, Any]) -> dict[str, str]:
     special = [f"{name} ({said})" for name, said in learned.items() if str(said) != "number"]
     return {
         "data": f"{about['data']}{about.pop('dropped', '')}",
-        "features": f"{len(about['features'])} of {count(len(about['columns']), 'column')}",
+        "features": f"{len(about['features'])}, from {count(len(about['columns']), 'column')}",
         "columns": shorten(special, MAX_SHOWN) or "numbers",
         "targets": ", ".join(about["targets"]),
     }
 
 
-def _judge(learned: dict[str, Column | str], args: argparse.Namespace) -> str:
+def _judge(learned: dict[str, Any], args: argparse.Namespace) -> str:
     """All columns in a table, those that are refused first, and a command that works."""
     good = [name for name, column in learned.items() if isinstance(column, Column)]
     lines = [f"  {name}: {learned[name]}" for name in sorted(learned, key=good.__contains__)]
     text = "\n".join([f"--data {args.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
     if not good or {*args.target} & learned.keys():
-        return text
+        return f"{text}\nWrite numbers as 1234.5: no currency, unit, % or thousands separator"
     return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
 
 
 def split_rows(num_rows: int, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """The positions of the training and of the test rows. Raises UsageError if one is empty."""
-    num_test = round(args.test_fraction * num_rows)
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(args.data_seed))
-    test, train = (part.sort().values.numpy() for part in order.tensor_split([num_test]))
+    parts = order.tensor_split([round(args.test_fraction * num_rows)])
+    test, train = (part.sort().values.numpy() for part in parts)
     if not args.test_fraction:
         test = train
     if not len(test) * len(train):

@@ -350,7 +350,7 @@ def test_a_regression_answers_its_fields_and_draws_what_is_touched(
     drawn, drawing = [], page.drawing
     monkeypatch.setattr(page, "drawing", lambda *its: drawn.append(its[0]) or drawing(*its))
     table = [
-        f"{area},{city},{area % 7},{area * 3 + 100 * (city == 'Rome')}"
+        f"{area},{city},1970-01-0{area % 7 + 1},{area * 3 + 100 * (city == 'Rome')}"
         for area in range(20, 220)
         for city in ("Bonn", "Rome<b>")
     ]
@@ -359,6 +359,7 @@ def test_a_regression_answers_its_fields_and_draws_what_is_touched(
     run_main("train_regression", "--data", tmp_path / "houses.csv", *flags)
     model, about = app.load(tmp_path / "run")
     html, answer = app.regression_page(model, about, "run")
+    assert "<label>age (days since 1970) <" in html
     tab = browser.new_page(viewport={"width": 390, "height": 844})
     tab.set_content(f"<style>{page.CSS}</style>{html}")
     tab.expose_function("answer", answer)

@@ -71,9 +71,7 @@ def test_confusion_of_300_classes_is_a_picture_of_the_usual_size() -> None:
     assert not axes.texts and "4500 of 6000 right (75.00%)" in axes.get_title()
     shades = axes.images[0].get_array()
     assert shades.shape == (num, num) and shades[5, 12] == 0.25 and shades[5, 5] == 0.75
-    labels = axes.get_xticklabels()
     assert 20 < len(axes.get_xticks()) < 40
-    assert all(text.get_text() == f"class {text.get_position()[0]:.0f}" for text in labels)
 
 
 def test_mistakes_are_the_most_confident_of_the_mistakes(

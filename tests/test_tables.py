@@ -3,7 +3,6 @@
 import csv
 import gzip
 import io
-import json
 import re
 import shlex
 from pathlib import Path
@@ -64,7 +63,6 @@ ALL = ["area", *CITIES, "garden"]
 # Name of the file, its bytes, flags, the features that are learned.
 READ = {
     "byte order mark": ("t.csv", text(encoding="utf-8-sig"), [], ALL),
-    "semicolons": ("t.csv", text(";"), [], ALL),
     "utf-16": ("t.csv", text(encoding="utf-16"), ["--encoding", "utf-16"], ALL),
     "gzip and tabs": ("t.CSV.GZ", gzip.compress(text("\t")), [], ALL),
     "a comma in a name that is chosen": ("t.csv", b'"a, b",c;d,y\n' + b"1,2,3\n2,5,4\n4,5,7\n" * 5,
@@ -81,16 +79,11 @@ READ = {
     "codes of which one is missing": ("t.parquet", parquet(pd.DataFrame(
         {"code": [0, 1, 2, None] * 9, "y": range(36)})), ["--categorical", "code"],
         ["code=0", "code=1", "code=2"]),
-    "true, false and unknown": ("t.csv", rows("a", ["True", "False", "Unknown"]),
-                                ["--categorical", "a"],
-                                ["a=False", "a=True", "a=Unknown", "n"]),
     "true and false to be predicted": ("t.csv", text(), ["--target", "garden"],
                                        ["area", *CITIES, "y"]),
     "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl", "SFoyer", "Duplex"]), [],
                           ["k=1Story", "k=2Story", "k=Duplex", "k=SFoyer", "k=SLvl", "n"]),
     "json records": ("t.json", frame().to_json(orient="records", indent=1).encode(), [], ALL),
-    "json without names": ("t.json", json.dumps([[i, i * i] for i in range(20)]).encode(),
-                           ["--target", "1"], ["0"]),
     "dates": ("t.csv", rows("day", ["2020-01-01", "2020-02-01T12:00", ""]), [], ["day", "n"]),
     "dates of parquet": ("t.parquet", parquet(frame().assign(
         day=pd.date_range("2020", periods=30))), ["--features", "day"], ["day"]),
@@ -99,7 +92,7 @@ READ = {
                               [], ["ms", "n"]),
     "a free text": ("t.csv", rows("note", [f"Ann {n} of Rome" for n in range(30)]),
                     ["--features", "n,note", "--categorical", "note"], ["n"]),
-    "missing cells": ("t.csv", rows("a", ["1", "", "NA", "4"]), [], ["a", "n"]),
+    "missing cells": ("t.csv", rows("a", [*"123456789", "", "NA", "?"]), [], ["a", "n"]),
     "nothing but missing cells": ("t.csv", rows("a", ["", "NA"]), [], ["n"]),
 }  # fmt: skip
 
@@ -172,13 +165,16 @@ NO_NUMBER = r"  a: row {}: '{}' is no number, as 1234\.5"
 REFUSED = {
     **{f"a column of {value}": ("t.csv", rows("a", [value, value.replace("0", "7")]), [],
                                 NO_NUMBER.format(1, re.escape(value)))
-       for value in ("1,234.50", "10 km", "10 m2", "10/01/2020")},
+       for value in ("1,234.50", "10 km", "10 m2")},
+    "many words": ("t.csv", rows("a", ["1", "2", "x"]), [], NO_NUMBER.format(3, "x")),
+    "days or months": ("t.csv", rows("a", ["01/02/2020", "03/04/2020"]), ["--features", "a"],
+                       "a: left out: the day or the month may come first"),
     "a stray text": ("t.csv", b"a,b,y\n1,2,3\nx2,1,5\n" + b"2,3,4\n3,4,5\n" * 5, [],
                      NO_NUMBER.format(2, "x2")),
     "a stray date": ("t.csv", rows("a", ["2020-01-10", "2020-01-11", "2020-13-10"]), [],
-                     "a: row 3: '2020-13-10' is no date, as 2020-01-31"),
+                     "a: row 3: '2020-13-10' is no date, as in training"),
     "decimal commas in the target": ("t.csv", b"a;y\n" + b"1;2,5\n2;3,5\n" * 9, [],
-                                     "y: row 1: '2,5' is no number"),
+                                     "y: row 1: '2,5' is no number(?s:.*)no currency"),
     "infinite": ("t.csv", b"a,y\n1,2\n2,inf\n3,4\n", [], r"y: row 2: 'inf' .*at most 1e38"),
     "beyond float32": ("t.csv", b"a,y\n1,2\n2,2\n-1e300,4\n", [], "a: row 3: '-1e300' .*1e38"),
     "missing": ("t.csv", b"a,b,y\n" + b"1,,3\n2,2,4\n3,4,5\n" * 5, ["--missing", "refuse"],
@@ -186,16 +182,13 @@ REFUSED = {
     "no such file": ("nothing.csv", None, [], "nothing.csv cannot be read: FileNotFoundError"),
     "not a table": ("t.xlsx", b"PK\x03\x04", [], "is not a table: .*.csv, .tsv"),
     "not utf-8": ("t.csv", text(encoding="latin-1"), [], "cannot be read: UnicodeDecodeError"),
-    "empty": ("t.csv", b"", [], "cannot be read"),
     "ragged": ("t.csv", b"a,b,y\n1,2,3\n1,2,3,4\n", [], "cannot be read"),
     "more values than names": ("t.csv", b"a,b,y\n1,2,3,4\n2,3,4,5\n", [],
                                "cannot be read: ParserWarning: Length of header"),
     "fewer values than names": ("t.csv", b"a,b,y\n" + b"1,2\n2,3\n" * 9, [], "of 0 rows 0"),
-    "junk json": ("t.json", b"{a: 1}", [], "cannot be read"),
     "no target": ("t.csv", b'a,b c,"d, e"\n1,2,3\n', ["--target", ""],
                   """choose the column to predict with --target: a, 'b c', '"d, e"'$"""),
     "wrong target": ("t.csv", b"a,b,z\n1,2,3\n", [], "no column 'y', only a, b, z$"),
-    "wrong feature": ("t.csv", b"a,b,y\n1,2,3\n", ["--features", "c"], "no column 'c'"),
     "constant target": ("t.csv", b"a,y\n" + b"".join(b"%d,3\n" % i for i in range(9)), [],
                         "a target is the same in all training rows"),
     "constant features": ("t.csv", b"a,y\n1,2\n1,3\n1,4\n", [], "a: left out: always the same"),
@@ -301,7 +294,7 @@ def test_a_category_is_known_again_in_a_table_that_lacks_another(
     table = pd.DataFrame({"k": texts * 8, "y": [1.0, 2, 3] * 8})
     FORMS[name](table, tmp_path / name)
     _, _, about = load("--data", tmp_path / name, "--target", "y", "--categorical", "k")
-    assert len(about["features"]) == 3
+    assert about["features"][:2] in (["k=False", "k=True"], ["k=1", "k=2"])
     FORMS[name](table[table.k != texts[2]], tmp_path / name)
     assert "not in the training rows" not in untrained(about).predict_file(tmp_path / name)
 
@@ -352,15 +345,18 @@ def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(
 
 
 def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path: Path) -> None:
-    days = pd.date_range("2019-12-31", periods=30).strftime("%Y-%m-%d")
-    pd.DataFrame({"day": days, "y": range(30)}).to_csv(tmp_path / "t.csv", index=False)
-    _, _, about = load("--data", tmp_path / "t.csv", "--target", "y")
+    days = pd.date_range("2019-12-31", periods=30)
+    for form in ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y-%m-%d"):
+        table = pd.DataFrame({"day": days.strftime(form), "y": range(30)})
+        table.to_csv(tmp_path / "t.csv", index=False)
+        _, _, about = load("--data", tmp_path / "t.csv", "--target", "y", "--test-fraction", 0)
+        assert about["feature_range"] == [[18261, 18290]]
     (column,) = [tables.Column(**column) for column in about["columns"]]
     assert column.days and "days since 1970" in about["plan"]["columns"]
-    written = ["1970-01-02", "2020-01-01T12:00:00+02:00", "1960-01-01", "2020", "1/2/2020"]
+    written = ["1970-01-02", "2020-01-01T12:00:00+02:00", "1960-01-01", "31/1/2020"]
     values, problems = tables.encode(pd.DataFrame({"day": written}), [column])
     assert values[:3, 0].tolist() == [1.0, 18262 + 10 / 24, -3653.0]
-    assert [row for row, *_ in problems] == [3, 4]
+    assert [row for row, *_ in problems] == [3]
 
 
 def test_all_columns_are_judged_at_once_and_the_command_below_works(
@@ -368,6 +364,7 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(
 ) -> None:
     path = tmp_path / "t.csv"
     table = frame(60).assign(far=["12 km", "3 km"] * 30, note=[f"no {n}" for n in range(60)])
+    table["year"] = [*range(56), *["?", "unknown"] * 2]
     table = table.astype({"area": object}).rename(columns={"city": "city, town"})
     table.loc[5, "area"] = "about 30"
     table.loc[[7, 8], "y"] = None
@@ -379,9 +376,10 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(
     lines = str(raised.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:4]] == ["area", "far", "note"]
     assert "row 6: 'about 30' is no number" in lines[1] and "row 1: '12 km'" in lines[2]
+    assert "  year: number but for 4 cells ('?', 'unknown'), filled in where missing" in lines
     command = shlex.split(lines[-1].removeprefix("This works: python train_regression.py "))
     _, _, about = load(*command)
-    assert {column["name"] for column in about["columns"]} == {"city, town", "garden"}
+    assert {column["name"] for column in about["columns"]} == {"city, town", "garden", "year"}
     assert about["plan"]["data"] == "t.csv, 2 rows dropped: no target"
 
 
