@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-
 from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
 
 import pyarrow.parquet as pq

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-
 from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-
 from trainkit import (
     Run,
     arguments,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-
 from trainkit import InMemory, Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
