@@ -5,17 +5,16 @@ is needed, or shortly before, and kept as an Arrow file in a bounded cache that 
 machine share.
 """
 
-import atexit
 import math
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache, wraps
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.pool import ThreadPool
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from aiohttp import ClientTimeout
 from filelock import FileLock
 from fsspec.utils import tokenize
 from huggingface_hub.constants import HF_HOME
-from pyarrow import feather
 from torch.utils.data import Dataset
 
 from trainkit.draws import key, mix, permute, scramble
@@ -40,14 +38,13 @@ WAITS = (1, 2, 4)  # seconds before a file is tried again
 SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it
 NUM_OPEN = 256  # row groups that a process has mapped
 LANES, WINDOW = 8, 4
-TIMEOUT = {"timeout": ClientTimeout(total=300, sock_connect=20, sock_read=20)}  # seconds
-fsspec.config.conf.setdefault("http", {}).setdefault("client_kwargs", TIMEOUT)
+TIMEOUT = ClientTimeout(sock_connect=20, sock_read=20)  # seconds
+fsspec.config.conf.setdefault("http", {"client_kwargs": {"timeout": TIMEOUT}})
 
 
 def tried(read: Callable) -> Callable:
     """read(self, path, ...), again if it fails; LoneFailure if it does so too often."""
 
-    @wraps(read)
     def again(self: Any, path: str, *args: Any) -> Any:
         for wait in (*WAITS, None):
             try:
@@ -57,9 +54,10 @@ def tried(read: Callable) -> Callable:
             except Exception as problem:  # each store has its own: not all are OSError
                 cause = problem.__cause__ or problem  # fsspec calls each failure "not found"
                 missing = isinstance(cause, FileNotFoundError)
-                if wait is None or missing or getattr(cause, "status", 0) in (401, 403, 404):
-                    reason = f"{path} cannot be read: {first_sentence(cause)}"
-                    raise LoneFailure(shown(reason)) from None
+                if wait is None or missing or getattr(cause, "status", 0) == 404:
+                    raise LoneFailure(
+                        shown(f"{path} cannot be read: {first_sentence(cause)}")
+                    ) from None
                 time.sleep(wait)
 
     return again
@@ -87,12 +85,13 @@ class ParquetRows(Dataset):
         self.pattern, self.columns, self.cache_bytes = pattern, list(columns), cache_bytes
         self.folder = Path(HF_HOME, "rows")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.paths = self._find(pattern)
-        self.known = opened(self, os.getpid())[0].map(self._footer, self.paths)
+        paths = self._find(pattern)
+        known = opened(self, os.getpid())[0].map(self._footer, paths)
+        self.known = dict(zip(paths, known, strict=True))
         self.groups, sizes, schema = [], [], None
-        for path, (version, kept) in zip(self.paths, self.known, strict=True):
+        for path, (version, kept) in self.known.items():
             footer = pq.read_metadata(kept)
-            has = footer.schema.to_arrow_schema()
+            has = pq.read_schema(kept)
             kinds = [has.field(name).type if name in has.names else None for name in columns]
             schema = schema or kinds
             if kinds != schema or None in kinds:
@@ -118,17 +117,17 @@ class ParquetRows(Dataset):
         """These samples; their row groups and the next ones are fetched at the same time."""
         pool, held = opened(self, os.getpid())
         places = torch.tensor(indices)
-        groups = torch.searchsorted(self.ends, places, right=True)
-        for group in groups.unique().tolist():
-            for _ in range(WINDOW + 1):
-                if group not in held:
-                    held[group] = pool.apply_async(self._read, (self.groups[group][0], group))
-                group = int(self.after[group])
-        pairs = zip(groups.tolist(), (places - self.ends[groups]).tolist(), strict=True)
-        samples = [tuple(value(x[row]) for x in held[group].get()) for group, row in pairs]
+        groups = wanted = torch.searchsorted(self.ends, places, right=True)
+        rows = (places - self.ends[groups]).tolist()
+        for _ in range(WINDOW + 1):
+            for group in set(wanted.tolist()) - held.keys():
+                held[group] = pool.apply_async(self._read, self.groups[group])
+            wanted = self.after[wanted]
+        parts = [held[group].get() for group in groups.tolist()]
         while len(held) > NUM_OPEN:
             del held[next(iter(held))]
-        return samples
+        columns = zip(*parts, strict=True)
+        return [*zip(*(copied([*map(getitem, x, rows)]) for x in columns), strict=True)]
 
     def order(self, batch_size: int, seed: int) -> Order:
         """An order for make_loaders in which each row group is fetched about once in an epoch.
@@ -162,9 +161,7 @@ class ParquetRows(Dataset):
 
     def fingerprint(self) -> dict[str, str]:
         """What tells for each file, by its name, whether it is still the same."""
-        start = len(self.root)
-        pairs = zip(self.paths, self.known, strict=True)
-        return {shown(path[start:]): version for path, (version, _) in pairs}
+        return {shown(path[self.start :]): known[0] for path, known in self.known.items()}
 
     def _files(self) -> tuple[fsspec.AbstractFileSystem, str]:
         """fsspec's file system, made in this process: one is not to be used after a fork."""
@@ -175,7 +172,7 @@ class ParquetRows(Dataset):
         files, path = self._files()
         if "*" not in path and ".parquet" not in path:
             path += "/**/*.parquet"
-        self.root = path.partition("*")[0].rpartition("/")[0].rpartition("/")[0]
+        self.start = len(path.partition("*")[0].rpartition("/")[0].rpartition("/")[0])
         if found := sorted(files.glob(path)):
             return found
         raise FileNotFoundError("there is no such file")
@@ -190,29 +187,30 @@ class ParquetRows(Dataset):
         version = f"{info['size']} bytes, {tag}"
         kept = self.folder / tokenize(shown(path), version, info.get("mtime"))
         if not kept.exists():
-            with files.open(path) as file:
-                write(kept, pq.read_metadata(file).write_metadata_file)
+            with files.open(path) as file, written(kept) as to:
+                pq.read_metadata(file).write_metadata_file(to)
         return version, kept
 
     @tried
-    def _read(self, path: str, group: int) -> list:
+    def _read(self, path: str, version: str, kept: Path, within: int) -> list:
         """A row group's columns, mapped from the cache, where the first who asks puts them."""
-        _, version, kept, within = self.groups[group]
         local = Path(f"{kept}-{within}-{tokenize(self.columns)}.arrow")
-        with FileLock(self.folder / f"{group % 997}.lock", poll_interval=0.005):
+        with FileLock(f"{local}.lock"):
             if not local.exists():
                 if self._footer(path)[0] != version:
                     raise LoneFailure(f"{shown(path)} has changed since this run opened it")
-                with self._files()[0].open(path, cache_type="none") as file:
+                with self._files()[0].open(  # with the size, for which it would ask
+                    path, cache_type="none", size=int(version.split()[0])
+                ) as file:
                     parquet = pq.ParquetFile(file, metadata=pq.read_metadata(kept), pre_buffer=True)
                     table = parquet.read_row_group(within, self.columns).combine_chunks()
-                how = {"compression": "uncompressed", "chunksize": len(table)}
-                write(local, lambda to: feather.write_feather(table, to, **how))
-                if group % 16 == 0:
+                with written(local) as to, pa.ipc.new_file(to, table.schema) as file:
+                    file.write_table(table)
+                if within % 16 == 0:
                     self._make_room()
             os.utime(local)
-            mapped = feather.read_table(local, memory_map=True).select(self.columns)
-        columns = [column.chunk(0) for column in mapped.columns]
+            with pa.memory_map(str(local)) as file:
+                columns = pa.ipc.open_file(file).get_batch(0).select(self.columns).columns
         if any(x.null_count or getattr(x, "values", x).null_count for x in columns):
             raise LoneFailure(f"{shown(path)} has nulls in its row group {within}")
         return [tensor(column) for column in columns]
@@ -220,28 +218,31 @@ class ParquetRows(Dataset):
     def _make_room(self) -> None:
         """Delete the row groups that were not asked for the longest."""
         with suppress(OSError):  # another process was faster; Windows: it is open
-            files = sorted(self.folder.glob("*.arrow*"), key=os.path.getmtime, reverse=True)
-            totals = accumulate(map(os.path.getsize, files))
-            for path, total in zip(files, totals, strict=True):
-                if total > self.cache_bytes and path.stat().st_mtime < time.time() - SPARED:
+            left = self.cache_bytes
+            for path in sorted(self.folder.glob("*.arrow*"), key=os.path.getmtime, reverse=True):
+                left -= path.stat().st_size
+                if left < 0 and path.stat().st_mtime < time.time() - SPARED:
                     path.unlink()
 
 
 def tensor(column: pa.Array) -> Any:
-    """Numbers, or lists of equally many of them, as a tensor with a row for each; else as it is."""
+    """Numbers, or lists of them, as what has a tensor for each row; the rest as it is."""
     with suppress(pa.ArrowException):  # texts
         if not pa.types.is_nested(column.type):
             return torch.from_dlpack(column)
         if len(pc.list_value_length(column).unique()) == 1:
             return torch.from_dlpack(column.flatten()).view(len(column), -1)
+        return [torch.from_dlpack(row.values) for row in column]
     return column
 
 
-def value(element: Any) -> Any:
-    """What a sample holds of a column; a copy, because the mapped file cannot be written to."""
-    if isinstance(element, pa.ListScalar):  # of any length
-        element = torch.from_dlpack(element.values)
-    return element.clone() if isinstance(element, torch.Tensor) else element.as_py()
+def copied(values: list) -> Iterable:
+    """Tensors that may be written to, which the mapped file may not; the rest as Python's own."""
+    if not isinstance(values[0], torch.Tensor):
+        return [x.as_py() for x in values]
+    if len({x.shape for x in values}) > 1:  # lists of any length
+        return map(torch.clone, values)
+    return torch.stack(values).unbind()
 
 
 def shown(text: str) -> str:
@@ -249,16 +250,15 @@ def shown(text: str) -> str:
     return re.sub(r"(?<=//)[^/\s]*@|(?<=\w)\?[^\s'\"]*", "", text)
 
 
-def write(path: Path, make: Callable[[str], None]) -> None:
-    """Let make(name) write a file that has its name only when it is complete."""
+@contextmanager
+def written(path: Path) -> Iterator[str]:
+    """The name of a file that takes the place of path once it is complete."""
     temporary = f"{path}.{uuid.uuid4()}"  # another thread may be writing the same
-    make(temporary)
+    yield temporary
     os.replace(temporary, path)
 
 
 @cache
 def opened(rows: ParquetRows, process: int) -> tuple[ThreadPool, dict]:
     """The threads that fetch for it, and their results: neither survives a fork."""
-    pool = ThreadPool(16)
-    atexit.register(pool.terminate)  # does not wait for what is still being fetched
-    return pool, {}
+    return ThreadPool(16), {}

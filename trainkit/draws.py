@@ -117,10 +117,8 @@ def seed_dropout(
     """
     # The device's generator alone: torch.manual_seed walks through every kind of device, and one
     # that is not initialised keeps each call, with its stack, for later.
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(key(*position, first))
-    else:
-        torch.get_device_module(device).manual_seed(key(*position, first))
+    where = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+    where.manual_seed(key(*position, first))
     for number, layer in enumerate(layers):
         if layer.place is None:
             layer.place = torch.zeros(2, dtype=torch.int64, device=device)

@@ -43,8 +43,8 @@ class Slots:
     none only if there are fewer samples than processes, and the main process always gets one.
     """
 
-    def __init__(self, values: torch.Tensor, num_slots: int):
-        self.values, self.num_slots = values, num_slots
+    def __init__(self, values: torch.Tensor | Sequence[int], num_slots: int):
+        self.values, self.num_slots = torch.as_tensor(values), num_slots
 
     def __len__(self) -> int:
         return self.num_slots
@@ -53,6 +53,10 @@ class Slots:
         first, last, _ = part.indices(self.num_slots)
         ends = dealt(len(self.values), self.num_slots, first, last)
         return Slots(self.values[slice(*ends)], last - first)
+
+    def __reduce__(self) -> tuple:
+        # a loader worker would get each tensor through shared memory and a socket
+        return Slots, (self.values.tolist(), self.num_slots)
 
 
 def dealt(num_samples: int, size: int, first: int, last: int) -> tuple[int, int]:
