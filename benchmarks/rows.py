@@ -38,16 +38,9 @@ LENGTH = 1025
 NAMES = ("plain", "rows, 0 workers", "rows, 2 workers")
 
 
-def serve(folder: Path, sent: list[int]) -> str:
-    """Serve a folder to this machine and note sizes of parts; returns the pattern of its files."""
-
-    @web.middleware
-    async def count(request: web.Request, handler: Callable) -> web.StreamResponse:
-        part = request.http_range
-        sent.append((part.stop or 0) - (part.start or 0))
-        return await handler(request)
-
-    app = web.Application(middlewares=[count])
+def serve(folder: Path, middleware: Callable) -> str:
+    """Serve a folder to this machine, each request through aiohttp's middleware; its files."""
+    app = web.Application(middlewares=[middleware])
     app.router.add_static("/", folder, show_index=True)
     place = socket.create_server(("127.0.0.1", 0))
     how = {"sock": place, "print": None, "handle_signals": False, "access_log": None}
@@ -99,7 +92,14 @@ def main() -> None:
             path = Path(directory, f"{number:02}.parquet")
             pq.write_table(pa.concat_tables([group] * 10), path, row_group_size=1000)
         sent, size = [], 20 * path.stat().st_size
-        url = serve(path.parent, sent)
+
+        @web.middleware
+        async def count(request: web.Request, handler: Callable) -> web.StreamResponse:
+            part = request.http_range
+            sent.append((part.stop or 0) - (part.start or 0))
+            return await handler(request)
+
+        url = serve(path.parent, count)
 
         def rate(num: int, name: str) -> tuple[float, float]:
             sent.clear()
