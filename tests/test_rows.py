@@ -55,9 +55,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         if fault == "503":
             raise web.HTTPServiceUnavailable
         if fault == "drop":
-            part = web.Response(body=b"PAR1", headers={"Content-Length": "999"})
-            part.force_close()
-            return part
+            request.transport.abort()
         if request.http_range.stop:
             running.ranges[request.path, request.http_range.start] += 1
         return await handler(request)
