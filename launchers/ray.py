@@ -12,6 +12,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from accelerate.utils.other import get_free_port
@@ -19,35 +20,42 @@ from ray import train
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchTrainer
 
+from trainkit.folder.records import follow
 
-def main() -> None:
-    """Do what the command line says and end with the exit code of the script."""
-    parser = argparse.ArgumentParser()
-    for name, number in {"workers": 1, "cpus": 1, "gpus": 0, "retries": 3}.items():
-        parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("run_dir", type=os.path.abspath)
-    parser.add_argument("script", nargs="...")
-    args = parser.parse_args()
-    folder = Path.cwd()
+folder = Path.cwd()
+parser = argparse.ArgumentParser()
+for name, number in {"workers": 1, "cpus": 1, "gpus": 0, "retries": 3}.items():
+    parser.add_argument(f"--{name}", type=int, default=number)
+parser.add_argument("run_dir", type=folder.joinpath)
+parser.add_argument("script", nargs="...")
+args = parser.parse_args()
 
-    def work() -> int:
-        """Run one process of the script.
 
-        Ray calls this in a thread, where Python gets no signals, hence a process of its own. When
-        Ray's worker dies, it gets SIGTERM and saves, because TORCHELASTIC_RUN_ID is set.
-        """
-        port = broadcast_from_rank_zero(get_free_port())  # Ray itself uses that in MASTER_PORT
-        env = os.environ | {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "ray"}
-        del env["ACCELERATE_TORCH_DEVICE"]  # a run goes by LOCAL_RANK
-        command = [sys.executable, *args.script, "--run-dir", args.run_dir, "--resume", "auto"]
-        script = subprocess.run(command, env=env, cwd=folder)
-        # That of rank 0, for which all wait: it may still save when the others have ended.
-        code = broadcast_from_rank_zero(script.returncode)
-        if code not in (0, 2, 3):
-            raise RuntimeError(f"exit code {code}")
-        return code
+def work() -> int:
+    """Run one process of the script and report its evaluations to Ray.
 
-    trainer = TorchTrainer(
+    Ray calls this in a thread, where Python gets no signals, hence a process of its own. When
+    Ray's worker dies, it gets SIGTERM and saves, because TORCHELASTIC_RUN_ID is set.
+    """
+    env = os.environ | {
+        "MASTER_PORT": broadcast_from_rank_zero(str(get_free_port())),  # Ray itself uses the other
+        "TORCHELASTIC_RUN_ID": "ray",
+    }
+    del env["ACCELERATE_TORCH_DEVICE"]  # a run goes by LOCAL_RANK
+    command = [sys.executable, *args.script, "--run-dir", args.run_dir, "--resume=auto"]
+    script = subprocess.Popen(command, env=env, cwd=folder)
+    with tempfile.TemporaryDirectory() as empty:  # Ray keeps no metrics without a checkpoint
+        for metrics in follow(args.run_dir, script):
+            train.report(metrics, train.Checkpoint(empty))
+    # That of rank 0, for which all wait: it may still save when the others have ended.
+    code = broadcast_from_rank_zero(script.returncode)
+    if code not in (0, 2, 3):
+        raise RuntimeError(f"exit code {code}: a new start goes on from the newest checkpoint")
+    return code
+
+
+sys.exit(
+    TorchTrainer(
         work,
         scaling_config=train.ScalingConfig(
             num_workers=args.workers,
@@ -59,11 +67,6 @@ def main() -> None:
             failure_config=train.FailureConfig(args.retries),
         ),
     )
-    try:
-        sys.exit(trainer.fit().return_value)
-    except train.TrainingFailedError as error:
-        sys.exit(f"error: no retries left ({error}): the same command goes on from the checkpoint")
-
-
-if __name__ == "__main__":
-    main()
+    .fit()
+    .return_value
+)

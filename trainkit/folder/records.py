@@ -1,6 +1,9 @@
 """Readers of a run folder: what the run was, what it measured, what it predicted."""
 
 import json
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,28 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
 
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """The evaluations in metrics.jsonl, so far. Raises UsageError."""
+    return [row for row in read_rows(run_dir / "metrics.jsonl") if "eval_loss" in row]
+
+
 def last_evaluation(run_dir: Path) -> dict[str, Any]:
     """The last evaluation in metrics.jsonl, empty if there was none. Raises UsageError."""
-    rows = read_rows(run_dir / "metrics.jsonl")
-    return next((row for row in reversed(rows) if "eval_loss" in row), {})
+    return [{}, *read_evaluations(run_dir)][-1]
+
+
+def follow(run_dir: Path, process: subprocess.Popen) -> Iterator[dict[str, Any]]:
+    """Each evaluation of a run as it comes, the earlier ones first, until this process has ended.
+
+    One that is repeated after a resume comes once. Raises UsageError.
+    """
+    num, is_over = 0, False
+    while not is_over:
+        is_over = process.poll() is not None
+        found = read_evaluations(run_dir)
+        yield from found[num:]
+        num = max(num, len(found))
+        time.sleep(0.5)
 
 
 def read_seconds(run_dir: Path) -> dict[str, float]:
