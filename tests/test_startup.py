@@ -73,23 +73,16 @@ ENDS = [
     ("raise RuntimeError('[a/gloo/pair.cc:545] Read error')", 1, "lost contact with another pr"),
     ("raise torch.distributed.DistBackendError('NCCL')", 1, "lost contact with another process"),
     ("raise RuntimeError('about gloo and my own bug')", 1, "RuntimeError: about gloo"),
-    ("in_a_thread(environment.check_launch)", 2, "error: a run needs the main thread"),
     ("one_of_two(75)", 75, "the exit functions ran"),
     ("sys.exit('a text')", 1, "a text"),
     ("sys.exit()", 0, ""),
     ("beside_a_worker_that_hangs()", 1, "got no batch from a load"),
 ]
 IN_A_PROCESS_OF_ITS_OWN = """
-import atexit, concurrent.futures, multiprocessing, os, signal, sys, threading, time, torch
+import atexit, concurrent.futures, multiprocessing, os, signal, sys, time, torch
 sys.path.insert(0, root)
-from trainkit.launch import environment, startup
+from trainkit.launch import startup
 from trainkit.errors import RunFailure, Stopped, UsageError
-
-def in_a_thread(function):
-    thread = threading.Thread(target=lambda: startup.run(function))
-    thread.start()
-    thread.join()
-    os._exit(9)
 
 pool = []
 

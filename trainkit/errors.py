@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -130,14 +129,13 @@ def leave(code: int) -> NoReturn:
     """End this process without waiting for peers that may never come."""
     sys.stdout.flush()
     sys.stderr.flush()
-    on_main = threading.current_thread() is threading.main_thread()
     workers = multiprocessing.active_children()
     for worker in workers:
         worker.kill()
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if workers or distributed or not on_main:
+    if workers or distributed:
         # The interpreter's exit would join loader workers, of which one may hang, and communication
-        # threads that wait for the other processes; sys.exit ends only the thread that calls it.
+        # threads that wait for the other processes.
         os._exit(code)
     if code == EXIT_USAGE and not is_main_rank():
         # The main process may still be importing what this one has imported. If this one ended

@@ -9,7 +9,6 @@ import inspect
 import os
 import re
 import sys
-import threading
 from itertools import takewhile
 
 import torch
@@ -82,10 +81,6 @@ def check_launch() -> str:
 
     Returns the mixed precision that it asks for. Raises UsageError on every process alike.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            "a run needs the main thread, because only there Python can handle SIGTERM"
-        )
     check_ranks()
     check_launcher_flags()
     precision = check_variables()
