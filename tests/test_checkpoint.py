@@ -367,10 +367,8 @@ def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path: Path) -> 
     holder = process(target=hold, args=(tmp_path / "run", theirs))
     holder.start()
     assert ours.recv()
-    with pytest.raises(UsageError, match=f"in use by process {holder.pid} on .*wait for it"):
+    with pytest.raises(UsageError, match="in use by another process: wait for it"):
         rundir.lock(tmp_path / "run", 0)
     holder.kill()
     holder.join()
-    # The name of the dead holder is still in the file; the kernel gave the lock back.
-    assert str(holder.pid) in (tmp_path / "run.lock").read_text()
     rundir.lock(tmp_path / "run", 0).release()

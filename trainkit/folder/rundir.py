@@ -1,11 +1,9 @@
 """A run folder belongs to one run at a time, and what is written into it survives a crash."""
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +59,10 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
     try:
         held.acquire(timeout=wait_seconds, poll_interval=0.2)
     except Timeout as problem:
-        holder = "another process"
-        with contextlib.suppress(OSError):  # Windows lets nobody else read a locked file
-            holder = path.read_text().strip() or holder
         raise UsageError(
-            f"--run-dir {run_dir} is in use by {holder}: wait for it, stop it, or choose another "
-            "folder"
+            f"--run-dir {run_dir} is in use by another process: wait for it, stop it (on its "
+            f"machine `fuser {path}` names it), or choose another folder"
         ) from problem
-    with contextlib.suppress(PermissionError):
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     return held
 
 
