@@ -67,9 +67,12 @@ def slurm(*words: object) -> str:
 
 
 def go_on(job: str) -> None:
-    """Wait until the job is back in the queue; Slurm would hold it back for two minutes."""
+    """Wait until the job is back in the queue; Slurm would hold it back for two minutes.
+
+    In the second in which it ended, its nodes would refuse it: "Job credential revoked".
+    """
     conftest.wait_until(lambda: "JobState=PENDING" in slurm("scontrol", "show", "job", job))
-    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
 
 @pytest.mark.slow
