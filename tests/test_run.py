@@ -518,7 +518,7 @@ def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
 
 def test_processes_that_add_other_names_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.means.gather_object", lambda mine: [*mine, ["loss_b"]])
-    two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, reduce=None)
+    two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, gather=None, reduce=None)
     means = RunningMeans(two)
     means.add("loss", torch.ones(()), 1)
     for call in (lambda: means.flush("train"), means.state):
