@@ -200,7 +200,6 @@ STARTED = [
     ("HF_HOME={home}", ACCELERATE, "1 process on cpu, bf16"),
     ("", "2cpu --mixed_precision fp16", "fp16 needs a GPU"),
     ("", "2cpu --use_megatron_lm", "USE_MEGATRON_LM=true"),
-    ("", "2cpu --use_fsdp --fsdp_version 1", "fsdp_version 1 (of fsdp_config)"),
     ("", "1cpu_bf16 --debug --enable_cpu_affinity", "1 process on cpu, bf16"),
     ("", "2cpu --dynamo_backend eager", "compiled with eager"),
 ]
