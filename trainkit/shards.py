@@ -72,8 +72,9 @@ def shard(accelerator: Accelerator, hashes: dict[str, str]) -> None:
             for weight in model.parameters():
                 weight.data = weight.data.contiguous()  # FSDP2 takes no channels_last
             if not plugin.cpu_ram_efficient_loading:  # else only the first process has weights
-                # Each keeps some rows of its own: what differs would be mixed unseen.
-                hashes.update(digests([*prepared_models(accelerator), model]))
+                # Each keeps some rows of its own: what differs would be mixed unseen. The models
+                # that are prepared already are mixed by now: theirs stay as they are.
+                hashes.update(digests([*prepared_models(accelerator), model]) | hashes)
                 for value in state_of(model).values():  # as DDP does
                     value.copy_(broadcast(value.to(accelerator.device.type)))
             if bf16:  # else each layer would round all it does to bf16
