@@ -55,7 +55,7 @@ class Slots:
         return Slots(self.values[slice(*ends)], last - first)
 
     def __reduce__(self) -> tuple:
-        # a loader worker would get each tensor through shared memory and a socket
+        # A loader worker would get a tensor through shared memory and a socket, which takes longer.
         return Slots, (self.values.tolist(), self.num_slots)
 
 

@@ -61,7 +61,8 @@ class Session:
     args: argparse.Namespace
     stage: str  # see guards/calls.py
     resources: ExitStack  # what is cleaned up at the end
-    hashes: dict[str, str]  # digests of what is frozen, once prepare(...) has sharded it
+    # Digests of what is frozen, once prepare(...) has sharded it; --start-from may change it later.
+    hashes: dict[str, str]
     # Since the body was entered.
     accelerator: Accelerator
     history: History

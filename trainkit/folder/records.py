@@ -45,11 +45,11 @@ def follow(run_dir: Path, process: subprocess.Popen) -> Iterator[dict[str, Any]]
     """
     num, is_over = 0, False
     while not is_over:
+        time.sleep(2)  # it reads the whole file, which grows with the run
         is_over = process.poll() is not None
         found = read_evaluations(run_dir)
         yield from found[num:]
         num = max(num, len(found))
-        time.sleep(0.5)
 
 
 def read_seconds(run_dir: Path) -> dict[str, float]:
