@@ -10,12 +10,13 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.pool import ThreadPool
 from operator import getitem
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import fsspec
@@ -27,7 +28,7 @@ from aiohttp import ClientTimeout
 from filelock import FileLock
 from fsspec.utils import tokenize
 from huggingface_hub.constants import HF_HOME
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from trainkit.draws import key, mix, permute, scramble
 from trainkit.errors import LoneFailure, UsageError
@@ -114,20 +115,33 @@ class ParquetRows(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple]:
-        """These samples; their row groups and the next ones are fetched at the same time."""
+        columns = self._columns(torch.tensor(indices))
+        # A sample may be written to, which the mapped file may not.
+        copied = (map(torch.clone, x) if isinstance(x, list) else x for x in columns)
+        return [*zip(*copied, strict=True)]
+
+    def make_batch(self, indices: torch.Tensor) -> list:
+        """What default_collate makes of these samples, without a copy of each before."""
+        return [*map(default_collate, self._columns(indices))]
+
+    def _columns(self, places: torch.Tensor) -> Iterator[list | tuple]:
+        """Of each column these samples: a list of mapped tensors, or a tuple of Python's own."""
         pool, held = opened(self, os.getpid())
-        places = torch.tensor(indices)
         groups = wanted = torch.searchsorted(self.ends, places, right=True)
         rows = (places - self.ends[groups]).tolist()
+        parts: list = []
         for _ in range(WINDOW + 1):
             for group in set(wanted.tolist()) - held.keys():
                 held[group] = pool.apply_async(self._read, self.groups[group])
+            # Only then the next ones: the first batch would wait for them.
+            parts = parts or [held[group].get() for group in groups.tolist()]
             wanted = self.after[wanted]
-        parts = [held[group].get() for group in groups.tolist()]
         while len(held) > NUM_OPEN:
             del held[next(iter(held))]
-        columns = zip(*parts, strict=True)
-        return [*zip(*(copied([*map(getitem, x, rows)]) for x in columns), strict=True)]
+        for column in zip(*parts, strict=True):
+            values: list[Any] = [*map(getitem, column, rows)]
+            is_tensor = isinstance(values[0], torch.Tensor)
+            yield values if is_tensor else tuple(value.as_py() for value in values)
 
     def order(self, batch_size: int, seed: int) -> Order:
         """An order for make_loaders in which each row group is fetched about once in an epoch.
@@ -164,8 +178,7 @@ class ParquetRows(Dataset):
         return {shown(path[self.start :]): known[0] for path, known in self.known.items()}
 
     def _files(self) -> tuple[fsspec.AbstractFileSystem, str]:
-        """fsspec's file system, made in this process: one is not to be used after a fork."""
-        return fsspec.url_to_fs(os.path.expandvars(self.pattern))
+        return files_of(self.pattern, os.getpid(), get_ident())
 
     @tried
     def _find(self, _: str) -> list[str]:
@@ -236,15 +249,6 @@ def tensor(column: pa.Array) -> Any:
     return column
 
 
-def copied(values: list) -> Iterable:
-    """Tensors that may be written to, which the mapped file may not; the rest as Python's own."""
-    if not isinstance(values[0], torch.Tensor):
-        return [x.as_py() for x in values]
-    if len({x.shape for x in values}) > 1:  # lists of any length
-        return map(torch.clone, values)
-    return torch.stack(values).unbind()
-
-
 def shown(text: str) -> str:
     """The text without passwords and signatures of URLs."""
     return re.sub(r"(?<=//)[^/\s]*@|(?<=\w)\?[^\s'\"]*", "", text)
@@ -256,6 +260,12 @@ def written(path: Path) -> Iterator[str]:
     temporary = f"{path}.{uuid.uuid4()}"  # another thread may be writing the same
     yield temporary
     os.replace(temporary, path)
+
+
+@cache  # not by fsspec, which closes in a fork what it has inherited: that takes it a second
+def files_of(pattern: str, process: int, thread: int) -> tuple[fsspec.AbstractFileSystem, str]:
+    """fsspec's file system for a thread of this process: one is not to be used after a fork."""
+    return fsspec.url_to_fs(os.path.expandvars(pattern), skip_instance_cache=True)
 
 
 @cache

@@ -19,11 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
+from fsspec.implementations.http import HTTPFileSystem
+from torch.utils.data import default_collate
 
 from benchmarks.rows import serve
 from datakit import rows
 from datakit.rows import ParquetRows, shown
 from trainkit.errors import LoneFailure, UsageError
+from trainkit.order import WholeBatches
 
 SIZES = (500, 500, 137)  # rows of the files, in row groups of 50
 NUM = sum(SIZES)
@@ -218,6 +221,7 @@ def test_what_breaks_in_mid_run_is_said_at_once(
     server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = ParquetRows(server.url, "id")
+    assert not HTTPFileSystem._cache, "a loader worker would wait a second to close what is there"
     monkeypatch.setattr(rows, "WAITS", ["nothing may be tried again"])
     (server.folder / "1.parquet").unlink()
     with pytest.raises(LoneFailure, match=r"1\.parquet cannot be read: .*404"):
@@ -238,6 +242,13 @@ def test_columns_keep_their_kind_and_the_cache_its_size(server: SimpleNamespace)
     assert number.dtype == torch.float32 and (numbers.tolist(), text) == ([2, 3], "c")
     number.fill_(7)  # of a copy
     assert data[2][0] == 2
+    data = ParquetRows(data.pattern, "float", "text")
+    made = [
+        WholeBatches(data, how, 0, torch.tensor(0)).make(torch.arange(3)) for how in (None, list)
+    ]
+    assert (
+        str(made[0]) == str(default_collate(made[1])) == "[tensor([0., 1., 2.]), ('a', 'b', 'c')]"
+    )
     small = ParquetRows(str(server.folder), "id", cache_bytes=1)
     assert [int(small[n][0]) for n in range(NUM)] == [*range(NUM)]
     new, *old = small.folder.glob("*.arrow")

@@ -191,7 +191,8 @@ class WholeBatches(Dataset):
     the generators of torch, numpy and random are seeded by (seed, epoch, sample index): random
     transforms give the same in every run, whatever the workers and processes are. Before each batch
     that `dataset.__getitems__` makes they are seeded by (seed, epoch, first sample index, length):
-    the same in every run with this number of processes and micro-batches.
+    the same in every run with this number of processes and micro-batches. Before what
+    `dataset.make_batch` makes they are not: it must not draw.
     """
 
     def __init__(
@@ -223,6 +224,8 @@ class WholeBatches(Dataset):
         """The batch of these samples, int64 of shape (n,), n > 0."""
         if isinstance(self.dataset, InMemory):
             return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
+        if self.collate_fn is default_collate and hasattr(self.dataset, "make_batch"):
+            return self.dataset.make_batch(indices)
         # Subset and StackDataset have __getitems__ only to pass it on: random_split is no reason to
         # leave random transforms unseeded.
         passes_on = isinstance(self.dataset, Subset | StackDataset)
@@ -253,6 +256,7 @@ def make_loaders(
     """The loaders for training, shuffled, and for evaluation, in order; prepare both.
 
     A data set has `__len__` and `__getitem__`, or `__getitems__`, which takes a list of indices.
+    `make_batch`, if it has that, makes whole batches of a tensor of indices without a collate_fn.
     collate_fn makes a batch of a list of samples (None: PyTorch's own); with InMemory it is not
     used. Batch sizes are over all processes; --eval-batch-size is rounded up to a multiple of them.
     weights, one per training sample: how often each is drawn, with replacement, in relation to the

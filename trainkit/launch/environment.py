@@ -4,7 +4,6 @@ Launchers configure a process by environment variables. Accelerate ignores some 
 """
 
 import contextlib
-import difflib
 import inspect
 import os
 import re
@@ -13,7 +12,6 @@ from itertools import takewhile
 
 import torch
 from accelerate import notebook_launcher
-from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import str_to_bool
 
 from trainkit.errors import UsageError
@@ -22,7 +20,6 @@ from trainkit.words.text import count
 # What mpirun and srun, which Accelerate does not follow, say of how many processes they started.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
-TRUE_OR_FALSE = (f"{TRUE}|{FALSE}", "use true or false")
 NO_VALUE = "(?!)"  # matches none
 NO_SHARDS = (
     FALSE,
@@ -34,7 +31,7 @@ NO_SHARDS = (
 # ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only where one of these asks for it.
 VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
-    "ACCELERATE_USE_FSDP": TRUE_OR_FALSE,
+    "ACCELERATE_USE_FSDP": (f"{TRUE}|{FALSE}", "use true or false"),
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
     "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
@@ -44,9 +41,6 @@ VARIABLES = {
         NO_VALUE,
         "it would override --accumulate: use that",
     ),
-    "ACCELERATE_GRADIENT_CLIPPING": (NO_VALUE, "only DeepSpeed reads it: use --clip-norm"),
-    # These two are here to be found when they are misspelt.
-    "ACCELERATE_USE_CPU": TRUE_OR_FALSE,
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
 }
 # Flags that accelerate launch passes on only with what NO_SHARDS refuses, or on a TPU.
@@ -83,14 +77,8 @@ def check_launch() -> str:
     """
     check_ranks()
     check_launcher_flags()
-    precision = check_variables()
-    check_devices(precision)
-    if is_initialized() and (before := AcceleratorState().mixed_precision) != precision:
-        raise UsageError(
-            f"this process has trained with mixed_precision {before}, which Accelerate keeps: for "
-            f"{precision} start a new process, or restart the notebook's kernel"
-        )
-    return precision
+    check_devices()
+    return check_variables()
 
 
 def check_variables() -> str:
@@ -100,10 +88,6 @@ def check_variables() -> str:
         allowed, remedy = VARIABLES.get(name, (".*", ""))
         if not re.fullmatch(allowed, value):
             raise UsageError(f"{name}={value}: {remedy}, or unset it")
-        if name not in VARIABLES and (near := difflib.get_close_matches(name, VARIABLES, 1, 0.9)):
-            raise UsageError(
-                f"{name}={value}: Accelerate reads only {near[0]}, so rename or unset it"
-            )
     # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
     if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
         raise UsageError(
@@ -114,16 +98,16 @@ def check_variables() -> str:
     return env.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def check_devices(precision: str) -> None:
-    """Refuse more GPUs than torch sees, and a precision that needs one."""
+def check_devices() -> None:
+    """Refuse more GPUs than torch sees."""
     env = os.environ
     # A Slurm script or a cloud may set LOCAL_RANK and no LOCAL_WORLD_SIZE.
     local_size = int(env.get("LOCAL_WORLD_SIZE", int(env.get("LOCAL_RANK", "0")) + 1))
-    num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    num_devices = torch.accelerator.device_count()
     # There are two signs of a CPU launch: accelerate's one-process launcher exports
     # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all cards with gpu_ids.
-    use_cpu = str_to_bool(env.get("ACCELERATE_USE_CPU", "no")) == 1
-    use_cpu = use_cpu or env.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
+    hidden = env.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
+    use_cpu = hidden or str_to_bool(env.get("ACCELERATE_USE_CPU", "no")) == 1
     if by_accelerate() and not use_cpu and num_devices == 0:
         raise UsageError(
             f"this launch asks for {count(local_size, 'GPU')} and torch sees none here: repair the "
@@ -135,11 +119,6 @@ def check_devices(precision: str) -> None:
             f"{local_size} processes were started on this machine, which has "
             f"{count(num_devices, 'GPU')}: use a YAML with num_processes: {num_devices}, or check "
             "gpu_ids and CUDA_VISIBLE_DEVICES"
-        )
-    if precision == "fp16" and (use_cpu or num_devices == 0):
-        raise UsageError(
-            "fp16 needs a GPU; on a CPU accelerate would silently train in float32: use "
-            "mixed_precision: bf16 or no"
         )
 
 
