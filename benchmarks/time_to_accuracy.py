@@ -17,7 +17,7 @@ With --compare, runs that each differ from the first in one thing take turns, se
     threads   how OpenMP's idle threads wait for work: they spin, which is quick and takes a core
               from whatever else wants it (libgomp: 300,000 times), or sleep; alone, and beside
               `python -c "while True: pass"`
-    startup   without one of the settings and patches of trainkit/startup.py
+    startup   without keep_memory of trainkit/launch/startup.py, or without its other four settings
 """
 
 import argparse
@@ -58,12 +58,8 @@ VARIANTS = {  # environment variables and flags
     "startup": {
         "as it is": "",
         "freed memory goes back": "LEFT_OUT=startup.keep_memory",
-        "with the compiler": "LEFT_OUT=startup.skip_the_compiler",
-        "with sharded tensors": "LEFT_OUT=startup.skip_sharded_check",
-        "with lookups": "LEFT_OUT=startup.skip_lookups",
-        "imports are searched for garbage": "LEFT_OUT=gc.freeze",
-        "with the last four": "LEFT_OUT=startup.skip_the_compiler,startup.skip_sharded_check,"
-        "startup.skip_lookups,gc.freeze",
+        "without the other four": "LEFT_OUT=startup.skip_the_compiler,"
+        "startup.skip_sharded_check,startup.skip_lookups,gc.freeze",
     },
 }
 # Runs the script that comes first after -c, without the functions that LEFT_OUT names.

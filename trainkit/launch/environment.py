@@ -35,7 +35,6 @@ VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
     "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
-    "ACCELERATE_USE_TP": NO_SHARDS,
     "ACCELERATE_TORCH_DEVICE": ("", "choose cards by gpu_ids in the YAML"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         NO_VALUE,
@@ -107,7 +106,7 @@ def check_devices() -> None:
     # There are two signs of a CPU launch: accelerate's one-process launcher exports
     # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all cards with gpu_ids.
     hidden = env.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
-    use_cpu = hidden or str_to_bool(env.get("ACCELERATE_USE_CPU", "no")) == 1
+    use_cpu = hidden or str_to_bool(env.get("ACCELERATE_USE_CPU", "no"))
     if by_accelerate() and not use_cpu and num_devices == 0:
         raise UsageError(
             f"this launch asks for {count(local_size, 'GPU')} and torch sees none here: repair the "
