@@ -20,7 +20,6 @@ from trainkit.words.text import count
 # What mpirun and srun, which Accelerate does not follow, say of how many processes they started.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
-NO_VALUE = "(?!)"  # matches none
 NO_SHARDS = (
     FALSE,
     "these scripts keep the whole model on each card: start them without it, with "
@@ -37,7 +36,7 @@ VARIABLES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
     "ACCELERATE_TORCH_DEVICE": ("", "choose cards by gpu_ids in the YAML"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
-        NO_VALUE,
+        "(?!)",  # no value
         "it would override --accumulate: use that",
     ),
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
