@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import ctypes
 import errno
+import faulthandler
 import functools
 import hashlib
 import importlib
@@ -213,6 +214,7 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
         os.chdir(request.get("cwd", ROOT))
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        faulthandler.dump_traceback_later(request.get("timeout", 60) - 2)  # where it hangs
         if request["world"] > 1:
             os.environ.update(
                 RANK=str(rank),
