@@ -87,8 +87,8 @@ class ParquetRows(Dataset):
         self.folder = Path(HF_HOME, "rows")
         self.folder.mkdir(parents=True, exist_ok=True)
         paths = self._find(pattern)
-        known = opened(self, os.getpid())[0].map(self._footer, paths)
-        self.known = dict(zip(paths, known, strict=True))
+        pool, _ = opened(self, os.getpid())
+        self.known = dict(zip(paths, pool.map(self._footer, paths), strict=True))
         self.groups, sizes, schema = [], [], None
         for path, (version, kept) in self.known.items():
             footer = pq.read_metadata(kept)

@@ -1,12 +1,16 @@
 """examples/gpt.py that writes the ids of its samples to the file $IDS, a line for each batch.
 
-In the token lists of test_rows.py the first two tokens are the sample's id.
+In the token lists of test_rows.py the first two tokens are the sample's id. With --num-workers it
+has a collate_fn: without one the batches of such data are made in the training process.
 """
 
 import os
+import sys
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from datakit import rows
 from examples import gpt
@@ -23,3 +27,5 @@ def noting(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tenso
 
 
 gpt.judge = noting
+if "--num-workers" in sys.argv:
+    gpt.make_loaders = partial(gpt.make_loaders, collate_fn=default_collate)

@@ -146,29 +146,39 @@ class Noisy(Dataset):
         return torch.rand(()).item(), index
 
 
+class Quick(Noisy):
+    make_batch = __getitems__ = None
+
+
+class Changed(Quick):
+    __getitem__ = Noisy.__getitem__
+
+
+SIZES = {"batch_size": 4, "eval_batch_size": 4, "accumulate": 1, "num_workers": 1}
+ARGS = SimpleNamespace(**SIZES, seed=0, drop_last=False, timeout=9)
+
+
 def test_a_loader_that_is_not_prepared_is_refused_where_there_are_several_processes() -> None:
-    sizes = {"batch_size": 4, "eval_batch_size": 4, "accumulate": 1, "num_workers": 0}
-    args = SimpleNamespace(**sizes, seed=0, drop_last=False, timeout=9)
     for num, sentence in ((1, None), (2, "accelerator.prepare has returned")):
         accelerator = SimpleNamespace(num_processes=num, device=torch.device("cpu"))
-        for loader in make_loaders(accelerator, Noisy(), Noisy(), args):
+        for loader in make_loaders(accelerator, Noisy(), Noisy(), ARGS):
             with pytest.raises(RuntimeError, match=sentence) if sentence else nullcontext():
                 next(iter(loader))
 
 
 def test_a_batch_that_never_comes_ends_the_run() -> None:
     """A worker that cannot send one, because /dev/shm is full, tells nobody."""
-    sizes = {"batch_size": 4, "eval_batch_size": 4, "accumulate": 1, "num_workers": 1}
-    args = SimpleNamespace(**sizes, seed=0, drop_last=False, timeout=9)
     forget_accelerator()
     accelerator = Accelerator(cpu=True)
-    for loader in make_loaders(accelerator, Noisy(), Noisy(), args):
-        assert loader.timeout == accelerator.prepare(loader).timeout == 9
+    for data, how, workers in ((Changed(), None, 1), (Quick(), list, 1), (Quick(), None, 0)):
+        for loader in make_loaders(accelerator, data, data, ARGS, how):
+            assert loader.num_workers == workers
+            assert loader.timeout == accelerator.prepare(loader).timeout == 9 * workers
 
 
 @pytest.mark.parametrize(
     "dataset",
-    [Noisy(), Subset(Noisy(), range(6)), ConcatDataset([Noisy(), Noisy()]), StackDataset(Noisy())],
+    [Changed(), Subset(Noisy(), range(6)), ConcatDataset([Noisy()] * 2), StackDataset(Noisy())],
     ids=lambda dataset: type(dataset).__name__,
 )
 def test_a_random_transform_does_not_depend_on_the_batch(dataset: Dataset) -> None:

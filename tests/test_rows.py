@@ -58,7 +58,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         if fault == "503":
             raise web.HTTPServiceUnavailable
         if fault == "drop":
+            half = web.StreamResponse(headers={"Content-Length": "1000"})
+            await half.prepare(request)
+            await half.write(b"x" * 500)
             request.transport.abort()
+            return half
         if request.http_range.stop:
             running.ranges[request.path, request.http_range.start] += 1
         return await handler(request)

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import lr_scheduler
 
-from trainkit.private import total_norm
 from trainkit.words.arguments import peak_learning_rate
 
 
@@ -57,6 +56,12 @@ def scale_gradients(factor: torch.Tensor, *optimizers: torch.optim.Optimizer) ->
     for weight in weights_of(*optimizers):
         if weight.grad is not None:
             weight.grad.mul_(factor)
+
+
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of all of them together; every process must call this if they are sharded."""
+    norm = nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def clip_gradients(

@@ -192,7 +192,8 @@ class WholeBatches(Dataset):
     transforms give the same in every run, whatever the workers and processes are. Before each batch
     that `dataset.__getitems__` makes they are seeded by (seed, epoch, first sample index, length):
     the same in every run with this number of processes and micro-batches. Before what
-    `dataset.make_batch` makes they are not: it must not draw.
+    `dataset.make_batch` makes they are not: it must not draw. Of these three the most derived class
+    decides: one that inherits a faster way may have changed `__getitem__`.
     """
 
     def __init__(
@@ -206,6 +207,10 @@ class WholeBatches(Dataset):
         self.dataset, self.collate_fn = dataset, collate_fn or default_collate
         self.seed, self.epoch = seed, epoch
         self.share = share  # nominal size of a process's part of a batch
+        ways = {"make_batch", "__getitems__", "__getitem__"}
+        if collate_fn:
+            ways.remove("make_batch")
+        self.ways = next(filter(None, (ways & vars(c).keys() for c in type(dataset).__mro__)))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -224,21 +229,20 @@ class WholeBatches(Dataset):
         """The batch of these samples, int64 of shape (n,), n > 0."""
         if isinstance(self.dataset, InMemory):
             return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
-        if self.collate_fn is default_collate and hasattr(self.dataset, "make_batch"):
+        if "make_batch" in self.ways:
             return self.dataset.make_batch(indices)
         # Subset and StackDataset have __getitems__ only to pass it on: random_split is no reason to
         # leave random transforms unseeded.
         passes_on = isinstance(self.dataset, Subset | StackDataset)
-        if hasattr(self.dataset, "__getitems__") and not passes_on:
+        if "__getitems__" in self.ways and not passes_on:
             self._seed(int(indices[0]), len(indices))
             samples = self.dataset.__getitems__(indices.tolist())
         else:
-            samples = [self._sample(index) for index in indices.tolist()]
+            samples = []
+            for index in indices.tolist():
+                self._seed(index)
+                samples.append(self.dataset[index])
         return self.collate_fn(samples)
-
-    def _sample(self, index: int) -> Any:
-        self._seed(index)
-        return self.dataset[index]
 
     def _seed(self, *position: int) -> None:
         seed_host(key(self.seed, int(self.epoch), *position))
@@ -256,13 +260,14 @@ def make_loaders(
     """The loaders for training, shuffled, and for evaluation, in order; prepare both.
 
     A data set has `__len__` and `__getitem__`, or `__getitems__`, which takes a list of indices.
-    `make_batch`, if it has that, makes whole batches of a tensor of indices without a collate_fn.
-    collate_fn makes a batch of a list of samples (None: PyTorch's own); with InMemory it is not
-    used. Batch sizes are over all processes; --eval-batch-size is rounded up to a multiple of them.
-    weights, one per training sample: how often each is drawn, with replacement, in relation to the
-    others. order(epoch, first, last): the indices, int64, at these places of an epoch, of which
-    there are as many as training samples; a pure function, so that a resume needs no state and any
-    number of processes sees the same. Raises UsageError for weights that cannot be used.
+    `make_batch`, if it has that, makes whole batches of a tensor of indices where no collate_fn is
+    given, in the training process: then --num-workers starts none. collate_fn makes a batch of a
+    list of samples (None: PyTorch's own); with InMemory it is not used. Batch sizes are over all
+    processes; --eval-batch-size is rounded up to a multiple of them. weights, one per training
+    sample: how often each is drawn, with replacement, in relation to the others. order(epoch,
+    first, last): the indices, int64, at these places of an epoch, of which there are as many as
+    training samples; a pure function, so that a resume needs no state and any number of processes
+    sees the same. Raises UsageError for weights that cannot be used.
     """
     if weights is not None:
         order = weighted(weights, len(train_set), args.seed)
@@ -295,19 +300,17 @@ def make_loader(
         num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
         if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
             batches.device, dataset = accelerator.device, dataset.to(accelerator.device)
+    share = batches.batch_size // accelerator.num_processes
+    whole = WholeBatches(dataset, collate_fn, args.seed, batches.epoch, share)
+    # What makes batches itself computes nothing: to hand them over would cost more than it saves.
+    num_workers = 0 if "make_batch" in whole.ways else args.num_workers
     return DataLoader(
-        WholeBatches(
-            dataset,
-            collate_fn,
-            args.seed,
-            batches.epoch,
-            batches.batch_size // accelerator.num_processes,
-        ),
+        whole,
         batch_sampler=batches,
         collate_fn=already_made,
-        num_workers=args.num_workers,
-        timeout=args.timeout * (args.num_workers > 0),  # a batch is lost where /dev/shm is full
-        persistent_workers=args.num_workers > 0,
+        num_workers=num_workers,
+        timeout=args.timeout * (num_workers > 0),  # a batch is lost where /dev/shm is full
+        persistent_workers=num_workers > 0,
         pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
         worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else each iterator draws from the global generator

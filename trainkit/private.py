@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,16 +53,6 @@ def end_workers(accelerator: Accelerator) -> None:
     """
     for loader in prepared_loaders(accelerator):
         loader.base_dataloader._iterator = None
-
-
-def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """nn.utils.get_total_norm for tensors of one device, in half the time.
-
-    Every process must call this if they are sharded.
-    """
-    if hasattr(gradients[0], "full_tensor"):
-        return nn.utils.get_total_norm(gradients).full_tensor()
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
 def fix_bucket_order(model: nn.Module) -> None:

@@ -10,8 +10,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from trainkit.errors import RunFailure
-from trainkit.optim import weights_of
-from trainkit.private import total_norm
+from trainkit.optim import total_norm, weights_of
 
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip: 2**16 is 2**-14 then
 DIFFERENT = 1e-5  # relative, of norms: processes compute the same bits, other kinds of cards nearly

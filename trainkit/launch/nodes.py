@@ -151,8 +151,7 @@ def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]
     }
     everybody = gather_object([plain])
     for name, value in (pair for theirs in everybody for pair in theirs.items()):
-        named = isinstance(name, str) and name not in ("step", "epoch")
-        if not named or not isinstance(value, int | float):
+        if name in ("step", "epoch") or not isinstance(value, int | float):
             raise RuntimeError(
                 f"run.end_epoch(...) got {name}: {value!r}: a metric is a number, and has another "
                 "name than step and epoch"
