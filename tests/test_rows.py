@@ -58,9 +58,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         if fault == "503":
             raise web.HTTPServiceUnavailable
         if fault == "drop":
-            half = web.StreamResponse(headers={"Content-Length": "1000"})
-            await half.prepare(request)
-            await half.write(b"x" * 500)
+            half = web.StreamResponse(status=206, headers={"Content-Length": "1000"})
+            if request.http_range.stop:
+                await half.prepare(request)
+                await half.write(b"x" * 500)
             request.transport.abort()
             return half
         if request.http_range.stop:
