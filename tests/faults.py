@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 SCRIPTS = [path.stem for path in sorted(ROOT.glob("train_*.py"))]
@@ -183,7 +185,11 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
                     os.kill(child, number)
         if now >= deadline:
             for child in set(children) - codes.keys():
-                os.kill(child, signal.SIGKILL)
+                process = psutil.Process(child)
+                for one in (*process.children(), process):
+                    one.send_signal(signal.SIGQUIT)  # it prints its stacks
+                    time.sleep(0.5)
+                process.kill()
                 os.waitpid(child, 0)
                 codes[child] = None
         time.sleep(0.001)
@@ -214,7 +220,7 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
         os.chdir(request.get("cwd", ROOT))
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        faulthandler.dump_traceback_later(request.get("timeout", 60) - 2)  # where it hangs
+        faulthandler.register(signal.SIGQUIT)
         if request["world"] > 1:
             os.environ.update(
                 RANK=str(rank),
