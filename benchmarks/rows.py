@@ -4,8 +4,8 @@
 
 A server in this process has 200 row groups of 1,000 rows of 1,025 tokens in 20 files. `plain`
 opens one file after another by fsspec, has pyarrow read its row groups in turn, and cuts them into
-batches of 128; each process and each worker of a DataLoader has files of its own. `rows` reads them
-in the order of ParquetRows through make_loaders, from an empty cache. Nothing is trained.
+batches of 128: in one process, and in as many as `rows`, each with files of its own. `rows` reads
+them in the order of ParquetRows through make_loaders, from an empty cache. Nothing is trained.
 `sent` are the bytes that the server sent to all processes over the bytes of the files.
 """
 
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 from trainkit import make_loaders
 
@@ -28,16 +27,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate import Accelerator, DataLoaderConfiguration
 from aiohttp import web
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from benchmarks._runs import Parser, execute, in_turn, launcher, spread, table
 from benchmarks.growth import ARGS, BATCH_SIZE
 from datakit.rows import ParquetRows
 
 LENGTH = 1025
-NAMES = ("plain, 0 workers", "rows, 0 workers", "plain, 2 workers", "rows, 2 workers")
+NAMES = ("plain", "rows, 0 workers", "rows, 2 workers")
 
 
 def serve(folder: Path, middleware: Callable) -> str:
@@ -50,33 +48,27 @@ def serve(folder: Path, middleware: Callable) -> str:
     return f"http://127.0.0.1:{place.getsockname()[1]}/*.parquet"
 
 
-class Plain(IterableDataset):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        files, _ = fsspec.url_to_fs(self.url)
-        state, info = PartialState(), get_worker_info() or SimpleNamespace(id=0, num_workers=1)
-        first, each = state.process_index * info.num_workers + info.id, state.num_processes
-        left = torch.empty(0, LENGTH, dtype=torch.int32)
-        for path in sorted(files.glob(self.url))[first :: each * info.num_workers]:
-            with files.open(path, cache_type="none") as file:
-                parquet = pq.ParquetFile(file, pre_buffer=True)
-                for number in range(parquet.num_row_groups):
-                    for chunk in parquet.read_row_group(number).column(0).chunks:
-                        rows = torch.from_dlpack(chunk.flatten()).view(-1, LENGTH)
-                        *batches, left = torch.cat((left, rows)).split(BATCH_SIZE // each)
-                        yield from batches
-        yield left
+def plain(accelerator: Accelerator, url: str) -> Iterator[torch.Tensor]:
+    files, _ = fsspec.url_to_fs(url)
+    left = torch.empty(0, LENGTH, dtype=torch.int32)
+    for path in sorted(files.glob(url))[accelerator.process_index :: accelerator.num_processes]:
+        with files.open(path, cache_type="none") as file:
+            parquet = pq.ParquetFile(file, pre_buffer=True)
+            for number in range(parquet.num_row_groups):
+                for chunk in parquet.read_row_group(number).column(0).chunks:
+                    rows = torch.from_dlpack(chunk.flatten()).view(-1, LENGTH)
+                    *batches, left = torch.cat((left, rows)).split(BATCH_SIZE)
+                    yield from batches
+    yield left
 
 
 def read(url: str, name: str) -> None:
     """Print how many samples per second all processes read."""
     config = DataLoaderConfiguration(split_batches=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    ARGS.num_workers = int(name.split()[1])
-    batches = plain = Plain()
-    plain.url = url
-    if ARGS.num_workers:
-        batches = DataLoader(plain, batch_size=None, num_workers=ARGS.num_workers)
-    if name.startswith("rows"):
+    batches = plain(accelerator, url)
+    if name != "plain":
+        ARGS.num_workers = int(name.split()[1])
         data = ParquetRows(url, "tokens")
         loaders = make_loaders(accelerator, data, data, ARGS, order=data.order(BATCH_SIZE, 0))
         batches = (rows for (rows,) in accelerator.prepare(loaders[0]))
@@ -122,10 +114,9 @@ def main() -> None:
     medians = {way: statistics.median(r for r, _ in found) for way, found in results.items()}
     rows = []
     for (num, name), found in results.items():
-        plain = (1, NAMES[0]), (num, name.replace("rows", "plain"))
-        over = (medians[num, name] / medians[way] for way in plain)
+        over = (medians[num, name] / medians[n, "plain"] for n in (1, num))
         rows.append((num, name, spread([r for r, _ in found]), *over, max(p for _, p in found)))
-    head = "processes | read by | samples per second | over plain with 1, 0 | with as many | sent"
+    head = "processes | read by | samples per second | over plain in 1 process | in as many | sent"
     table(head, rows)
 
 

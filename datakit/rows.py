@@ -140,9 +140,8 @@ class ParquetRows(Dataset):
             del held[next(iter(held))]
         for column in zip(*parts, strict=True):
             values: list[Any] = [*map(getitem, column, rows)]
-            yield (
-                values if isinstance(values[0], torch.Tensor) else tuple(x.as_py() for x in values)
-            )
+            is_tensor = isinstance(values[0], torch.Tensor)
+            yield values if is_tensor else tuple(value.as_py() for value in values)
 
     def order(self, batch_size: int, seed: int) -> Order:
         """An order for make_loaders in which each row group is fetched about once in an epoch.
