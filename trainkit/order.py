@@ -192,8 +192,8 @@ class WholeBatches(Dataset):
     transforms give the same in every run, whatever the workers and processes are. Before each batch
     that `dataset.__getitems__` makes they are seeded by (seed, epoch, first sample index, length):
     the same in every run with this number of processes and micro-batches. Before what
-    `dataset.make_batch` makes they are not: it must not draw. Of these three the most derived class
-    decides: one that inherits a faster way may have changed `__getitem__`.
+    `dataset.make_batch` makes they are not: it must not draw. The most derived class that has one
+    of these three methods decides: a subclass may inherit a faster one and change `__getitem__`.
     """
 
     def __init__(
@@ -261,13 +261,13 @@ def make_loaders(
 
     A data set has `__len__` and `__getitem__`, or `__getitems__`, which takes a list of indices.
     `make_batch`, if it has that, makes whole batches of a tensor of indices where no collate_fn is
-    given, in the training process: then --num-workers starts none. collate_fn makes a batch of a
-    list of samples (None: PyTorch's own); with InMemory it is not used. Batch sizes are over all
-    processes; --eval-batch-size is rounded up to a multiple of them. weights, one per training
-    sample: how often each is drawn, with replacement, in relation to the others. order(epoch,
-    first, last): the indices, int64, at these places of an epoch, of which there are as many as
-    training samples; a pure function, so that a resume needs no state and any number of processes
-    sees the same. Raises UsageError for weights that cannot be used.
+    given; that happens in the training process, and --num-workers is ignored. collate_fn makes a
+    batch of a list of samples (None: PyTorch's own); with InMemory it is not used. Batch sizes are
+    over all processes; --eval-batch-size is rounded up to a multiple of them. weights, one per
+    training sample: how often each is drawn, with replacement, in relation to the others.
+    order(epoch, first, last): the indices, int64, at these places of an epoch, of which there are
+    as many as training samples; a pure function, so that a resume needs no state and any number of
+    processes sees the same. Raises UsageError for weights that cannot be used.
     """
     if weights is not None:
         order = weighted(weights, len(train_set), args.seed)
@@ -302,7 +302,7 @@ def make_loader(
             batches.device, dataset = accelerator.device, dataset.to(accelerator.device)
     share = batches.batch_size // accelerator.num_processes
     whole = WholeBatches(dataset, collate_fn, args.seed, batches.epoch, share)
-    # What makes batches itself computes nothing: to hand them over would cost more than it saves.
+    # To hand over a batch that is only copied together takes longer than to make it here.
     num_workers = 0 if "make_batch" in whole.ways else args.num_workers
     return DataLoader(
         whole,
