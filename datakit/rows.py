@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.pool import ThreadPool
-from operator import getitem
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -33,6 +32,7 @@ from torch.utils.data import Dataset, default_collate
 from trainkit.draws import key, mix, permute, scramble
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.order import Order
+from trainkit.private import tree_map_only
 from trainkit.words.text import first_sentence
 
 WAITS = (1, 2, 4)  # seconds before a file is tried again
@@ -115,17 +115,16 @@ class ParquetRows(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple]:
-        columns = self._columns(torch.tensor(indices))
+        samples = [*zip(*self._columns(torch.tensor(indices)), strict=True)]
         # A sample may be written to, which the mapped file may not.
-        copied = (map(torch.clone, x) if isinstance(x, list) else x for x in columns)
-        return [*zip(*copied, strict=True)]
+        return tree_map_only(torch.Tensor, torch.clone, samples)
 
     def make_batch(self, indices: torch.Tensor) -> list:
         """What default_collate makes of these samples, without a copy of each before."""
         return [*map(default_collate, self._columns(indices))]
 
-    def _columns(self, places: torch.Tensor) -> Iterator[list | tuple]:
-        """Of each column these samples: a list of mapped tensors, or a tuple of Python's own."""
+    def _columns(self, places: torch.Tensor) -> Iterator[tuple]:
+        """Of each column these samples: mapped tensors, or Python's own."""
         pool, held = opened(self, os.getpid())
         groups = wanted = torch.searchsorted(self.ends, places, right=True)
         rows = (places - self.ends[groups]).tolist()
@@ -139,9 +138,10 @@ class ParquetRows(Dataset):
         while len(held) > NUM_OPEN:
             del held[next(iter(held))]
         for column in zip(*parts, strict=True):
-            values: list[Any] = [*map(getitem, column, rows)]
-            is_tensor = isinstance(values[0], torch.Tensor)
-            yield values if is_tensor else tuple(value.as_py() for value in values)
+            values = [part[row] for part, row in zip(column, rows, strict=True)]
+            if not isinstance(values[0], torch.Tensor):
+                values = [value.as_py() for value in values]
+            yield tuple(values)
 
     def order(self, batch_size: int, seed: int) -> Order:
         """An order for make_loaders in which each row group is fetched about once in an epoch.
@@ -271,4 +271,9 @@ def files_of(pattern: str, process: int, thread: int) -> tuple[fsspec.AbstractFi
 @cache
 def opened(rows: ParquetRows, process: int) -> tuple[ThreadPool, dict]:
     """The threads that fetch for it, and their results: neither survives a fork."""
-    return ThreadPool(16), {}
+    held: dict = {}
+    with suppress(AttributeError):  # Windows does not fork
+        # A child that is forked while Arrow's threads read may hang, in Python before 3.11.10:
+        # https://github.com/python/cpython/issues/112275
+        os.register_at_fork(before=lambda: [result.wait() for result in held.values()])
+    return ThreadPool(16), held

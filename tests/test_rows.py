@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
+from conftest import linux_only
 from fsspec.implementations.http import HTTPFileSystem
 from torch.utils.data import default_collate
 
@@ -220,6 +221,20 @@ def test_a_run_with_a_fault_ends_right_or_with_its_sentence(
         ended = train("broken", url, "--resume", "auto", world=world)
         assert ended.returncode == 0, ended.output
     assert faults.digests(tmp_path / "broken") == faults.digests(tmp_path / "whole")
+
+
+@linux_only
+def test_a_process_does_not_fork_while_row_groups_are_read(server: SimpleNamespace) -> None:
+    """In Python before 3.11.10 one child of a few hundred hangs at its start."""
+    data = ParquetRows(server.url, "id")
+    server.plan = lambda number: "slow"
+    assert data[0]
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    reads = [result.ready() for result in rows.opened(data, os.getpid())[1].values()]
+    os.waitpid(child, 0)
+    assert reads == [True] * 5  # the next ones too
 
 
 def test_what_breaks_in_mid_run_is_said_at_once(

@@ -233,8 +233,7 @@ class WholeBatches(Dataset):
             return self.dataset.make_batch(indices)
         # Subset and StackDataset have __getitems__ only to pass it on: random_split is no reason to
         # leave random transforms unseeded.
-        passes_on = isinstance(self.dataset, Subset | StackDataset)
-        if "__getitems__" in self.ways and not passes_on:
+        if "__getitems__" in self.ways and not isinstance(self.dataset, Subset | StackDataset):
             self._seed(int(indices[0]), len(indices))
             samples = self.dataset.__getitems__(indices.tolist())
         else:

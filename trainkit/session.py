@@ -252,9 +252,11 @@ class Session:
 
     def _identity(self) -> dict[str, Any]:
         """What must be equal on all nodes, and when the run is resumed, besides its flags."""
-        loaders = map(batches_of, prepared_loaders(self.accelerator))
-        own = (x for x in loaders if x and x.is_own)
-        orders = [InMemory(x.order(0, 0, min(x.num_samples, NUM_HELD))) for x in own]
+        orders = [
+            InMemory(x.order(0, 0, min(x.num_samples, NUM_HELD)))
+            for x in map(batches_of, prepared_loaders(self.accelerator))
+            if x and x.is_own
+        ]
         identity = {
             **files_of(self.train_set, self.eval_set),
             "data": self.data_md5,
@@ -324,5 +326,6 @@ class Session:
     def _is_over(self) -> bool:
         """Is there nothing left to train?"""
         progress = self.progress
-        done = progress.epoch == self.args.epochs or progress.step == self.last_step
-        return done or progress.ended
+        return (
+            progress.ended or progress.epoch == self.args.epochs or progress.step == self.last_step
+        )

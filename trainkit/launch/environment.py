@@ -59,8 +59,7 @@ def check_ranks() -> None:
                 f"docs/slurm/train.sbatch, or, if these are separate runs, unset {name}"
             )
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in env]
-    several = num_processes > 1 or env.keys() & {"RANK", "LOCAL_RANK"}
-    if several and missing:
+    if missing and (num_processes > 1 or env.keys() & {"RANK", "LOCAL_RANK"}):
         raise UsageError(
             f"no launcher started this process ({missing[0]} is not set), but it is one of several "
             "by RANK, LOCAL_RANK or WORLD_SIZE: start it with accelerate launch, notebook_launcher "

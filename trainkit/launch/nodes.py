@@ -46,7 +46,6 @@ def deadline(timeout: timedelta) -> Iterator[None]:
         os._exit(1)
 
     timer = threading.Timer(timeout.total_seconds() + 5, give_up)
-    timer.daemon = True
     timer.start()
     try:
         yield
