@@ -21,7 +21,7 @@ from trainkit.draws import (
     scramble,
     seed_dropout,
 )
-from trainkit.order import EpochBatches, WholeBatches, make_loaders
+from trainkit.order import EpochBatches, InMemory, WholeBatches, make_loaders
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
@@ -154,6 +154,10 @@ class Changed(Quick):
     __getitem__ = Noisy.__getitem__
 
 
+class Augmented(InMemory):
+    __getitem__ = Noisy.__getitem__
+
+
 ARGS = SimpleNamespace(
     batch_size=4, eval_batch_size=4, accumulate=1, num_workers=1, seed=0, drop_last=False, timeout=9
 )
@@ -179,7 +183,13 @@ def test_a_batch_that_never_comes_ends_the_run() -> None:
 
 @pytest.mark.parametrize(
     "dataset",
-    [Changed(), Subset(Noisy(), range(6)), ConcatDataset([Noisy()]), StackDataset(Noisy())],
+    [
+        Changed(),
+        Augmented(torch.arange(6)),
+        Subset(Noisy(), range(6)),
+        ConcatDataset([Noisy()]),
+        StackDataset(Noisy()),
+    ],
 )
 def test_a_random_transform_does_not_depend_on_the_batch(dataset: Dataset) -> None:
     batches = WholeBatches(dataset, list, 3, torch.tensor(1))

@@ -227,13 +227,13 @@ class WholeBatches(Dataset):
 
     def make(self, indices: torch.Tensor) -> Any:
         """The batch of these samples, int64 of shape (n,), n > 0."""
-        if isinstance(self.dataset, InMemory):
-            return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
         if "make_batch" in self.ways:
             return self.dataset.make_batch(indices)
         # Subset and StackDataset have __getitems__ only to pass it on: random_split is no reason to
         # leave random transforms unseeded.
         if "__getitems__" in self.ways and not isinstance(self.dataset, Subset | StackDataset):
+            if isinstance(self.dataset, InMemory):
+                return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
             self._seed(int(indices[0]), len(indices))
             samples = self.dataset.__getitems__(indices.tolist())
         else:
@@ -295,7 +295,7 @@ def make_loader(
     collate_fn: Callable[[list], Any] | None,
 ) -> DataLoader:
     """A loader of these batches; a data set in memory is moved to the device if it fits."""
-    if isinstance(dataset, InMemory) and args.num_workers == 0:
+    if type(dataset) is InMemory and args.num_workers == 0:
         num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
         if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
             batches.device, dataset = accelerator.device, dataset.to(accelerator.device)

@@ -234,7 +234,7 @@ class Session:
     def _make_state(self, identity: dict[str, Any]) -> None:
         """What changes from step to step, and the checkpoints that hold it."""
         args, accelerator = self.args, self.accelerator
-        samples_draw = not isinstance(self.train_set, InMemory)
+        samples_draw = type(self.train_set) is not InMemory
         self.step = Step(accelerator, args, self.num_used, self.signals, self.models, samples_draw)
         self.resources.callback(self.step.release)
         self.means = RunningMeans(accelerator)
