@@ -9,9 +9,8 @@ import math
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -25,7 +24,7 @@ import pyarrow.parquet as pq
 import torch
 from aiohttp import ClientTimeout
 from filelock import FileLock
-from fsspec.utils import tokenize
+from fsspec.utils import atomic_write, tokenize
 from huggingface_hub.constants import HF_HOME
 from torch.utils.data import Dataset, default_collate
 
@@ -35,7 +34,7 @@ from trainkit.order import Order
 from trainkit.private import tree_map_only
 from trainkit.words.text import first_sentence
 
-WAITS = (1, 2, 4)  # seconds before a file is tried again
+WAITS = (1, 2, 4, None)  # seconds before a file is tried again
 SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it
 NUM_OPEN = 256  # row groups that a process has mapped
 LANES, WINDOW = 8, 4
@@ -47,7 +46,7 @@ def tried(read: Callable) -> Callable:
     """read(self, path, ...), again if it fails; LoneFailure if it does so too often."""
 
     def again(self: Any, path: str, *args: Any) -> Any:
-        for wait in (*WAITS, None):
+        for wait in WAITS:
             try:
                 return read(self, path, *args)
             except LoneFailure:
@@ -185,7 +184,7 @@ class ParquetRows(Dataset):
         files, path = self._files()
         if "*" not in path and ".parquet" not in path:
             path += "/**/*.parquet"
-        self.start = len(path.partition("*")[0].rpartition("/")[0].rpartition("/")[0])
+        self.start = len(path.partition("*")[0].rsplit("/", 2)[0])
         if found := sorted(files.glob(path)):
             return found
         raise FileNotFoundError("there is no such file")
@@ -200,16 +199,16 @@ class ParquetRows(Dataset):
         version = f"{info['size']} bytes, {tag}"
         kept = self.folder / tokenize(shown(path), version, info.get("mtime"))
         if not kept.exists():
-            with files.open(path) as file, written(kept) as to:
+            with files.open(path) as file, atomic_write(str(kept)) as to:
                 pq.read_metadata(file).write_metadata_file(to)
         return version, kept
 
     @tried
     def _read(self, path: str, version: str, kept: Path, within: int) -> list:
         """A row group's columns, mapped from the cache, where the first who asks puts them."""
-        local = Path(f"{kept}-{within}-{tokenize(self.columns)}.arrow")
+        local = f"{kept}-{within}-{tokenize(self.columns)}.arrow"
         with FileLock(f"{local}.lock"):
-            if not local.exists():
+            if not Path(local).exists():
                 if self._footer(path)[0] != version:
                     raise LoneFailure(f"{shown(path)} has changed since this run opened it")
                 with self._files()[0].open(  # with the size, for which it would ask
@@ -217,12 +216,12 @@ class ParquetRows(Dataset):
                 ) as file:
                     parquet = pq.ParquetFile(file, metadata=pq.read_metadata(kept), pre_buffer=True)
                     table = parquet.read_row_group(within, self.columns).combine_chunks()
-                with written(local) as to, pa.ipc.new_file(to, table.schema) as file:
+                with atomic_write(local) as to, pa.ipc.new_file(to, table.schema) as file:
                     file.write_table(table)
                 if within % 16 == 0:
                     self._make_room()
             os.utime(local)
-            with pa.memory_map(str(local)) as file:
+            with pa.memory_map(local) as file:
                 columns = pa.ipc.open_file(file).get_batch(0).select(self.columns).columns
         if any(x.null_count or getattr(x, "values", x).null_count for x in columns):
             raise LoneFailure(f"{shown(path)} has nulls in its row group {within}")
@@ -252,14 +251,6 @@ def tensor(column: pa.Array) -> Any:
 def shown(text: str) -> str:
     """The text without passwords and signatures of URLs."""
     return re.sub(r"(?<=//)[^/\s]*@|(?<=\w)\?[^\s'\"]*", "", text)
-
-
-@contextmanager
-def written(path: Path) -> Iterator[str]:
-    """The name of a file that takes the place of path once it is complete."""
-    temporary = f"{path}.{uuid.uuid4()}"  # another thread may be writing the same
-    yield temporary
-    os.replace(temporary, path)
 
 
 @cache  # not by fsspec, which closes in a fork what it has inherited: that takes it a second

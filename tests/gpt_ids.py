@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from datakit import rows
 from examples import gpt
 
-rows.WAITS, rows.HF_HOME = (0, 0, 0.1), os.environ["HF_HOME"]
+rows.WAITS, rows.HF_HOME = (0, 0, 0.1, None), os.environ["HF_HOME"]
 main, judge = gpt.main, gpt.judge
 
 

@@ -44,7 +44,7 @@ def write_file(path: Path, first: int, size: int) -> None:
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A web server of data/; `plan(number)` says how the request with this number breaks."""
     monkeypatch.setattr(rows, "HF_HOME", tmp_path / "cache")
-    monkeypatch.setattr(rows, "WAITS", (0, 0, 0.1))
+    monkeypatch.setattr(rows, "WAITS", (0, 0, 0.1, None))
     folder = tmp_path / "data"
     folder.mkdir()
     for number, first in enumerate((0, 500, 1000)):

@@ -128,7 +128,6 @@ def raise_together(
 def leave(code: int) -> NoReturn:
     """End this process without waiting for peers that may never come."""
     sys.stdout.flush()
-    sys.stderr.flush()
     workers = multiprocessing.active_children()
     for worker in workers:
         worker.kill()

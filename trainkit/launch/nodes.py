@@ -41,7 +41,6 @@ def deadline(timeout: timedelta) -> Iterator[None]:
             f"error: process {os.environ.get('RANK', '0')} did not meet the other processes within "
             f"{timeout.total_seconds():.0f} s (see their output, or run doctor.py)",
             file=sys.stderr,
-            flush=True,
         )
         os._exit(1)
 
