@@ -34,7 +34,7 @@ from trainkit.order import Order
 from trainkit.private import tree_map_only
 from trainkit.words.text import first_sentence
 
-WAITS = (1, 2, 4, None)  # seconds before a file is tried again
+WAITS = (1, 2, 4, None)  # seconds before a file is tried again; None: no more
 SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it
 NUM_OPEN = 256  # row groups that a process has mapped
 LANES, WINDOW = 8, 4
