@@ -82,7 +82,7 @@ class ParquetRows(Dataset):
                 f"{shown(pattern)}: a password or signature would be saved with the run: write "
                 "$NAME in its place, and set that variable"
             )
-        self.pattern, self.columns, self.cache_bytes = pattern, list(columns), cache_bytes
+        self.pattern, self.columns, self.cache_bytes = pattern, columns, cache_bytes
         self.folder = Path(HF_HOME, "rows")
         self.folder.mkdir(parents=True, exist_ok=True)
         paths = self._find(pattern)
@@ -114,9 +114,9 @@ class ParquetRows(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple]:
-        samples = [*zip(*self._columns(torch.tensor(indices)), strict=True)]
+        columns = self._columns(torch.tensor(indices))
         # A sample may be written to, which the mapped file may not.
-        return tree_map_only(torch.Tensor, torch.clone, samples)
+        return tree_map_only(torch.Tensor, torch.clone, [*zip(*columns, strict=True)])
 
     def make_batch(self, indices: torch.Tensor) -> list:
         """What default_collate makes of these samples, without a copy of each before."""
@@ -125,18 +125,19 @@ class ParquetRows(Dataset):
     def _columns(self, places: torch.Tensor) -> Iterator[tuple]:
         """Of each column these samples: mapped tensors, or Python's own."""
         pool, held = opened(self, os.getpid())
-        groups = wanted = torch.searchsorted(self.ends, places, right=True)
-        rows = (places - self.ends[groups]).tolist()
-        parts: list = []
+        wanted = torch.searchsorted(self.ends, places, right=True)
+        groups, rows = wanted.tolist(), (places - self.ends[wanted]).tolist()
+        parts: dict = {}
         for _ in range(WINDOW + 1):
-            for group in set(wanted.tolist()) - held.keys():
-                held[group] = pool.apply_async(self._read, self.groups[group])
+            for group in wanted.tolist():
+                if group not in held:
+                    held[group] = pool.apply_async(self._read, self.groups[group])
             # Only then the next ones: the first batch would wait for them.
-            parts = parts or [held[group].get() for group in groups.tolist()]
+            parts = parts or {group: held[group].get() for group in set(groups)}
             wanted = self.after[wanted]
         while len(held) > NUM_OPEN:
             del held[next(iter(held))]
-        for column in zip(*parts, strict=True):
+        for column in zip(*map(parts.get, groups), strict=True):
             values = [part[row] for part, row in zip(column, rows, strict=True)]
             if not isinstance(values[0], torch.Tensor):
                 values = [value.as_py() for value in values]
@@ -159,12 +160,12 @@ class ParquetRows(Dataset):
             line = permute(torch.arange(num), num, number)
             self.after[line] = line.roll(-1)
             whole = places < each * lanes  # in a full batch
-            batch, slot = places // batch_size, places % batch_size
+            slot = places % batch_size
             start = torch.where(whole, slot // share, lanes) * each
             stop = torch.where(whole, start + each, len(self))
-            spot = torch.where(whole, start + batch * share + slot % share, places)
-            begin = torch.maximum(spot // span * span, start)
-            end = torch.minimum(spot // span * span + span, stop)
+            spot = torch.where(whole, start + places // batch_size * share + slot % share, places)
+            window = spot // span * span
+            begin, end = torch.maximum(window, start), torch.minimum(window + span, stop)
             mixed = begin + scramble(spot - begin, end - begin, mix(begin + number))
             ends = self.sizes[line].cumsum(0)
             nth = torch.searchsorted(ends, mixed, right=True)
@@ -225,7 +226,7 @@ class ParquetRows(Dataset):
                 columns = pa.ipc.open_file(file).get_batch(0).select(self.columns).columns
         if any(x.null_count or getattr(x, "values", x).null_count for x in columns):
             raise LoneFailure(f"{shown(path)} has nulls in its row group {within}")
-        return [tensor(column) for column in columns]
+        return [*map(tensor, columns)]
 
     def _make_room(self) -> None:
         """Delete the row groups that were not asked for the longest."""
