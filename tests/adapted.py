@@ -20,11 +20,12 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = MLP(num_features, num_targets, hidden).requires_grad_(False)
         seed = int(os.path.expandvars(os.environ.get("BASE", "0")))
-        generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
         for weight in self.base.parameters():
-            weight.normal_(std=len(weight) ** -0.5, generator=generator)
+            weight.normal_(std=len(weight) ** -0.5)
         torch.manual_seed(int(os.environ["RANK"]))  # all take what the first process has
-        self.down, self.up = nn.Linear(num_features, 4), nn.Linear(4, num_targets)
+        # The gradient of a bias before BatchNorm is rounding alone, which AdamW makes a whole step.
+        self.down, self.up = nn.Linear(num_features, 4, bias=False), nn.Linear(4, num_targets)
         self.norm = nn.BatchNorm1d(4)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
