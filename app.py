@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import UsageError
+from trainkit import config as arguments
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from modelkit import answers, page, plots
-from modelkit.photos import read_photo
 from trainkit.errors import as_usage_error
 from trainkit.launch import startup
-from trainkit.words import arguments
+from trainkit.tools import answers, page, plots
+from trainkit.tools.photos import read_photo
 
 HERE = Path(__file__).resolve().parent
 EXPORTED = all((HERE / name).is_file() for name in ("model.py", "config.json"))
@@ -170,7 +170,7 @@ def load(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
         )
     if not EXPORTED:
         import predict
-        from modelkit import hub
+        from trainkit.tools import hub
 
         model, about = predict.load_run(run_dir)
         return model, about | hub.describe_run(run_dir, about)

@@ -33,10 +33,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from trainkit.cli.text import printable
 from trainkit.errors import RunFailure, UsageError, as_usage_error
-from trainkit.folder import records
-from trainkit.folder.manifest import sha256_of
-from trainkit.words.text import printable
+from trainkit.run_dir import records
+from trainkit.run_dir.manifest import sha256_of
 
 TOLERANCE = 1e-5  # between PyTorch and the exported model, relative to the largest output
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.export == "onnx":
             export_onnx(predictor, about, args.run_dir)
         if args.export == "hub":
-            from modelkit import hub
+            from trainkit.tools import hub
 
             folder = hub.write_hub(predictor, about, args.run_dir, args.license)
             print(folder)

@@ -33,10 +33,10 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from datakit.small import fit_to_small_set, parse_sizes
-from modelkit import plots
-from modelkit.calibration import calibrate
-from modelkit.photos import learn_framing, read_photo
+from trainkit.data.small import fit_to_small_set, parse_sizes
+from trainkit.tools import plots
+from trainkit.tools.calibration import calibrate
+from trainkit.tools.photos import learn_framing, read_photo
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
@@ -136,7 +136,7 @@ def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
 def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return training set, evaluation set and what is saved with the weights."""
     # Imported here: predict.py, which uses Predictor alone, starts in a third of the time.
-    from datakit.pictures import load_images
+    from trainkit.data.pictures import load_images
 
     what, number = (SIZE, args.label), args.validation_split
     train_set, classes, *found = load_images(args.dataset, "train", *what, None, number)

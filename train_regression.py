@@ -31,9 +31,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from datakit import tables
-from modelkit import plots
-from modelkit.predictions import add_predictions
+from trainkit.data import tables
+from trainkit.tools import plots
+from trainkit.tools.predictions import add_predictions
 
 LOSSES: dict[str, Callable] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
 

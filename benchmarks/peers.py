@@ -11,7 +11,7 @@ for the epochs:
     fabric      examples/fabric/image_classifier/train_fabric.py, 4 epochs; `pip install lightning`
     accelerate  benchmarks/_cv_example.py: Accelerate's examples/cv_example.py, written for MNIST
     ours        train_mnist.py, 3 epochs
-    fast        train_mnist.py @recipes/fast, 1 epoch
+    fast        train_mnist.py @examples/recipes/fast, 1 epoch
 
 All get the shipped pictures, the peers where torchvision looks for them, and whatever threads the
 environment says. Their download and our first start, which decodes, are not counted.

@@ -41,7 +41,7 @@ class Cluster:
     """GPUs in nodes.
 
     Attributes:
-        matmul_flops: as doctor.py measures it, for the precision trained in.
+        matmul_flops: as trainkit.tools.doctor measures it, for the precision trained in.
         link_bandwidth, link_latency: inside a node.
         network_bandwidth, network_latency: between nodes.
         overlap: fraction of the backward pass behind which an all-reduce can hide; of the whole

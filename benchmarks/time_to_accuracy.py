@@ -1,7 +1,7 @@
 """Accuracy and seconds of whole runs over several seeds, and what a setting changes of them.
 
     python -m benchmarks.time_to_accuracy --seeds 10
-    python -m benchmarks.time_to_accuracy --seeds 10 @recipes/fast
+    python -m benchmarks.time_to_accuracy --seeds 10 @examples/recipes/fast
     python -m benchmarks.time_to_accuracy --seeds 2 --compare ablation --validation-split 10000
     python -m benchmarks.time_to_accuracy --seeds 4 --compare threads --stop-after-steps 120
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
-from datakit.small import fit_to_small_set, parse_sizes
+from trainkit.data.small import fit_to_small_set, parse_sizes
 
 LETTERS = "ABCDEFGH"
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # installed anyway
@@ -81,7 +81,7 @@ def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Sequence[str]
         train_set = Pictures(*draw_letters("DejaVu*-*.ttf", args.num_pictures, 1), AUGMENT)
         drawn = draw_letters("STIXGeneral*.ttf", args.num_pictures // 4, 2)
         return train_set, Pictures(*drawn, []), LETTERS, {}
-    from datakit.pictures import read_split
+    from trainkit.data.pictures import read_split
 
     sets, classes = [], None
     for split, transforms in (

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 
-from modelkit.pretrained import write_pretrained
 from trainkit.errors import as_usage_error
+from trainkit.tools.pretrained import write_pretrained
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

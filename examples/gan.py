@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.utils import save_image
 
-from datakit.pictures import load_images
+from trainkit.data.pictures import load_images
 
 MNIST = Path(__file__).resolve().parents[1] / "data" / "mnist"
 NUM_NOISE = 64

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from datakit.rows import ParquetRows
 from examples.windows import Windows
-from trainkit.folder.rundir import write_durably
+from trainkit.data.rows import ParquetRows
+from trainkit.run_dir.files import write_durably
 
 CONTEXT = 128
 PAIR = re.compile(rb'(def [^\n]+:\n +""")([^\n]+\n)')  # a prompt, and its answer

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from datakit.pictures import load_images
+from trainkit.data.pictures import load_images
 
 MNIST = Path(__file__).resolve().parents[1] / "data" / "mnist"
 WIDTH = 64

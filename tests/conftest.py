@@ -98,7 +98,8 @@ def command(
             pytest.skip("the launcher was never tried on Windows")
         path = config if isinstance(config, Path) else CONFIGS / f"{config}.yaml"
         start += ["-m", "accelerate.commands.launch", "--config_file", str(path)]
-    return [*start, *launcher_flags, str(ROOT / script), *without_pictures(script, args)]
+    path = ROOT / script if str(script).endswith(".py") else script  # else a module, after -m
+    return [*start, *launcher_flags, str(path), *without_pictures(script, args)]
 
 
 def without_pictures(script: str | Path, args: Sequence[object]) -> list[str]:

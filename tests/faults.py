@@ -75,8 +75,8 @@ class Nursery:
 
         Args:
             script: a file or module of the repository, of tests/ or by its full path: train_mnist,
-                "predict.py", "examples/gpt.py", "modelkit.plots". Without a main(argv) it is run
-                by its import.
+                "predict.py", "examples/gpt.py", "trainkit.tools.plots". Without a main(argv) it is
+                run by its import.
             plan: cwd (the folder it starts in); timeout (seconds, 60); fault (see _install); kill
                 (a list of [seconds, rank, signal number]; rank None: all); indices (a file: process
                 r appends the sample indices of each of its batches to FILE.r, before the forward
@@ -119,7 +119,7 @@ def _digest(value: Any) -> Any:
 
 def incomplete(run_dir: Path) -> list[str]:
     """Checkpoints that have their final name and are not whole."""
-    from trainkit.folder.manifest import verify
+    from trainkit.run_dir.manifest import verify
 
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     return [f"{path.name}: {problem}" for path in folders if (problem := verify(path))]
@@ -261,7 +261,7 @@ def _narrow(num_classes: int) -> Any:
     """In the place of --model wide: both kinds of dropout, and small enough for a sweep."""
     from torch import nn
 
-    from trainkit.draws import Dropout
+    from trainkit.rng import Dropout
 
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=3),

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from datakit import rows
 from examples import gpt
+from trainkit.data import rows
 
 rows.WAITS, rows.HF_HOME = (0, 0, 0.1, None), os.environ["HF_HOME"]
 main, judge = gpt.main, gpt.judge

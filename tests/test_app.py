@@ -20,9 +20,9 @@ from PIL import Image
 
 import app
 import predict
-from modelkit import answers, page
-from modelkit.photos import read_picture
 from trainkit.errors import UsageError
+from trainkit.tools import answers, page
+from trainkit.tools.photos import read_picture
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

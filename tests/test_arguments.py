@@ -6,8 +6,8 @@ import pytest
 
 import train_mnist
 import train_regression
+from trainkit.cli import arguments
 from trainkit.errors import UsageError
-from trainkit.words import arguments
 
 
 @pytest.mark.parametrize("typed", ["--epoch 3", "--lr 0.1", "--optimizer sgdd", "@{}.gone"])

@@ -13,7 +13,7 @@ from conftest import ROOT, linux_only
 
 import train_mnist
 from benchmarks import _cv_example, _runs, peers
-from datakit.pictures import load_images
+from trainkit.data.pictures import load_images
 
 pytestmark = linux_only  # they read the memory of processes and use mallopt
 
@@ -97,9 +97,9 @@ def test_a_benchmark_prints_its_table(name: str) -> None:
 @pytest.mark.slow
 def test_time_to_accuracy_takes_the_last_row_of_each_seed() -> None:
     ((_, flags, accuracy, train, process, _),) = table(
-        "time_to_accuracy", "--seeds", 2, "@recipes/fast", "--stop-after-steps", 1
+        "time_to_accuracy", "--seeds", 2, "@examples/recipes/fast", "--stop-after-steps", 1
     )
-    assert flags.split() == ["@recipes/fast", "--stop-after-steps", "1"]
+    assert flags.split() == ["@examples/recipes/fast", "--stop-after-steps", "1"]
     assert 0 < number(accuracy) < 50 and number(process) > number(train) > 0
     assert "+- 0.000" not in accuracy  # two seeds differ
 

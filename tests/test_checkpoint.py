@@ -20,12 +20,12 @@ from conftest import forget_accelerator, linux_only
 
 from trainkit.checkpoint import Checkpoints, Progress
 from trainkit.errors import RunFailure, UsageError
-from trainkit.folder import rundir
-from trainkit.folder.log import History
-from trainkit.folder.manifest import sha256_of, verify
-from trainkit.folder.records import read_rows
 from trainkit.launch.startup import refuse_pickled_code
-from trainkit.means import RunningMeans
+from trainkit.metrics import RunningMeans
+from trainkit.run_dir import rundir
+from trainkit.run_dir.log import History
+from trainkit.run_dir.manifest import sha256_of, verify
+from trainkit.run_dir.records import read_rows
 
 FINGERPRINT = {"model": "small", "seed": 0, "learning_rate": 0.1}
 
@@ -311,7 +311,7 @@ def test_auto_goes_on_where_a_resume_by_path_was_killed(
         renamed.append(paths)
         rename(*paths)
 
-    monkeypatch.setattr("trainkit.folder.rundir.os.rename", die)
+    monkeypatch.setattr("trainkit.run_dir.files.os.rename", die)
     with pytest.raises(KeyboardInterrupt):
         Run(saved).checkpoints.resume(str(step(saved, 1)))
     monkeypatch.undo()

@@ -11,8 +11,8 @@ from conftest import NUM_TRAIN, ROOT, rows
 from double import IN_DOUBLE, SAME
 from safetensors.torch import load_file, save_file
 
-from datakit.pictures import load_images
-from trainkit.order import EpochBatches
+from trainkit.data.pictures import load_images
+from trainkit.loaders import EpochBatches
 
 PROGRAMS = Path(__file__).parent / "coming_from"
 BATCH_SIZE, NUM_STEPS = 40, 25

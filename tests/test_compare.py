@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import rows
 
-from modelkit import compare, plots
 from trainkit.errors import UsageError
-from trainkit.folder import records
-from trainkit.folder.weights import write_tensors
+from trainkit.run_dir import records
+from trainkit.run_dir.weights import write_tensors
+from trainkit.tools import compare, plots
 
 
 @pytest.fixture(scope="module")

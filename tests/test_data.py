@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from datakit.pictures import load_images
+from trainkit.data.pictures import load_images
 
 MD5 = {
     "train": ("6510e85a72c3e9475c492d559d3770d2", "e86ee40d66677c011a9abda399ec8c4d"),

@@ -9,8 +9,9 @@ from conftest import linux_only
 # A doctor whose process 1 is ill in the way that argv[0] names.
 PATIENT = """
 import os, time
-import doctor, torch
+import torch
 from trainkit.launch import nodes
+from trainkit.tools import doctor
 
 def main(argv):
     illness = argv[0]
@@ -60,7 +61,7 @@ def test_an_illness_is_named(
 def test_healthy_processes_are_measured_and_called_healthy(
     fork_main: Callable, tmp_path: Path
 ) -> None:
-    done = fork_main("doctor.py", "--run-dir", tmp_path / "run", world=2)
+    done = fork_main("trainkit.tools.doctor", "--run-dir", tmp_path / "run", world=2)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("world: 2 processes on cpu, float32"), done
     assert sum("GFLOP/s" in line for line in lines) == 2

@@ -180,7 +180,7 @@ import torch
 from accelerate import Accelerator
 from conftest import forget_accelerator
 from emulate import ledger
-from trainkit.guards.finite import Position
+from trainkit.checks.finite import Position
 from trainkit.step import Step
 args = SimpleNamespace(clip_norm=float("inf"), batch_size=5, accumulate=1, seed=0)
 signals = SimpleNamespace(wait=lambda: print("behind"), barrier=lambda: print("here"))
@@ -435,8 +435,12 @@ def test_the_doctor_calls_every_card_healthy(real_cards: dict[str, str], tmp_pat
     """Not on emulated ones: it multiplies matrices as large as a card needs to show its rate."""
     number = torch.cuda.device_count()
     config = "4gpu" if number > 1 else "1gpu"
-    flags = ["--num_processes", str(number)]
+    flags = ["--num_processes", str(number), "--module"]
     done = conftest.run(
-        "doctor.py", "--run-dir", tmp_path / "run", config=config, launcher_flags=flags, timeout=300
+        "trainkit.tools.doctor",
+        *("--run-dir", tmp_path / "run"),
+        config=config,
+        launcher_flags=flags,
+        timeout=300,
     )
     assert done.returncode == 0 and done.stdout.endswith("ready to train\n"), done

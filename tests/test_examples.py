@@ -19,8 +19,8 @@ from conftest import ROOT, rows, run
 from faults import Nursery, Outcome
 
 from examples import text as text_example
+from trainkit.config import SCHEDULES
 from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.words.arguments import SCHEDULES
 
 SMALL = "--batch-size 12 --eval-batch-size 27 --epochs 3"  # of 109 samples: 10 steps
 FLAGS = {

@@ -17,7 +17,7 @@ from test_shards import KINDS, env
 
 from examples import finetune
 from trainkit.errors import UsageError
-from trainkit.order import EpochBatches
+from trainkit.loaders import EpochBatches
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 

@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from faults import Nursery, incomplete, newest
 
+from trainkit.checks.finite import MAX_SKIPPED, FiniteGuard, Position
 from trainkit.errors import RunFailure
-from trainkit.guards.finite import MAX_SKIPPED, FiniteGuard, Position
 from trainkit.optim import clip_gradients
 
 

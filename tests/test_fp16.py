@@ -14,11 +14,11 @@ from conftest import forget_accelerator, rows
 from faults import digests
 
 import trainkit.session
+from trainkit.cli import arguments
+from trainkit.loaders import InMemory, make_loaders
 from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import InMemory, make_loaders
 from trainkit.run import Run
 from trainkit.step import Step
-from trainkit.words import arguments
 
 SCALE = 2.0**21  # gradients overflow at first
 GROWTH_INTERVAL = 3  # steps after which the scale is doubled

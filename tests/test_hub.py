@@ -20,9 +20,9 @@ from packaging.utils import canonicalize_name
 
 import app
 import predict
-from modelkit import hub
 from trainkit.errors import RunFailure, UsageError
-from trainkit.folder.weights import write_tensors
+from trainkit.run_dir.weights import write_tensors
+from trainkit.tools import hub
 
 WITH_ONNX = all(importlib.util.find_spec(name) for name in predict.ONNX_PACKAGES)
 

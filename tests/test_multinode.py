@@ -34,7 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, {str(conftest.ROOT)!r})
 import train_mnist
-from datakit import pictures
+from trainkit.data import pictures
 from trainkit.launch import startup
 
 decode_all = pictures.decode_pictures

@@ -37,7 +37,7 @@ def test_notebook_launcher_runs_main_on_two_processes(
     assert rows(tmp_path / "run", "epochs")[-1]["eval_samples"] == 20
 
 
-QUICKSTART = ROOT / "notebooks" / "quickstart.ipynb"
+QUICKSTART = ROOT / "examples" / "quickstart.ipynb"
 SHELL = "%%bash -e\n"
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from trainkit.draws import (
+from trainkit.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
+from trainkit.rng import (
     Dropout,
     key,
     keyed_uniform,
@@ -21,7 +22,6 @@ from trainkit.draws import (
     scramble,
     seed_dropout,
 )
-from trainkit.order import EpochBatches, InMemory, WholeBatches, make_loaders
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:

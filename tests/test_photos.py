@@ -14,8 +14,8 @@ from conftest import ROOT
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 import predict
-from datakit.pictures import load_images
-from modelkit.calibration import calibrate
+from trainkit.data.pictures import load_images
+from trainkit.tools.calibration import calibrate
 
 KINDS = ("uneven light", "on a table", "pencil", "coloured ink", "lined", "turned", "no contrast")
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"

@@ -16,12 +16,12 @@ from PIL import Image, ImageDraw
 
 import predict
 import train_mnist
-from datakit import files as picture_files
-from datakit.small import fit_to_small_set
 from examples import colour_pictures
-from modelkit import photos
+from trainkit.data import files as picture_files
+from trainkit.data.small import fit_to_small_set
 from trainkit.errors import UsageError
-from trainkit.order import InMemory
+from trainkit.loaders import InMemory
+from trainkit.tools import photos
 
 NUMBERS = {"train": 60, "test": 17}
 NAMES = ["three", "one", "two"]

@@ -19,7 +19,7 @@ assert not hasattr(signal, "SIGHUP") and not hasattr(os, "setpgid")
 
 import conftest, predict, train_mnist
 from trainkit.checkpoint import Checkpoints
-from trainkit.folder.rundir import sync
+from trainkit.run_dir.files import sync
 
 
 def ended(main, flags):

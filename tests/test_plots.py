@@ -9,11 +9,11 @@ import torch
 from conftest import NUM_TEST, rows, saved
 from PIL import Image
 
-from datakit.pictures import load_images
-from modelkit import plots
+from trainkit.data.pictures import load_images
 from trainkit.errors import UsageError
-from trainkit.folder import curves, records
-from trainkit.folder.weights import write_tensors
+from trainkit.run_dir import curves, records
+from trainkit.run_dir.weights import write_tensors
+from trainkit.tools import plots
 
 FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5)
 

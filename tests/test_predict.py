@@ -19,10 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import predict
-from datakit.pictures import load_images
-from modelkit.photos import read_picture
+from trainkit.data.pictures import load_images
 from trainkit.errors import RunFailure, UsageError
-from trainkit.folder import records
+from trainkit.run_dir import records
+from trainkit.tools.photos import read_picture
 
 
 @pytest.fixture(scope="module")

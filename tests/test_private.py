@@ -27,7 +27,7 @@ def test_accelerate_keeps_what_it_prepared_in_order(accelerator: Accelerator) ->
 
 
 def test_no_other_module_uses_a_private_name_of_another_package() -> None:
-    folders = ("trainkit", "trainkit/*", "datakit", "modelkit", "examples", ".")
+    folders = ("trainkit", "trainkit/*", "examples", ".")
     for path in (path for folder in folders for path in ROOT.glob(f"{folder}/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []

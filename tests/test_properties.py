@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from trainkit.draws import key, keyed_uniform
-from trainkit.folder.manifest import verify, write_manifest
+from trainkit.loaders import EpochBatches
 from trainkit.optim import make_scheduler
-from trainkit.order import EpochBatches
+from trainkit.rng import key, keyed_uniform
+from trainkit.run_dir.manifest import verify, write_manifest
 
 # The same examples in every run, so that a change that has nothing to do with them cannot fail.
 FIXED = settings(

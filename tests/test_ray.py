@@ -31,7 +31,7 @@ def cluster() -> Iterator[Any]:
 
 def start(run_dir: Path, retries: int, flags: str) -> subprocess.Popen:
     """The command of the page, with these flags besides; what it prints goes to RUN_DIR.log."""
-    words = conftest.typed("python -m launchers.ray")
+    words = conftest.typed("python -m trainkit.tools.ray")
     words[3:3] = ["--retries", str(retries)]
     words[words.index("runs/mnist")] = str(run_dir)
     with open(f"{run_dir}.log", "w") as log:  # a pipe that nobody reads fills up and stops Ray

@@ -3,9 +3,9 @@
 What is run for real, and where: CONTRIBUTING.md's test command by .ci/run, which takes it there;
 the default run by test_train_mnist.py (slow) and, on fewer pictures, by nearly every test file; the
 YAML of two processes by test_train_mnist.py, test_regression.py and others; --save-every with
---resume auto by test_faults.py; predict.py by test_predict.py; modelkit.plots by test_plots.py; the
-doctor by test_doctor.py; notebook_launcher by test_notebook.py. What needs GPUs or minutes is
-parsed here with the parser that would read it.
+--resume auto by test_faults.py; predict.py by test_predict.py; trainkit.tools.plots by
+test_plots.py; the doctor by test_doctor.py; notebook_launcher by test_notebook.py. What needs GPUs
+or minutes is parsed here with the parser that would read it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT
 
-READMES = sorted(ROOT.glob("README*.md"))
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("docs/README.*.md"))]
 PAGES = [
     *READMES,
     ROOT / "CONTRIBUTING.md",
@@ -57,9 +57,17 @@ def targets(text: str) -> list[str]:
     return [link or picture for link, picture in found]
 
 
+def files(path: Path, text: str) -> list[Path | str]:
+    """The targets of a page: the files as paths, the links as they are."""
+    found = targets(text)
+    return [x if x.startswith("http") else (path.parent / x).resolve() for x in found]
+
+
 def sections(path: Path) -> list[tuple[int, str]]:
     """Level and text of each section, the language switch left out; # in a block is no heading."""
-    text = re.sub(r"^(?=.*\]\(README)[^`]*$\n", "", path.read_text(), count=1, flags=re.MULTILINE)
+    text = re.sub(
+        r"^(?=.*\]\(\S*README)[^`]*$\n", "", path.read_text(), count=1, flags=re.MULTILINE
+    )
     blocks = [match.span() for match in FENCE.finditer(text)]
     heads = [
         head
@@ -92,7 +100,7 @@ def test_both_readmes_have_the_same_commands_figures_tables_and_pictures(path: P
             assert block == other_block or kind != "bash", where
         assert Counter(numbers(english)) == Counter(numbers(other)), where
         assert Counter(code_spans(english)) == Counter(code_spans(other)), where
-        assert targets(english) == targets(other), where
+        assert files(ROOT / "README.md", english) == files(path, other), where
         rows, other_rows = table(english), table(other)
         assert [len(row) for row in rows] == [len(row) for row in other_rows], where
         for row, other_row in zip(rows, other_rows, strict=True):
@@ -150,7 +158,7 @@ def understood(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> 
             assert not known.markexpr or known.markexpr in marks, known.markexpr
             return
         assert importlib.util.find_spec(module), f"there is no {module}"
-        if module == "launchers.ray":
+        if module == "trainkit.tools.ray":
             return  # tests/test_ray.py starts it, where there is Ray
         script = importlib.import_module(module)
         source = Path(script.__file__).read_text()
@@ -256,8 +264,8 @@ SOURCES = {
     "`python train_mnist.py`, 3 epochs": [
         "# Records", "| default run, 3 epochs |", "of the last epoch on the 10,000 test pictures",
     ],
-    "@recipes/fast`, 1 epoch": [B, "| `recipes/fast`, 1 epoch |"],
-    "@recipes/best`, 15 epochs": [B, "| `recipes/best`, bfloat16, 15 epochs"],
+    "@examples/recipes/fast`, 1 epoch": [B, "| `examples/recipes/fast`, 1 epoch |"],
+    "@examples/recipes/best`, 15 epochs": [B, "| `examples/recipes/best`, bfloat16, 15 epochs"],
     "--optimizer sgd --batch-size 256 --epochs 5`": [
         B, "| LeNet, SGD, Fashion-MNIST, 5 epochs |", "5 epochs, no augmentation |",
     ],

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 
 import train_regression
 from trainkit.errors import UsageError
-from trainkit.order import EpochBatches, InMemory
+from trainkit.loaders import EpochBatches, InMemory
 
 
 def load(*args: object) -> tuple[InMemory, InMemory, dict[str, Any]]:

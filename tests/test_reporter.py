@@ -11,8 +11,8 @@ import pytest
 from conftest import linux_only
 
 from trainkit.checkpoint import Progress
-from trainkit.reporter import Reporter
-from trainkit.words.console import MetricsTable, fit, show_best
+from trainkit.cli.console import MetricsTable, fit, show_best
+from trainkit.cli.reporter import Reporter
 
 LEFT = re.compile(r"epoch (\d)/3 +(\d+) %\|.*\| (\S+) left")
 

@@ -24,10 +24,10 @@ from fsspec.implementations.http import HTTPFileSystem
 from torch.utils.data import default_collate
 
 from benchmarks.rows import serve
-from datakit import rows
-from datakit.rows import ParquetRows, shown
+from trainkit.data import rows
+from trainkit.data.rows import ParquetRows, shown
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.order import WholeBatches
+from trainkit.loaders import WholeBatches
 
 SIZES = (500, 500, 137)  # rows of the files, in row groups of 50
 NUM = sum(SIZES)

@@ -26,14 +26,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainkit.draws import Dropout
+from trainkit.cli import arguments
 from trainkit.errors import UsageError
 from trainkit.launch.nodes import agree
-from trainkit.means import RunningMeans, sum_and_count, sum_of
+from trainkit.loaders import make_loaders
+from trainkit.metrics import RunningMeans, sum_and_count, sum_of
 from trainkit.optim import make_optimizer, make_scheduler
-from trainkit.order import make_loaders
+from trainkit.rng import Dropout
 from trainkit.run import Run
-from trainkit.words import arguments
 
 NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
 
@@ -301,7 +301,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_sentence(
         assert (run_dir / "DONE").exists()
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
-    monkeypatch.setattr("trainkit.folder.curves.draw_curves", fail)
+    monkeypatch.setattr("trainkit.run_dir.curves.draw_curves", fail)
     train("--run-dir", tmp_path, "--pictures")
     assert "the pictures were not drawn: ModuleNotFoundError: No module" in capfd.readouterr().out
 
@@ -309,7 +309,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_sentence(
 def test_a_long_epoch_says_where_it_is_off_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainkit.reporter.QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("trainkit.cli.reporter.QUIET_SECONDS", -1.0)
     train(*f"--run-dir {tmp_path} --epochs 1".split())
     assert "epoch 1: 16 of 43 samples, train_loss " in capfd.readouterr().out
 
@@ -517,7 +517,7 @@ def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
 
 
 def test_processes_that_add_other_names_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.means.gather_object", lambda mine: [*mine, ["loss_b"]])
+    monkeypatch.setattr("trainkit.metrics.gather_object", lambda mine: [*mine, ["loss_b"]])
     two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, gather=None, reduce=None)
     means = RunningMeans(two)
     means.add("loss", torch.ones(()), 1)

@@ -19,13 +19,13 @@ from PIL import Image
 
 import predict
 import train_mnist
-from datakit import pictures, tables
-from modelkit import hub, photos, plots
+from trainkit.data import pictures, tables
 from trainkit.errors import UsageError
-from trainkit.folder import records, rundir
-from trainkit.folder.manifest import sha256_of, verify, write_manifest
-from trainkit.folder.weights import read_weights, write_tensors
 from trainkit.launch import startup
+from trainkit.run_dir import records, rundir
+from trainkit.run_dir.manifest import sha256_of, verify, write_manifest
+from trainkit.run_dir.weights import read_weights, write_tensors
+from trainkit.tools import hub, photos, plots
 
 PRECIOUS = "what nobody may touch"
 

@@ -16,9 +16,9 @@ import torch
 from conftest import posix_only
 
 import train_regression
-from datakit import tables
+from trainkit.data import tables
 from trainkit.errors import UsageError
-from trainkit.order import InMemory
+from trainkit.loaders import InMemory
 
 
 def load(*args: object) -> tuple[InMemory, InMemory, dict[str, Any]]:

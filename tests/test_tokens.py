@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default
 import trainkit.session
 from examples import gpt, two_towers
 from trainkit.errors import UsageError
+from trainkit.loaders import EpochBatches, make_loaders
+from trainkit.loaders import weighted as drawn_by_weight
 from trainkit.optim import make_optimizer
-from trainkit.order import EpochBatches, make_loaders
-from trainkit.order import weighted as drawn_by_weight
 from trainkit.run import Run
 
 WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 20, 24

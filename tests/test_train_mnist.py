@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import train_mnist
-from datakit.pictures import load_images
-from trainkit.order import EpochBatches
+from trainkit.data.pictures import load_images
+from trainkit.loaders import EpochBatches
 
 
 def training_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -201,7 +201,9 @@ def test_batchnorm_is_named_where_a_batch_is_split(
         assert (named in capfd.readouterr().out) == (len(flags) == 4)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples/recipes").iterdir()), ids=lambda path: path.name
+)
 def test_a_recipe_is_a_file_of_flags(path: Path) -> None:
     args = vars(train_mnist.parse_args([f"@{path}", "--seed", "5"]))
     default = vars(train_mnist.parse_args(["--seed", "5"]))

@@ -8,10 +8,10 @@ from typing import Any
 from accelerate import Accelerator
 
 from trainkit.checkpoint import Progress
+from trainkit.cli.console import show
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.folder import records
-from trainkit.folder.rundir import rename_free
-from trainkit.words.console import show
+from trainkit.run_dir import records
+from trainkit.run_dir.files import rename_free
 
 SMALLEST_IS_BEST = ("loss", "error", "mse", "mae", "perplexity", "nll")  # parts of names of metrics
 

@@ -6,7 +6,7 @@
         MANIFEST.json               size and SHA-256 of every file
 
 Nothing is registered with Accelerate, which would unpickle it without weights_only, and nothing
-depends on saved random states (trainkit.order says what takes their place).
+depends on saved random states (trainkit.loaders says what takes their place).
 """
 
 import json
@@ -25,13 +25,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from trainkit.cli.text import check_json
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
-from trainkit.folder.log import History
-from trainkit.folder.manifest import verify, write_manifest
-from trainkit.folder.rundir import remove_tree, rename_free, sync
-from trainkit.means import RunningMeans
+from trainkit.metrics import RunningMeans
 from trainkit.private import prepared_models, prepared_optimizers
-from trainkit.words.text import check_json
+from trainkit.run_dir.files import remove_tree, rename_free, sync
+from trainkit.run_dir.log import History
+from trainkit.run_dir.manifest import verify, write_manifest
 
 STEP_NAME = re.compile(r"step-\d{10}")
 

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from trainkit.words.text import first_sentence
+from trainkit.cli.text import first_sentence
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -39,7 +39,7 @@ FAILURES = {
     "No space left|File too large|quota exceeded|iostream error|fail at inline_container": "found "
     "the disk full",
     r"Dist\w*Error|RuntimeError: (\[[^\]]*gloo/|(?i:gloo |nccl ))": "lost contact with another "
-    "process of this run, or never met it (see its output, or run doctor.py)",
+    "process of this run, or never met it (see its output, or start trainkit.tools.doctor)",
 }
 
 

@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from trainkit.guards.prepared import check_evaluated, check_loader
-from trainkit.means import RunningMeans, sum_and_count
+from trainkit.checks.prepared import check_evaluated, check_loader
+from trainkit.metrics import RunningMeans, sum_and_count
 from trainkit.private import prepared_models
 
 CALL = "run.evaluate(...)"

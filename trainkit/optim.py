@@ -1,4 +1,4 @@
-"""Optimizer and learning rate from the flags of words/arguments.py: torch's own, put together."""
+"""Optimizer and learning rate from the flags of config.py: torch's own, put together."""
 
 import argparse
 import math
@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import lr_scheduler
 
-from trainkit.words.arguments import peak_learning_rate
+from trainkit.config import peak_learning_rate
 
 
 def make_optimizer(

@@ -20,9 +20,9 @@ processes and micro-batches. Run never calls the model, backward or step, never 
 and does not know what a metric means. Between two of the script's lines it counts, logs, saves and
 stops.
 
-Who does it: order.py (which samples), step.py (one optimizer step), means.py, checkpoint.py, and
-session.py (load, begin and finish). Details that you can skip: guards/ (what is refused), launch/
-(processes, signals), folder/ (files), words/ (flags, what is printed).
+Who does it: loaders.py (which samples), step.py (one optimizer step), metrics.py, checkpoint.py,
+and session.py (load, begin and finish). Details that you can skip: checks/ (what is refused),
+launch/ (processes, signals), run_dir/ (files), cli/ (what is printed).
 """
 
 import signal
@@ -37,14 +37,14 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.utils.data import DataLoader
 
+from trainkit.checks.calls import IN_BATCH, allowed, need
+from trainkit.checks.finite import Position
+from trainkit.checks.prepared import check_loader, check_metrics, check_predictions
 from trainkit.errors import EXIT_STOPPED, UsageError
-from trainkit.folder import records
-from trainkit.guards.calls import IN_BATCH, allowed, need
-from trainkit.guards.finite import Position
-from trainkit.guards.prepared import check_loader, check_metrics, check_predictions
 from trainkit.launch import nodes
-from trainkit.means import sum_and_count
+from trainkit.metrics import sum_and_count
 from trainkit.optim import learning_rates
+from trainkit.run_dir import records
 from trainkit.session import Session
 
 
@@ -60,7 +60,7 @@ class Run(Session):
         args: the flags of arguments.add_training_arguments and add_run_arguments, and the script's.
         project: the name under which trackers keep the runs of this script.
         check: check(args, num_processes) raises UsageError for flags that do not fit together;
-            None checks the flags of trainkit.words.arguments alone.
+            None checks the flags of trainkit.config alone.
     """
 
     rates: dict[str, float]  # the learning rate of each optimizer in the step at hand

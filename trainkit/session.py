@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import best, shards
+from trainkit import config as arguments
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
@@ -18,24 +19,21 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import nn
 
-from trainkit.average import Average
 from trainkit.checkpoint import Checkpoints, Progress
-from trainkit.draws import NUM_HELD
+from trainkit.checks.calls import allowed, need, out_of_order
+from trainkit.checks.data import check_indexable, data_md5, files_of
+from trainkit.checks.prepared import Unchanged, check_prepared
+from trainkit.cli.console import describe, num_parameters, show_best
+from trainkit.cli.reporter import Reporter
+from trainkit.cli.text import check_json, count, first_sentence
+from trainkit.cli.world import describe_run
+from trainkit.ema import Average
 from trainkit.errors import RunFailure, failing_together
-from trainkit.folder import curves
-from trainkit.folder.log import History
-from trainkit.folder.manifest import sha256_of
-from trainkit.folder.rundir import open_run, write_durably, write_json
-from trainkit.folder.trackers import make_trackers
-from trainkit.folder.weights import read_weights, write_tensors
-from trainkit.guards.calls import allowed, need, out_of_order
-from trainkit.guards.data import check_indexable, data_md5, files_of
-from trainkit.guards.prepared import Unchanged, check_prepared
 from trainkit.launch import environment, nodes
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
-from trainkit.means import RunningMeans
-from trainkit.order import InMemory, batches_of, num_used
+from trainkit.loaders import InMemory, batches_of, num_used
+from trainkit.metrics import RunningMeans
 from trainkit.private import (
     end_workers,
     fix_bucket_order,
@@ -44,12 +42,14 @@ from trainkit.private import (
     prepared_optimizers,
     share_frozen_weights,
 )
-from trainkit.reporter import Reporter
+from trainkit.rng import NUM_HELD
+from trainkit.run_dir import curves
+from trainkit.run_dir.files import open_run, write_durably, write_json
+from trainkit.run_dir.log import History
+from trainkit.run_dir.manifest import sha256_of
+from trainkit.run_dir.trackers import make_trackers
+from trainkit.run_dir.weights import read_weights, write_tensors
 from trainkit.step import Step
-from trainkit.words import arguments
-from trainkit.words.console import describe, num_parameters, show_best
-from trainkit.words.text import check_json, count, first_sentence
-from trainkit.words.world import describe_run
 
 
 class Session:
@@ -59,7 +59,7 @@ class Session:
     # (requires_grad=False), as all checkpoints are.
     only_trained = False
     args: argparse.Namespace
-    stage: str  # see guards/calls.py
+    stage: str  # see checks/calls.py
     resources: ExitStack  # what is cleaned up at the end
     # Digests of what is frozen, once prepare(...) has sharded it; --start-from may change it later.
     hashes: dict[str, str]

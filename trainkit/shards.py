@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.folder.weights import separate
 from trainkit.launch.environment import shards_wanted
 from trainkit.optim import weights_of
 from trainkit.private import (
@@ -35,6 +34,7 @@ from trainkit.private import (
     tree_map,
     tree_map_only,
 )
+from trainkit.run_dir.weights import separate
 
 Tensors = dict[str, torch.Tensor]
 

@@ -9,14 +9,14 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from trainkit.draws import Dropout, key, release_dropout, seed_dropout, seed_host
+from trainkit.checks.finite import FiniteGuard, Position
 from trainkit.errors import UsageError
-from trainkit.guards.finite import FiniteGuard, Position
 from trainkit.launch.signals import Signals
-from trainkit.means import sum_and_count, sum_of
+from trainkit.loaders import dealt
+from trainkit.metrics import sum_and_count, sum_of
 from trainkit.optim import clip_gradients, scale_gradients
-from trainkit.order import dealt
 from trainkit.private import prepared_optimizers
+from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
 
 
 class Step:

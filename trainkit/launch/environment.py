@@ -14,8 +14,8 @@ import torch
 from accelerate import notebook_launcher
 from accelerate.utils import str_to_bool
 
+from trainkit.cli.text import count
 from trainkit.errors import UsageError
-from trainkit.words.text import count
 
 # What mpirun and srun, which Accelerate does not follow, say of how many processes they started.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

@@ -39,7 +39,7 @@ def deadline(timeout: timedelta) -> Iterator[None]:
     def give_up() -> None:
         print(
             f"error: process {os.environ.get('RANK', '0')} did not meet the other processes within "
-            f"{timeout.total_seconds():.0f} s (see their output, or run doctor.py)",
+            f"{timeout.total_seconds():.0f} s (see their output, or start trainkit.tools.doctor)",
             file=sys.stderr,
         )
         os._exit(1)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from trainkit.cli.text import printable
 from trainkit.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -38,7 +39,6 @@ from trainkit.private import (
     skip_sharded_check,
     skip_the_compiler,
 )
-from trainkit.words.text import printable
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # <malloc.h>
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

@@ -1,1 +1,0 @@
-"""Tools that start a script where there is more than `accelerate launch` to do."""

@@ -1,0 +1,150 @@
+"""What a script has prepared: refused before the first step if it could not be trained or resumed.
+
+Each check raises RuntimeError, or UsageError, with one sentence that says what to do instead.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from trainkit.errors import as_usage_error
+from trainkit.loaders import EpochBatches, batches_of
+from trainkit.optim import weights_of
+from trainkit.private import (
+    prepared_loaders,
+    prepared_models,
+    prepared_optimizers,
+    prepared_schedulers,
+)
+from trainkit.run_dir.weights import to_safetensors
+
+
+def check_prepared(accelerator: Accelerator, num_models: int) -> None:
+    """Refuse what could not be trained or resumed as accelerator.prepare was given it."""
+    models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
+    if num_models != len(models):
+        raise RuntimeError("run.begin(...) needs every model that accelerator.prepare was given")
+    if any(batches_of(loader) is None for loader in prepared_loaders(accelerator)):
+        raise RuntimeError(
+            "accelerator.prepare was given a loader that make_loaders(...) did not make: "
+            "Accelerate may give some of its samples twice"
+        )
+    if not optimizers:
+        raise RuntimeError("accelerator.prepare was given no optimizer: prepare every one")
+    states = (pair for model in models for pair in model.state_dict().items())
+    if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
+        raise RuntimeError(
+            f"{others[0]} of a model is no tensor with memory of its own, and checkpoints hold "
+            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
+        )
+    weights = Counter(weights_of(*optimizers))
+    if twice := [weight for weight, num in weights.items() if num > 1]:
+        raise RuntimeError(f"{len(twice)} of the weights are in two optimizers, or twice in one")
+    if strange := weights.keys() - {w for model in models for w in model.parameters()}:
+        raise RuntimeError(
+            f"{len(strange)} of the optimizers' weights are in no model that "
+            "accelerator.prepare was given, so they would be neither averaged nor saved: "
+            "prepare every module that is trained"
+        )
+    schedules = prepared_schedulers(accelerator)
+    steered = [optimizer for schedule in schedules for optimizer in schedule.optimizers]
+    for optimizer in optimizers:
+        # A schedule notes its first rate there.
+        if "initial_lr" in optimizer.param_groups[0] and optimizer not in steered:
+            raise RuntimeError(
+                "a learning rate schedule was not given to accelerator.prepare, so a resume "
+                "would begin it anew: prepare it with its optimizer"
+            )
+
+
+def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> EpochBatches:
+    """The batches of a loader of make_loaders(...), prepared, for training or for evaluation."""
+    batches = batches_of(loader)
+    trains = batches is not None and batches.seed is not None
+    if batches is not None and trains == training and loader in prepared_loaders(accelerator):
+        return batches
+    got = f"got a {type(loader).__name__}"
+    if training:
+        raise RuntimeError(
+            f"run.steps(...) {got} whose order cannot be resumed: give it the training loader that "
+            "make_loaders(...) made and accelerator.prepare returned (for a sampler of your own "
+            "see its weights=)"
+        )
+    raise RuntimeError(
+        f"run.evaluate(...) {got} that is not the evaluation loader of make_loaders(...), "
+        "prepared: it may give a sample twice, or not at all"
+    )
+
+
+class Unchanged:
+    """Refuses to train on with what was changed behind the run's back, between two epochs."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.requires_grad = self._requires_grad()
+        self.at_checkpoint: str | None = None  # schedules and run.state when end_epoch() saved
+
+    def note(self, state: dict[str, Any]) -> None:
+        """Remember what end_epoch() has just saved."""
+        self.at_checkpoint = self._schedules_and(state)
+
+    def check(self, state: dict[str, Any]) -> None:
+        if self.requires_grad != self._requires_grad():
+            raise RuntimeError(
+                "other weights require gradients than when they were prepared, which is when "
+                "DistributedDataParallel looks: to unfreeze weights start a new run with "
+                "--start-from, or let them wait in a group whose learning rate is 0"
+            )
+        if not all(model.training for model in prepared_models(self.accelerator)):
+            raise RuntimeError(
+                "a model is in evaluation mode: call model.train() before run.steps(...), then "
+                "eval() of the layers that are to stay in it"
+            )
+        if self.at_checkpoint not in (None, self._schedules_and(state)):
+            raise RuntimeError(
+                "a learning rate schedule was stepped, or run.state changed, after "
+                "run.end_epoch(...), whose checkpoint does not know it: do that before"
+            )
+
+    def _requires_grad(self) -> list[bool]:
+        weights = weights_of(*prepared_optimizers(self.accelerator))
+        return [weight.requires_grad for weight in weights]
+
+    def _schedules_and(self, state: dict[str, Any]) -> str:
+        schedules = prepared_schedulers(self.accelerator)
+        return repr(([each.scheduler.last_epoch for each in schedules], state))
+
+
+def check_evaluated(accelerator: Accelerator, num_rows: dict[str, int], loader: DataLoader) -> None:
+    """Refuse a metric that does not have a row for each sample."""
+    num_samples = len(loader.dataset)
+    counts = torch.tensor([*num_rows.values()], device=accelerator.device)
+    counts = accelerator.reduce(counts, reduction="sum").tolist() if num_rows else []
+    for name, num in zip(num_rows, counts, strict=True):
+        if num != num_samples:
+            raise RuntimeError(
+                f"run.evaluate(...) got {num} rows of {name} for {num_samples} samples: let "
+                "it be one value for each sample, or say which values count with `where`"
+            )
+
+
+def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
+    """Refuse a row of metrics.jsonl that could not be told from others."""
+    if "eval_loss" not in metrics or means.keys() & metrics.keys():
+        raise RuntimeError(
+            f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: eval_loss must be "
+            f"among them, by which a row is known, and not {', '.join(means)}"
+        )
+
+
+def check_predictions(
+    predictions: dict[str, Any], about: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The predictions as tensors; refused in the first epoch: at the end it would be too late."""
+    with as_usage_error("run.end_epoch(...) got predictions, or about, that cannot be written"):
+        tensors = {name: torch.as_tensor(value) for name, value in predictions.items()}
+        to_safetensors({name: tensor.new_empty(0) for name, tensor in tensors.items()}, about)
+    return tensors

@@ -1,0 +1,138 @@
+"""What a run prints: its plan, read from the objects that will carry it out, and its metrics."""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
+from torch import nn
+
+from trainkit.cli.text import count
+from trainkit.cli.world import describe_world
+from trainkit.private import prepared_schedulers
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+# Of what an evaluation returns, what a person asks for first, by parts of names.
+READ_FIRST = ("accuracy", "rmse", "r2")
+
+
+def fit(text: str) -> str:
+    """The text with long lines broken between words, if a terminal shows it; else as it is.
+
+    Of a line of the plan the rest is indented to its column.
+    """
+    if not sys.stdout.isatty():
+        return text
+    wrap = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns - 1, break_long_words=False, break_on_hyphens=False
+    )
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        wrap.subsequent_indent = " " * (len(line) - len(line.rpartition("  ")[2]))
+        lines[number] = wrap.fill(line)
+    return "\n".join(lines)
+
+
+def describe(run: Any, plan: dict[str, str]) -> str:
+    """The plan of a Run that has its models and optimizers, with the script's own lines in it."""
+    args, accelerator = run.args, run.accelerator
+    num_processes = accelerator.num_processes
+    num_parts = num_processes * args.accumulate
+    left_out = len(run.train_set) - run.num_used
+    unused = f" (the last {left_out} of each shuffle are left out)" if left_out else ""
+    ends = f"{run.last_step} (--stop-after-steps) of " if args.stop_after_steps else ""
+    lines = {
+        "device": describe_world(accelerator),
+        **plan,
+        "samples": f"{len(run.train_set)}{unused}, {len(run.eval_set)} to evaluate",
+        "model": "; ".join(describe_model(accelerator, model) for model in run.models),
+        "batch": f"{args.batch_size} per step = {count(num_processes, 'process')} x "
+        f"{count(args.accumulate, 'micro-batch')} x {args.batch_size // num_parts}",
+        "updates": f"{ends}{args.epochs * run.steps_per_epoch} = {count(args.epochs, 'epoch')} x "
+        f"{count(run.steps_per_epoch, 'step')}",
+        "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in run.optimizers),
+        "run folder": str(args.run_dir),
+    }
+    if args.ema:
+        lines["average"] = f"of the weights, decay {args.ema}: evaluated and written"
+    layers = (layer for model in run.models for layer in model.modules())
+    if num_parts > 1 and any(isinstance(layer, BATCH_NORMS) for layer in layers):
+        lines["note"] = (
+            "BatchNorm: its numbers depend on how a batch is split, so other processes or "
+            "micro-batches give other losses"
+        )
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+class MetricsTable:
+    """A line for each evaluation below one header: the losses, then what else is evaluated."""
+
+    def __init__(self):
+        self.names: list[str] = []
+
+    def line(self, epoch: str, metrics: dict[str, float], seconds: float, rate: float) -> str:
+        """The next line, the first time with the header above it."""
+        header = ""
+        if not self.names:
+            losses = [name for name in ("train_loss", "eval_loss") if name in metrics]
+            self.names = list(dict.fromkeys(losses + by_interest(metrics)))[:4]
+            header = "epoch    " + "".join(
+                f"  {n:>9}" for n in (*self.names, "seconds", "samples/s")
+            )
+        cells = {name: show(name, metrics[name]) if name in metrics else "" for name in self.names}
+        cells |= {"seconds": f"{seconds:.1f}", "samples/s": f"{rate:,.0f}"}
+        row = "".join(f"  {cell:>{max(9, len(name))}}" for name, cell in cells.items())
+        return f"{header}\n{epoch:<9}{row}".lstrip()
+
+
+def show(name: str, value: float) -> str:
+    """A metric with the digits that a person reads: an accuracy in percent."""
+    if "accuracy" in name:
+        return f"{100 * value:.2f} %"
+    return f"{value:,.0f}" if abs(value) > 9999 else f"{value:.4g}"
+
+
+def by_interest(metrics: dict[str, float]) -> list[str]:
+    """Names of what an evaluation measured: an accuracy or an error in the target's unit first."""
+    names = [name for name in metrics if name.startswith("eval_") and name != "eval_samples"]
+    return sorted(names, key=lambda name: not name.endswith(READ_FIRST))
+
+
+def show_best(metrics: dict[str, float]) -> str:
+    """The two metrics of an evaluation that are read first, in words."""
+    return ", ".join(f"{name} {show(name, metrics[name])}" for name in by_interest(metrics)[:2])
+
+
+def num_parameters(models: Sequence[nn.Module]) -> int:
+    return sum(parameter.numel() for model in models for parameter in model.parameters())
+
+
+def describe_model(accelerator: Accelerator, model: nn.Module) -> str:
+    backend = accelerator.state.dynamo_plugin.backend
+    compiled = ""
+    if backend != DynamoBackend.NO:
+        compiled = f", compiled with {backend.value.lower()} (the first step waits for it)"
+    name = type(model).__name__.removeprefix("FSDP")  # which torch puts before a sharded one's
+    return f"{name}, {num_parameters([model]):,} parameters{compiled}"
+
+
+def describe_optimizer(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> str:
+    schedules = [
+        type(wrapped.scheduler).__name__
+        for wrapped in prepared_schedulers(accelerator)
+        if optimizer in wrapped.optimizers
+    ]
+    groups = optimizer.param_groups
+    peaks = [group.get("max_lr", group.get("initial_lr", group["lr"])) for group in groups]
+    rates = " and ".join(f"{peak:g}" for peak in dict.fromkeys(peaks))
+    fused = " fused" if all(group.get("fused") for group in groups) else ""
+    return (
+        f"{type(optimizer.optimizer).__name__}{fused}, {', '.join(schedules) or 'no schedule'},"
+        f" learning rate {rates} at its peak"
+    )

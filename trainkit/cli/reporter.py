@@ -1,0 +1,91 @@
+"""What a run says while it trains: a bar or a line a minute, and one line for each evaluation."""
+
+import argparse
+import time
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from trainkit.checkpoint import Progress
+from trainkit.cli.console import MetricsTable, fit
+from trainkit.cli.text import printable
+from trainkit.metrics import RunningMeans
+from trainkit.run_dir.log import History
+
+QUIET_SECONDS = 60.0  # off a terminal, an epoch says where it is at least this often
+
+
+class Reporter:
+    """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl."""
+
+    def __init__(self, accelerator: Accelerator, args: argparse.Namespace, history: History):
+        self.accelerator, self.args, self.history = accelerator, args, history
+        self.bar, self.table = tqdm(disable=True), MetricsTable()
+        self.num_before = 0  # samples of this epoch that were trained on before
+        self.first: dict[str, float] = {}  # of the first bar: steps done before it, its start
+        self.started_at = self.train_seconds = self.said_at = 0.0
+        self.last_loss = ""
+
+    def print(self, text: str) -> None:
+        """Print on the main process."""
+        if self.accelerator.is_main_process:
+            print(fit(printable(text)), flush=True)
+
+    def start(self, progress: Progress, num_before: int, last_step: int) -> None:
+        """Steps of an epoch begin, of whose samples num_before were trained on before.
+
+        On a terminal there is a bar over the steps of the whole run. What is left is at the mean
+        speed since this process made its first step, evaluations and saves counted.
+        """
+        self.num_before, self.last_loss = num_before, ""
+        self.said_at, self.started_at = time.monotonic(), time.perf_counter()
+        self.bar = tqdm(
+            desc=f"epoch {progress.epoch + 1}/{self.args.epochs}",
+            total=last_step,
+            initial=progress.step,
+            bar_format="{desc} {percentage:3.0f} %|{bar}| {remaining} left{postfix}",
+            smoothing=0,  # else the speed is that of the newest steps alone
+            leave=False,
+            disable=None if self.accelerator.is_main_process else True,
+        )
+        if not self.bar.disable:
+            self.first = self.first or {"initial": progress.step, "start_t": self.bar.start_t}
+            vars(self.bar).update(self.first)
+
+    def log_window(self, progress: Progress, means: RunningMeans, rates: dict[str, float]) -> None:
+        """A row of metrics.jsonl: the losses since the last one."""
+        flushed = means.flush("train")
+        losses = {name: mean for name, mean in flushed.items() if name.startswith("train_loss")}
+        self.accelerator.log({"epoch": progress.epoch, **losses, **rates}, step=progress.step)
+        said = [f"{name} {loss:.4f}" for name, loss in losses.items()]
+        self.last_loss = ", ".join(said)
+        self.bar.set_postfix_str("".join(said[:1]))  # more would leave no room for the bar
+
+    def say_where(self, epoch: int, num_done: int, num_used: int) -> None:
+        """Print a line a minute where there is no progress bar."""
+        if self.bar.disable and time.monotonic() - self.said_at > QUIET_SECONDS:
+            self.said_at = time.monotonic()
+            self.print(
+                f"epoch {epoch + 1}: {num_done:,} of {num_used:,} samples, "
+                f"{self.last_loss or 'no loss yet'}"
+            )
+
+    def stop(self) -> None:
+        """The steps are done; what comes now is the evaluation."""
+        self.bar.close()
+        self.train_seconds = time.perf_counter() - self.started_at
+
+    def log_evaluation(self, progress: Progress, done: float, num_trained: int) -> None:
+        """A row of metrics.jsonl and of timing.jsonl, and a line; done: epochs, with fractions."""
+        eval_seconds = time.perf_counter() - self.started_at - self.train_seconds
+        self.accelerator.log(progress.metrics, step=progress.step)
+        self.history.log_timing(
+            {
+                "step": progress.step,
+                "train_seconds": self.train_seconds,
+                "eval_seconds": eval_seconds,
+                "train_samples": num_trained,
+            }
+        )
+        epoch, rate = f"{round(done, 2):g}/{self.args.epochs}", num_trained / self.train_seconds
+        self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))

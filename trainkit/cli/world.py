@@ -1,0 +1,52 @@
+"""What a run runs on, in words and for run.json."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from trainkit.cli.text import count
+
+
+def describe_world(accelerator: Accelerator) -> str:
+    """One line: device, number of processes, precision and threads."""
+    device = accelerator.device.type
+    threads = f", {count(torch.get_num_threads(), 'thread')} each" if device == "cpu" else ""
+    if device == "cuda":
+        device = torch.cuda.get_device_name(accelerator.device)
+    precision = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    processes = count(accelerator.num_processes, "process")
+    sharded = ", sharded" if accelerator.is_fsdp2 else ""
+    return f"{processes} on {device}, {precision}{threads}{sharded}"
+
+
+def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str, Any]:
+    """What made a result: arguments, versions, revision, world and hardware."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "arguments": vars(args),
+        "git_revision": git_revision(),
+        "versions": {"python": platform.python_version(), **versions},
+        "world": describe_world(accelerator),
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def git_revision() -> str | None:
+    """The commit of the script's folder, "-dirty" if files were edited; None without git."""
+    git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError):  # there is none
+        said = subprocess.run(git, capture_output=True, check=False).stdout
+        return said.decode(errors="replace").strip() or None
+    return None

@@ -1,0 +1,1 @@
+"""Data sets: what one sample is, read from pictures, tables and Parquet files."""

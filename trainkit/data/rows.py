@@ -1,0 +1,271 @@
+"""Rows of Parquet files by index, from wherever fsspec reads: a folder, s3://, hf://, https://.
+
+Nothing is converted, and nothing downloaded as a whole. A row group is fetched when its first row
+is needed, or shortly before, and kept as an Arrow file in a bounded cache that all processes of a
+machine share.
+"""
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from aiohttp import ClientTimeout
+from filelock import FileLock
+from fsspec.utils import atomic_write, tokenize
+from huggingface_hub.constants import HF_HOME
+from torch.utils.data import Dataset, default_collate
+
+from trainkit.cli.text import first_sentence
+from trainkit.errors import LoneFailure, UsageError
+from trainkit.loaders import Order
+from trainkit.private import tree_map_only
+from trainkit.rng import key, mix, permute, scramble
+
+WAITS = (1, 2, 4, None)  # seconds before a file is tried again; None: no more
+SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it
+NUM_OPEN = 256  # row groups that a process has mapped
+LANES, WINDOW = 8, 4
+TIMEOUT = ClientTimeout(sock_connect=20, sock_read=20)  # seconds
+fsspec.config.conf.setdefault("http", {"client_kwargs": {"timeout": TIMEOUT}})
+
+
+def tried(read: Callable) -> Callable:
+    """read(self, path, ...), again if it fails; LoneFailure if it does so too often."""
+
+    def again(self: Any, path: str, *args: Any) -> Any:
+        for wait in WAITS:
+            try:
+                return read(self, path, *args)
+            except LoneFailure:
+                raise
+            except Exception as problem:  # each store has its own: not all are OSError
+                cause = problem.__cause__ or problem  # fsspec calls each failure "not found"
+                missing = isinstance(cause, FileNotFoundError)
+                if wait is None or missing or getattr(cause, "status", 0) == 404:
+                    raise LoneFailure(
+                        shown(f"{path} cannot be read: {first_sentence(cause)}")
+                    ) from None
+                time.sleep(wait)
+
+    return again
+
+
+class ParquetRows(Dataset):
+    """A sample is a tuple of these columns: tensors of numbers and of lists, Python's own else.
+
+    Lists of one length make batches; for others see collate_fn of make_loaders.
+
+    Args:
+        pattern: a file, a folder or a glob, as fsspec takes them; $NAME is replaced from the
+            environment, where credentials belong.
+        cache_bytes: about the most that row groups may take of the local disk.
+
+    Raises UsageError for what must not be saved, LoneFailure for files that cannot be read.
+    """
+
+    def __init__(self, pattern: str, *columns: str, cache_bytes: int = 2**34):
+        if "$" not in pattern and shown(pattern) != pattern:
+            raise UsageError(
+                f"{shown(pattern)}: a password or signature would be saved with the run: write "
+                "$NAME in its place, and set that variable"
+            )
+        self.pattern, self.columns, self.cache_bytes = pattern, columns, cache_bytes
+        self.folder = Path(HF_HOME, "rows")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        paths = self._find(pattern)
+        pool, _ = opened(self, os.getpid())
+        self.known = dict(zip(paths, pool.map(self._footer, paths), strict=True))
+        self.groups, sizes, schema = [], [], None
+        for path, (version, kept) in self.known.items():
+            footer = pq.read_metadata(kept)
+            has = pq.read_schema(kept)
+            kinds = [has.field(name).type if name in has.names else None for name in columns]
+            schema = schema or kinds
+            if kinds != schema or None in kinds:
+                raise UsageError(
+                    f"{shown(path)}: {', '.join(columns)} must be among its columns, and of one "
+                    f"kind in all files: {schema}, not {kinds}"
+                )
+            for within in range(footer.num_row_groups):
+                self.groups.append((path, version, kept, within))
+                sizes.append(footer.row_group(within).num_rows)
+        self.sizes = torch.tensor(sizes)
+        self.ends = self.sizes.cumsum(0)
+        # The row group that comes after each, to be fetched ahead; loader workers see it.
+        self.after = torch.arange(len(sizes)).roll(-1).share_memory_()
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> tuple:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple]:
+        columns = self._columns(torch.tensor(indices))
+        # A sample may be written to, which the mapped file may not.
+        return tree_map_only(torch.Tensor, torch.clone, [*zip(*columns, strict=True)])
+
+    def make_batch(self, indices: torch.Tensor) -> list:
+        """What default_collate makes of these samples, without a copy of each before."""
+        return [*map(default_collate, self._columns(indices))]
+
+    def _columns(self, places: torch.Tensor) -> Iterator[tuple]:
+        """Of each column these samples: mapped tensors, or Python's own."""
+        pool, held = opened(self, os.getpid())
+        wanted = torch.searchsorted(self.ends, places, right=True)
+        groups, rows = wanted.tolist(), (places - self.ends[wanted]).tolist()
+        parts: dict = {}
+        for _ in range(WINDOW + 1):
+            for group in wanted.tolist():
+                if group not in held:
+                    held[group] = pool.apply_async(self._read, self.groups[group])
+            # Only then the next ones: the first batch would wait for them.
+            parts = parts or {group: held[group].get() for group in set(groups)}
+            wanted = self.after[wanted]
+        while len(held) > NUM_OPEN:
+            del held[next(iter(held))]
+        for column in zip(*map(parts.get, groups), strict=True):
+            values = [part[row] for part, row in zip(column, rows, strict=True)]
+            if not isinstance(values[0], torch.Tensor):
+                values = [value.as_py() for value in values]
+            yield tuple(values)
+
+    def order(self, batch_size: int, seed: int) -> Order:
+        """An order for make_loaders in which each row group is fetched about once in an epoch.
+
+        The row groups, shuffled, stand in a line, which is cut into lanes of equal length. Each
+        lane fills slots of its own in every batch, so that a process reads only what its slots
+        need. Within a lane the rows of about WINDOW row groups are mixed at a time. The end of the
+        line, which is no full batch, comes last.
+        """
+        lanes, num = math.gcd(batch_size, LANES), len(self.groups)
+        share, span = batch_size // lanes, WINDOW * len(self) // num
+        each = len(self) // batch_size * share
+
+        def order(epoch: int, first: int = 0, last: int = len(self)) -> torch.Tensor:
+            number, places = key(seed, epoch), torch.arange(first, last)
+            line = permute(torch.arange(num), num, number)
+            self.after[line] = line.roll(-1)
+            whole = places < each * lanes  # in a full batch
+            slot = places % batch_size
+            start = torch.where(whole, slot // share, lanes) * each
+            stop = torch.where(whole, start + each, len(self))
+            spot = torch.where(whole, start + places // batch_size * share + slot % share, places)
+            window = spot // span * span
+            begin, end = torch.maximum(window, start), torch.minimum(window + span, stop)
+            mixed = begin + scramble(spot - begin, end - begin, mix(begin + number))
+            ends = self.sizes[line].cumsum(0)
+            nth = torch.searchsorted(ends, mixed, right=True)
+            return self.ends[line[nth]] - ends[nth] + mixed
+
+        return order
+
+    def fingerprint(self) -> dict[str, str]:
+        """What tells for each file, by its name, whether it is still the same."""
+        return {shown(path[self.start :]): known[0] for path, known in self.known.items()}
+
+    def _files(self) -> tuple[fsspec.AbstractFileSystem, str]:
+        return files_of(self.pattern, os.getpid(), get_ident())
+
+    @tried
+    def _find(self, _: str) -> list[str]:
+        files, path = self._files()
+        if "*" not in path and ".parquet" not in path:
+            path += "/**/*.parquet"
+        self.start = len(path.partition("*")[0].rsplit("/", 2)[0])
+        if found := sorted(files.glob(path)):
+            return found
+        raise FileNotFoundError("there is no such file")
+
+    @tried
+    def _footer(self, path: str) -> tuple[str, Path]:
+        """What tells whether the file has changed, and its footer, which is kept on this disk."""
+        files, _ = self._files()
+        files.invalidate_cache()  # it may have changed meanwhile
+        info = files.info(path)
+        tag = info.get("ETag") or tokenize(files.tail(path, 2**16))
+        version = f"{info['size']} bytes, {tag}"
+        kept = self.folder / tokenize(shown(path), version, info.get("mtime"))
+        if not kept.exists():
+            with files.open(path) as file, atomic_write(str(kept)) as to:
+                pq.read_metadata(file).write_metadata_file(to)
+        return version, kept
+
+    @tried
+    def _read(self, path: str, version: str, kept: Path, within: int) -> list:
+        """A row group's columns, mapped from the cache, where the first who asks puts them."""
+        local = f"{kept}-{within}-{tokenize(self.columns)}.arrow"
+        with FileLock(f"{local}.lock"):
+            if not Path(local).exists():
+                if self._footer(path)[0] != version:
+                    raise LoneFailure(f"{shown(path)} has changed since this run opened it")
+                with self._files()[0].open(  # with the size, for which it would ask
+                    path, cache_type="none", size=int(version.split()[0])
+                ) as file:
+                    parquet = pq.ParquetFile(file, metadata=pq.read_metadata(kept), pre_buffer=True)
+                    table = parquet.read_row_group(within, self.columns).combine_chunks()
+                with atomic_write(local) as to, pa.ipc.new_file(to, table.schema) as file:
+                    file.write_table(table)
+                if within % 16 == 0:
+                    self._make_room()
+            os.utime(local)
+            with pa.memory_map(local) as file:
+                columns = pa.ipc.open_file(file).get_batch(0).select(self.columns).columns
+        if any(x.null_count or getattr(x, "values", x).null_count for x in columns):
+            raise LoneFailure(f"{shown(path)} has nulls in its row group {within}")
+        return [*map(tensor, columns)]
+
+    def _make_room(self) -> None:
+        """Delete the row groups that were not asked for the longest."""
+        with suppress(OSError):  # another process was faster; Windows: it is open
+            left = self.cache_bytes
+            for path in sorted(self.folder.glob("*.arrow*"), key=os.path.getmtime, reverse=True):
+                left -= path.stat().st_size
+                if left < 0 and path.stat().st_mtime < time.time() - SPARED:
+                    path.unlink()
+
+
+def tensor(column: pa.Array) -> Any:
+    """Numbers, or lists of them, as what has a tensor for each row; the rest as it is."""
+    with suppress(pa.ArrowException):  # texts
+        if not pa.types.is_nested(column.type):
+            return torch.from_dlpack(column)
+        if len(pc.list_value_length(column).unique()) == 1:
+            return torch.from_dlpack(column.flatten()).view(len(column), -1)
+        return [torch.from_dlpack(row.values) for row in column]
+    return column
+
+
+def shown(text: str) -> str:
+    """The text without passwords and signatures of URLs."""
+    return re.sub(r"(?<=//)[^/\s]*@|(?<=\w)\?[^\s'\"]*", "", text)
+
+
+@cache  # not by fsspec, which closes in a fork what it has inherited: that takes it a second
+def files_of(pattern: str, process: int, thread: int) -> tuple[fsspec.AbstractFileSystem, str]:
+    """fsspec's file system for a thread of this process: one is not to be used after a fork."""
+    return fsspec.url_to_fs(os.path.expandvars(pattern), skip_instance_cache=True)
+
+
+@cache
+def opened(rows: ParquetRows, process: int) -> tuple[ThreadPool, dict]:
+    """The threads that fetch for it, and their results: neither survives a fork."""
+    held: dict = {}
+    with suppress(AttributeError):  # Windows does not fork
+        # A child that is forked while Arrow's threads read may hang, in Python before 3.11.10:
+        # https://github.com/python/cpython/issues/112275
+        os.register_at_fork(before=lambda: [result.wait() for result in held.values()])
+    return ThreadPool(16), held

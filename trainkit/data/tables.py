@@ -1,0 +1,347 @@
+"""Rows of a table as numbers, by rules that can be written down, saved and applied again.
+
+`where` names the table: with it the sentence of a UsageError begins.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pandas as pd
+import pyarrow.parquet
+import torch
+
+from trainkit.cli.text import count, shorten
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.loaders import InMemory
+
+# Each also with .gz behind it, but Parquet.
+KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
+INDEX = re.compile(r"Unnamed: \d[\d.]*|__index_level_\d+__")  # that pandas wrote with the table
+DATES = [True, "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y"]  # how they may be written; True: 2020-01-31
+# What was meant as a number: 1_200, 1,234.5, $0, 12 km, 88 m2, 10:30.
+LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\d?\s*"
+MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
+MAX_SHOWN = 30  # columns in a message
+MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]  # as in CSV files
+
+
+@dataclass
+class Column:
+    """How one column of a table becomes numbers.
+
+    Attributes:
+        name: in the table.
+        categories: the texts it may hold, one 0/1 number each; a text that is none of them gives
+            zeros. None: the column holds one number.
+        fill: what stands in for a missing value. None: a missing value is an error.
+        days: it holds dates, written as this one of DATES says, which become days since 1970-01-01
+            (UTC).
+        words: texts that count as missing values, and how many cells of the table held each.
+    """
+
+    name: str
+    categories: list[str] | None = None
+    fill: float | str | None = None
+    days: Any = False
+    words: Any = False
+
+    def feature_names(self) -> list[str]:
+        """The names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
+        if not self.categories:
+            return [self.name]
+        return [f"{self.name}={category}" for category in self.categories]
+
+    def __str__(self) -> str:
+        kind = "date, as days since 1970" if self.days else "number"
+        if self.categories:
+            kind = f"category: {shorten([text[:20] for text in self.categories])}"
+        if self.words:
+            kind += (
+                f" but for {count(sum(self.words.values()), 'cell')} "
+                f"({shorten([*map(repr, self.words)])})"
+            )
+        return f"{kind}{', filled in where missing' * (self.fill is not None)}"
+
+
+def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
+    """All rows of a table file, of a folder of such files or of a Hub data set.
+
+    As they are written: of text files texts, "" if missing. Raises UsageError.
+
+    separator: None: the one that splits the first line most. encoding: None: UTF-8. More options
+    are those of older runs.
+    """
+    path = Path(name)
+    if not path.exists():
+        with as_usage_error(f"{where} cannot be read"):
+            import datasets
+
+            return datasets.load_dataset(name, split="train").to_pandas()
+    # Without what is hidden: the copies in .ipynb_checkpoints would come twice.
+    files = [
+        file
+        for file in sorted(path.rglob("*"))
+        if _kind(file) in KINDS and "/." not in f"/{file.relative_to(path)}"
+    ] or [path]
+    kinds = {*map(_kind, files)}
+    if len(kinds) > 1 or not kinds <= {*KINDS}:
+        raise UsageError(
+            f"{where} is not a table: there must be files of one kind of {', '.join(KINDS)}"
+        )
+    tables = []
+    for file in files:
+        with as_usage_error(f"{where}: {file.name} cannot be read"):
+            tables.append(_read_file(file, **options))
+        if [*tables[-1].columns] != [*tables[0].columns]:
+            raise UsageError(f"{where}: {file.name} has other columns than {files[0].name}")
+    table = pd.concat(tables, ignore_index=True)
+    table.columns = [str(name).strip() for name in table.columns]  # 0, 1 of lists in JSON too
+    if files != [path]:
+        table.attrs["files"] = f" ({shorten([file.name for file in files])})"
+    return table
+
+
+def _kind(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any) -> pd.DataFrame:
+    kind = _kind(path)
+    if kind == ".parquet":
+        # With what pandas wrote as an index: it may be a column that somebody named.
+        return pyarrow.parquet.read_table(path).to_pandas(
+            ignore_metadata=True, integer_object_nulls=True
+        )
+    with fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer") as file:
+        if "json" in kind:
+            lines = filter(str.strip, file)
+            rows = json.load(file) if kind == ".json" else [*map(json.loads, lines)]
+            return pd.DataFrame(rows, dtype=object)
+        separator = separator or max(",;\t|", key=file.readline().count)
+        file.seek(0)
+        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+            # Else the first column is an index where rows have more values than there are names.
+            return pd.read_csv(
+                file, sep=separator, dtype=str, keep_default_na=False, index_col=False
+            )
+
+
+def check_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> None:
+    """Raise UsageError if a column is not there."""
+    for name in names:
+        if name not in table.columns:
+            raise UsageError(
+                f"{where}: there is no column {name!r}, only {shorten([*table], MAX_SHOWN)}"
+            )
+
+
+def typed(*names: str) -> str:
+    """Names of columns as they are typed behind a flag: with a comma in two pairs of quotes."""
+    return shlex.quote(",".join(f'"{name}"' if "," in name else name for name in names))
+
+
+def parse(values: pd.Series, column: Column) -> pd.Series:
+    """The values as numbers, or as texts of a category; NaN where there is none."""
+    if column.categories is not None:
+        return values.astype(object).map(_as_text, na_action="ignore")
+    if values.dtype.kind in "biuf" and not column.days:
+        numbers = values.astype(float)
+    else:
+        texts = values.astype(str)
+        if column.days:
+            form = "ISO8601" if column.days is True else column.days
+            dates = pd.to_datetime(texts, format=form, utc=True, errors="coerce")
+            numbers = (dates - pd.Timestamp(0, tz="UTC")) / pd.Timedelta("1D")
+        else:
+            texts = texts.str.lower().replace({"true": "1", "false": "0"})
+            numbers = pd.to_numeric(texts, errors="coerce").astype(float)
+    return numbers.where(numbers.abs() <= 1e38)  # float32 ends at 3.4e38
+
+
+def _as_text(value: Any) -> str:
+    """One text for what readers of files make of it: 1 of 1.0 too, True of TRUE."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value)
+    return text.capitalize() if text.lower() in ("true", "false") else text
+
+
+def learn_column(values: pd.Series, train: np.ndarray, args: argparse.Namespace) -> Column | str:
+    """How a feature is encoded, learned from its training rows; or why it is left out.
+
+    It is a category if --categorical says so, or if no value reads as a number or as a date. A
+    missing number becomes the mean, a missing category the most frequent one: with --missing
+    impute, and without --missing if a value of the column is missing. Words without a digit in one
+    of ten cells of a column of numbers or dates, or in fewer, count as missing values.
+    """
+    if INDEX.fullmatch(values.name) and not args.features:
+        return "left out: an index"
+    column = Column(values.name, [] if values.name in args.categorical else None)
+    if not parse(values, column).count():
+        texts = values.dropna().astype(str).drop_duplicates()
+        read = [parse(texts, Column("", days=form)).notna().mean() for form in DATES]
+        if max(read) > 0.5:
+            if read.count(max(read)) > 1:
+                return "left out: the day or the month may come first, so write 2020-01-31"
+            column.days = DATES[np.argmax(read)]
+        elif texts.str.fullmatch(LIKE_A_NUMBER).mean() < 0.5:
+            column.categories = []
+    parsed = parse(values, column)
+    known, odd = parsed.iloc[train], values[parsed.isna()].dropna().astype(str)
+    impute = args.missing == "impute" or (args.missing is None and parsed.isna().any())
+    # Without a digit: 1,234 is a number, though none that is read.
+    if impute and 0 < 9 * len(odd) <= parsed.count() and not odd.str.contains(r"\d").any():
+        column.words = odd.value_counts().to_dict()
+    counts = known.value_counts().sort_index()
+    if len(counts) == 1 or not values.iloc[train].count():
+        return "left out: always the same"
+    if column.categories is None:
+        fill = float(known.mean())
+    elif len(counts) > MAX_CATEGORIES or len(counts) == known.count():
+        return f"left out: {len(counts)} different texts in {len(train)} training rows"
+    else:
+        # Of equally frequent ones the first in the alphabet: the same on every machine.
+        column.categories, fill = [*counts.index], counts.idxmax()
+    column.fill = fill if impute else None
+    return column
+
+
+def encode(
+    table: pd.DataFrame, columns: Sequence[Column]
+) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
+    """The table as float64 of shape (rows, features), in the order of `columns`.
+
+    And what is wrong: row, counted as the index of `table` does, column and a sentence.
+    """
+    blocks, problems = [], []
+    for column in columns:
+        values = table[column.name]
+        numbers = parse(values, column)
+        wrong = numbers.isna() & values.notna() & ~values.isin(column.words or [])
+        if column.fill is not None:
+            numbers = numbers.fillna(column.fill)
+        for row in table.index[wrong | numbers.isna()]:
+            wanted = "date, as in training" if column.days else "number, as 1234.5 (at most 1e38)"
+            why = f"'{values[row]!s:.40}' is no {wanted}" if wrong[row] else "the value is missing"
+            problems.append((row, column.name, why))
+        block = numbers.to_numpy()[:, None]
+        blocks.append(block == column.categories if column.categories else block)
+    return np.concatenate(blocks, axis=1, dtype=np.float64), problems
+
+
+def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, list[str], dict[str, Any]]:
+    """The table of --data, without the rows that are dropped; targets; what a reader must know.
+
+    Its index holds row numbers from 0. Raises UsageError.
+    """
+    where, options = f"--data {args.data}", {"separator": args.separator, "encoding": args.encoding}
+    table = read_table(args.data, where, **options)
+    if not args.target:
+        raise UsageError(
+            f"{where}: choose the column to predict with --target: "
+            f"{shorten([*map(typed, table)], MAX_SHOWN)}"
+        )
+    check_columns(table, [*args.target, *(args.features or []), *args.categorical], where)
+    if args.features:
+        table = table[[*dict.fromkeys([*args.features, *args.target])]]
+    table = table.mask(table.isin(MISSING))
+    needed = "value" if args.missing == "drop" else "target"
+    used = table.dropna(subset=args.target if needed == "target" else None)
+    dropped = f", {count(len(table) - len(used), 'row')} dropped: no {needed}"
+    known = {
+        "data": Path(args.data).name + table.attrs.get("files", ""),
+        "read_options": options,
+        "dropped": dropped * (len(used) < len(table)),
+        "truth": None,
+    }
+    return used, args.target, known
+
+
+def make_sets(
+    table: pd.DataFrame, targets: list[str], known: dict[str, Any], args: argparse.Namespace
+) -> tuple[InMemory, InMemory, dict[str, Any]]:
+    """The training set (features, targets), the evaluation set (and row numbers), and `about`.
+
+    about: `known`, what a prediction for a new row must know, and the lines of the plan. What is
+    learned from rows (categories, means) is learned from the training rows alone. Raises UsageError
+    that judges all columns.
+    """
+    train, test = split_rows(len(table), args)
+    learned = {
+        name: learn_column(table[name], train, args) for name in table if name not in targets
+    }
+    features = [column for column in learned.values() if isinstance(column, Column)]
+    values, problems = encode(table, [*features, *map(Column, targets)])
+    if problems or not features:
+        refused = {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
+        raise UsageError(_judge({**learned, **refused}, args))
+    about = known | {
+        "columns": [{k: v for k, v in vars(one).items() if v is not False} for one in features],
+        "left_out": [name for name, column in learned.items() if isinstance(column, str)],
+    }
+    inputs = [name for column in features for name in column.feature_names()]
+    tensors = []
+    for kind, names, part in (
+        ("feature", inputs, values[:, : len(inputs)]),
+        ("target", targets, values[:, len(inputs) :]),
+    ):
+        rows = part[train]
+        mean, std = rows.mean(0), rows.std(0)
+        about[f"{kind}_range"] = np.stack((rows.min(0), rows.max(0)), 1).tolist()
+        about[f"{kind}_whole"] = (rows == rows.round()).all(0).tolist()
+        about["baseline"] = mean.tolist()  # of the targets, which come last: what R2 compares with
+        if not np.ptp(rows, axis=0).all():
+            raise UsageError(f"--data {args.data}: a {kind} is the same in all training rows")
+        if args.data is None:  # synthetic data stay as they are
+            mean, std = np.zeros_like(mean), np.ones_like(std)
+        tensors.append(torch.from_numpy((part - mean) / std).float())
+        about |= {f"{kind}s": names, f"{kind}_mean": mean.tolist(), f"{kind}_std": std.tolist()}
+    about["plan"] = _plan(about, learned)
+    train_set = InMemory(*(tensor[train] for tensor in tensors))
+    tensors.append(torch.from_numpy(table.index.to_numpy(copy=True)))
+    return train_set, InMemory(*(tensor[test] for tensor in tensors)), about
+
+
+def _plan(about: dict[str, Any], learned: dict[str, Any]) -> dict[str, str]:
+    special = [f"{name} ({said})" for name, said in learned.items() if str(said) != "number"]
+    return {
+        "data": f"{about['data']}{about.pop('dropped', '')}",
+        "features": f"{len(about['features'])}, from {count(len(about['columns']), 'column')}",
+        "columns": shorten(special, MAX_SHOWN) or "numbers",
+        "targets": ", ".join(about["targets"]),
+    }
+
+
+def _judge(learned: dict[str, Any], args: argparse.Namespace) -> str:
+    """All columns in a table, those that are refused first, and a command that works."""
+    good = [name for name, column in learned.items() if isinstance(column, Column)]
+    lines = [f"  {name}: {learned[name]}" for name in sorted(learned, key=good.__contains__)]
+    text = "\n".join([f"--data {args.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
+    if not good or {*args.target} & learned.keys():
+        return f"{text}\nWrite numbers as 1234.5: no currency, unit, % or thousands separator"
+    return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
+
+
+def split_rows(num_rows: int, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """The positions of the training and of the test rows. Raises UsageError if one is empty."""
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(args.data_seed))
+    parts = order.tensor_split([round(args.test_fraction * num_rows)])
+    test, train = (part.sort().values.numpy() for part in parts)
+    if not args.test_fraction:
+        test = train
+    if not len(test) * len(train):
+        raise UsageError(
+            f"--data {args.data or 'synthetic'}: of {num_rows} rows {len(train)} are left to train "
+            f"on and {len(test)} to evaluate on (--test-fraction {args.test_fraction})"
+        )
+    return train, test

@@ -1,0 +1,328 @@
+"""Which samples come when: a pure function of (seed, epoch, place), so there is no state to lose.
+
+What a sample draws, such as its augmentation, is one of (seed, epoch, sample). A resumed run, a run
+with other workers and a run with another number of processes therefore see the same samples in the
+same order with the same augmentation. (Data sets that make whole batches: see WholeBatches.)
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Sampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from trainkit.errors import UsageError
+from trainkit.launch.signals import outlive_signals
+from trainkit.private import tree_map_only
+from trainkit.rng import NUM_HELD, key, mix, permute, seed_host
+
+# order(epoch, first, last): the sample indices at the places first <= place < last, int64.
+Order = Callable[[int, int, int], torch.Tensor]
+
+NUM_AHEAD = 2**16  # places of an order that are computed at a time
+MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
+
+
+class Slots:
+    """The slots of a batch, and the sample indices that fill them: of a short batch only some.
+
+    len() counts the slots, because Accelerate, which gives each process its slice of a batch, wants
+    all batches equally long. The samples of a short batch are dealt out in order, the last process
+    getting what is left; or evenly, where that would leave a process without a sample. One gets
+    none only if there are fewer samples than processes, and the main process always gets one.
+    """
+
+    def __init__(self, values: torch.Tensor | Sequence[int], num_slots: int):
+        self.values, self.num_slots = torch.as_tensor(values), num_slots
+
+    def __len__(self) -> int:
+        return self.num_slots
+
+    def __getitem__(self, part: slice) -> "Slots":
+        first, last, _ = part.indices(self.num_slots)
+        ends = dealt(len(self.values), self.num_slots, first, last)
+        return Slots(self.values[slice(*ends)], last - first)
+
+    def __reduce__(self) -> tuple:
+        # A loader worker would get a tensor through shared memory and a socket, which takes longer.
+        return Slots, (self.values.tolist(), self.num_slots)
+
+
+def dealt(num_samples: int, size: int, first: int, last: int) -> tuple[int, int]:
+    """First and last of the samples that are the part first:last of a batch of size `size`."""
+    if num_samples > size - (last - first):
+        return first, last  # the last part gets what is left
+    return -(-num_samples * first // size), -(-num_samples * last // size)
+
+
+class EpochBatches(Sampler):
+    """Batches of sample indices whose order is a function of (seed, epoch, place) alone.
+
+    A batch is a `Slots`, a micro-batch of all processes; Accelerate gives each process its slice
+    (split_batches=True). The last batch of an epoch, where it is short, is either dropped or dealt
+    out as it is: no sample comes twice, and no process has fewer batches than another, which would
+    leave the others waiting. Time and memory do not depend on the number of samples.
+
+    Args:
+        num_samples: size of the data set.
+        batch_size: samples per optimizer step over all processes.
+        seed: of the shuffle; None yields the samples in their own order.
+        order: order(epoch, first, last) gives the indices at the places first <= place < last of
+            an epoch, int64; None: each sample once, shuffled by seed.
+        drop_last: leave out the last num_samples % batch_size samples of each epoch.
+        accumulate: micro-batches per optimizer step; divides batch_size.
+
+    Attributes:
+        device: where the indices are.
+        is_own: the order is not what the seed meant in every release: a checkpoint tells it apart.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        order: Order | None = None,
+        drop_last: bool = False,
+        accumulate: int = 1,
+    ):
+        assert batch_size % accumulate == 0
+        self.num_samples = num_samples
+        self.batch_size = batch_size // accumulate  # of a micro-batch; Accelerate reads this name
+        self.seed, self.order = seed, order or shuffled(num_samples, seed)
+        self.is_own = order is not None or num_samples > NUM_HELD
+        self.drop_last = False  # read by Accelerate: every batch that arrives there is full
+        self.num_used = num_used(num_samples, batch_size, drop_last)
+        self.device = torch.device("cpu")
+        self.start = 0
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # loader workers see it
+
+    def set_position(self, epoch: int, num_done: int) -> None:
+        """Make the next iteration yield `epoch` from its sample number `num_done` on.
+
+        The order starts there instead of being skipped through, so that a resume in the middle of
+        an epoch costs nothing.
+        """
+        self.epoch.fill_(epoch)
+        self.start = min(num_done, self.num_used)
+
+    def __len__(self) -> int:
+        return -(-(self.num_used - self.start) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Slots]:
+        epoch, size = int(self.epoch), self.batch_size
+        ahead = size * max(1, NUM_AHEAD // size)
+        for first in range(self.start, self.num_used, ahead):
+            part = self.order(epoch, first, min(first + ahead, self.num_used)).to(self.device)
+            for values in part.split(size):
+                yield Slots(values, size)
+
+
+def shuffled(num_samples: int, seed: int | None) -> Order:
+    """Each sample once, in an order of its own in each epoch; seed None: in their own order."""
+
+    def order(epoch: int, first: int = 0, last: int = num_samples) -> torch.Tensor:
+        places = torch.arange(first, last)
+        return places if seed is None else permute(places, num_samples, key(seed, epoch))
+
+    return order
+
+
+def weighted(weights: Sequence[float] | torch.Tensor, num_samples: int, seed: int) -> Order:
+    """Each place draws a sample by its weight, with replacement; holds a float64 for each sample.
+
+    Raises UsageError for weights that cannot be used.
+    """
+    given = torch.as_tensor(weights, dtype=torch.float64).cpu()
+    good = given.shape == (num_samples,) and given.min() >= 0
+    sums = given.cumsum(0) if good else torch.zeros(1)
+    if not 0 < sums[-1] < math.inf:
+        raise UsageError(
+            f"weights= of shape {tuple(given.shape)} must be {num_samples} numbers of at least 0, "
+            "not all of them 0: one for each training sample"
+        )
+
+    def order(epoch: int, first: int, last: int) -> torch.Tensor:
+        numbers = mix(torch.arange(first, last) + key(seed, epoch)) & (2**53 - 1)
+        return torch.searchsorted(sums, numbers * (sums[-1] / 2**53), right=True)
+
+    return order
+
+
+def num_used(num_samples: int, batch_size: int, drop_last: bool) -> int:
+    """Samples that an epoch uses."""
+    return num_samples - (num_samples % batch_size if drop_last else 0)
+
+
+class InMemory(TensorDataset):
+    """Tensors of equal length; a batch is a row of each for each index, and the indices last.
+
+    Only a batch has the indices; a single item is a row of each tensor.
+
+    A whole batch is one index_select per tensor: no Python code runs per sample.
+    """
+
+    def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # index_select copies whole rows, which tensor[indices] does not
+        return *(tensor.index_select(0, indices) for tensor in self.tensors), indices
+
+    def to(self, device: torch.device) -> "InMemory":
+        """The same on another device."""
+        return InMemory(*(tensor.to(device) for tensor in self.tensors))
+
+
+class WholeBatches(Dataset):
+    """What a loader reads: one item of it is a whole batch of `dataset`, also a short one.
+
+    Of a short batch a process may get no sample at all. It then gets an empty batch, tensors of 0
+    rows, so that it takes part in the step. Before each sample that `dataset.__getitem__` makes,
+    the generators of torch, numpy and random are seeded by (seed, epoch, sample index): random
+    transforms give the same in every run, whatever the workers and processes are. Before each batch
+    that `dataset.__getitems__` makes they are seeded by (seed, epoch, first sample index, length):
+    the same in every run with this number of processes and micro-batches. Before what
+    `dataset.make_batch` makes they are not: it must not draw. The most derived class that has one
+    of these three methods decides: a subclass may inherit a faster one and change `__getitem__`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate_fn: Callable[[list], Any] | None,
+        seed: int,
+        epoch: torch.Tensor,
+        share: int | None = None,
+    ):
+        self.dataset, self.collate_fn = dataset, collate_fn or default_collate
+        self.seed, self.epoch = seed, epoch
+        self.share = share  # nominal size of a process's part of a batch
+        ways = {"make_batch", "__getitems__", "__getitem__"}
+        if collate_fn:
+            ways.remove("make_batch")
+        self.ways = next(filter(None, (ways & vars(c).keys() for c in type(dataset).__mro__)))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Slots) -> Any:
+        if self.share not in (None, len(indices)):
+            raise RuntimeError(
+                "every process would read all of this loader: iterate the one that "
+                "accelerator.prepare has returned for it"
+            )
+        if len(indices.values):
+            return self.make(indices.values)
+        return tree_map_only(torch.Tensor, lambda rows: rows[:0], self.make(torch.tensor([0])))
+
+    def make(self, indices: torch.Tensor) -> Any:
+        """The batch of these samples, int64 of shape (n,), n > 0."""
+        if "make_batch" in self.ways:
+            return self.dataset.make_batch(indices)
+        # Subset and StackDataset have __getitems__ only to pass it on: random_split is no reason to
+        # leave random transforms unseeded.
+        if "__getitems__" in self.ways and not isinstance(self.dataset, Subset | StackDataset):
+            if isinstance(self.dataset, InMemory):
+                return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
+            self._seed(int(indices[0]), len(indices))
+            samples = self.dataset.__getitems__(indices.tolist())
+        else:
+            samples = []
+            for index in indices.tolist():
+                self._seed(index)
+                samples.append(self.dataset[index])
+        return self.collate_fn(samples)
+
+    def _seed(self, *position: int) -> None:
+        seed_host(key(self.seed, int(self.epoch), *position))
+
+
+def make_loaders(
+    accelerator: Accelerator,
+    train_set: Dataset,
+    eval_set: Dataset,
+    args: argparse.Namespace,
+    collate_fn: Callable[[list], Any] | None = None,
+    weights: Sequence[float] | torch.Tensor | None = None,
+    order: Order | None = None,
+) -> tuple[DataLoader, DataLoader]:
+    """The loaders for training, shuffled, and for evaluation, in order; prepare both.
+
+    A data set has `__len__` and `__getitem__`, or `__getitems__`, which takes a list of indices.
+    `make_batch`, if it has that, makes whole batches of a tensor of indices where no collate_fn is
+    given; that happens in the training process, and --num-workers is ignored. collate_fn makes a
+    batch of a list of samples (None: PyTorch's own); with InMemory it is not used. Batch sizes are
+    over all processes; --eval-batch-size is rounded up to a multiple of them. weights, one per
+    training sample: how often each is drawn, with replacement, in relation to the others.
+    order(epoch, first, last): the indices, int64, at these places of an epoch, of which there are
+    as many as training samples; a pure function, so that a resume needs no state and any number of
+    processes sees the same. Raises UsageError for weights that cannot be used.
+    """
+    if weights is not None:
+        order = weighted(weights, len(train_set), args.seed)
+    num_processes = accelerator.num_processes
+    eval_batch_size = -(-args.eval_batch_size // num_processes) * num_processes
+    train_batches = EpochBatches(
+        len(train_set),
+        args.batch_size,
+        seed=args.seed,
+        order=order,
+        drop_last=args.drop_last,
+        accumulate=args.accumulate,
+    )
+    eval_batches = EpochBatches(len(eval_set), eval_batch_size)
+    return (
+        make_loader(accelerator, train_set, train_batches, args, collate_fn),
+        make_loader(accelerator, eval_set, eval_batches, args, collate_fn),
+    )
+
+
+def make_loader(
+    accelerator: Accelerator,
+    dataset: Dataset,
+    batches: EpochBatches,
+    args: argparse.Namespace,
+    collate_fn: Callable[[list], Any] | None,
+) -> DataLoader:
+    """A loader of these batches; a data set in memory is moved to the device if it fits."""
+    if type(dataset) is InMemory and args.num_workers == 0:
+        num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
+        if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
+            batches.device, dataset = accelerator.device, dataset.to(accelerator.device)
+    share = batches.batch_size // accelerator.num_processes
+    whole = WholeBatches(dataset, collate_fn, args.seed, batches.epoch, share)
+    # To hand over a batch that is only copied together takes longer than to make it here.
+    num_workers = 0 if "make_batch" in whole.ways else args.num_workers
+    return DataLoader(
+        whole,
+        batch_sampler=batches,
+        collate_fn=already_made,
+        num_workers=num_workers,
+        timeout=args.timeout * (num_workers > 0),  # a batch is lost where /dev/shm is full
+        persistent_workers=num_workers > 0,
+        pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
+        worker_init_fn=outlive_signals,
+        generator=torch.Generator(),  # else each iterator draws from the global generator
+    )
+
+
+def already_made(batch: Any) -> Any:
+    """collate_fn of a loader whose data set makes whole batches."""
+    return batch
+
+
+def batches_of(loader: Any) -> EpochBatches | None:
+    """The EpochBatches of a prepared loader; None if make_loaders did not make it."""
+    batches = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # Accelerate may have put it into a shard
+    return batches if isinstance(batches, EpochBatches) else None

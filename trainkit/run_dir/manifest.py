@@ -1,0 +1,78 @@
+"""Is a checkpoint folder whole? Its MANIFEST.json lists size and hash of every file."""
+
+import hashlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import RunFailure
+from trainkit.run_dir.files import sync
+
+FORMAT = 3
+# What save_state writes of models, optimizers and schedules, of which there may be several.
+FILE_NAME = re.compile(
+    r"trainer\.json|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
+    r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.bin)"
+)
+
+
+def write_manifest(folder: Path) -> None:
+    """Make all files below `folder` durable, and write down their sizes and hashes.
+
+    Raises RunFailure if there is a file that a resume would refuse.
+    """
+    files = describe(folder)
+    for name in files:
+        if not FILE_NAME.fullmatch(name):
+            raise RunFailure(
+                f"the checkpoint would hold {name}, which no resume reads, because that could "
+                "execute code: give its content to a module that accelerator.prepare takes, as a "
+                "buffer"
+            )
+    manifest = folder / "MANIFEST.json"
+    manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(sync, [folder / name for name in files]))  # raises what went wrong there
+    for path in (manifest, *{(folder / name).parent for name in files}, folder):
+        sync(path)
+
+
+def verify(path: Path) -> str | None:
+    """Why a folder is not a whole checkpoint, or None if every file is the one that was saved."""
+    file = path / "MANIFEST.json"
+    if not file.is_file():
+        return "it has no MANIFEST.json"
+    try:
+        manifest = json.loads(file.read_bytes())
+        if manifest["format"] != FORMAT:
+            return f"it is of format {manifest['format']}, not {FORMAT}"
+        files, there = manifest["files"], describe(path)
+        for name in sorted(files | there):
+            if name not in there:
+                return f"{name} is missing"
+            if name not in files or not FILE_NAME.fullmatch(name):
+                return f"{name} does not belong there"
+            if files[name] != there[name]:
+                return f"{name} was changed"
+    except Exception as problem:  # whatever a forged manifest makes a reader raise
+        return f"MANIFEST.json cannot be read ({type(problem).__name__})"
+    return None
+
+
+def describe(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of each file below a folder but its manifest; none of a link or a pipe."""
+    paths = [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
+    plain = {p for p in paths if p.is_file() and not p.is_symlink()}
+    names = {p.relative_to(folder).as_posix(): p for p in paths if p.name != "MANIFEST.json"}
+    return {
+        # A pipe has no bytes either, and reading it would never end.
+        name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} if p in plain else {}
+        for name, p in names.items()
+    }
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,61 @@
+"""TensorBoard, trackio and W&B: Accelerate's own trackers, beside metrics.jsonl.
+
+A killed run has logged steps that its newest checkpoint does not know and that are made again. So
+at each start a tracker is told all rows of metrics.jsonl anew, which a resume has cut by then.
+TensorBoard drops what it had (purge_step); trackio and W&B begin a run of the same name, whose
+curves are whole.
+"""
+
+import argparse
+import importlib.util
+import os
+from typing import Any
+
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+
+from trainkit.errors import UsageError
+from trainkit.run_dir.log import History
+from trainkit.run_dir.records import read_rows
+
+
+class Tracker(GeneralTracker):
+    """What the three have in common; Accelerate's class is the next base."""
+
+    history: History
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Log the arguments, and all rows so far."""
+        if self.name != "tensorboard":  # Accelerate would make them a run of their own there
+            super().store_init_configuration(values)
+        for row in read_rows(self.history.path):
+            self.log(row, row["step"])
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log a row of metrics.jsonl: a step as steps/NAME, an evaluation as epochs/NAME."""
+        group = "epochs" if "eval_loss" in values else "steps"
+        super().log({f"{group}/{name}": values[name] for name in values if name != "step"}, step)
+
+
+def make_trackers(args: argparse.Namespace, history: History, project: str) -> list[GeneralTracker]:
+    """The trackers of a run for Accelerator(log_with=...): metrics.jsonl and what --tracker names.
+
+    Raises UsageError if a package is missing.
+    """
+    name, run_dir = args.tracker, args.run_dir
+    if name is None:
+        return [history]
+    if importlib.util.find_spec(name) is None:
+        raise UsageError(
+            f"--tracker {name} needs the package {name}, which is not installed: pip install {name}"
+        )
+    kind: type[GeneralTracker] = TensorBoardTracker
+    options = {"run_name": "", "logging_dir": run_dir / "tensorboard", "purge_step": 0}
+    if name == "trackio":
+        kind, options = TrackioTracker, {"name": run_dir.name, "embed": False}
+    elif name == "wandb":
+        mode = os.environ.get("WANDB_MODE", "offline")
+        kind, options = WandBTracker, {"name": run_dir.name, "dir": run_dir, "mode": mode}
+    tracker = type(kind.__name__, (Tracker, kind), {"history": history})(
+        **{"run_name": project} | options
+    )
+    return [history, tracker]

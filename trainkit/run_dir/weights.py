@@ -1,0 +1,58 @@
+"""Weights as safetensors files: written at the end of a run, read by --start-from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.run_dir.files import write_durably
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
+    """Write a safetensors file that loads in plain PyTorch.
+
+    Its metadata have one entry, "trainkit", `metadata` as JSON: one, because safetensors writes
+    several in random order.
+    """
+    write_durably(path, to_safetensors(tensors, metadata))
+
+
+def to_safetensors(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> bytes:
+    """What write_tensors writes."""
+    return save(separate(tensors), metadata={"trainkit": json.dumps(metadata)})
+
+
+def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, copied where two share memory, as tied weights do: safetensors refuses that."""
+    by_memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
+    own = {*by_memory.values()}
+    return {n: (t if n in own else t.clone()).contiguous() for n, t in tensors.items()}
+
+
+def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a safetensors file that fit the model, and a line about what did not.
+
+    They fit by name, shape and kind of number. Raises UsageError if none does.
+    """
+
+    def kind(value: torch.Tensor) -> tuple:
+        return value.shape, value.is_complex(), value.is_floating_point()
+
+    with as_usage_error(f"--start-from {path} cannot be read"):
+        given = load_file(path)
+    own = model.state_dict()
+    fits = {n: v.to(own[n].dtype) for n, v in given.items() if n in own and kind(v) == kind(own[n])}
+    if not fits:
+        raise UsageError(
+            f"--start-from {path}: none of its {len(given)} tensors has the name, shape and kind "
+            f"of numbers of one of the model's, such as {next(iter(own))}"
+        )
+    missed = ", ".join(n for n in own if n not in fits) or "none"
+    unused = ", ".join(n for n in given if n not in fits) or "none"
+    return fits, (
+        f"started from {path}: {len(fits)} of {len(own)} tensors matched; left as initialised: "
+        f"{missed}; not used: {unused}"
+    )

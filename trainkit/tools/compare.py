@@ -1,0 +1,98 @@
+"""Runs side by side: what differs, last metrics, seconds, and whether a difference is chance."""
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import datasets
+import evaluate
+import numpy as np
+import torch
+
+from trainkit.run_dir.records import (
+    PREDICTIONS,
+    last_evaluation,
+    load_predictions,
+    read_run_json,
+    read_seconds,
+)
+
+# They are no part of the experiment.
+NEVER_SHOWN = (
+    "command run_dir resume keep save_every log_every timeout tracker pictures not_the_experiment "
+    "target_accuracy target_r2"
+)
+
+
+def compare_runs(run_dirs: Sequence[Path]) -> str:
+    """A table of what differs, the last metrics and the seconds, and McNemar's test of each pair.
+
+    Raises UsageError if a file cannot be read.
+    """
+    import pandas as pd  # here: it takes 0.4 s, and a run that trains compares nothing
+
+    settings = pd.json_normalize([read_run_json(run_dir) for run_dir in run_dirs]).T.map(_text)
+    settings.index = settings.index.str.removeprefix("arguments.")
+    settings = settings[settings.nunique(axis=1) > 1].drop(NEVER_SHOWN.split(), errors="ignore")
+    measured = pd.DataFrame([last_evaluation(run) | read_seconds(run) for run in run_dirs])
+    table = pd.concat([settings, measured.astype(object).T.map(_text)])
+    table.columns = list(map(str, run_dirs))
+    tests = (_mcnemar_line(*pair) for pair in combinations(run_dirs, 2))
+    return "\n".join([table.to_string(), *filter(None, tests)])
+
+
+class McNemar(evaluate.Comparison):
+    """Which pictures one of two classifiers alone gets right, and mcnemar's p-value of that."""
+
+    def _info(self) -> evaluate.ComparisonInfo:
+        names = ("references", "predictions1", "predictions2")
+        features = datasets.Features({name: datasets.Value("int64") for name in names})
+        return evaluate.ComparisonInfo(description=self.__doc__, citation="", features=features)
+
+    def _compute(self, references: list, predictions1: list, predictions2: list) -> dict:
+        first, second = (np.equal(each, references) for each in (predictions1, predictions2))
+        alone = [int(sum(first & ~second)), int(sum(second & ~first))]
+        return {"alone": alone, "p": mcnemar(*alone)}
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """The exact two-sided p-value of McNemar's test.
+
+    only_first, only_second: samples that one of two classifiers alone got right. How often does a
+    fair coin, thrown once for each of them, give as uneven a result? (McNemar 1947; the binomial
+    form.)
+    """
+    num = only_first + only_second
+    tail = sum(math.comb(num, k) for k in range(min(only_first, only_second) + 1))
+    return min(1.0, 2 * tail / 2**num)
+
+
+def _mcnemar_line(first: Path, second: Path) -> str:
+    """What the difference of two accuracies means, two lines; none unless both are classifiers."""
+    (a, about_a), (b, about_b) = (
+        load_predictions(run_dir / PREDICTIONS) for run_dir in (first, second)
+    )
+    if "classes" not in about_a or "classes" not in about_b:
+        return ""
+    same = about_a["classes"] == about_b["classes"] and torch.equal(a["target"], b["target"])
+    if not same:
+        return f"\n{first} and {second} were evaluated on different pictures: no test"
+    found = McNemar(keep_in_memory=True, cache_dir=gettempdir()).compute(
+        references=a["target"], predictions1=a["prediction"], predictions2=b["prediction"]
+    )
+    (only_a, only_b), p = found["alone"], found["p"]
+    return (
+        f"\nof {len(a['target'])} pictures {first} alone gets {only_a} right, {second} alone "
+        f"{only_b}:"
+        f"\n{'' if p < 0.05 else 'no '}more than chance explains "
+        f"(McNemar's exact test, p = {p:.2g})"
+    )
+
+
+def _text(value: Any) -> str:
+    if value is None or value != value:  # NaN: the run does not have it
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,138 @@
+"""Can these processes train together? Start it like a training script, before the first run.
+
+accelerate launch --config_file accelerate_configs/2cpu.yaml -m trainkit.tools.doctor
+
+It makes the checks with which a run begins, then says how fast each process is and whether sums
+over all processes are right. Exit code 2: a check refused; 1: what the last lines say; 0: ready.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from trainkit import arguments, startup
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import gather_object
+
+from trainkit.cli.world import describe_world
+from trainkit.launch import environment, nodes
+
+PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NUM_MATMULS = 100  # on a CPU half a second: several turns of a busy core's scheduler
+ALL_REDUCES = {4 * 2**10: 50, 4 * 2**20: 10, 100 * 2**20: 3}  # bytes: repetitions
+SLOW = 0.6  # of the median rate; a process that shares its core with one other has 0.5
+GLOO_SECONDS = 20
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments.Parser(__doc__)
+    add = parser.add_argument
+    add("--run-dir", type=Path, default=Path("runs/mnist"), help="must be one folder for all")
+    add("--timeout", type=float, default=60.0, help="seconds to wait for a process")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Examine and print; exit code 1 if these processes cannot train together.
+
+    Raises UsageError, on all of them, if they were not started alike or do not share --run-dir.
+    """
+    args, precision = parse_args(argv), environment.check_launch()
+    timeout = timedelta(seconds=args.timeout)
+    with nodes.deadline(timeout):
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),
+            mixed_precision=precision,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        )
+    nodes.check_world(accelerator)
+    accelerator.print(f"world: {describe_world(accelerator)}")
+    nodes.check_same(accelerator, nodes.describe_node())
+    nodes.check_shared_folder(accelerator, args.run_dir)
+    problems = find_slow(accelerator)
+    if accelerator.num_processes > 1:
+        problems += find_gloo_problem(accelerator)
+        for num_bytes, repetitions in ALL_REDUCES.items():
+            problems += find_wrong_sum(accelerator, num_bytes, repetitions)
+    for problem in problems:
+        accelerator.print(f"problem: {problem}")
+    accelerator.print("not ready: solve these first" if problems else "ready to train")
+    accelerator.end_training()
+    sys.exit(bool(problems))
+
+
+def find_slow(accelerator: Accelerator) -> list[str]:
+    """Print a line for each process with its rate of matrix products; name those that are slow."""
+    device = accelerator.device
+    size, dtype = 384 if device.type == "cpu" else 4096, PRECISIONS[accelerator.mixed_precision]
+    a, b = torch.ones(2, size, size, dtype=dtype, device=device)
+    rate = 2 * size**3 / mean_seconds(accelerator, lambda: a @ b, NUM_MATMULS)
+    ranks = gather_object([(f"{nodes.node_name()}, {device}", rate)])
+    problems, median = [], statistics.median_high(rate for _, rate in ranks)
+    for number, (where, rate) in enumerate(ranks):
+        what = f"process {number} on {where}"
+        accelerator.print(f"{what}: {rate / 1e9:,.0f} GFLOP/s of a matrix product, all at once")
+        if rate < SLOW * median:
+            problems.append(
+                f"{what} is slow ({rate / median:.0%} of the median) and every step waits for it: "
+                "look for another process on its cores or card (top, nvidia-smi)"
+            )
+    return problems
+
+
+def find_gloo_problem(accelerator: Accelerator) -> list[str]:
+    """Open the gloo group that training opens beside NCCL; a sentence if that fails anywhere."""
+    reason = ""
+    try:
+        torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=GLOO_SECONDS))
+    except RuntimeError as problem:
+        reason = str(problem).splitlines()[0]
+    failed = [pair for pair in gather_object([(reason, nodes.node_name())]) if pair[0]]
+    if not failed:
+        return []
+    reason, node = min(failed, key=lambda pair: "timeout" in pair[0])  # others only timed out
+    return [
+        f"the gloo group that training opens beside {accelerator.state.backend} failed on {node} "
+        f"({reason}): if the hostname resolves to 127.0.0.1 there, the usual cause, set "
+        "GLOO_SOCKET_IFNAME to the network interface that the nodes share"
+    ]
+
+
+def find_wrong_sum(accelerator: Accelerator, num_bytes: int, repetitions: int) -> list[str]:
+    """Sum float32 tensors over all processes: is it right, and how long does it take?
+
+    The rate is what each link carries if the sum is made in a ring: 2 (n - 1) / n times the bytes.
+    """
+    num, tensor = accelerator.num_processes, torch.zeros(num_bytes // 4, device=accelerator.device)
+    seconds = mean_seconds(accelerator, lambda: torch.distributed.all_reduce(tensor), repetitions)
+    tensor.fill_(accelerator.process_index + 1)
+    torch.distributed.all_reduce(tensor)
+    right = bool((tensor == num * (num + 1) // 2).all())
+    accelerator.print(
+        f"all-reduce of {num_bytes / 2**20:.3f} MiB: {seconds * 1e3:.3f} ms, "
+        f"{2 * (num - 1) / num * num_bytes / seconds / 1e9:.3f} GB/s per link"
+    )
+    wrong = [rank for rank, right in enumerate(gather_object([right])) if not right]
+    return [f"an all-reduce of {num_bytes} bytes is wrong on processes {wrong}"] * bool(wrong)
+
+
+def mean_seconds(accelerator: Accelerator, work: Callable[[], object], repetitions: int) -> float:
+    """Seconds of one call, on all processes at the same time, after a first one."""
+    for num in (1, repetitions):  # the first loads kernels and makes connections
+        accelerator.wait_for_everyone()
+        started_at = time.perf_counter()
+        for _ in range(num):
+            work()
+            if accelerator.device.type != "cpu":  # where torch would raise
+                torch.accelerator.synchronize()
+    return (time.perf_counter() - started_at) / repetitions
+
+
+if __name__ == "__main__":
+    startup.run(main)

@@ -1,0 +1,18 @@
+"""`accelerate launch` that ends with the exit code of the script; its own is 1 for every failure.
+
+python -m trainkit.tools.launch --config_file accelerate_configs/2cpu.yaml train_mnist.py
+
+For what decides by exit codes whether to start again, such as docs/kubernetes/train.yaml.
+"""
+
+import sys
+
+from accelerate.commands.launch import main
+from torch.distributed.launcher.api import ChildFailedError, SignalException
+
+try:
+    main()
+except ChildFailedError as error:
+    sys.exit(error.get_first_failure()[1].exitcode)
+except SignalException:  # it came to this launcher, which has passed it on and waited
+    sys.exit(75)

@@ -1,0 +1,173 @@
+"""Pictures of finished runs, drawn from the files in their folders and nothing else.
+
+python -m trainkit.tools.plots runs/mnist         draws the pictures of one run again
+python -m trainkit.tools.plots runs/a runs/b      compares runs: what differs, what was measured
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trainkit.config import Parser
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.launch import startup
+from trainkit.run_dir import curves
+from trainkit.run_dir.curves import COLOURS, legend_above, new_figure
+from trainkit.run_dir.records import PREDICTIONS, load_predictions
+
+if TYPE_CHECKING:  # imported where it is used, because it takes a second
+    from matplotlib.figure import Figure
+
+NUM_MISTAKES = 24
+MAX_CELLS = 32  # classes for which confusion.png has room for the numbers and every name
+
+
+def worst_mistakes(
+    prediction: torch.Tensor, target: torch.Tensor, probability: torch.Tensor
+) -> torch.Tensor:
+    """Indices of the wrong predictions with the highest probability, highest first."""
+    wrong = (prediction != target).nonzero().flatten()
+    order = probability[wrong].argsort(descending=True, stable=True)
+    return wrong[order][:NUM_MISTAKES]
+
+
+def confusion_matrix(
+    prediction: torch.Tensor, target: torch.Tensor, num_classes: int
+) -> torch.Tensor:
+    """Counts, int64: rows are the truth, columns the prediction."""
+    pairs = target * num_classes + prediction
+    return pairs.bincount(minlength=num_classes**2).view(num_classes, num_classes)
+
+
+def draw_run(run_dir: Path) -> list[Path]:
+    """Draw every picture that the files of a run folder allow and return their paths."""
+    figures: dict[str, Figure] = {}
+    tensors, metadata = load_predictions(run_dir / PREDICTIONS)
+    if "classes" in metadata:
+        figures["confusion.png"] = draw_confusion(tensors, metadata["classes"])
+        if "mistake_images" in tensors:
+            figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
+    elif tensors:
+        figures["fit.png"] = draw_fit(tensors, metadata)
+    return curves.draw_run(run_dir) + [
+        curves.save(figure, run_dir / name) for name, figure in figures.items()
+    ]
+
+
+def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
+    """Counts and row percentages; errors are shaded as strongly as they are frequent in a row.
+
+    With more than MAX_CELLS classes only the shades and some of the names.
+    """
+    from matplotlib.colors import PowerNorm
+
+    num = len(classes)
+    matrix = confusion_matrix(tensors["prediction"], tensors["target"], num).numpy()
+    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    inches, font = (0.62, 8.0) if num <= 15 else (0.42, 6.2)  # of a cell
+    side = min(num, MAX_CELLS) * inches + 1.8
+    figure = new_figure(side, side)
+    axes = figure.subplots()
+    axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.35, 0, 1))
+    if num <= MAX_CELLS:
+        for row, column in zip(*matrix.nonzero(), strict=True):
+            share = shares[row, column]
+            shown = "100%" if share == 1 else f"{min(share, 0.999):.1%}"  # 99.97 % is not 100 %
+            axes.text(
+                column,
+                row,
+                f"{matrix[row, column]}\n{shown}",
+                ha="center",
+                va="center",
+                fontsize=font,
+                linespacing=0.95,
+                color="white" if share > 0.08 else "black",
+            )
+    ticks = range(0, num, -(-num // MAX_CELLS))
+    names = [classes[tick] for tick in ticks]
+    axes.set_xticks(ticks, names, rotation=90 if max(map(len, classes)) > 2 else 0)
+    axes.set_yticks(ticks, names)
+    axes.tick_params(length=0, top=True, labeltop=True, labelsize=font + 2)
+    right = int(np.trace(matrix))
+    axes.set_title(f"{right} of {matrix.sum()} right ({right / matrix.sum():.2%})", pad=10)
+    axes.set(xlabel="predicted", ylabel="true")
+    return figure
+
+
+def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
+    """The most confident errors: picture, predicted and true class, probability."""
+    worst = worst_mistakes(tensors["prediction"], tensors["target"], tensors["probability"])
+    images = tensors["mistake_images"].permute(0, 2, 3, 1).numpy()  # channels last
+    num, rows = len(images), max(1, math.ceil(len(images) / 6))
+    figure = new_figure(9, 0.4 + 1.9 * rows)
+    grid = figure.subplots(rows, 6, squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, image, index in zip(grid.flat, images, worst.tolist(), strict=False):
+        axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
+        said, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
+        text = f"predicted {said}, {tensors['probability'][index]:.2%}\ntrue {true}"
+        axes.set_title(text, fontsize=9 if max(map(len, classes)) < 6 else 7)
+    all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
+    shown = f"the {num} most confident of " if num < all_mistakes else ""
+    figure.suptitle(f"{shown}{all_mistakes} mistake{'s' * (all_mistakes != 1)}", fontsize=11)
+    return figure
+
+
+def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Figure":
+    """Predicted against true and the residuals, per target; the line itself for one feature."""
+    prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
+    targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
+    features = tensors.get("feature")
+    feature = features[:, 0].numpy() if features is not None and features.shape[1] == 1 else None
+    columns = 2 + (feature is not None)
+    figure = new_figure(4.3 * columns, 4.2 * len(targets))
+    grid = figure.subplots(len(targets), columns, squeeze=False)
+    dots = {"s": 14, "facecolors": "none", "edgecolors": COLOURS[0], "linewidths": 0.8}
+    for row, name in enumerate(targets):
+        said, true = prediction[:, row], truth[:, row]
+        against, residuals = grid[row][:2]
+        against.scatter(true, said, **dots)
+        ends = [min(true.min(), said.min()), max(true.max(), said.max())]
+        against.plot(ends, ends, color="black", linewidth=1.2)
+        against.set(xlabel=f"true {name}", ylabel=f"predicted {name}")
+        against.set_title("on the line: exact", fontsize=10)
+        residuals.scatter(said, said - true, **dots)
+        residuals.axhline(0, color="black", linewidth=1.2)
+        residuals.set(xlabel=f"predicted {name}", ylabel=f"predicted - true {name}")
+        rmse = float(np.sqrt(np.mean((said - true) ** 2)))
+        residuals.set_title(f"root mean square error {rmse:.4g}", fontsize=10)
+        if feature is not None:
+            line, order = grid[row][2], feature.argsort()
+            line.scatter(feature, true, label="true", **dots)
+            line.plot(feature[order], said[order], color=COLOURS[1], label="predicted")
+            line.set(xlabel=metadata.get("feature", "feature"), ylabel=name)
+            legend_above(line, ncols=2)
+    for axes in grid.flat:
+        axes.locator_params(nbins=4)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the pictures of one run folder, or compare several."""
+    parser = Parser(__doc__, prog="python -m trainkit.tools.plots")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    run_dirs = parser.parse_args(argv).run_dirs
+    for run_dir in run_dirs:
+        if not (run_dir / "metrics.jsonl").exists():
+            raise UsageError(f"{run_dir} is not a run folder: it has no metrics.jsonl")
+    with as_usage_error(f"{' and '.join(map(str, run_dirs))} cannot be drawn"):
+        if len(run_dirs) == 1:
+            print(*draw_run(run_dirs[0]), sep="\n")
+        else:
+            from trainkit.tools.compare import compare_runs  # here: its evaluate may take 3 s
+
+            print(compare_runs(run_dirs))
+
+
+if __name__ == "__main__":
+    startup.run(main)

@@ -1,0 +1,77 @@
+"""A table with a column for each prediction, written beside the table it is about."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from trainkit.cli.text import shorten
+from trainkit.data import tables
+from trainkit.errors import UsageError
+from trainkit.run_dir.files import write_durably
+
+# What a spreadsheet would run: = + - @ first, but no number; or a tab or line break first.
+FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
+
+WRITTEN: dict[Path, Path] = {}  # by this process: from which table
+
+
+def add_predictions(
+    path: Path, about: dict[str, Any], predict: Callable[[torch.Tensor], np.ndarray]
+) -> str:
+    """Write TABLE_predictions.csv, the rows of a table and a column for each target.
+
+    Returns its path, in brackets what is strange, which rows have no prediction and why, and the
+    first rows. A text that a spreadsheet would run as a formula gets an apostrophe in front. Raises
+    UsageError, also if no row can be predicted.
+    """
+    where = str(path)
+    path = path if path.stem.strip(".") else path.resolve()  # . has no name to write beside
+    if not path.exists():
+        raise UsageError(f"{where} cannot be read: there is no such file")
+    written = tables.read_table(where, where, **about.get("read_options", {}))
+    columns = [tables.Column(**column) for column in about["columns"]]
+    tables.check_columns(written, [column.name for column in columns], where)
+    table = written.mask(written.isin(tables.MISSING))
+    inputs, problems = tables.encode(table, columns)
+    why = {
+        row: f"row {row + 1} (column {name!r}: {said})" for row, name, said in reversed(problems)
+    }
+    unknown = shorten([why[row] for row in sorted(why)])
+    if len(why) == len(table):
+        raise UsageError(f"{where}: no row can be predicted: {unknown}")
+    values = predict(torch.from_numpy(inputs))
+    values[[*why]] = np.nan
+    predictions = pd.DataFrame(values, columns=[f"predicted_{name}" for name in about["targets"]])
+    if taken := [name for name in predictions if name in table]:
+        raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
+    notes = ""
+    for column in columns:
+        if column.categories:
+            texts = tables.parse(table[column.name], column).dropna()
+            if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
+                notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
+    notes += f"\nno prediction for {unknown}" * bool(why)
+    kinds = "|".join(kind[1:] for kind in tables.KINDS)
+    stem = re.sub(rf"\.({kinds})(\.gz)?$", "", path.name, flags=re.IGNORECASE)
+    output = path.with_name(f"{stem}_predictions.csv")
+    if WRITTEN.setdefault(output.resolve(), path.resolve()) != path.resolve():
+        raise UsageError(f"{where}: {output} has just been written for another table: rename one")
+    rows = written.join(predictions)
+    shown = rows.head().to_string(
+        index=False, max_cols=6, max_colwidth=20, line_width=79, float_format="{:.6g}".format
+    )
+    rows = rows.astype(object).where(rows.notna(), "")  # else map makes floats of ids and NaN
+    rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
+    write_durably(output, rows.to_csv(index=False).encode())
+    return f"{output}{notes}\n{shown}"
+
+
+def _not_a_formula(value: Any) -> Any:
+    if isinstance(value, str):  # the writer would not put \r into quotes
+        return re.sub(FORMULA, r"'\g<0>", value.replace("\r", "\n"))
+    return value

@@ -1,0 +1,30 @@
+"""The folder of a finished run that from_pretrained of transformers, or of peft, opens."""
+
+import shlex
+from typing import Any
+
+from safetensors.torch import load_file
+
+from trainkit.run_dir.records import read_run_json
+
+
+def write_pretrained(run: Any, tokenizer: Any, base: str) -> None:
+    """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
+
+    Of a PeftModel it holds the adapter. Call it after `with Run(...)`, on any process: the main
+    one writes, from the file, so that nothing has to be gathered. The first model of the run has
+    save_pretrained; the tokenizer may be any processor that has it.
+    """
+    if not run.accelerator.is_main_process:
+        return
+    args, model, folder = run.args, run.models[0], run.args.run_dir / "pretrained"
+    model.save_pretrained(folder, state_dict=load_file(args.run_dir / "model.safetensors"))
+    tokenizer.save_pretrained(folder)
+    about = read_run_json(args.run_dir)
+    rows = {"base": base, **run.progress.metrics, "step": run.progress.step, "seed": args.seed}
+    rows |= {"command": f"`{shlex.join(about['command'])}`", "run on": about["world"]}
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
+    library = "peft" if hasattr(model, "peft_config") else "transformers"
+    head = f"---\nlibrary_name: {library}\n---\n# {args.run_dir.name}\n\n| | |\n| --- | --- |\n"
+    (folder / "README.md").write_text(head + table, encoding="utf-8")
+    print(f"for from_pretrained: {folder}", flush=True)
