@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from trainkit import config as arguments
+
 import pytest
 
 import train_mnist
 import train_regression
-from trainkit.cli import arguments
 from trainkit.errors import UsageError
 
 

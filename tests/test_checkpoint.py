@@ -22,7 +22,7 @@ from trainkit.checkpoint import Checkpoints, Progress
 from trainkit.errors import RunFailure, UsageError
 from trainkit.launch.startup import refuse_pickled_code
 from trainkit.metrics import RunningMeans
-from trainkit.run_dir import rundir
+from trainkit.run_dir import files
 from trainkit.run_dir.log import History
 from trainkit.run_dir.manifest import sha256_of, verify
 from trainkit.run_dir.records import read_rows
@@ -350,12 +350,12 @@ def test_files_of_others_are_not_overwritten(tmp_path: Path, resume: str, name: 
     (run_dir / name).write_text("theirs")
     args = argparse.Namespace(run_dir=run_dir, resume=resume)
     single = SimpleNamespace(num_processes=1, is_main_process=True)
-    rundir.open_run(single, args).release()
+    files.open_run(single, args).release()
     assert Path(f"{run_dir}.1", name).read_text() == "theirs"
 
 
 def hold(run_dir: Path, pipe: Any) -> None:
-    held = rundir.lock(run_dir, 0)
+    held = files.lock(run_dir, 0)
     pipe.send(held.is_locked)
     time.sleep(60)
 
@@ -368,7 +368,7 @@ def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path: Path) -> 
     holder.start()
     assert ours.recv()
     with pytest.raises(UsageError, match="in use by another process: wait for it"):
-        rundir.lock(tmp_path / "run", 0)
+        files.lock(tmp_path / "run", 0)
     holder.kill()
     holder.join()
-    rundir.lock(tmp_path / "run", 0).release()
+    files.lock(tmp_path / "run", 0).release()

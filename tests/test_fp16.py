@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from trainkit import config as arguments
+
 import accelerate
 import pytest
 import torch
@@ -14,7 +16,6 @@ from conftest import forget_accelerator, rows
 from faults import digests
 
 import trainkit.session
-from trainkit.cli import arguments
 from trainkit.loaders import InMemory, make_loaders
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.run import Run

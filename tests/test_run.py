@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from trainkit import config as arguments
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainkit.cli import arguments
 from trainkit.errors import UsageError
 from trainkit.launch.nodes import agree
 from trainkit.loaders import make_loaders

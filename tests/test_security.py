@@ -22,7 +22,7 @@ import train_mnist
 from trainkit.data import pictures, tables
 from trainkit.errors import UsageError
 from trainkit.launch import startup
-from trainkit.run_dir import records, rundir
+from trainkit.run_dir import files, records
 from trainkit.run_dir.manifest import sha256_of, verify, write_manifest
 from trainkit.run_dir.weights import read_weights, write_tensors
 from trainkit.tools import hub, photos, plots
@@ -72,9 +72,9 @@ def test_what_a_link_names_is_neither_removed_nor_written(tmp_path: Path, outsid
     folder.mkdir()
     for name, target in ((".tmp-step", "."), ("a.json", "file"), (".tmp-b.json", "file")):
         (folder / name).symlink_to(outside / target)
-    rundir.remove_tree(folder / ".tmp-step")
+    files.remove_tree(folder / ".tmp-step")
     for name in ("a.json", "b.json"):
-        rundir.write_durably(folder / name, b"ours")
+        files.write_durably(folder / name, b"ours")
         assert (folder / name).read_bytes() == b"ours"
     assert untouched(outside)
 
