@@ -7,7 +7,7 @@ python examples/finetune.py --base HuggingFaceTB/SmolLM2-135M-Instruct --data pa
 """
 
 import argparse
-import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,26 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
 
-import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 
+from trainkit.cli.text import first_sentence
+from trainkit.data import conversations
 from trainkit.errors import as_usage_error
-from trainkit.tools.pretrained import write_pretrained
+from trainkit.tools.pretrained import stop_at, write_pretrained
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("problem").add_argument
     add("--base", default="runs/docstrings/base", help="a folder, or a model of the Hub")
-    add("--data", default="runs/docstrings/pairs.jsonl", help="or Parquet: prompt, answer")
+    add(
+        "--data",
+        default="runs/docstrings/pairs.jsonl",
+        help="JSON lines, Parquet, a datasets folder, a Hub id",
+    )
     add("--lora", type=int, metavar="RANK", help="freeze the model and train matrices beside it")
     add("--max-tokens", type=int, default=512, help="of prompt and answer: what is over is cut")
     add("--checkpointing", action="store_true", help="less memory, more time, the same numbers")
@@ -40,38 +45,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def encode(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], int]:
-    """The tokens of both, and where those of the answer begin."""
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        ask = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
-        both = tokenizer.apply_chat_template(chat, return_dict=False)
-    else:
-        ask = tokenizer(prompt).input_ids
-        both = ask + tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
-    # Some templates end a prompt in one way before an answer and in another without.
-    return both, next(n for n in range(len(ask), -1, -1) if ask[:n] == both[:n])
-
-
-def load_data(args: argparse.Namespace) -> tuple[list, list, Any]:
-    """Samples are tokens, and where the answer begins; a tenth is held out. And the tokenizer."""
+def load_data(args: argparse.Namespace) -> tuple:
+    """Samples to train and evaluate on: tokens and which are learned. How answers end, the plan."""
     with as_usage_error("this example needs `pip install transformers`"):
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
     with as_usage_error(f"--base {args.base} or --data {args.data} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(args.base)
-        if args.data.endswith(".parquet"):
-            rows = pq.read_table(args.data, columns=["prompt", "answer"]).to_pylist()
-        else:
-            rows = [json.loads(line) for line in Path(args.data).read_bytes().splitlines()]
-        pairs = [encode(tokenizer, row["prompt"], row["answer"]) for row in rows]
-    samples = [(torch.tensor(tokens[: args.max_tokens]), first) for tokens, first in pairs]
-    return [pair for n, pair in enumerate(samples) if n % 10], samples[::10], tokenizer
+        limit = conversations.num_positions(AutoConfig.from_pretrained(args.base))
+        sets = conversations.make_sets(tokenizer, args.data, args.max_tokens, limit)
+    return *sets, tokenizer
 
 
 def collate(samples: list) -> tuple[torch.Tensor, ...]:
-    """Tokens (n, longest), and from where to where they count, (n, 1) each."""
-    spans = torch.tensor([(start, len(row)) for row, start in samples])
-    return pad_sequence([row for row, _ in samples], batch_first=True), spans[:, :1], spans[:, 1:]
+    """Tokens, and which of them are learned; (n, longest) each, padded on the right."""
+    tokens, learned = (pad_sequence(each, batch_first=True) for each in zip(*samples, strict=True))
+    return tokens, learned
 
 
 def make_model(args: argparse.Namespace) -> torch.nn.Module:
@@ -91,25 +79,31 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def judge(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """The loss of each token after the first, and which are the answer's."""
-    tokens, first, end = batch
+    """The loss of each token after the first, and which are learned."""
+    tokens, learned = batch
     # These models refuse zero rows, which a process may get: then one is made up.
     inputs = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
     # Padding needs no mask: it is on the right, where no token of a causal model looks.
     logits = model(input_ids=inputs[:, :-1], use_cache=False).logits[: len(tokens)]
-    targets, place = tokens[:, 1:], torch.arange(1, tokens.shape[1], device=tokens.device)
+    targets = tokens[:, 1:]
     losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return {"loss": losses.view_as(targets), "where": (first <= place) & (place < end)}
+    return {"loss": losses.view_as(targets), "where": learned[:, 1:]}
 
 
-def answer(model: Any, tokenizer: Any, tokens: torch.Tensor, first: int) -> str:
+def answer(model: Any, tokenizer: Any, sample: tuple[torch.Tensor, torch.Tensor]) -> str:
     """The most likely answer to the prompt of a sample. Every process must call this."""
+    tokens, first = sample[0], int(sample[1].nonzero()[0])
     prompt = tokens[None, :first].to(model.device)
-    options = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
+    num_new = min(50, (conversations.num_positions(model.config) or math.inf) - first)
+    options = {"max_new_tokens": num_new, "do_sample": False}
     model.eval()
-    found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
-    model.train()
-    return tokenizer.decode(found[0, first:], skip_special_tokens=True)
+    try:
+        found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        return tokenizer.decode(found[0, first:], skip_special_tokens=True)
+    except Exception as problem:  # it only shows, and ends no run
+        return f"none, because of {first_sentence(problem)}"
+    finally:
+        model.train()
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -117,9 +111,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     with Run(args, "finetune") as run:
         accelerator = run.accelerator
-        train_set, eval_set, tokenizer = run.load(load_data)
+        train_set, eval_set, end, plan, tokenizer = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args, collate)
         model = make_model(args)
+        stop_at(model, end)
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
         optimizer = make_optimizer(accelerator, weights, args)
         scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
@@ -127,7 +122,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             model, optimizer, train_loader, eval_loader, scheduler
         )
         run.only_trained = bool(args.lora)  # the base lies in --base
-        run.begin(model, {"script": Path(__file__).stem, "lora": args.lora})
+        run.begin(model, {"script": Path(__file__).stem, "lora": args.lora}, plan)
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
         for _ in run.epochs():
             for batch in run.steps(train_loader):
@@ -139,7 +134,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
-            run.print(f"answer: {answer(run.models[0], tokenizer, *eval_set[0])}")
+            run.print(f"answer: {answer(run.models[0], tokenizer, eval_set[0])}")
             run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
         metrics = run.finish()
     write_pretrained(run, tokenizer, args.base)

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+from trainkit import best
 from trainkit import config as arguments
 
 import pytest
 
 import train_mnist
 import train_regression
+from trainkit.checkpoint import Progress
 from trainkit.errors import UsageError
 
 
@@ -80,6 +82,31 @@ def test_flags_that_do_not_go_together_are_refused(flags: str, words: str) -> No
     args = train_regression.parse_args(flags.split())
     problems = arguments.find_problems(args, 1)
     assert [words in problem for problem in problems] == [True] * bool(words)
+
+
+# Metrics of --keep-best, by the direction that is known of them or said.
+DIRECTIONS = {
+    "min": "eval_wer eval_cer fid mape eval_clean-loss loss/2 Valid.Loss eval_accuracy:min x:min",
+    "max": "eval_accuracy map50 ndcg@10 eval_f1_macro eval_R2 eval_margin eval_loss:max a:b:max",
+    "": "x neg_loss accuracy_gap reward_loss lossless eval_format eval_loss:MIN :min errata a:b",
+}
+DIRECTION_OF = [(name, way) for way, names in DIRECTIONS.items() for name in names.split()]
+
+
+@pytest.mark.parametrize(("metric", "direction"), DIRECTION_OF)
+def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(
+    metric: str, direction: str
+) -> None:
+    args = train_regression.parse_args(["--keep-best", metric, "--patience", "9"])
+    problems = arguments.find_problems(args, 1)
+    assert ["followed by :min or :max" in each for each in problems] == [True] * (not direction)
+    if direction:
+        name = metric.removesuffix(f":{direction}")
+        # An older checkpoint knows the name alone.
+        progress = Progress(metrics={name: 1.0}, best=2.0, best_name=name)
+        assert best.judge(args, progress) == (direction == "min")
+        progress.metrics[name] = 3.0
+        assert best.judge(args, progress) == (direction == "max")
 
 
 def test_only_the_experiment_must_be_equal_when_a_run_is_resumed() -> None:

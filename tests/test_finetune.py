@@ -1,6 +1,8 @@
 """A Hugging Face model is fine-tuned, whole or by LoRA, as transformers itself would do it."""
 
 import itertools
+import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from test_shards import KINDS, env
 
 from examples import finetune
+from trainkit.data import conversations
 from trainkit.errors import UsageError
 from trainkit.loaders import EpochBatches
 
@@ -82,17 +85,18 @@ def make_model(flags: list[str], lora: int | None) -> tuple[Any, Any]:
 def plain(flags: list[str], lora: int | None) -> list[float]:
     """Losses of a loop of plain PyTorch around the loss of transformers, its mask and its shift."""
     args, model = make_model(flags, lora)
-    samples, _, _ = finetune.load_data(args)
+    samples, *_ = finetune.load_data(args)
     adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
     order, losses = EpochBatches(len(samples), args.batch_size, seed=0), []
     for epoch in range(2):
         order.set_position(epoch, 0)
         for batch in order:
             chosen = [samples[index] for index in batch.values.tolist()]
-            tokens, first, end = finetune.collate(chosen)
-            place = torch.arange(tokens.shape[1])
-            labels = tokens.where((first <= place) & (place < end), -100)
-            loss = model(tokens, attention_mask=(place < end).long(), labels=labels).loss
+            tokens, learned = finetune.collate(chosen)
+            lengths = torch.tensor([[len(row)] for row, _ in chosen])
+            mask = (torch.arange(tokens.shape[1]) < lengths).long()
+            labels = tokens.where(learned, -100)
+            loss = model(tokens, attention_mask=mask, labels=labels).loss
             losses.append(loss.item())
             adam.zero_grad()
             loss.backward()
@@ -149,14 +153,141 @@ def test_a_kill_changes_no_byte(
         assert path.read_bytes() == killed.read_bytes(), path.name
 
 
-@pytest.mark.parametrize("template", [True, False])
-def test_the_answer_and_its_end_are_what_counts(flags: list[str], template: bool) -> None:
-    _, _, tokenizer = finetune.load_data(finetune.parse_args(flags))
-    if not template:
-        tokenizer.chat_template = None
-    tokens, first = finetune.encode(tokenizer, "def f():", "Do it.")
-    assert tokenizer.decode(tokens[first:]) == "Do it.<end>"
-    assert "def f():" in tokenizer.decode(tokens[:first])
+CHATML = """{% for each in messages %}<|im_start|>{{ each.role }}
+{{ each.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+THINKS_LAST = "each.content if loop.last else each.content.split('</think>')[-1]"
+TEMPLATES = {
+    "chatml": CHATML,
+    "never thinks": CHATML.replace("each.content", "each.content.split('</think>')[-1]"),
+    "thinks last": CHATML.replace("each.content", THINKS_LAST),
+    "no end": "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}",
+    "none": None,
+}
+SHORT, LONG = {"prompt": "a", "answer": "4"}, {"prompt": "x = 1 ; " * 90, "answer": "4"}
+ASK, SAY = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
+TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
+TOOL = SAY | {"content": None, "tool_calls": [{"function": {"name": "f"}}]}
+FOUR, NOT_LEFT = (
+    "4<|im_end|>\n",
+    "on has an answer, or a token of one .* 64: .* larger",
+)
+# A template, rows, what is learned in the first samples, what the plan says or why there is none.
+CASES = [
+    ("chatml", [SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
+    ("no end", [SHORT], ["[assistant]4"], {"end": "no token ends an answer"}),
+    ("none", [SHORT], ["4<end>"], {"first": r"^a\[\[4<end>]]$"}),
+    (
+        "never thinks",
+        [SHORT | {"answer": "<think>2</think>4"}],
+        [FOUR],
+        {"template": "3 of 3 .*<th"},
+    ),
+    ("chatml", [SHORT, LONG], [FOUR] * 2, {"cut": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
+    ("chatml", [SHORT | {"answer": LONG["prompt"]}], [], {"cut": "3 of 3", "end": "in 0 of 3"}),
+    ("chatml", [LONG], [], f"train {NOT_LEFT}"),
+    ("chatml", [LONG, *[SHORT] * 4], [], f"evaluate {NOT_LEFT}"),
+    ("chatml", [{"messages": [SAY | {"role": "system"}, *TALK, *TALK]}], [FOUR * 2], {}),
+    ("thinks last", [{"messages": [ASK, THOUGHT, *TALK]}], [f"<think>2</think>{FOUR}", FOUR], {}),
+    ("chatml", [{"messages": [SAY, *TALK, SAY, ASK]}], [FOUR * 3], {}),
+    ("chatml", [{"messages": [ASK, TOOL]}], ["<|im_end|>\n"], {}),
+    ("chatml", [{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
+    ("chatml", [{"prompt": "2?", "completion": "4"}], [FOUR], {}),
+    (
+        "chatml",
+        [{"instruction": "+", "input": "2", "output": "4"}],
+        [FOUR],
+        {"first": r"\+\\n.n2"},
+    ),
+    ("chatml", [{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
+    ("chatml", [{"messages": [ASK]}], [], f"train {NOT_LEFT}"),
+    ("none", [{"messages": [*TALK, *TALK]}], [], "line 1 of .* no chat template"),
+    ("chatml", [{"question": "2?"}], [], "line 1 of .* has not the columns"),
+    ("chatml", [{"messages": [{"role": "assistant"}]}], [], "line 1 of .* has no text"),
+]
+
+
+@pytest.fixture
+def tokenizer(flags: list[str]) -> Any:
+    made = transformers.AutoTokenizer.from_pretrained(flags[-1])
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return made
+
+
+@pytest.mark.parametrize(("template", "given", "learned", "said"), CASES)
+def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said(
+    tokenizer: Any, tmp_path: Path, template: str, given: list, learned: list[str], said: Any
+) -> None:
+    tokenizer.chat_template, path = TEMPLATES[template], tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in given * 3))
+    if isinstance(said, str):
+        with pytest.raises(UsageError, match=said):
+            conversations.make_sets(tokenizer, str(path), 64)
+        return
+    Dataset.from_list(given * 3).save_to_disk(tmp_path / "saved")
+    for source in (path, tmp_path / "saved"):
+        train_set, _, _, plan = conversations.make_sets(tokenizer, str(source), 64, 99)
+        texts = [tokenizer.decode(tokens[where]) for tokens, where in train_set]
+        assert texts[: len(learned)] == learned and all(texts)
+        assert plan.keys() == {"data", "end", "first", *said}
+        assert all(re.search(words, plan[name]) for name, words in said.items())
+
+
+def train_on(run_main: Callable, folder: Path, tokenizer: Any, model: Any, prompt: str) -> Path:
+    """Learn to say yes; return the folder for from_pretrained."""
+    for each in (model, tokenizer):
+        each.save_pretrained(folder / "base")
+    pair = json.dumps({"prompt": prompt, "answer": "yes"})
+    (folder / "pairs.jsonl").write_text(f"{pair}\n" * 100)
+    flags = f"--base {folder}/base --data {folder}/pairs.jsonl --run-dir {folder} --learning-rate"
+    flags += " 2e-2 --epochs 5 --batch-size 10 --no-pictures" + " --lora 2" * (prompt == "lora")
+    run_main("examples.finetune", *flags.split())
+    return folder / "pretrained"
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "prompt"), [("chatml", "<end>", "say"), ("none", "<|im_end|>", "lora")]
+)
+def test_an_answer_stops_where_those_that_were_learned_end(
+    run_main: Callable, tokenizer: Any, tmp_path: Path, template: str, end: str, prompt: str
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
+    model.resize_token_embeddings(len(tokenizer))  # its settings name <end> and no other
+    tokenizer.chat_template, tokenizer.eos_token = TEMPLATES[template], end
+    folder = train_on(run_main, tmp_path, tokenizer, model, prompt)
+    settings = transformers.GenerationConfig.from_pretrained(folder)
+    assert tokenizer.decode(settings.eos_token_id) == "<end><|im_end|>"
+    if prompt == "say":
+        opened = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        ask = "<|im_start|>user\nsay<|im_end|>\n<|im_start|>assistant\n"
+        found = opened.generate(tokenizer(ask, return_tensors="pt").input_ids, max_new_tokens=30)
+        assert tokenizer.decode(found[0]) == f"{ask}yes<|im_end|>"
+
+
+@pytest.mark.parametrize("prompt", [" x" * 100, "", "broken"])
+def test_a_sample_answer_ends_no_run(
+    run_main: Callable, tokenizer: Any, tmp_path: Path, prompt: str, monkeypatch: Any, capfd: Any
+) -> None:
+    tokenizer.chat_template = None
+    config = transformers.GPT2Config(n_positions=128, n_embd=32, n_layer=1, n_head=1)
+    config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), 0, 0
+    if prompt == "broken":
+        monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", None)
+    train_on(run_main, tmp_path, tokenizer, transformers.GPT2LMHeadModel(config), prompt)
+    shown = re.findall(r"\nanswer: (none, because of \w+)?", capfd.readouterr().out)
+    assert shown == ["none, because of TypeError" * (prompt == "broken")] * 5
+
+
+LINES = ['{"prompt": "a", "answer": "b"}', "", "{", "[1]", '{"prompt": "a", "answer": null}']
+
+
+@pytest.mark.parametrize("line", LINES[1:])
+def test_a_line_without_a_pair_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(f"{LINES[0]}\n{line}\n{LINES[0]}\n")
+    with pytest.raises(UsageError, match=f"^line 2 of {path} {'' if line else 'is blank'}"):
+        conversations.read_conversations(str(path))
 
 
 def test_parquet_holds_the_same_samples_and_a_base_that_is_not_there_ends_in_a_sentence(

@@ -382,13 +382,13 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(
         last = max((tmp_path / "run/checkpoints").glob("step-*")) / "trainer.json"
         return json.loads(last.read_text())["progress"]
 
-    of_score = "--keep-best eval_score --epochs"
+    of_score = "--keep-best eval_score:max --epochs"
     progress = train_with([math.nan, math.inf, 0.5, -math.inf], f"{of_score} 4")
     assert progress["best"] == 0.5 and progress["best_step"] == 3 * progress["step"] // 4
     assert train_with([math.nan], f"{of_score} 1")["best"] is None
     assert "no evaluation gave a finite eval_score: nothing was kept" in capfd.readouterr().out
-    with pytest.raises(UsageError, match="--keep-best score: there are only epoch, train_loss"):
-        train_with([0.5], "--keep-best score")
+    with pytest.raises(UsageError, match="--keep-best score:min: there are only epoch, train"):
+        train_with([0.5], "--keep-best score:min")
 
 
 def test_an_average_is_saved_beside_weights_that_are_channels_last(

@@ -186,7 +186,7 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
 
 NAMES = ["metrics.jsonl", "model.safetensors", "raw.safetensors", "best.safetensors"]
 ENDING = f"--dropout 0.1 --ema {DECAY} --eval-every 3 --save-every 4".split()
-ENDING += ["--keep-best", "eval_samples", "--patience", "2"]
+ENDING += ["--keep-best", "eval_samples:max", "--patience", "2"]
 
 
 @pytest.mark.parametrize(("mode", "world", "accumulate"), grid(("answers", 2, 1)))

@@ -9,27 +9,22 @@ from accelerate import Accelerator
 
 from trainkit.checkpoint import Progress
 from trainkit.cli.console import show
+from trainkit.cli.directions import metric_and_direction
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.run_dir import records
 from trainkit.run_dir.files import rename_free
 
-SMALLEST_IS_BEST = ("loss", "error", "mse", "mae", "perplexity", "nll")  # parts of names of metrics
-
-
-def smallest_is_best(metric: str) -> bool:
-    """True if a smaller value of this metric is better, judged by its name."""
-    return any(part in metric for part in SMALLEST_IS_BEST)
-
 
 def judge(args: argparse.Namespace, progress: Progress) -> bool:
     """Is this evaluation the best so far? Those that are not are counted: --patience ends a run."""
-    name = args.keep_best
+    name, direction = metric_and_direction(args.keep_best or "")
     if name not in progress.metrics:
         return False
-    if progress.best_name != name:  # it was another one before a resume
-        progress.best, progress.best_name, progress.num_worse = None, name, 0
+    if not _is_of(progress, name, direction):  # it was another one before a resume
+        progress.best, progress.num_worse = None, 0
+    progress.best_name = f"{name}:{direction}"
     value, best = progress.metrics[name], progress.best
-    better = best is None or (value < best if smallest_is_best(name) else value > best)
+    better = best is None or (value < best if direction == "min" else value > best)
     if better and math.isfinite(value):
         progress.best, progress.best_step, progress.num_worse = value, progress.step, 0
         return True
@@ -38,20 +33,25 @@ def judge(args: argparse.Namespace, progress: Progress) -> bool:
     return False
 
 
+def _is_of(progress: Progress, name: str, direction: str) -> bool:
+    """Is it the best of this metric? Older checkpoints have its name alone."""
+    return progress.best_name in (name, f"{name}:{direction}")
+
+
 def problem(args: argparse.Namespace, progress: Progress) -> str:
     """What is wrong with --keep-best, if there is no such metric."""
-    if args.keep_best in (None, *progress.metrics):
+    if not args.keep_best or metric_and_direction(args.keep_best)[0] in progress.metrics:
         return ""
     return f"--keep-best {args.keep_best}: there are only {', '.join(progress.metrics)}"
 
 
 def describe(accelerator: Accelerator, args: argparse.Namespace, progress: Progress) -> str:
     """Which evaluation was best, and which file has its weights."""
-    if progress.best is None or progress.best_name != args.keep_best:
-        return f"no evaluation gave a finite {args.keep_best}: nothing was kept for it"
-    where = _best_file(accelerator, args, progress)
-    value = show(args.keep_best, progress.best)
-    return f"{args.keep_best} was best at step {progress.best_step}, {value}: {where} those weights"
+    name, direction = metric_and_direction(args.keep_best)
+    if progress.best is None or not _is_of(progress, name, direction):
+        return f"no evaluation gave a finite {name}: nothing was kept for it"
+    where, value = _best_file(accelerator, args, progress), show(name, progress.best)
+    return f"{name} was best at step {progress.best_step}, {value}: {where} those weights"
 
 
 def _best_file(accelerator: Accelerator, args: Any, progress: Progress) -> str:

@@ -48,7 +48,7 @@ class Progress:
         metrics: the metrics of the last evaluation.
         metrics_step: the step of that evaluation.
         best, best_step: the best value of the metric of --keep-best, and its step.
-        best_name: that metric.
+        best_name: that metric and its direction, "eval_loss:min".
         num_worse: evaluations since then.
         ended: run.stop() or --patience has ended the run, whatever is left of it.
         state: run.state, the script's own.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainkit.cli.directions import metric_and_direction
 from trainkit.errors import UsageError
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -27,6 +28,10 @@ UP_TO_1 = (lambda value: 0 < value <= 1, "above 0 and at most 1")
 POSITIVE_OR_INF = (lambda value: value > 0, "above 0")
 DECAY = (lambda value: 0 < value < 1, "above 0 and below 1")
 FRACTION = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+METRIC = (
+    lambda value: bool(metric_and_direction(value)[1]),
+    "followed by :min or :max: the name does not say whether a smaller or a larger value is better",
+)
 SEED = (lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 # Flag, type or choices, default, what a value must be, help.
@@ -63,9 +68,9 @@ RUN_FLAGS = (
      "none; a path: from exactly this one; None: start a new run"),
     ("--save-every", int, None, AT_LEAST_1, "steps between checkpoints; None: each epoch"),
     ("--keep", int, 2, AT_LEAST_2, "checkpoints to keep, at least 2"),
-    ("--keep-best", str, None, None,
+    ("--keep-best", str, None, METRIC,
      "a metric, such as eval_accuracy: also keep the checkpoint where it is best, and its weights "
-     "as best.safetensors; of a loss or error the smallest is best"),
+     "as best.safetensors; NAME:min or NAME:max where the name does not say which is better"),
     ("--patience", int, None, AT_LEAST_1,
      "end the run after this many evaluations in a row that are not the best by --keep-best"),
     ("--start-from", Path, None, None,

@@ -8,6 +8,14 @@ from safetensors.torch import load_file
 from trainkit.run_dir.records import read_run_json
 
 
+def stop_at(model: Any, token: int | None) -> None:
+    """Let model.generate(...) stop after this token too, here and in the folder that is written."""
+    config = model.generation_config
+    known = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
+    if token is not None and token not in (known or []):
+        config.eos_token_id = [*(known or []), token]
+
+
 def write_pretrained(run: Any, tokenizer: Any, base: str) -> None:
     """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
 
@@ -19,6 +27,8 @@ def write_pretrained(run: Any, tokenizer: Any, base: str) -> None:
         return
     args, model, folder = run.args, run.models[0], run.args.run_dir / "pretrained"
     model.save_pretrained(folder, state_dict=load_file(args.run_dir / "model.safetensors"))
+    if hasattr(model, "peft_config"):  # whose save_pretrained writes no generation settings
+        model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     about = read_run_json(args.run_dir)
     rows = {"base": base, **run.progress.metrics, "step": run.progress.step, "seed": args.seed}

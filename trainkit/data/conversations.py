@@ -1,0 +1,286 @@
+"""Conversations as tokens: what of them is learned, what is cut, and how an answer ends."""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+import torch
+
+from trainkit.errors import UsageError, as_usage_error
+
+Sample = tuple[torch.Tensor, torch.Tensor]  # tokens, int64 (length,), and which are learned, bool
+# Columns of the formats that are read; of the first that a table has all the columns.
+FORMATS = (
+    ("messages",),
+    ("prompt", "completion"),
+    ("prompt", "answer"),
+    ("instruction", "output"),
+    ("text",),
+)
+MOST_SHOWN = 400  # characters of a sample
+
+
+class Conversation(NamedTuple):
+    """Turns as chat templates take them, or a text.
+
+    Attributes:
+        turns: role and content; a turn that calls tools may have no content.
+        num_given: so many turns at the start are a prompt, in which no answer is learned.
+        tools: what the template is to say of tools, if anything.
+        text: in the place of turns: all of it is learned.
+    """
+
+    turns: list[dict[str, Any]]
+    num_given: int = 0
+    tools: list[Any] | None = None
+    text: str | None = None
+
+
+def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row and its place: of a JSON lines, JSON or Parquet file, a datasets folder or Hub id.
+
+    Raises UsageError that names the line which is no JSON.
+    """
+    path = Path(source)
+    if path.suffix == ".parquet" and path.is_file():
+        rows = pq.read_table(path).to_pylist()
+    elif path.is_file():
+        data = path.read_bytes()
+        if path.suffix != ".json" or not data.lstrip().startswith(b"["):
+            yield from _read_lines(path, data)
+            return
+        rows = json.loads(data)
+    else:
+        import datasets
+
+        saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+        rows = datasets.load_from_disk(path) if saved else datasets.load_dataset(source)
+        rows = rows["train"] if isinstance(rows, dict) else rows
+    for number, row in enumerate(rows, 1):
+        yield f"row {number} of {source}", row
+
+
+def _read_lines(path: Path, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(data.splitlines(), 1):
+        place = f"line {number} of {path}"
+        if not line.strip():
+            raise UsageError(f"{place} is blank: each line holds one JSON row")
+        with as_usage_error(f"{place} is no JSON"):
+            row = json.loads(line)
+        yield place, row
+
+
+def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str]:
+    """The conversations of read_rows, each with its place; which columns they come from.
+
+    Raises UsageError that names the first row without such columns, or without texts in them.
+    """
+    found: list[tuple[str, Conversation]] = []
+    kinds: dict[str, None] = {}
+    for place, row in read_rows(source):
+        held = {*row} if isinstance(row, dict) else set()
+        columns = next((each for each in FORMATS if held.issuperset(each)), None)
+        if columns is None:
+            known = "; ".join(" and ".join(each) for each in FORMATS)
+            raise UsageError(f"{place} has not the columns of any known format: {known}")
+        names = " and ".join(columns)
+        try:
+            found.append((place, _conversation(columns, row)))
+        except (TypeError, KeyError, AttributeError) as problem:
+            raise UsageError(f"{place} has no text, or no turns, in {names}") from problem
+        kinds[names] = None
+    return found, "; ".join(kinds)
+
+
+def _conversation(columns: tuple[str, ...], row: dict[str, Any]) -> Conversation:
+    """A row with the columns of one of the FORMATS."""
+    if columns == ("text",):
+        return Conversation([], text=row["text"] + "")
+    given, said = ([], row["messages"]) if len(columns) == 1 else (row[name] for name in columns)
+    if "instruction" in columns and row.get("input"):
+        given = given + "\n\n" + row["input"]
+    given = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    said = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
+    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+    return Conversation([_turn(x) for x in given + said], len(given), _filled(tools) or None)
+
+
+def _turn(turn: dict[str, Any]) -> dict[str, Any]:
+    content = turn["content"] or "" if turn.get("tool_calls") else turn["content"]
+    if not isinstance(turn["role"], str) or not isinstance(content, str | list):
+        raise TypeError
+    return _filled(turn) | {"content": content}
+
+
+def _filled(value: Any) -> Any:
+    """Without the nulls with which a table fills in what other rows have."""
+    if isinstance(value, dict):
+        return {name: _filled(each) for name, each in value.items() if each is not None}
+    return [_filled(each) for each in value] if isinstance(value, list) else value
+
+
+def find_end(tokenizer: Any, has_turns: bool = True) -> int | None:
+    """The token that ends an answer, by the chat template if there is one; None without such.
+
+    Raises UsageError for a template that leaves out what is said.
+    """
+    if not tokenizer.chat_template or not has_turns:
+        return tokenizer.eos_token_id
+    chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    _, found, after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("answer")
+    if not found:
+        raise UsageError("the chat template of the model takes no plain text: it leaves it out")
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    tokens = tokenizer(after, add_special_tokens=False).input_ids
+    return next((token for token in tokens if token in special), None)
+
+
+def num_positions(config: Any) -> int | None:
+    """How many tokens a model of transformers takes at once, by its config; None: not limited."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[Sample], str]:
+    """Samples in which what the assistant says is learned, and what the template leaves out of it.
+
+    One sample, or one for each answer where the template changes earlier turns once others follow,
+    as some do with what is between <think> and </think>: so nothing of a turn is lost. Answers that
+    begin after `size` tokens may be left out. Raises ValueError if answers cannot be told apart.
+    """
+    turns, end = conversation.turns, tokenizer.eos_token or ""
+    if conversation.text is not None:
+        return [_sample(tokenizer(conversation.text + end).input_ids, [])], ""
+    if not tokenizer.chat_template:
+        if [turn["role"] for turn in turns] != ["user", "assistant"]:
+            raise ValueError("it has turns, and the tokenizer of --base has no chat template")
+        # The first token of an answer can be learned only after another one.
+        start = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        ask = tokenizer(turns[0]["content"]).input_ids or [start] * (start is not None)
+        answer = tokenizer(turns[1]["content"] + end, add_special_tokens=False).input_ids
+        return [_sample(ask + answer, [(len(ask), len(ask + answer))])], ""
+    pieces: list[list[int]] = []
+    spans: list[tuple[int, int]] = []
+    lost = ""
+    for number in range(conversation.num_given, len(turns)):
+        if turns[number]["role"] == "assistant" and not (pieces and len(pieces[-1]) > size):
+            tokens, span, is_whole = _encode_turn(tokenizer, conversation, number)
+            pieces, spans = [*pieces, tokens], [*spans, span]
+            lost = lost or "" if is_whole else str(turns[number]["content"])
+    if pieces and all(pieces[-1][: len(tokens)] == tokens for tokens in pieces):
+        return [_sample(pieces[-1], spans)], lost
+    return [_sample(*piece) for piece in zip(pieces, ([span] for span in spans), strict=True)], lost
+
+
+def _encode_turn(
+    tokenizer: Any, conversation: Conversation, number: int
+) -> tuple[list[int], tuple[int, int], bool]:
+    """The tokens up to the end of a turn, where it lies in them, and whether all of it is there."""
+    turns, how = conversation.turns, {"tools": conversation.tools, "tokenize": False}
+    given, said = turns[:number], turns[number]
+    text = tokenizer.apply_chat_template([*given, said], **how)
+    ask = text[: text.find(str(said["content"]))]  # of what nobody has asked for
+    if given:
+        ask = tokenizer.apply_chat_template(given, add_generation_prompt=True, **how)
+        # Some templates end a prompt in one way before an answer and in another without.
+        same = text[: _num_equal(ask, text)]
+        if _holds(ask, given[-1]) and not _holds(same, given[-1]):
+            raise ValueError("the chat template changes the turn before an answer with the answer")
+    before, tokens = tokenizer([ask, text], add_special_tokens=False).input_ids
+    return tokens, (_num_equal(before, tokens), len(tokens)), _holds(text, said)
+
+
+def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many items at the start are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _holds(text: str, turn: dict[str, Any]) -> bool:
+    """Does the text hold what is said in a turn? White space is not counted: templates strip it."""
+    content = turn["content"]
+    return not isinstance(content, str) or "".join(content.split()) in "".join(text.split())
+
+
+def _sample(tokens: list[int], spans: list[tuple[int, int]]) -> Sample:
+    """The spans are learned, without any all; never the first token, which follows none."""
+    learned = torch.full((len(tokens),), not spans)
+    for start, stop in spans:
+        learned[start:stop] = True
+    learned[:1] = False
+    return torch.tensor(tokens, dtype=torch.int64), learned
+
+
+def show(tokenizer: Any, sample: Sample) -> str:
+    """A sample on one line, what is learned in double brackets."""
+    shown = ""
+    for learned, pairs in groupby(zip(*(x.tolist() for x in sample), strict=True), lambda x: x[1]):
+        text = repr(tokenizer.decode([token for token, _ in pairs]))[1:-1]
+        if len(text) > 150:
+            text = f"{text[:80]} ... {text[-60:]}"
+        shown += f"[[{text}]]" if learned else text
+    return shown[:MOST_SHOWN] + " ..." * (len(shown) > MOST_SHOWN)
+
+
+class Sets(NamedTuple):
+    """What make_sets returns."""
+
+    train_set: list[Sample]
+    eval_set: list[Sample]
+    end: int | None  # the token that ends an answer
+    plan: dict[str, str]  # lines to print
+
+
+def make_sets(tokenizer: Any, source: str, max_tokens: int, limit: int | None = None) -> Sets:
+    """Samples to train on, and of a tenth of the rows to evaluate on; what a plan says of them.
+
+    Samples are cut to max_tokens, or to `limit` if that is less; those of which no learned token is
+    left are dropped and counted. Raises UsageError if that leaves one of the sets without any, or
+    for what read_conversations or the chat template refuses, with its place.
+    """
+    size = min(max_tokens, limit or max_tokens)
+    why = f"--max-tokens {size}" if size == max_tokens else f"the model's {size} positions"
+    rows, columns = read_conversations(source)
+    sets: tuple[list[Sample], list[Sample]] = ([], [])
+    num_cut = num_dropped = 0
+    changed = []
+    for number, (place, conversation) in enumerate(rows):
+        with as_usage_error(f"{place} cannot be made into tokens"):
+            samples, lost = encode(tokenizer, conversation, size)
+        changed += [lost] * bool(lost)
+        num_dropped += not samples
+        for tokens, learned in samples:
+            num_cut += len(tokens) > size
+            is_left = bool(learned[:size].any())
+            sets[number % 10 == 0].extend([(tokens[:size], learned[:size])] * is_left)
+            num_dropped += not is_left
+    if len(rows) > 1 and not all(sets):
+        raise UsageError(
+            f"none of the samples to {'evaluate' if sets[0] else 'train'} on has an answer, or a "
+            f"token of one within {why}: shorten the prompts"
+            f"{' or give a larger --max-tokens' * (size == max_tokens)}"
+        )
+    end = find_end(tokenizer, any(row.turns for _, row in rows))
+    plan = {"data": f"{len(rows)} rows of {columns}", "end": _describe_end(tokenizer, end, sets)}
+    num_samples = sum(map(len, sets)) + num_dropped
+    plan |= {"cut": f"{num_cut} of {num_samples} samples, to {why}"} if num_cut else {}
+    if num_dropped:
+        plan["dropped"] = (
+            f"{num_dropped} of {num_samples} samples, which have no learned token left"
+        )
+    if changed:
+        plan["template"] = (
+            f"leaves out or changes parts of answers in {len(changed)} of {len(rows)} rows, which "
+            f"are learned without: the first begins {changed[0][:30]!r}"
+        )
+    return Sets(*sets, end, plan | {"first": show(tokenizer, sets[0][0])} if sets[0] else plan)
+
+
+def _describe_end(tokenizer: Any, end: int | None, sets: tuple[list[Sample], list[Sample]]) -> str:
+    if end is None:
+        return "no token ends an answer: where to stop is not learned"
+    ended = [end in tokens[learned].tolist() for samples in sets for tokens, learned in samples]
+    name = tokenizer.convert_ids_to_tokens(end)
+    return f"{name} after an answer, learned in {sum(ended)} of {len(ended)} samples"
