@@ -11,8 +11,8 @@ made the run. A script of your own needs one for this, with
     __init__(self, about)          about: what run.begin was given; self.model is built, untrained
     forward(self, inputs)          what goes into model.onnx, preprocessing inside
     example_inputs(self)           a batch of 64, to compare model.onnx with PyTorch
-    predict_file(self, path)       the words for one file; as_is=False as well, if --as-is means a
-                                   thing to it
+    predict_file(self, path)       the words for one file; as_is=False or encoding=None as well, if
+                                   --as-is or --encoding means a thing to it
 """
 
 import contextlib
@@ -119,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("files", nargs="*", type=Path, help="pictures, or tables, of any kind that trains")
     text = "pictures look like the training pictures: resize them, no more"
     add("--as-is", action="store_true", help=text)
+    add("--encoding", help="of the tables, such as cp1252; None: as in training")
     text = "also write RUN_DIR/model.onnx, or RUN_DIR/hub/ for others to load"
     add("--export", choices=("onnx", "hub"), help=text)
     text = "with --export hub: also upload it to the Hugging Face Hub; spaces/OWNER/NAME makes it "
@@ -130,9 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.files and args.export is None:
         parser.error("name the files to predict, or --export onnx or hub")
     predictor, about = load_run(args.run_dir)
-    options = {"as_is": True} if args.as_is else {}
-    if not options.keys() <= inspect.signature(predictor.predict_file).parameters.keys():
-        raise UsageError(f"--as-is means nothing to the models of {about['script']}.py")
+    options = {name: vars(args)[name] for name in ("as_is", "encoding") if vars(args)[name]}
+    for name in options.keys() - inspect.signature(predictor.predict_file).parameters.keys():
+        flag = name.replace("_", "-")
+        raise UsageError(f"--{flag} means nothing to the models of {about['script']}.py")
     with as_usage_error(f"{args.run_dir} cannot be exported"):
         if args.export == "onnx":
             export_onnx(predictor, about, args.run_dir)

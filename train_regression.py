@@ -159,9 +159,9 @@ class Predictor(nn.Module):
         # float64: float32 cannot tell ids or times in milliseconds apart.
         return torch.randn(64, len(self.feature_mean)) * self.feature_std + self.feature_mean
 
-    def predict_file(self, path: Path) -> str:
+    def predict_file(self, path: Path, encoding: str | None = None) -> str:
         """Write TABLE_predictions.csv: the rows of a table and a column for each target."""
-        return add_predictions(path, self.about, lambda inputs: self(inputs).numpy())
+        return add_predictions(path, self.about, lambda inputs: self(inputs).numpy(), encoding)
 
 
 def in_own_unit(values: torch.Tensor, about: dict[str, Any], kind: str = "target") -> np.ndarray:

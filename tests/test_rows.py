@@ -281,8 +281,29 @@ def test_columns_keep_their_kind_and_the_cache_its_size(server: SimpleNamespace)
         assert new.exists()  # another process may be about to map it
 
 
+@pytest.mark.parametrize(
+    "pattern", ["{0}", "{0}/../*.parquet", "memory://set.parquet", "{1}/", "{1}/*.parquet"]
+)
+def test_copies_are_not_read_but_counted(
+    server: SimpleNamespace, pattern: str, capsys: pytest.CaptureFixture
+) -> None:
+    folder = server.folder.rename(server.folder.with_name("set.parquet"))
+    copies = ["._0.parquet", ".ipynb_checkpoints/0.parquet", "_delta_log/0.parquet"]
+    for name in (*copies, "_temporary/0/0.parquet", "_k=1/3.parquet"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_file(folder / name, 0, 50)
+    fsspec.filesystem("memory").put(f"{folder}/", "/set.parquet/", recursive=True)
+    hidden, more = (1, 0) if "1" in pattern else (4, 50)  # this server's folders have no links
+    pattern = pattern.format(folder, server.url.replace("data/*.parquet", folder.name))
+    assert len(ParquetRows(pattern, "id")) == len(ParquetRows(pattern, "id")) == NUM + more
+    assert capsys.readouterr().err.count(f": {hidden} hidden file") == 1
+
+
 def test_what_cannot_be_read_is_a_sentence(server: SimpleNamespace) -> None:
+    twice = server.folder / "twice"
+    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, ["id", "id"]), twice)
     for pattern, column, sentence in (
+        (str(twice), "id", "id must be among its columns, once"),
         (str(server.folder / "*.csv"), "id", "no such file"),
         (str(server.folder), "label", r"0\.parquet: label must be among its columns"),
         ("https://me:secret@host/a.parquet", "id", "https://host/a.parquet: a password"),

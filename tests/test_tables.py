@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow
 import pytest
 import torch
 from conftest import posix_only
@@ -63,11 +64,17 @@ ALL = ["area", *CITIES, "garden"]
 # Name of the file, its bytes, flags, the features that are learned.
 READ = {
     "byte order mark": ("t.csv", text(encoding="utf-8-sig"), [], ALL),
-    "utf-16": ("t.csv", text(encoding="utf-16"), ["--encoding", "utf-16"], ALL),
+    "cp1252, for Excel": ("t.csv", b"sep=;\r\n" + text(";", "cp1252"), ["--encoding", "cp1252"],
+                          ALL),
+    "texts that are no missing values": ("t.csv", rows("k", ["None", "NA", "None", "", "x"]), [],
+                                         ["k=NA", "k=None", "k=x", "n"]),
+    "null and a text of it": ("t.json", b'[{"y": 0}' + b', {"k": "null", "y": 1}, '
+                              b'{"k": "nan", "y": 2}, {"k": null, "y": 3}' * 9 + b"]", [],
+                              ["k=nan", "k=null"]),
     "gzip and tabs": ("t.CSV.GZ", gzip.compress(text("\t")), [], ALL),
     "a comma in a name that is chosen": ("t.csv", b'"a, b",c;d,y\n' + b"1,2,3\n2,5,4\n4,5,7\n" * 5,
                                          ["--features", '"a, b",c;d'], ["a, b", "c;d"]),
-    "index left out": ("t.csv", frame().to_csv().encode(), [], ALL),
+    "index left out": ("t.csv", b",Unnamed: 0,a,y, \n" + b"1,1,3,4,\n2,2,4,5,\n" * 9, [], ["a"]),
     "index left out of parquet": ("t.parquet", parquet(frame().sample(frac=1, random_state=0)), [],
                                   ALL),
     "parquet with a named index": ("t.parquet", parquet(frame().set_index("area")), [],
@@ -83,7 +90,6 @@ READ = {
                                        ["area", *CITIES, "y"]),
     "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl", "SFoyer", "Duplex"]), [],
                           ["k=1Story", "k=2Story", "k=Duplex", "k=SFoyer", "k=SLvl", "n"]),
-    "json records": ("t.json", frame().to_json(orient="records", indent=1).encode(), [], ALL),
     "dates": ("t.csv", rows("day", ["2020-01-01", "2020-02-01T12:00", ""]), [], ["day", "n"]),
     "dates of parquet": ("t.parquet", parquet(frame().assign(
         day=pd.date_range("2020", periods=30))), ["--features", "day"], ["day"]),
@@ -141,7 +147,7 @@ FORMS = {
 
 def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path: Path) -> None:
     table = frame(200)
-    table.loc[3, "city"] = "NA"  # missing in every kind of file
+    table.loc[3, "city"] = None
     for name, write in FORMS.items():
         (tmp_path / name).mkdir()
         write(table, tmp_path / name / name)
@@ -161,11 +167,20 @@ def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path: Path) -> None:
         assert again == pytest.approx(said, rel=1e-6, nan_ok=True)  # row 4 has none
 
 
+pyarrow.parquet.write_table(pyarrow.table([[1]] * 3, ["a", "y", "a"]), twice := io.BytesIO())
 NO_NUMBER = r"  a: row {}: '{}' is no number, as 1234\.5"
 REFUSED = {
     **{f"a column of {value}": ("t.csv", rows("a", [value, value.replace("0", "7")]), [],
                                 NO_NUMBER.format(1, re.escape(value)))
        for value in ("1,234.50", "10 km", "10 m2")},
+    **{f"a name twice, {number}": (name, content, [], "two columns are called 'a'")
+       for number, (name, content) in enumerate((
+           ("t.csv", b"a,y,a\n1,2,3\n"), ("t.csv", b'a,y," a"\n1,2,3\n'),
+           ("t.json", b'[{"a": 1, "y": 2, "a": 3}]'), ("t.jsonl", b'{"a": 1, "y": 2, " a": 3}'),
+           ("t.parquet", twice.getvalue())))},
+    **{f"a column of {value}": ("t.parquet", parquet(pd.DataFrame({"a": [value], "y": [1]})), [],
+                                "column 'a' holds bytes or lists")
+       for value in (b"\xff", [1], {"b": 1})},
     "many words": ("t.csv", rows("a", ["1", "2", "x"]), [], NO_NUMBER.format(3, "x")),
     "days or months": ("t.csv", rows("a", ["01/02/2020", "03/04/2020"]), ["--features", "a"],
                        "a: left out: the day or the month may come first"),
@@ -181,10 +196,9 @@ REFUSED = {
                 "b: row 1: the value is missing"),
     "no such file": ("nothing.csv", None, [], "nothing.csv cannot be read: FileNotFoundError"),
     "not a table": ("t.xlsx", b"PK\x03\x04", [], "is not a table: .*.csv, .tsv"),
-    "not utf-8": ("t.csv", text(encoding="latin-1"), [], "cannot be read: UnicodeDecodeError"),
-    "ragged": ("t.csv", b"a,b,y\n1,2,3\n1,2,3,4\n", [], "cannot be read"),
+    "not utf-8": ("t.csv", text(encoding="cp1252"), [], r"t\.csv is not in .* --encoding cp1252"),
     "more values than names": ("t.csv", b"a,b,y\n1,2,3,4\n2,3,4,5\n", [],
-                               "cannot be read: ParserWarning: Length of header"),
+                               "cannot be read: ParserError: .*Expected 3 fields in line 2, saw 4"),
     "fewer values than names": ("t.csv", b"a,b,y\n" + b"1,2\n2,3\n" * 9, [], "of 0 rows 0"),
     "no target": ("t.csv", b'a,b c,"d, e"\n1,2,3\n', ["--target", ""],
                   """choose the column to predict with --target: a, 'b c', '"d, e"'$"""),
@@ -218,16 +232,25 @@ def test_a_folder_of_unlike_tables_is_refused(tmp_path: Path) -> None:
         load("--data", tmp_path, "--target", "y")
 
 
-def test_a_folder_is_read_whole_and_its_files_are_named_in_the_plan(tmp_path: Path) -> None:
-    for name in ("b.csv", "a.csv", ".ipynb_checkpoints/a.csv"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(rows("k", ["x", "y", None]))
-    flags = ["--data", tmp_path, "--target", "y", "--missing", "drop"]
-    train, test, about = load(*flags)
-    assert len(train) + len(test) == 40
-    plan = about["plan"]
-    assert plan["data"] == f"{tmp_path.name} (a.csv, b.csv), 20 rows dropped: no value"
-    assert plan["columns"] == "k (category: x, y)" and plan["targets"] == "y"
+def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    copies = [".ipynb_checkpoints/a.csv", "._a.csv", "_temporary/0/a.csv", "_delta_log/0.json"]
+    for name in ("b.csv", "a.csv/part.csv", "_k=2/a.csv", *copies):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(rows("k", ["1.180", 2, "NA"]))
+    flags = ["--data", tmp_path, "--target", "y"]
+    train, test, about = load(*flags, "--missing", "drop")
+    assert len(train) + len(test) == 60
+    plan, doubt = about["plan"], "whole or with three decimals: is . a thousands separator?"
+    assert plan["data"].endswith(" (a.csv, part.csv, b.csv), 30 rows dropped: no value: 30 'NA'")
+    assert plan["columns"] == f"k (number, {doubt})" and plan["targets"] == "y"
+    filled = load(*flags)[2]["plan"]["columns"]
+    assert filled == f"k (number, filled in where missing: 30 'NA', {doubt})"
+    assert capsys.readouterr().err.count(": 4 hidden files not read, such as .") == 1
+    for known in ("1.18", "1180", "0.125"):
+        (tmp_path / "t.csv").write_bytes(rows("n", [1, 2]).replace(b",0\n", f",{known}\n".encode()))
+        assert load("--data", tmp_path / "t.csv", *flags[2:])[2]["plan"]["columns"] == "numbers"
 
 
 def test_means_come_from_the_training_rows_alone(tmp_path: Path) -> None:
@@ -242,8 +265,11 @@ def test_means_come_from_the_training_rows_alone(tmp_path: Path) -> None:
     table.to_csv(tmp_path / "t.csv", index=False)
     again, test_again, after = load(*flags)
     features = train.tensors[0]
-    assert before == after and torch.equal(features, again.tensors[0])
     area, city = before["columns"]
+    for about in (before, after):  # but for the counts, of all rows
+        assert "empty" in about.pop("plan")["columns"]
+        assert all(column.pop("words") for column in about["columns"])
+    assert before == after and torch.equal(features, again.tensors[0])
     rest = table.drop(index=index)
     assert area["fill"] == pytest.approx(rest.area.mean(), rel=1e-12)
     assert city["categories"] == ["Köln", "Orléans", "Rome"]
@@ -318,6 +344,10 @@ def test_what_a_prediction_cannot_know_is_said(
     frame(5).assign(city=["Mars", "Venus"] * 2 + ["Mars"]).to_csv(path, index=False)
     said = "(column 'city': 'Mars', 'Venus' not in the training rows)"
     assert model.predict_file(path).splitlines()[0] == f"{tmp_path / 't_predictions.csv'}  {said}"
+    path.write_bytes(text(encoding="cp1252"))
+    with pytest.raises(UsageError, match="--encoding cp1252"):
+        model.predict_file(path)
+    assert "not in the training rows" not in model.predict_file(path, "cp1252")
     for change, sentence in (
         ({"predicted_y": 1}, "has a column 'predicted_y' already"),
         ({"area": "$1"}, r"no row can be predicted: row 1 \(column 'area': '\$1' is no"),
@@ -334,7 +364,7 @@ def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(
     frame(5).to_csv(path, index=False)
     whole = predicted(model, path).predicted_y
     table = frame(5).astype({"area": object})
-    table.loc[[0, 2, 3], "area"] = [1e300, None, "$1"]
+    table.loc[[0, 2, 3], "area"] = [1e300, "NA", "$1"]
     table.to_csv(path, index=False)
     said = model.predict_file(path).splitlines()[1]
     assert said.startswith("no prediction for row 1 (column 'area': '1e+300' is no number")
@@ -376,11 +406,11 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(
     lines = str(raised.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:4]] == ["area", "far", "note"]
     assert "row 6: 'about 30' is no number" in lines[1] and "row 1: '12 km'" in lines[2]
-    assert "  year: number but for 4 cells ('?', 'unknown'), filled in where missing" in lines
+    assert "  year: number, filled in where missing: 2 '?', 2 'unknown'" in lines
     command = shlex.split(lines[-1].removeprefix("This works: python train_regression.py "))
     _, _, about = load(*command)
     assert {column["name"] for column in about["columns"]} == {"city, town", "garden", "year"}
-    assert about["plan"]["data"] == "t.csv, 2 rows dropped: no target"
+    assert about["plan"]["data"] == "t.csv, 2 rows dropped: no target: 2 empty"
 
 
 def test_the_folder_at_hand_is_predicted_and_its_first_rows_shown_in_79_columns(

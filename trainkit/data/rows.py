@@ -29,6 +29,7 @@ from huggingface_hub.constants import HF_HOME
 from torch.utils.data import Dataset, default_collate
 
 from trainkit.cli.text import first_sentence
+from trainkit.data.paths import select_read
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.loaders import Order
 from trainkit.private import tree_map_only
@@ -92,12 +93,12 @@ class ParquetRows(Dataset):
         for path, (version, kept) in self.known.items():
             footer = pq.read_metadata(kept)
             has = pq.read_schema(kept)
-            kinds = [has.field(name).type if name in has.names else None for name in columns]
+            kinds = [has.field(x).type if has.names.count(x) == 1 else None for x in columns]
             schema = schema or kinds
             if kinds != schema or None in kinds:
                 raise UsageError(
-                    f"{shown(path)}: {', '.join(columns)} must be among its columns, and of one "
-                    f"kind in all files: {schema}, not {kinds}"
+                    f"{shown(path)}: {', '.join(columns)} must be among its columns, once and "
+                    f"of one kind in all files: {schema}, not {kinds}"
                 )
             for within in range(footer.num_row_groups):
                 self.groups.append((path, version, kept, within))
@@ -124,24 +125,28 @@ class ParquetRows(Dataset):
 
     def _columns(self, places: torch.Tensor) -> Iterator[tuple]:
         """Of each column these samples: mapped tensors, or Python's own."""
-        pool, held = opened(self, os.getpid())
-        wanted = torch.searchsorted(self.ends, places, right=True)
-        groups, rows = wanted.tolist(), (places - self.ends[wanted]).tolist()
-        parts: dict = {}
-        for _ in range(WINDOW + 1):
-            for group in wanted.tolist():
-                if group not in held:
-                    held[group] = pool.apply_async(self._read, self.groups[group])
-            # Only then the next ones: the first batch would wait for them.
-            parts = parts or {group: held[group].get() for group in set(groups)}
-            wanted = self.after[wanted]
+        groups = torch.searchsorted(self.ends, places, right=True)
+        numbers, rows = groups.tolist(), (places - self.ends[groups]).tolist()
+        held = self._request(groups)
+        parts = {number: held[number].get() for number in {*numbers}}
+        for _ in range(WINDOW):  # only now: the first batch would wait for these
+            groups = self.after[groups]
+            self._request(groups)
         while len(held) > NUM_OPEN:
             del held[next(iter(held))]
-        for column in zip(*map(parts.get, groups), strict=True):
+        for column in zip(*map(parts.get, numbers), strict=True):
             values = [part[row] for part, row in zip(column, rows, strict=True)]
             if not isinstance(values[0], torch.Tensor):
                 values = [value.as_py() for value in values]
             yield tuple(values)
+
+    def _request(self, groups: torch.Tensor) -> dict:
+        """Begin to read those that are not held; all that are, by number."""
+        pool, held = opened(self, os.getpid())
+        for group in groups.tolist():
+            if group not in held:
+                held[group] = pool.apply_async(self._read, self.groups[group])
+        return held
 
     def order(self, batch_size: int, seed: int) -> Order:
         """An order for make_loaders in which each row group is fetched about once in an epoch.
@@ -183,11 +188,16 @@ class ParquetRows(Dataset):
     @tried
     def _find(self, _: str) -> list[str]:
         files, path = self._files()
-        if "*" not in path and ".parquet" not in path:
-            path += "/**/*.parquet"
-        self.start = len(path.partition("*")[0].rsplit("/", 2)[0])
-        if found := sorted(files.glob(path)):
-            return found
+        root, found = re.split("[*?[]", path)[0], files.glob(path, detail=True)
+        if "*" not in path and files.isdir(path):
+            root, found = f"{path.rstrip('/')}/", {path: {"type": "directory"}}
+        names = []
+        for name, info in found.items():
+            inside = files.find(name) if info["type"] == "directory" else [name]
+            names += [path for path in inside if path == name or path.endswith(".parquet")]
+        self.start = len(root.rsplit("/", 2)[0])
+        if names := select_read([name[len(root) :] for name in names], shown(self.pattern)):
+            return sorted({root + name for name in names})
         raise FileNotFoundError("there is no such file")
 
     @tried

@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import pyarrow.parquet
 import torch
 
 from trainkit.cli.text import count, shorten
+from trainkit.data.paths import select_read
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.loaders import InMemory
 
@@ -32,7 +32,9 @@ DATES = [True, "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y"]  # how they may be written; T
 LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\d?\s*"
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 MAX_SHOWN = 30  # columns in a message
-MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]  # as in CSV files
+# Missing values of columns of numbers and dates. In a column of texts only "" is one: None may be a
+# category.
+MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]
 
 
 @dataclass
@@ -46,14 +48,14 @@ class Column:
         fill: what stands in for a missing value. None: a missing value is an error.
         days: it holds dates, written as this one of DATES says, which become days since 1970-01-01
             (UTC).
-        words: texts that count as missing values, and how many cells of the table held each.
+        words: texts that counted as missing values, "" among them, and how many cells held each.
     """
 
     name: str
     categories: list[str] | None = None
     fill: float | str | None = None
     days: Any = False
-    words: Any = False
+    words: dict[str, int] | None = None
 
     def feature_names(self) -> list[str]:
         """The names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
@@ -65,12 +67,13 @@ class Column:
         kind = "date, as days since 1970" if self.days else "number"
         if self.categories:
             kind = f"category: {shorten([text[:20] for text in self.categories])}"
-        if self.words:
-            kind += (
-                f" but for {count(sum(self.words.values()), 'cell')} "
-                f"({shorten([*map(repr, self.words)])})"
-            )
-        return f"{kind}{', filled in where missing' * (self.fill is not None)}"
+        filled = f", filled in where missing{_list_counts(self.words or {})}"
+        return kind + filled * (self.fill is not None)
+
+
+def _list_counts(words: dict[str, int]) -> str:
+    counts = [f"{number} {repr(word) if word else 'empty'}" for word, number in words.items()]
+    return f": {shorten(counts, MAX_SHOWN)}" * bool(counts)
 
 
 def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
@@ -87,12 +90,9 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
             import datasets
 
             return datasets.load_dataset(name, split="train").to_pandas()
-    # Without what is hidden: the copies in .ipynb_checkpoints would come twice.
-    files = [
-        file
-        for file in sorted(path.rglob("*"))
-        if _kind(file) in KINDS and "/." not in f"/{file.relative_to(path)}"
-    ] or [path]
+    found = [file for file in sorted(path.rglob("*")) if _kind(file) in KINDS and file.is_file()]
+    names = [file.relative_to(path).as_posix() for file in found]
+    files = [path / name for name in select_read(names, where)] or [path]
     kinds = {*map(_kind, files)}
     if len(kinds) > 1 or not kinds <= {*KINDS}:
         raise UsageError(
@@ -101,11 +101,19 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     tables = []
     for file in files:
         with as_usage_error(f"{where}: {file.name} cannot be read"):
-            tables.append(_read_file(file, **options))
-        if [*tables[-1].columns] != [*tables[0].columns]:
+            try:
+                table = _read_file(file, **options)
+            except UnicodeError:
+                raise UsageError(
+                    f"{where}: {file.name} is not in UTF-8, or not in the --encoding that was "
+                    "given: it is often --encoding cp1252 or utf-16"
+                ) from None
+            # The names of lists in JSON are 0, 1.
+            table.columns = [*_unique([(str(name).strip(), 0) for name in table])]
+        tables.append(table)
+        if [*table] != [*tables[0]]:
             raise UsageError(f"{where}: {file.name} has other columns than {files[0].name}")
     table = pd.concat(tables, ignore_index=True)
-    table.columns = [str(name).strip() for name in table.columns]  # 0, 1 of lists in JSON too
     if files != [path]:
         table.attrs["files"] = f" ({shorten([file.name for file in files])})"
     return table
@@ -119,30 +127,52 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
     kind = _kind(path)
     if kind == ".parquet":
         # With what pandas wrote as an index: it may be a column that somebody named.
-        return pyarrow.parquet.read_table(path).to_pandas(
-            ignore_metadata=True, integer_object_nulls=True
-        )
+        table = pyarrow.parquet.ParquetFile(path).read()
+        return table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
     with fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer") as file:
         if "json" in kind:
+            decode = json.JSONDecoder(object_pairs_hook=_unique).decode
             lines = filter(str.strip, file)
-            rows = json.load(file) if kind == ".json" else [*map(json.loads, lines)]
+            rows = decode(file.read()) if kind == ".json" else [*map(decode, lines)]
             return pd.DataFrame(rows, dtype=object)
-        separator = separator or max(",;\t|", key=file.readline().count)
-        file.seek(0)
-        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
-            # Else the first column is an index where rows have more values than there are names.
-            return pd.read_csv(
-                file, sep=separator, dtype=str, keep_default_na=False, index_col=False
-            )
+        first = file.readline()
+        if not first.startswith(("sep=", '"sep=')):  # a line that Excel reads, above the names
+            file.seek(0)
+        separator = separator or max(",;\t|", key=first.count)
+        # The names as a row: of equal ones pandas would rename the second.
+        rows = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, header=None)
+    names = [*rows.iloc[0].str.strip()]
+    for i, name in enumerate(names):  # as pandas calls those without one
+        names[i] = name or f"Unnamed: {i}{'.0' * (f'Unnamed: {i}' in names)}"
+    return rows[1:].set_axis(names, axis=1)
 
 
-def check_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> None:
-    """Raise UsageError if a column is not there."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of a name and a value; no name may come twice."""
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        twice = max(names, key=names.count)
+        raise ValueError(
+            f"two columns are called {twice!r}: rename one, or write a first line of names"
+        )
+    return dict(pairs)
+
+
+def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.DataFrame:
+    """These columns, with NaN in empty cells. Raises UsageError if one is missing or nested."""
     for name in names:
         if name not in table.columns:
             raise UsageError(
                 f"{where}: there is no column {name!r}, only {shorten([*table], MAX_SHOWN)}"
             )
+        values = table[name]
+        if values.dtype == object and {*map(type, values)} & {bytes, dict, list, np.ndarray}:
+            raise UsageError(
+                f"{where}: column {name!r} holds bytes or lists of values in its cells, and is no "
+                "column of numbers or texts: choose others by --features"
+            )
+    chosen = table[[*dict.fromkeys(names)]]
+    return chosen.mask(chosen.isin([""]))
 
 
 def typed(*names: str) -> str:
@@ -181,29 +211,31 @@ def learn_column(values: pd.Series, train: np.ndarray, args: argparse.Namespace)
 
     It is a category if --categorical says so, or if no value reads as a number or as a date. A
     missing number becomes the mean, a missing category the most frequent one: with --missing
-    impute, and without --missing if a value of the column is missing. Words without a digit in one
-    of ten cells of a column of numbers or dates, or in fewer, count as missing values.
+    impute, and without --missing if a value of the column is missing. In a column of numbers or
+    dates the words of MISSING count as missing values, and all words without a digit if those are
+    in one of ten cells or in fewer.
     """
     if INDEX.fullmatch(values.name) and not args.features:
         return "left out: an index"
     column = Column(values.name, [] if values.name in args.categorical else None)
     if not parse(values, column).count():
-        texts = values.dropna().astype(str).drop_duplicates()
+        texts = values[~values.isin(MISSING)].dropna().astype(str).drop_duplicates()
         read = [parse(texts, Column("", days=form)).notna().mean() for form in DATES]
         if max(read) > 0.5:
             if read.count(max(read)) > 1:
                 return "left out: the day or the month may come first, so write 2020-01-31"
             column.days = DATES[np.argmax(read)]
-        elif texts.str.fullmatch(LIKE_A_NUMBER).mean() < 0.5:
+        elif not texts.str.fullmatch(LIKE_A_NUMBER).mean() >= 0.5:  # or NaN: there is no other text
             column.categories = []
     parsed = parse(values, column)
-    known, odd = parsed.iloc[train], values[parsed.isna()].dropna().astype(str)
-    impute = args.missing == "impute" or (args.missing is None and parsed.isna().any())
+    known, odd = parsed.iloc[train], values[parsed.isna()].astype(object).fillna("").astype(str)
+    others = odd[~odd.isin(MISSING)]
+    impute = args.missing == "impute" or (args.missing is None and len(odd) > 0)
     # Without a digit: 1,234 is a number, though none that is read.
-    if impute and 0 < 9 * len(odd) <= parsed.count() and not odd.str.contains(r"\d").any():
+    if impute and 9 * len(others) <= parsed.count() and not others.str.contains(r"\d").any():
         column.words = odd.value_counts().to_dict()
     counts = known.value_counts().sort_index()
-    if len(counts) == 1 or not values.iloc[train].count():
+    if len(counts) == 1 or not len(counts) + len(others):
         return "left out: always the same"
     if column.categories is None:
         fill = float(known.mean())
@@ -227,7 +259,7 @@ def encode(
     for column in columns:
         values = table[column.name]
         numbers = parse(values, column)
-        wrong = numbers.isna() & values.notna() & ~values.isin(column.words or [])
+        wrong = numbers.isna() & values.notna() & ~values.isin([*MISSING, *(column.words or [])])
         if column.fill is not None:
             numbers = numbers.fillna(column.fill)
         for row in table.index[wrong | numbers.isna()]:
@@ -251,13 +283,15 @@ def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, list[str], dict[
             f"{where}: choose the column to predict with --target: "
             f"{shorten([*map(typed, table)], MAX_SHOWN)}"
         )
-    check_columns(table, [*args.target, *(args.features or []), *args.categorical], where)
-    if args.features:
-        table = table[[*dict.fromkeys([*args.features, *args.target])]]
-    table = table.mask(table.isin(MISSING))
-    needed = "value" if args.missing == "drop" else "target"
-    used = table.dropna(subset=args.target if needed == "target" else None)
-    dropped = f", {count(len(table) - len(used), 'row')} dropped: no {needed}"
+    choose_columns(table, args.categorical, where)
+    table = choose_columns(table, [*(args.features or table), *args.target], where)
+    needed, what = (table, "value") if args.missing == "drop" else (table[args.target], "target")
+    kinds = [learn_column(needed[name], np.arange(len(table)), args) for name in needed]
+    numbers = [getattr(kind, "categories", 0) is None for kind in kinds]
+    missing = needed.isna() | (needed.isin(MISSING) & numbers)
+    used = table[~missing.any(axis=1)]
+    words = needed.astype(object).fillna("").where(missing).stack().value_counts().to_dict()
+    dropped = f", {count(len(table) - len(used), 'row')} dropped: no {what}{_list_counts(words)}"
     known = {
         "data": Path(args.data).name + table.attrs.get("files", ""),
         "read_options": options,
@@ -286,15 +320,13 @@ def make_sets(
         refused = {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
         raise UsageError(_judge({**learned, **refused}, args))
     about = known | {
-        "columns": [{k: v for k, v in vars(one).items() if v is not False} for one in features],
+        "columns": [*map(vars, features)],
         "left_out": [name for name, column in learned.items() if isinstance(column, str)],
     }
     inputs = [name for column in features for name in column.feature_names()]
     tensors = []
-    for kind, names, part in (
-        ("feature", inputs, values[:, : len(inputs)]),
-        ("target", targets, values[:, len(inputs) :]),
-    ):
+    parts = np.split(values, [len(inputs)], axis=1)
+    for kind, names, part in zip(("feature", "target"), (inputs, targets), parts, strict=True):
         rows = part[train]
         mean, std = rows.mean(0), rows.std(0)
         about[f"{kind}_range"] = np.stack((rows.min(0), rows.max(0)), 1).tolist()
@@ -306,20 +338,31 @@ def make_sets(
             mean, std = np.zeros_like(mean), np.ones_like(std)
         tensors.append(torch.from_numpy((part - mean) / std).float())
         about |= {f"{kind}s": names, f"{kind}_mean": mean.tolist(), f"{kind}_std": std.tolist()}
-    about["plan"] = _plan(about, learned)
+    said = {name: f"{learned.get(name, 'number')}{_doubt(table[name])}" for name in table}
+    about["plan"] = _plan(about, said)
     train_set = InMemory(*(tensor[train] for tensor in tensors))
     tensors.append(torch.from_numpy(table.index.to_numpy(copy=True)))
     return train_set, InMemory(*(tensor[test] for tensor in tensors)), about
 
 
-def _plan(about: dict[str, Any], learned: dict[str, Any]) -> dict[str, str]:
-    special = [f"{name} ({said})" for name, said in learned.items() if str(said) != "number"]
+def _plan(about: dict[str, Any], said: dict[str, str]) -> dict[str, str]:
+    special = [f"{name} ({text})" for name, text in said.items() if text != "number"]
     return {
         "data": f"{about['data']}{about.pop('dropped', '')}",
         "features": f"{len(about['features'])}, from {count(len(about['columns']), 'column')}",
         "columns": shorten(special, MAX_SHOWN) or "numbers",
         "targets": ", ".join(about["targets"]),
     }
+
+
+def _doubt(values: pd.Series) -> str:
+    """The question that a column of 850 and 1.180 asks."""
+    if values.dtype.kind != "O":
+        return ""
+    texts = values[pd.to_numeric(values, errors="coerce").abs() >= 1].astype(str)
+    decimals = texts.str.extract(r"\.(\d*)\s*$", expand=False).fillna("").str.len()
+    asked = ", whole or with three decimals: is . a thousands separator?"
+    return asked * ({*decimals} == {0, 3})
 
 
 def _judge(learned: dict[str, Any], args: argparse.Namespace) -> str:

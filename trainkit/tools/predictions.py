@@ -21,22 +21,25 @@ WRITTEN: dict[Path, Path] = {}  # by this process: from which table
 
 
 def add_predictions(
-    path: Path, about: dict[str, Any], predict: Callable[[torch.Tensor], np.ndarray]
+    path: Path,
+    about: dict[str, Any],
+    predict: Callable[[torch.Tensor], np.ndarray],
+    encoding: str | None = None,
 ) -> str:
     """Write TABLE_predictions.csv, the rows of a table and a column for each target.
 
     Returns its path, in brackets what is strange, which rows have no prediction and why, and the
     first rows. A text that a spreadsheet would run as a formula gets an apostrophe in front. Raises
-    UsageError, also if no row can be predicted.
+    UsageError, also if no row can be predicted. encoding: None: that of the training table.
     """
     where = str(path)
     path = path if path.stem.strip(".") else path.resolve()  # . has no name to write beside
     if not path.exists():
         raise UsageError(f"{where} cannot be read: there is no such file")
-    written = tables.read_table(where, where, **about.get("read_options", {}))
+    options = about.get("read_options", {}) | ({"encoding": encoding} if encoding else {})
+    written = tables.read_table(where, where, **options)
     columns = [tables.Column(**column) for column in about["columns"]]
-    tables.check_columns(written, [column.name for column in columns], where)
-    table = written.mask(written.isin(tables.MISSING))
+    table = tables.choose_columns(written, [column.name for column in columns], where)
     inputs, problems = tables.encode(table, columns)
     why = {
         row: f"row {row + 1} (column {name!r}: {said})" for row, name, said in reversed(problems)
@@ -47,7 +50,7 @@ def add_predictions(
     values = predict(torch.from_numpy(inputs))
     values[[*why]] = np.nan
     predictions = pd.DataFrame(values, columns=[f"predicted_{name}" for name in about["targets"]])
-    if taken := [name for name in predictions if name in table]:
+    if taken := [name for name in predictions if name in written]:
         raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
     notes = ""
     for column in columns:

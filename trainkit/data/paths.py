@@ -1,0 +1,31 @@
+"""Which files of a folder are read: not the copies that other tools keep in it."""
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+from trainkit.cli.text import count
+from trainkit.errors import is_main_rank
+
+# A part of the path that begins with . or _, as Spark and Hive hide them: .ipynb_checkpoints,
+# ._part, _temporary, _delta_log; but not _year=2020, which is a partition.
+HIDDEN = re.compile(r"(^|/)(\.|_(?![^/]*=))")
+
+
+def is_read(path: str) -> bool:
+    """Whether a file is read, by its path within the folder that was named, with / in it."""
+    return not HIDDEN.search(path)
+
+
+def select_read(paths: Sequence[str], where: str) -> list[str]:
+    """Those that are read. How many are not is printed once, in a sentence that begins `where`."""
+    if hidden := [path for path in paths if not is_read(path)]:
+        _tell(f"{where}: {count(len(hidden), 'hidden file')} not read, such as {hidden[0]}")
+    return [path for path in paths if is_read(path)]
+
+
+@cache
+def _tell(text: str) -> None:
+    if is_main_rank():
+        print(text, file=sys.stderr)
