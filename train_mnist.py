@@ -136,7 +136,7 @@ def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
 def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return training set, evaluation set and what is saved with the weights."""
     # Imported here: predict.py, which uses Predictor alone, starts in a third of the time.
-    from trainkit.data.pictures import load_images
+    from trainkit.data.pictures import describe_values, load_images
 
     what, number = (SIZE, args.label), args.validation_split
     train_set, classes, *found = load_images(args.dataset, "train", *what, None, number)
@@ -150,6 +150,7 @@ def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, A
         plan["pictures"] += "; for their colour: examples/colour_pictures.py --dataset"
     if (num_read := found[0][1].total()) > len(train_set):
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
+    plan |= describe_values(*found, *more)
     plan |= fit_to_small_set(args, len(train_set), max_shift=3.0, max_turn=20.0)
     return train_set, eval_set, {"classes": classes, "pictures": framing, "plan": plan}
 

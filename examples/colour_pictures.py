@@ -38,7 +38,7 @@ AUGMENT = [
 class Pictures(Dataset):
     """A sample: picture (3, 32, 32), its class, its number."""
 
-    def __init__(self, pictures: list[Image.Image], labels: list[int], transforms: list):
+    def __init__(self, pictures: Sequence, labels: list[int], transforms: list):
         self.pictures, self.labels = pictures, labels
         self.transform = v2.Compose([*transforms, *TO_TENSOR])
 
@@ -81,18 +81,16 @@ def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Sequence[str]
         train_set = Pictures(*draw_letters("DejaVu*-*.ttf", args.num_pictures, 1), AUGMENT)
         drawn = draw_letters("STIXGeneral*.ttf", args.num_pictures // 4, 2)
         return train_set, Pictures(*drawn, []), LETTERS, {}
-    from trainkit.data.pictures import read_split
+    from trainkit.data.pictures import describe_values, load_images
 
-    sets, classes = [], None
-    for split, transforms in (
-        ("train", AUGMENT),
-        ("test", []),
-    ):  # a fifth is held out without test/
-        rows, labels, classes, chosen, _ = read_split(args.dataset, split, classes=classes)
-        chosen_rows = rows.select(chosen)[rows.column_names[0]]
-        pictures = [picture.convert("RGB").resize((32, 32)) for picture in chosen_rows]
-        sets.append(Pictures(pictures, labels[chosen].tolist(), transforms))
-    return *sets, classes, {"classes": shorten(classes)} | fit_to_small_set(args, len(sets[0]))
+    sets, seen, classes = [], [], None
+    for split, transforms in (("train", AUGMENT), ("test", [])):  # held out if there is no test/
+        loaded, classes, some = load_images(args.dataset, split, 32, None, classes, mode="RGB")
+        pictures, labels = loaded.tensors
+        sets.append(Pictures(pictures, labels.tolist(), transforms))
+        seen.append(some)
+    plan = {"classes": shorten(classes)} | describe_values(*seen)
+    return *sets, classes, plan | fit_to_small_set(args, len(sets[0]))
 
 
 def make_model(accelerator: Accelerator, norm: str, num_classes: int) -> nn.Module:

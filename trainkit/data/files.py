@@ -1,4 +1,7 @@
-"""One picture file of any kind as grey values."""
+"""Picture files of any kind as numbers, for all scripts alike.
+
+What was decoded is kept; a change of this file makes that useless.
+"""
 
 import warnings
 from io import BytesIO
@@ -8,6 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from trainkit.errors import UsageError, as_usage_error
 
 # Kinds of files that are read by Pillow alone: it would start Ghostscript for an EPS file.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO")
@@ -28,26 +33,66 @@ def open_picture(file: Path | BytesIO) -> Image.Image:
         return ImageOps.exif_transpose(picture)
 
 
-def to_grey(picture: Image.Image) -> np.ndarray:
-    """Grey values 0 to 255 as float64; transparent pixels become background. Raises ValueError."""
+def to_values(picture: Image.Image, mode: str) -> np.ndarray:
+    """Values 0 to 255 as float64 (channels, height, width), for mode "L" or "RGB".
+
+    Transparent pixels become background, which is white if what can be seen is dark, else black.
+    Raises ValueError for values beyond the range of the picture's own mode.
+    """
+    alpha, transparent = np.ones(()), picture.has_transparency_data
     if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
         white = 1 if picture.mode == "F" else 65535
-        values = np.asarray(picture, dtype=np.float64) * (255 / white)
-        if not (values.min() >= 0 and values.max() <= 255):  # or NaN
+        stored = np.asarray(picture, dtype=np.float64)
+        grey = stored * (255 / white)
+        if not (grey.min() >= 0 and grey.max() <= 255):  # or NaN
             raise ValueError(f"the values of a picture of mode {picture.mode} must be 0 to {white}")
-        return values
-    grey = np.array(picture.convert("RGB").convert("L"), dtype=np.float64)
-    if picture.has_transparency_data:
-        alpha = np.asarray(picture.convert("RGBA"))[..., 3] / 255
-        grey *= alpha
-        grey += (1 - alpha) * 255 * (grey.sum() <= 128 * alpha.sum())
-    return grey
+        values = np.stack([grey] * len(mode))
+        if transparent:
+            alpha = (stored != picture.info["transparency"]).astype(np.float64)
+    else:
+        if transparent:
+            picture = picture.convert("RGBA")
+            alpha = np.asarray(picture)[..., 3] / 255
+        rgb = picture.convert("RGB")
+        grey = np.array(rgb.convert("L"), dtype=np.float64)
+        values = grey[None] if mode == "L" else np.array(rgb, np.float64).transpose(2, 0, 1)
+    if transparent:
+        is_dark = (grey * alpha).sum() <= 128 * alpha.sum()
+        values = values * alpha + (1 - alpha) * 255 * is_dark
+    return values
 
 
-def resize(grey: np.ndarray, size: int) -> np.ndarray:
-    """Grey values, float64, brought to size x size, uint8."""
-    if grey.shape == (size, size):
-        return grey.round().astype(np.uint8)
-    values = torch.from_numpy(grey)[None, None]
-    resized = F.interpolate(values, (size, size), mode="bilinear", antialias=True)
+def to_grey(picture: Image.Image) -> np.ndarray:
+    """Grey values 0 to 255 as float64 (height, width). See to_values."""
+    return to_values(picture, "L")[0]
+
+
+def resize(values: np.ndarray, size: int) -> np.ndarray:
+    """Values, float64 (..., height, width), brought to uint8 (..., size, size)."""
+    if values.ndim > 2:  # one by one: torch would start threads for three small planes
+        return np.stack([resize(plane, size) for plane in values])
+    if values.shape == (size, size):
+        return values.round().astype(np.uint8)
+    batch = torch.from_numpy(values)[None, None]
+    resized = F.interpolate(batch, (size, size), mode="bilinear", antialias=True)
     return resized.round()[0, 0].byte().numpy()
+
+
+def decode_pictures(
+    cells: list, indices: list[int], size: int, mode: str, where: str
+) -> dict[str, list]:
+    """The values of each file, channels * size * size, and what it holds. Raises UsageError."""
+    pixels, kinds = [], []
+    for cell, index in zip(cells, indices, strict=True):
+        content, path = (cell or {}).get("bytes"), (cell or {}).get("path")
+        row = f"row {index + 1}{f' ({path})' * bool(path)}"
+        if not (content or path):
+            raise UsageError(f"{where}, {row}: the pictures cannot be read: there is none in it")
+        with as_usage_error(f"{where}, {row}: the picture cannot be read"):
+            picture = open_picture(BytesIO(content or Path(path or "").read_bytes()))
+            values = resize(to_values(picture, mode), size)
+            width, height = picture.size
+            kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
+        pixels.append(values.reshape(-1))
+        kinds.append(kind)
+    return {"pixels": pixels, "kind": kinds}

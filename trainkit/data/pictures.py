@@ -5,73 +5,104 @@ import re
 import reprlib
 import sys
 from collections import Counter
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pandas as pd
+import PIL
+import pyarrow.parquet as pq
 import torch
-from pyarrow.parquet import read_schema
+import xxhash
+from datasets.data_files import DataFilesList
 
 from trainkit.cli.text import shorten
-from trainkit.data.files import RANGES, open_picture, resize, to_grey
+from trainkit.data import files, folders
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.loaders import InMemory
 
-# Files that nobody takes for pictures, or that list them.
-NO_DATA = re.compile(r"\.|README|LICENSE|dataset_infos?\.json|metadata\.")
 NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
-
-
-def decode_pictures(cells: list, indices: list[int], size: int, where: str) -> dict[str, list]:
-    """The grey values of each file, size * size, and what it holds. Raises UsageError."""
-    pixels, kinds = [], []
-    for cell, index in zip(cells, indices, strict=True):
-        content, path = cell["bytes"], cell["path"]
-        row = f"row {index + 1}{f' ({path})' * bool(path)}"
-        with as_usage_error(f"{where}, {row}: the picture cannot be read"):
-            picture = open_picture(BytesIO(content or Path(path).read_bytes()))
-            grey = resize(to_grey(picture), size)
-            width, height = picture.size
-            kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
-        pixels.append(grey.reshape(-1))
-        kinds.append(kind)
-    return {"pixels": pixels, "kind": kinds}
 
 
 def open_dataset(name: str, tell: bool) -> dict[str, datasets.Dataset]:
     """The splits of a folder or of a Hub data set. Raises UsageError.
 
-    tell: print which files of a folder are in no split: of other kinds, hidden, behind a link.
+    The fingerprint of a split of a folder is that of what its files hold.
+
+    tell: print what was not read of a folder: other kinds, hidden, behind a link.
     """
     datasets.disable_progress_bars()
+    folder = Path(name)
     with as_usage_error(f"--dataset {name} cannot be read"):
-        builder = datasets.load_dataset_builder(name)
-        builder.download_and_prepare()
-    files = builder.config.data_files or {}
-    known = [file for split in files.values() for file in split]
-    if len({*known}) < len(known):
-        raise UsageError(
-            f"--dataset {name}: a folder in it is called {' or '.join(map(str, files))}, and would "
-            "be read as that split and as a class: rename it"
-        )
-    # datasets reads all files with the names of the classes, and their order, in the first one.
-    tables = [file for file in known if file.endswith(".parquet") and Path(file).is_file()]
-    if len({str(datasets.Features.from_arrow_schema(read_schema(file))) for file in tables}) > 1:
-        raise UsageError(f"--dataset {name}: its files name other columns, or classes, than others")
-    if known and tell and is_main_rank():
-        folder, read = Path(name).resolve(), {*map(Path, known)}
-        unread = [
-            str(path.relative_to(folder))
-            for path in sorted(folder.rglob("*"))
-            if (path.is_file() or path.is_symlink()) and not NO_DATA.match(path.name)
-            if path not in read
-        ]
-        if unread:
-            print(f"--dataset {folder}: not read: {shorten(unread)}", file=sys.stderr)
+        if not folder.is_dir():
+            return load_by_datasets(name)
+        found = folders.find_files(folder)
+        if found.unread and tell and is_main_rank():
+            unread = shorten([*map(str, found.unread)])
+            print(f"--dataset {folder}: {len(found.unread)} not read: {unread}", file=sys.stderr)
+        if found.classes:
+            return {
+                split: make_rows(folder, paths, found.classes)
+                for split, paths in found.splits.items()
+            }
+        return load_tables(folder.resolve(), found)
+
+
+def load_by_datasets(name: str, **options: Any) -> dict[str, datasets.Dataset]:
+    builder = datasets.load_dataset_builder(name, **options)
+    builder.download_and_prepare()
     return builder.as_dataset()
+
+
+def make_rows(folder: Path, paths: list[Path], classes: dict[Path, str]) -> datasets.Dataset:
+    """A row for each picture: where it lies, and the class that its folder is."""
+    names = sorted({classes[path] for path in paths})
+    numbers = {name: number for number, name in enumerate(names)}
+    made = datasets.Dataset.from_dict(
+        {
+            "image": [str(folder / path) for path in paths],
+            "label": [numbers[classes[path]] for path in paths],
+        },
+        datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names)),
+    )
+    return datasets.Dataset(made.data, made.info, fingerprint=folders.hash_files(folder, paths))
+
+
+def load_tables(folder: Path, found: folders.Folder) -> dict[str, datasets.Dataset]:
+    """The rows of table files and archives, or of pictures with a list of labels, by `datasets`."""
+    schemas = set()
+    for split, paths in found.splits.items():
+        for path in [path for path in paths if path.suffix == ".parquet"]:
+            known = pq.read_metadata(folder / path)
+            schemas.add(str(datasets.Features.from_arrow_schema(known.schema.to_arrow_schema())))
+            if not known.num_rows:  # datasets would fail on it
+                paths.remove(path)
+        if not paths:
+            raise UsageError(f"--dataset {folder}, split {split!r}: its files have no rows")
+    # datasets reads all files with the names of the classes, and their order, in the first one.
+    if len(schemas) > 1:
+        raise UsageError(
+            f"--dataset {folder}: its files name other columns, or classes, than others"
+        )
+    files_of_splits = [path for paths in found.splits.values() for path in paths]
+    options: dict[str, Any] = {}
+    card = folder / "README.md"
+    if card.is_file() and "data_files:" in card.read_text(errors="replace"):
+        # A folder as on the Hub, which says itself which of its files are which split.
+        files_of_splits += [path for path in found.unread if (folder / path).is_file()]
+    else:
+        options["data_files"] = {
+            split: DataFilesList([str(folder / path) for path in paths], [()] * len(paths))
+            for split, paths in found.splits.items()
+        }
+    key = folders.hash_files(folder, sorted(files_of_splits))
+    options["cache_dir"] = Path(datasets.config.HF_DATASETS_CACHE, "folders", key)
+    rows = load_by_datasets(str(folder), **options)
+    return {
+        split: datasets.Dataset(each.data, each.info, each.split, fingerprint=f"{split}-{key}")
+        for split, each in rows.items()
+    }
 
 
 def read_split(
@@ -103,6 +134,8 @@ def read_split(
             "training pictures into train/"
         )
     rows = splits[read]
+    if not len(rows):
+        raise UsageError(f"{where}: there are no rows in it")
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     if len(images) != 1:
         raise UsageError(
@@ -115,19 +148,24 @@ def read_split(
 
 
 def load_images(
-    name: str, split: str, size: int, *options: Any
+    name: str, split: str, size: int, *options: Any, mode: str = "L"
 ) -> tuple[InMemory, list[str], tuple[torch.Tensor, Counter[str]]]:
     """Return the pictures and labels of a split, the names of its classes, and some pictures.
 
-    The last, for learn_framing, are uint8 (n, size, size), and what each file that was read holds.
-    Decoded once; later runs read the cache that `datasets` keeps. For the options see read_split.
-    Raises UsageError.
+    The last, for learn_framing, are uint8 (n, size, size), with mode "RGB" (n, 3, size, size), and
+    what each file that was read holds. Decoded once; later runs read what was kept of that, unless
+    a file holds something else, or is decoded otherwise. For the options see read_split. Raises
+    UsageError.
     """
     rows, labels, classes, chosen, where = read_split(name, split, *options)
     (image,) = rows.column_names
+    made_by = Path(files.__file__).read_bytes() + f"{PIL.__version__} {torch.__version__}".encode()
+    key = xxhash.xxh3_128_hexdigest(f"{rows._fingerprint} {size} {mode} ".encode() + made_by)
+    kept = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{key}.arrow")
+    kept.parent.mkdir(parents=True, exist_ok=True)
     with as_usage_error(f"{where}: the pictures cannot be read"):
         decoded = rows.cast_column(image, datasets.Image(decode=False)).map(
-            lambda cells, indices: decode_pictures(cells, indices, size, where),
+            lambda cells, indices: files.decode_pictures(cells, indices, size, mode, where),
             input_columns=image,
             with_indices=True,
             batched=True,
@@ -135,12 +173,35 @@ def load_images(
             features=datasets.Features(
                 pixels=datasets.List(datasets.Value("uint8")), kind=datasets.Value("string")
             ),
+            cache_file_name=str(kept),
+            new_fingerprint=key,
         )
     numbers = decoded.data.column("pixels").combine_chunks().flatten().to_numpy()
-    pixels = torch.from_numpy(numbers.reshape(-1, 1, size, size)[chosen.numpy()])
+    pixels = torch.from_numpy(numbers.reshape(-1, len(mode), size, size)[chosen.numpy()])
     kinds = Counter(decoded.data.column("kind").to_pylist())
-    some = pixels[:: math.ceil(len(pixels) / NUM_LOOKED_AT), 0]
+    some = pixels[:: math.ceil(len(pixels) / NUM_LOOKED_AT)].squeeze(1)
     return InMemory(pixels, labels[chosen]), classes, (some, kinds)
+
+
+def describe_values(*seen: tuple[torch.Tensor, Counter[str]]) -> dict[str, str]:
+    """A line of the plan if many pictures are nearly of one shade, as a network sees them.
+
+    seen: what load_images returned last, of each split.
+    """
+    pictures = torch.cat([some.flatten(1) for some, _ in seen])
+    low, high = pictures.aminmax(dim=1)
+    narrow = pictures[high - low < 32]  # an eighth of the range
+    if len(narrow) * 10 < len(pictures):
+        return {}
+    said = " ".join(kind for _, kinds in seen for kind in kinds)
+    deep = [values for values in files.RANGES.values() if values in said]
+    remedy = "spread their values over the whole range"
+    if deep:
+        remedy = f"files of {' and '.join(deep)} must use that range: save 8 bit values as 8 bits"
+    return {
+        "values": f"{len(narrow)} of {len(pictures)} pictures looked at use less than an eighth of "
+        f"the range 0 to 255 ({narrow.min()} to {narrow.max()}), nearly one shade: {remedy}"
+    }
 
 
 def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
@@ -186,7 +247,7 @@ def read_labels(
     own, texts = [*map(str, sorted(values.dropna().unique()))], values.map(str)
     if isinstance(rows.features[column], datasets.ClassLabel):
         own = rows.features[column].names
-        texts = values.map(dict(enumerate(own)))
+        values = texts = values.map(dict(enumerate(own)))
     names = classes or own
     # By name: another split may have them in another order.
     numbers = pd.Index(names).get_indexer(texts)

@@ -19,12 +19,13 @@ def parse_sizes(
 
 
 def fit_to_small_set(args: argparse.Namespace, num_train: int, **more: float) -> dict[str, str]:
-    """Change the sizes for few pictures, if none of them was typed; a line of the plan, or none.
+    """Change the sizes that were not typed for few pictures; a line of the plan, or none.
 
     The defaults for a large set would make a few steps, and leave out up to a batch in each epoch.
-    more: values of other flags for few pictures, each changed unless that flag was typed.
+    With a --batch-size or --drop-last of the user's own nothing is changed.
+    more: values of other flags for few pictures.
     """
-    if num_train >= SMALL or {*args.given} - {*more}:
+    if num_train >= SMALL or {"batch_size", "drop_last"} & {*args.given}:
         return {}
     values = {"batch_size": 32, "epochs": max(3, 16384 // max(1, num_train)), **more}
     values = {name: value for name, value in values.items() if name not in args.given}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from trainkit.data.files import open_picture, resize, to_grey
+from trainkit.data.files import open_picture, resize, to_grey, to_values
 from trainkit.errors import UsageError, as_usage_error
 
 MAX_SIDE = 240  # pixels of a photo in which the ink is looked for
@@ -51,7 +51,10 @@ def learn_framing(size: int, *seen: tuple[torch.Tensor, Counter[str]]) -> dict[s
     looks = describe_looks(torch.cat(pixels))
     border = looks["border"][~looks["border"].isnan()]
     if not len(border):
-        raise UsageError("each of the pictures is of one grey value: there is nothing in them")
+        raise UsageError(
+            "each of the pictures is of one grey value: there is nothing in them (16 bit files "
+            "must use 0 to 65535, float ones 0 to 1)"
+        )
     kinds = [kind for kind, _ in sum(counts, Counter()).most_common()]
     shapes = {tuple(map(int, kind.split()[:3:2])) for kind in kinds}
     shape = shapes.pop() if len(shapes) == 1 else None
@@ -122,8 +125,8 @@ def find_ink(picture: Image.Image, grey: np.ndarray) -> tuple[np.ndarray | None,
     taken in which it does so most, so that red on green of the same brightness is seen.
     """
     planes = [grey]
-    if picture.mode in ("RGB", "CMYK", "YCbCr"):
-        planes += [*np.moveaxis(np.asarray(picture.convert("RGB"), dtype=np.float64), 2, 0)]
+    if picture.mode[0] not in "1LIF":
+        planes += [*to_values(picture, "RGB")]
     values = torch.from_numpy(np.stack(planes))[None]
     if (scale := MAX_SIDE / max(grey.shape)) < 1:
         values = F.interpolate(values, scale_factor=scale, mode="bilinear", antialias=True)

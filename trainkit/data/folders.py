@@ -1,0 +1,159 @@
+"""Which files of a folder are read, as which split and class, and what they hold."""
+
+import functools
+import os
+import re
+from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import xxhash
+
+from trainkit.cli.text import shorten
+from trainkit.data.paths import is_read
+from trainkit.errors import UsageError
+
+SPLITS = {"train": "train", "test": "test", "val": "validation", "validation": "validation"}
+# How other tools call them: in names of tables and archives they say the split.
+WORDS = {
+    "train": "training|train",
+    "test": "testing|test|evaluation|eval",
+    "validation": "validation|valid|val|dev",
+}
+PICTURES = re.compile(
+    r"\.(a?png|jp(e?g|e|2|f|x|c)|jfif|j2[kc]|mpo|gif|bmp|dib|p[pgbn]m|tiff?|webp|ico)", re.I
+)
+HOLDERS = re.compile(r"\.(parquet|arrow|zip|tar|tgz|gz|bz2|xz|zst|7z|rar)", re.I)
+LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of pictures' labels
+# Files that nobody takes for pictures, or that list them.
+NO_DATA = re.compile(
+    r"README|LICENSE|dataset_infos?\.json|metadata\.|Thumbs\.db|desktop\.ini|\.DS_Store", re.I
+)
+
+
+@dataclass
+class Folder:
+    """The files of a folder of pictures, as relative paths in the order of their names.
+
+    Attributes:
+        splits: "train", "test", "validation", as far as they are there, and the files of each.
+        classes: of each of these files the folder of its class. Empty if they are not pictures in
+            such folders, but tables, archives, or pictures and the list of their labels.
+        unread: what a person might take for data, but is in no split.
+    """
+
+    splits: dict[str, list[Path]]
+    classes: dict[Path, str]
+    unread: list[Path]
+
+
+def find_files(folder: Path) -> Folder:
+    """Look through a folder. Folders behind links are not followed. Raises UsageError.
+
+    Classes are the subfolders, whatever the files are called, and deeper folders belong to the
+    class above them. Splits are folders called train, test, val or validation at the top alone;
+    those of tables and archives are words in their names, as `datasets` takes them.
+    """
+    paths = []
+    for where, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(where, name).is_symlink()]
+        below = Path(where).relative_to(folder)
+        paths += [below / name for name in [*names, *links]]
+    paths.sort(key=str)
+    files = [path for path in paths if is_read(path.as_posix()) and (folder / path).is_file()]
+    chosen = [path for path in files if PICTURES.fullmatch(path.suffix)]
+    holders = [p for p in files if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
+    lists = [path for path in files if path.name in LISTS]
+    are_pictures = len(chosen) > len(holders)
+    if are_pictures:
+        check_splits(folder, chosen)
+    chosen = [*chosen, *lists] if are_pictures else holders
+    found: dict[str, list[Path]] = {}
+    for path in chosen:
+        found.setdefault(find_split(path, are_pictures), []).append(path)
+    splits = {split: found[split] for split in SPLITS.values() if split in found}
+    splits = splits or {"train": found.get("", [])}
+    read = {path for split in splits.values() for path in split}
+    unread = [
+        path
+        for path in paths
+        if path not in read and not NO_DATA.match(path.name)
+        if is_read(path.as_posix())
+        or PICTURES.fullmatch(path.suffix)
+        or HOLDERS.fullmatch(path.suffix)
+    ]
+    if not read:
+        others = f" (not read: {shorten([*map(str, unread)])})" * bool(unread)
+        raise UsageError(f"--dataset {folder} cannot be read: it has no file of pictures{others}")
+    classes = {} if lists or not are_pictures else find_classes(folder, read, found)
+    return Folder(splits, classes, unread)
+
+
+def check_splits(folder: Path, pictures: list[Path]) -> None:
+    """Refuse a folder whose splits have names that would make them classes, or unread."""
+    tops = {path.parts[0] for path in pictures if len(path.parts) > 1}
+    words = re.compile("|".join(WORDS.values()), re.I)
+    others = {top for top in tops if words.fullmatch(top)} - {*SPLITS}
+    if others and (others == tops or tops & {*SPLITS}):
+        raise UsageError(
+            f"--dataset {folder}: rename {shorten(sorted(others))}: folders of splits are called "
+            f"{', '.join(SPLITS)}"
+        )
+
+
+def find_split(path: Path, is_picture: bool) -> str:
+    """The split that a relative path names, or nothing."""
+    if is_picture:
+        return SPLITS.get(path.parts[0], "") if len(path.parts) > 1 else ""
+    for part in path.parts:
+        for split, words in WORDS.items():
+            if re.search(rf"(^|[-._ 0-9])({words})($|[-._ 0-9])", part):
+                return split
+    return ""
+
+
+def find_classes(folder: Path, pictures: set[Path], found: dict) -> dict[Path, str]:
+    """The class of each picture. Raises UsageError for a picture that lies in none."""
+    depth = int({*found} != {""})  # of the folders of the classes: in those of the splits
+    if loose := [path for path in pictures if len(path.parts) < depth + 2]:
+        raise UsageError(
+            f"--dataset {folder}: {min(loose)} is in no class: pictures have one if each lies in "
+            "the folder of its class"
+        )
+    classes = {path: path.parts[depth] for path in pictures}
+    if len({*classes.values()}) == 1 < len({path.parent for path in pictures}) and all(
+        len(path.parts) > depth + 2 for path in pictures
+    ):
+        name = next(iter(pictures)).parents[-depth - 2]
+        raise UsageError(
+            f"--dataset {folder}: there is one class, {name}: if the classes lie in it, name or "
+            "move the folder that holds them"
+        )
+    return classes
+
+
+@functools.cache
+def hash_file(path: Path, *_: int) -> bytes:
+    """The xxh3 of what a file holds. Its size and times let a process read it once."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.digest()
+
+
+def hash_files(folder: Path, paths: list[Path]) -> str:
+    """One key for what files hold and how they are called below the folder, read in threads.
+
+    Equal size and times say nothing: `rsync -a` and tar keep them.
+    """
+
+    def hash_one(path: Path) -> bytes:
+        full = folder / path
+        known = full.stat()
+        return hash_file(full, known.st_size, known.st_mtime_ns, known.st_ctime_ns, known.st_ino)
+
+    with ThreadPool() as pool:
+        digests = pool.map(hash_one, paths)
+    names = "\0".join(map(str, paths)).encode(errors="surrogateescape")
+    return xxhash.xxh3_128_hexdigest(names + b"".join(digests))
