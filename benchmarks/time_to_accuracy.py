@@ -17,7 +17,7 @@ With --compare, runs that each differ from the first in one thing take turns, se
     threads   how OpenMP's idle threads wait for work: they spin, which is quick and takes a core
               from whatever else wants it (libgomp: 300,000 times), or sleep; alone, and beside
               `python -c "while True: pass"`
-    startup   without keep_memory of trainkit/launch/startup.py, or without its other four settings
+    startup   without keep_memory of trainkit/launch/startup.py, or without its skip_the_compiler
 """
 
 import argparse
@@ -58,13 +58,12 @@ VARIANTS = {  # environment variables and flags
     "startup": {
         "as it is": "",
         "freed memory goes back": "LEFT_OUT=startup.keep_memory",
-        "without the other four": "LEFT_OUT=startup.skip_the_compiler,"
-        "startup.skip_sharded_check,startup.skip_lookups,gc.freeze",
+        "with torch's compiler imported": "LEFT_OUT=startup.skip_the_compiler",
     },
 }
 # Runs the script that comes first after -c, without the functions that LEFT_OUT names.
 WITHOUT = """
-import gc, os, runpy, sys
+import os, runpy, sys
 from trainkit import startup
 for left_out in filter(None, os.environ.get("LEFT_OUT", "").split(",")):
     module, name = left_out.split(".")

@@ -9,18 +9,12 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 from conftest import ROOT, rows, run
 from faults import Nursery, Outcome
-
-from examples import text as text_example
-from trainkit.config import SCHEDULES
-from trainkit.optim import make_optimizer, make_scheduler
 
 SMALL = "--batch-size 12 --eval-batch-size 27 --epochs 3"  # of 109 samples: 10 steps
 FLAGS = {
@@ -120,20 +114,6 @@ def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
     assert names == ["model.safetensors", "model_1.safetensors"][: 1 + (name == "gan")]
     for file in ("metrics.jsonl", *names):
         assert (run_dir / file).read_bytes() == (undisturbed / file).read_bytes(), file
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_rates_of_two_groups_keep_their_ratio(schedule: str) -> None:
-    args = text_example.parse_args(["--schedule", schedule, "--warmup", "0.2", "--epochs", "4"])
-    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "lr": args.learning_rate / 3}]
-    optimizer = make_optimizer(SimpleNamespace(mixed_precision="no"), groups, args)
-    scheduler = make_scheduler(optimizer, args, 5)
-    for _ in range(20):
-        first, second = (group["lr"] for group in optimizer.param_groups)
-        assert first == pytest.approx(3 * second, rel=1e-6, abs=1e-12)
-        optimizer.step()
-        scheduler.step()
 
 
 def test_an_example_starts_where_it_lies(tmp_path: Path) -> None:

@@ -274,7 +274,9 @@ def test_a_sample_answer_ends_no_run(
     config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), 0, 0
     if prompt == "broken":
         monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", None)
-    train_on(run_main, tmp_path, tokenizer, transformers.GPT2LMHeadModel(config), prompt)
+    model = transformers.GPT2LMHeadModel(config)
+    model.generation_config.suppress_tokens = [0]  # so that it says as much as it may
+    train_on(run_main, tmp_path, tokenizer, model, prompt)
     shown = re.findall(r"\nanswer: (none, because of \w+)?", capfd.readouterr().out)
     assert shown == ["none, because of TypeError" * (prompt == "broken")] * 5
 

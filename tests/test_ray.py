@@ -39,9 +39,11 @@ def start(run_dir: Path, retries: int, flags: str) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=conftest.ROOT, stdout=log, stderr=log)
 
 
-def test_a_run_stopped_killed_and_without_a_node_ends_with_the_bytes_of_an_undisturbed_one(
+def test_a_refusal_is_said_once_and_a_disturbed_run_ends_with_the_bytes_of_an_undisturbed_one(
     cluster: Any, undisturbed: Path, tiny_mnist: Path, tmp_path: Path
 ) -> None:
+    assert start(tmp_path / "refused", 9, "--batch-size 3").wait(120) == EXIT_USAGE
+    assert (tmp_path / "refused.log").read_text().count("error: --batch-size 3 must") == 1
     run_dir = tmp_path / "run"
     launched = start(run_dir, 0, f"{conftest.ENGINE_FLAGS} {tiny_mnist}")
     conftest.wait_for_step(run_dir, 20, launched)
@@ -66,11 +68,6 @@ def test_a_run_stopped_killed_and_without_a_node_ends_with_the_bytes_of_an_undis
     kept = max((tmp_path / "run.ray").glob("ray_train_run-*"))
     evaluated = Result.from_path(kept).metrics_dataframe["eval_loss"].tolist()
     assert evaluated[-60:] == [row["eval_loss"] for row in conftest.rows(run_dir, "epochs")]
-
-
-def test_a_refusal_is_said_once_and_not_tried_again(cluster: Any, tmp_path: Path) -> None:
-    assert start(tmp_path / "run", 9, "--batch-size 3").wait(120) == EXIT_USAGE
-    assert (tmp_path / "run.log").read_text().count("error: --batch-size 3 must") == 1
 
 
 def test_the_sweep_of_the_page_prints_a_table_by_the_metric_of_keep_best(

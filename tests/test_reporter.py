@@ -19,9 +19,10 @@ LEFT = re.compile(r"epoch (\d)/3 +(\d+) %\|.*\| (\S+) left")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """tqdm's time, which stands still until a test moves it."""
+    """The time, which stands still until a test moves it."""
     now = [1000.0]
-    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    for name in ("tqdm.std.time", "time.perf_counter"):
+        monkeypatch.setattr(name, lambda: now[0])
     return now
 
 

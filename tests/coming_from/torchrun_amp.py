@@ -1,19 +1,16 @@
-"""torchrun, autocast, GradScaler and two schedulers.
+"""DistributedDataParallel under torchrun, with autocast, GradScaler and two schedulers.
 
 torchrun --standalone --nproc_per_node 2 torchrun_amp.py DATA.safetensors LOSSES.json
 
 Without a GPU there is no float16 training: autocast and GradScaler are switched off.
 """
 
-import json
 import os
-import sys
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lenet import make_lenet
-from safetensors.torch import load_file
+from shared import data, load_batch, make_lenet, write
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
@@ -21,12 +18,9 @@ amp = torch.cuda.is_available()
 dist.init_process_group("nccl" if amp else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda" if amp else "cpu", int(os.environ["LOCAL_RANK"]) if amp else 0)
-data = load_file(sys.argv[1])
 num_steps = len(data["batches"])
 
-torch.manual_seed(0)
-model = make_lenet().to(device)
-model = DistributedDataParallel(model)
+model = DistributedDataParallel(make_lenet().to(device))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
 # Both stepped after each batch: down by a tenth over the epoch, and half a cosine on top.
 schedulers = [
@@ -37,9 +31,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=amp)
 
 losses = []
 for batch in data["batches"]:
-    batch = batch.chunk(world_size)[rank]
-    images = ((data["images"][batch].float() / 255 - 0.1307) / 0.3081).to(device)
-    labels = data["labels"][batch].to(device)
+    images, labels = load_batch(batch.chunk(world_size)[rank], device)
     optimizer.zero_grad()
     with torch.autocast(device.type, dtype=torch.float16, enabled=amp):
         loss = F.cross_entropy(model(images), labels)
@@ -53,8 +45,6 @@ for batch in data["batches"]:
     losses.append(mean.item() / world_size)
 
 if rank == 0:
-    torch.save(model.module.state_dict(), sys.argv[2] + ".pt")
-    with open(sys.argv[2], "w") as file:
-        json.dump(losses, file)
+    write(losses, model.module)
 dist.barrier()  # else one process takes the group down while the other still uses it
 dist.destroy_process_group()

@@ -135,17 +135,6 @@ class Card(torch.Tensor):
     ) -> Any:
         return execute(func, args, kwargs or {})
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, Card):
-            raise RuntimeError(f"incompatible tensor type: .data of a card's tensor ({where()})")
-        torch.Tensor.data.__set__(self, value)
-        self.elem = value.elem
-
     def tolist(self) -> Any:
         ledger.wait("tolist")
         return self.elem.tolist()
@@ -155,21 +144,8 @@ class Card(torch.Tensor):
 
     __array__ = numpy
 
-    def data_ptr(self) -> int:
-        return self.elem.data_ptr()
-
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.elem.untyped_storage()
-
-    def __repr__(self, **_: Any) -> str:
-        ledger.wait("repr")
-        return f"{self.elem!r} on {self.device}"
-
-    def __deepcopy__(self, memo: dict) -> "Card":
-        memo[id(self)] = copy = self.detach().clone().requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            copy._is_param = True
-        return copy
 
 
 def unwrap(value: Any) -> Any:

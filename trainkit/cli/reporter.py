@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
@@ -15,14 +16,31 @@ from trainkit.run_dir.log import History
 QUIET_SECONDS = 60.0  # off a terminal, an epoch says where it is at least this often
 
 
+class RunBar(tqdm):
+    """A bar whose time left is at the mean speed since `first`: a step and when it began.
+
+    A bar of tqdm alone would know its own epoch only, without evaluations and saves.
+    """
+
+    first: tuple[int, float] | None = None
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What tqdm puts into bar_format."""
+        fields = super().format_dict
+        if self.first is not None:
+            fields |= {"initial": self.first[0], "elapsed": time.perf_counter() - self.first[1]}
+        return fields
+
+
 class Reporter:
     """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl."""
 
     def __init__(self, accelerator: Accelerator, args: argparse.Namespace, history: History):
         self.accelerator, self.args, self.history = accelerator, args, history
-        self.bar, self.table = tqdm(disable=True), MetricsTable()
+        self.bar, self.table = RunBar(disable=True), MetricsTable()
         self.num_before = 0  # samples of this epoch that were trained on before
-        self.first: dict[str, float] = {}  # of the first bar: steps done before it, its start
+        self.first: tuple[int, float] | None = None  # steps done before the first bar, its start
         self.started_at = self.train_seconds = self.said_at = 0.0
         self.last_loss = ""
 
@@ -39,7 +57,7 @@ class Reporter:
         """
         self.num_before, self.last_loss = num_before, ""
         self.said_at, self.started_at = time.monotonic(), time.perf_counter()
-        self.bar = tqdm(
+        self.bar = RunBar(
             desc=f"epoch {progress.epoch + 1}/{self.args.epochs}",
             total=last_step,
             initial=progress.step,
@@ -48,9 +66,7 @@ class Reporter:
             leave=False,
             disable=None if self.accelerator.is_main_process else True,
         )
-        if not self.bar.disable:
-            self.first = self.first or {"initial": progress.step, "start_t": self.bar.start_t}
-            vars(self.bar).update(self.first)
+        self.first = self.bar.first = self.first or (progress.step, self.started_at)
 
     def log_window(self, progress: Progress, means: RunningMeans, rates: dict[str, float]) -> None:
         """A row of metrics.jsonl: the losses since the last one."""

@@ -39,7 +39,7 @@ def to_values(picture: Image.Image, mode: str) -> np.ndarray:
     Transparent pixels become background, which is white if what can be seen is dark, else black.
     Raises ValueError for values beyond the range of the picture's own mode.
     """
-    alpha, transparent = np.ones(()), picture.has_transparency_data
+    transparent = picture.has_transparency_data
     if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
         white = 1 if picture.mode == "F" else 65535
         stored = np.asarray(picture, dtype=np.float64)
@@ -53,9 +53,11 @@ def to_values(picture: Image.Image, mode: str) -> np.ndarray:
         if transparent:
             picture = picture.convert("RGBA")
             alpha = np.asarray(picture)[..., 3] / 255
-        rgb = picture.convert("RGB")
-        grey = np.array(rgb.convert("L"), dtype=np.float64)
-        values = grey[None] if mode == "L" else np.array(rgb, np.float64).transpose(2, 0, 1)
+        shown = picture if picture.mode == "L" else picture.convert("RGB")
+        grey = np.array(shown.convert("L"), dtype=np.float64)
+        values = grey[None]
+        if mode != "L":
+            values = np.array(shown.convert(mode), dtype=np.float64).transpose(2, 0, 1)
     if transparent:
         is_dark = (grey * alpha).sum() <= 128 * alpha.sum()
         values = values * alpha + (1 - alpha) * 255 * is_dark
@@ -69,10 +71,10 @@ def to_grey(picture: Image.Image) -> np.ndarray:
 
 def resize(values: np.ndarray, size: int) -> np.ndarray:
     """Values, float64 (..., height, width), brought to uint8 (..., size, size)."""
+    if values.shape[-2:] == (size, size):
+        return values.round().astype(np.uint8)
     if values.ndim > 2:  # one by one: torch would start threads for three small planes
         return np.stack([resize(plane, size) for plane in values])
-    if values.shape == (size, size):
-        return values.round().astype(np.uint8)
     batch = torch.from_numpy(values)[None, None]
     resized = F.interpolate(batch, (size, size), mode="bilinear", antialias=True)
     return resized.round()[0, 0].byte().numpy()

@@ -4,18 +4,17 @@ Launchers configure a process by environment variables. Accelerate ignores some 
 """
 
 import contextlib
-import inspect
 import os
 import re
 import sys
 from itertools import takewhile
 
 import torch
-from accelerate import notebook_launcher
 from accelerate.utils import str_to_bool
 
 from trainkit.cli.text import count
 from trainkit.errors import UsageError
+from trainkit.private import precision_of_notebook_launcher
 
 # What mpirun and srun, which Accelerate does not follow, say of how many processes they started.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -80,7 +79,9 @@ def check_launch() -> str:
 
 def check_variables() -> str:
     """Refuse variables that would silently change what is trained; return the mixed precision."""
-    env = {**os.environ, **notebook_precision()}
+    env = dict(os.environ)
+    if (precision := precision_of_notebook_launcher()) != "no":
+        env["ACCELERATE_MIXED_PRECISION"] = precision
     for name, value in env.items():
         allowed, remedy = VARIABLES.get(name, (".*", ""))
         if not re.fullmatch(allowed, value):
@@ -145,15 +146,3 @@ def check_launcher_flags() -> None:
 def shards_wanted() -> bool:
     """True if the launcher asked for sharded weights."""
     return re.fullmatch(TRUE, os.environ.get("ACCELERATE_USE_FSDP", "")) is not None
-
-
-def notebook_precision() -> dict[str, str]:
-    """The variable that notebook_launcher should have set, if it was asked for a precision.
-
-    It sets MIXED_PRECISION, which Accelerate does not read, and with one process nothing at all.
-    """
-    given = os.environ.get("MIXED_PRECISION", "no") if "NPROC" in os.environ else "no"
-    for caller in inspect.stack(0):
-        if caller.frame.f_code is notebook_launcher.__code__:
-            given = str(caller.frame.f_locals["mixed_precision"])
-    return {} if given == "no" else {"ACCELERATE_MIXED_PRECISION": given}

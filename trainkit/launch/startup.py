@@ -8,7 +8,6 @@ measured by `python -m benchmarks.time_to_accuracy --compare startup`.
 import atexit
 import contextlib
 import ctypes
-import gc
 import os
 import signal
 import sys
@@ -33,12 +32,7 @@ from trainkit.errors import (
     leave,
 )
 from trainkit.launch.environment import by_accelerate, shards_wanted
-from trainkit.private import (
-    run_exit_functions,
-    skip_lookups,
-    skip_sharded_check,
-    skip_the_compiler,
-)
+from trainkit.private import run_exit_functions, skip_the_compiler
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # <malloc.h>
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -54,11 +48,7 @@ def run(main: Callable[[], Any]) -> None:
     """
     keep_memory()
     skip_the_compiler()
-    skip_sharded_check()
-    skip_lookups()
     fork_at_rest()
-    gc.freeze()  # what was imported is never searched for garbage: a start is a fifth shorter
-    atexit.register(gc.unfreeze)  # else triton, where it is imported, prints leaks at the exit
     atexit.register(_ignore_signals)  # the teardown has no handlers: the exit code would change
     try:
         end_with_launcher()
@@ -92,9 +82,9 @@ def _ignore_signals() -> None:
 def finish(code: int) -> NoReturn:
     """End with this code; a signal ends it at once, as a thread of the script may keep it waiting.
 
-    It goes without the interpreter's teardown. That takes 0.4 s once torch is imported; and in it a
-    thread of gloo that still holds tensors asks for the interpreter, which aborts a process that is
-    done, seen in 1 of some 200 (pytorch/pytorch pull request 179291).
+    It goes without the interpreter's teardown. That takes 0.4 to 0.7 s once torch is imported; and
+    in it a thread of gloo that still holds tensors asks for the interpreter, which aborts a process
+    that is done, seen in 1 of some 200 (pytorch/pytorch pull request 179291).
     """
     for number in SIGNALS:
         with contextlib.suppress(ValueError):  # not in the main thread
