@@ -304,6 +304,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     loss_smoothed=losses,  # what is minimised
                     accuracy=logits.argmax(1) == labels,
                 )
+                if run.must_save():  # --save-every, or a signal to any process
+                    run.save()  # accelerator.save_state; after a signal it ends the run with 75
             results = validate(accelerator, model, eval_loader, eval_set, about["classes"])
             run.end_epoch(*results)
 

@@ -238,6 +238,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(loss=losses)
+                if run.must_save():  # --save-every, or a signal to any process
+                    run.save()  # accelerator.save_state; after a signal it ends the run with 75
             results = validate(accelerator, model, eval_loader, eval_set, args.loss, about)
             run.end_epoch(*results)
 

@@ -39,8 +39,8 @@ def bare(flags: list[str]) -> None:
     model, (samples, *_) = finetune.make_model(args), finetune.load_data(args)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for batch in DataLoader(samples, BATCH, shuffle=True, collate_fn=finetune.collate):
-        values = finetune.judge(model, batch)
-        values["loss"][values["where"]].mean().backward()
+        values = finetune.compute_losses(model, batch)
+        values["loss"][values["mask"]].mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
         optimizer.step()
         optimizer.zero_grad()

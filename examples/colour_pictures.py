@@ -107,7 +107,7 @@ def make_model(accelerator: Accelerator, norm: str, num_classes: int) -> nn.Modu
     return model
 
 
-def judge(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
     """The loss of each sample, and whether it was recognised."""
     pictures, labels, _ = batch
     logits = model(pictures)
@@ -133,14 +133,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    values = judge(model, batch)
+                    values = compute_losses(model, batch)
                     accelerator.backward(run.step_mean(values["loss"]))
                     run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
-            run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
+                if run.must_save():
+                    run.save()
+            run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
         return run.finish()
 
 

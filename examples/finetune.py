@@ -66,7 +66,7 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     dtype = "auto" if args.lora else torch.float32  # what is trained is float32
-    # Memory-mapped: the processes of a machine share the weights that none of them changes.
+    # Memory-mapped, so that the processes of a machine share the weights that are frozen.
     model = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype)
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -78,7 +78,7 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
     return model.train()  # from_pretrained returns it in evaluation mode
 
 
-def judge(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+def compute_losses(model: torch.nn.Module, batch: tuple) -> dict[str, torch.Tensor]:
     """The loss of each token after the first, and which are learned."""
     tokens, learned = batch
     # These models refuse zero rows, which a process may get: then one is made up.
@@ -87,7 +87,7 @@ def judge(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, 
     logits = model(input_ids=inputs[:, :-1], use_cache=False).logits[: len(tokens)]
     targets = tokens[:, 1:]
     losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return {"loss": losses.view_as(targets), "where": learned[:, 1:]}
+    return {"loss": losses.view_as(targets), "mask": learned[:, 1:]}
 
 
 def answer(model: Any, tokenizer: Any, sample: tuple[torch.Tensor, torch.Tensor]) -> str:
@@ -108,8 +108,7 @@ def answer(model: Any, tokenizer: Any, sample: tuple[torch.Tensor, torch.Tensor]
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, answer a prompt, write the folders; return the last metrics."""
-    args = parse_args(argv)
-    with Run(args, "finetune") as run:
+    with Run(args := parse_args(argv), "finetune") as run:
         accelerator = run.accelerator
         train_set, eval_set, end, plan, tokenizer = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args, collate)
@@ -121,21 +120,23 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        run.only_trained = bool(args.lora)  # the base lies in --base
-        run.begin(model, {"script": Path(__file__).stem, "lora": args.lora}, plan)
+        metadata = {"script": Path(__file__).stem, "lora": args.lora}
+        run.begin(model, metadata, plan, save_frozen=not args.lora)  # the base lies in --base
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    values = judge(model, batch)
-                    accelerator.backward(run.step_mean(values["loss"], values["where"]))
+                    values = compute_losses(model, batch)
+                    accelerator.backward(run.step_mean(values["loss"], values["mask"]))
                     run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
+                if run.must_save():
+                    run.save()
             run.print(f"answer: {answer(run.models[0], tokenizer, eval_set[0])}")
-            run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
+            run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
         metrics = run.finish()
     write_pretrained(run, tokenizer, args.base)
     return metrics

@@ -7,6 +7,7 @@ Not under a YAML with FSDP, which shards one model.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory]:
     return tuple(InMemory(pictures) for pictures, _ in (part.tensors for part in sets))
 
 
-def judge(
+def compute_losses(
     generator: nn.Module, discriminator: nn.Module, batch: tuple[torch.Tensor, ...]
 ) -> dict[str, torch.Tensor]:
     """The discriminator on held-out pictures and as many drawn ones."""
@@ -116,7 +117,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         )
         optimizers, schedulers = rest[:2], rest[2:]
         run.begin((generator, discriminator), {"script": Path(__file__).stem})
-
         for epoch in run.epochs():
             for pictures, indices in run.steps(train_loader):
                 with accelerator.accumulate(generator, discriminator):
@@ -137,10 +137,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                         scheduler.step()
                         optimizer.zero_grad()
                 run.add(loss_discriminator=losses_d, loss_generator=losses_g)
+                if run.must_save():
+                    run.save()
             if accelerator.is_main_process:
                 draw(models[0], accelerator.device, args.run_dir / f"samples-{epoch + 1:03d}.png")
-            metrics = run.evaluate(eval_loader, lambda b: judge(generator, discriminator, b))
-            run.end_epoch(metrics)
+            losses = functools.partial(compute_losses, generator, discriminator)
+            run.end_epoch(run.evaluate(eval_loader, losses))
         return run.finish()
 
 

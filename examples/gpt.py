@@ -32,7 +32,7 @@ class GPT(nn.Module):
         super().__init__()
         width, heads = args.width, args.width // 32
         self.embedding, self.position = (nn.Embedding(n, width) for n in (vocabulary, context))
-        self.dropout = nn.Dropout(args.dropout)  # order.Dropout cannot draw again for a checkpoint
+        self.dropout = nn.Dropout(args.dropout)  # rng.Dropout cannot draw again for a checkpoint
         block = nn.TransformerEncoderLayer(
             width, heads, 4 * width, args.dropout, "gelu", batch_first=True, norm_first=True
         )
@@ -88,35 +88,33 @@ def load_data(args: argparse.Namespace) -> tuple:
     return tuple(Windows(path, CONTEXT + 1, spans, held_out) for held_out in (False, True))
 
 
-def judge(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def compute_losses(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The loss of each token after the first, and where it counts."""
     tokens = batch[0].long()
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     place = torch.arange(1, tokens.shape[1], device=tokens.device).expand_as(targets)
     first, end = (each[:, None] for each in batch[1:]) if batch[1:] else (place, place + 1)
-    return {"loss": losses.view_as(targets), "where": (first <= place) & (place < end)}
+    return {"loss": losses.view_as(targets), "mask": (first <= place) & (place < end)}
 
 
 @torch.inference_mode()
 def write_sample(run: Run) -> None:
     """Write what the model makes of `def `, and show its start. Every process must call this."""
-    model, text = run.models[0], torch.tensor([[*b"def "]], device=run.accelerator.device)
+    model, text = run.models[0].eval(), torch.tensor([[*b"def "]], device=run.accelerator.device)
     torch.manual_seed(0)
-    model.eval()
     for _ in range(300):
         text = torch.cat((text, model(text[:, -CONTEXT:])[:, -1].softmax(1).multinomial(1)), 1)
     model.train()
-    written, path = bytes(text[0].tolist()), f"sample-{run.progress.step:06d}.txt"
+    path, written = f"sample-{run.progress.step:06d}.txt", bytes(text[0].tolist())
+    run.print(f"{run.config.run_dir / path}:\n{written[:150].decode(errors='replace')}")
     if run.accelerator.is_main_process:
-        (run.args.run_dir / path).write_bytes(written)
-    run.print(f"{run.args.run_dir / path}:\n{written[:150].decode(errors='replace')}")
+        (run.config.run_dir / path).write_bytes(written)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write a sample and the run folder; return the last metrics."""
-    args = parse_args(argv)
-    with Run(args, "gpt") as run:
+    with Run(args := parse_args(argv), "gpt") as run:
         accelerator = run.accelerator
         train_set, eval_set = run.load(load_data)
         order = train_set.order(args.batch_size, args.seed) if args.data else None
@@ -133,16 +131,18 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    values = judge(model, batch)
-                    accelerator.backward(run.step_mean(values["loss"], values["where"]))
+                    values = compute_losses(model, batch)
+                    accelerator.backward(run.step_mean(values["loss"], values["mask"]))
                     run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
+                if run.must_save():
+                    run.save()
             if not args.data:
                 write_sample(run)
-            run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
+            run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
         return run.finish()
 
 

@@ -112,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(loss=losses)
+                if run.must_save():
+                    run.save()
             run.end_epoch(validate(accelerator, model, eval_loader))
         return run.finish()
 

@@ -16,16 +16,16 @@ from examples import gpt
 from trainkit.data import rows
 
 rows.WAITS, rows.HF_HOME = (0, 0, 0.1, None), os.environ["HF_HOME"]
-main, judge = gpt.main, gpt.judge
+main, compute_losses = gpt.main, gpt.compute_losses
 
 
 def noting(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     if torch.is_grad_enabled():
         with open(f"{os.environ['IDS']}.{os.environ.get('RANK', 0)}", "a") as file:
             print((batch[0][:, 0] * 256 + batch[0][:, 1]).tolist(), file=file)
-    return judge(model, batch)
+    return compute_losses(model, batch)
 
 
-gpt.judge = noting
+gpt.compute_losses = noting
 if "--num-workers" in sys.argv:
     gpt.make_loaders = partial(gpt.make_loaders, collate_fn=default_collate)

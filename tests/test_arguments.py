@@ -104,9 +104,9 @@ def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(
         name = metric.removesuffix(f":{direction}")
         # An older checkpoint knows the name alone.
         progress = Progress(metrics={name: 1.0}, best=2.0, best_name=name)
-        assert best.judge(args, progress) == (direction == "min")
+        assert best.update_best(args, progress) == (direction == "min")
         progress.metrics[name] = 3.0
-        assert best.judge(args, progress) == (direction == "max")
+        assert best.update_best(args, progress) == (direction == "max")
 
 
 def test_only_the_experiment_must_be_equal_when_a_run_is_resumed() -> None:

@@ -9,9 +9,12 @@ import shutil
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from trainkit import shards
 
 import pytest
 import torch
@@ -19,11 +22,12 @@ from accelerate import Accelerator
 from conftest import forget_accelerator, linux_only
 
 from trainkit.checkpoint import Checkpoints, Progress
+from trainkit.ema import EMA
 from trainkit.errors import RunFailure, UsageError
 from trainkit.launch.startup import refuse_pickled_code
 from trainkit.metrics import RunningMeans
 from trainkit.run_dir import files
-from trainkit.run_dir.log import History
+from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.manifest import sha256_of, verify
 from trainkit.run_dir.records import read_rows
 
@@ -43,16 +47,15 @@ class Run:
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
             model, optimizer, scheduler
         )
-        self.run_dir, self.history = run_dir, History(run_dir)
+        self.run_dir, self.tracker = run_dir, JsonlTracker(run_dir)
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.means = RunningMeans(self.accelerator)
         self.checkpoints = Checkpoints(
             self.accelerator,
-            run_dir,
-            self.history,
-            self.means,
+            argparse.Namespace(run_dir=run_dir, keep=keep),
             FINGERPRINT | fingerprint,
-            keep,
+            self.tracker,
+            self.means,
         )
         self.progress = Progress()
 
@@ -66,7 +69,7 @@ class Run:
             self.means.add("loss", loss, 4)
             self.progress.step += 1
             self.progress.batch += 1
-            self.history.log({"train_loss": loss.item()}, step=self.progress.step)
+            self.tracker.log({"train_loss": loss.item()}, step=self.progress.step)
             self.checkpoints.save(self.progress)
 
     def weights(self) -> list[torch.Tensor]:
@@ -114,17 +117,58 @@ def test_resume_brings_back_weights_moments_rate_position_sums_and_log(saved: Pa
     whole = Run(saved.with_name("whole"))
     whole.train(5)
     run = Run(saved)
+    run.progress = run.checkpoints.resume("latest")
+    assert run.progress == Progress(step=3, batch=3)
     torch.manual_seed(0)
     torch.nn.Linear(50, 7)  # the draws before the first batch
     for _ in range(3):
         torch.randn(4, 50)
-    run.progress = run.checkpoints.resume("latest")
-    assert run.progress == Progress(step=3, batch=3)
     run.train(2)
     assert all(map(torch.equal, whole.weights(), run.weights()))
-    assert run.history.path.read_bytes() == whole.history.path.read_bytes()
+    assert run.tracker.path.read_bytes() == whole.tracker.path.read_bytes()
     assert run.means.state() == whole.means.state()
     assert run.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+
+
+def test_of_twelve_models_each_gets_its_own_state_back(tmp_path: Path) -> None:
+    """Sorted by name model_10 comes before model_2, and all of these have the same shapes."""
+    forget_accelerator()
+    accelerator, config = Accelerator(cpu=True), argparse.Namespace(run_dir=tmp_path, keep=2)
+    models = [torch.nn.Linear(1, 1) for _ in range(12)]
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3 * (n + 1)) for n, m in enumerate(models)]
+    rates = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+    accelerator.prepare(*models, *optimizers, *rates)
+    ema, parts = EMA(models, 0.5), [*models, *optimizers, *rates]
+    (tmp_path / "checkpoints").mkdir()
+    checkpoints = Checkpoints(
+        accelerator, config, {}, JsonlTracker(tmp_path), RunningMeans(accelerator), ema.values
+    )
+
+    def train(number: int) -> str:
+        for n, (model, *others) in enumerate(zip(models, optimizers, rates, strict=True)):
+            model(torch.full((1, 1), n + 1.0)).square().sum().backward()
+            for each in others:
+                each.step()
+        ema.update(number)
+        return repr([ema.values, *(each.state_dict() for each in parts)])
+
+    with ema.trained_weights():
+        before = train(1)
+        checkpoints.save(Progress(step=1))
+        read = partial(shards.read, accelerator, ema.values, step(tmp_path, 1) / "state")
+        for load in (lambda: checkpoints.resume("auto"), read):  # of a sharded run
+            assert train(2) != before
+            load()
+            assert repr([ema.values, *(each.state_dict() for each in parts)]) == before
+
+
+def test_a_checkpoint_of_other_optimizers_is_refused(saved: Path) -> None:
+    """accelerate.load_state would pass over what is left over."""
+    state = step(saved, 3) / "state"
+    shutil.copy(state / "optimizer.bin", state / "optimizer_1.bin")
+    reforge(step(saved, 3))
+    with pytest.raises(UsageError, match=r"optimizer_1\.bin is in the checkpoint or in this run"):
+        Run(saved).checkpoints.resume("latest")
 
 
 def test_only_the_newest_are_kept_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -153,7 +197,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(
         events.append("rename")
         monkeypatch.undo()
         folders = [source, *(p for p in source.rglob("*") if p.is_dir())]
-        assert {*events} >= {*source.rglob("*"), *folders, run.history.path}
+        assert {*events} >= {*source.rglob("*"), *folders, run.tracker.path}
         monkeypatch.setattr(os, "fsync", syncing)
         rename(source, target)
 
@@ -252,7 +296,7 @@ def test_sums_are_added_up_by_their_names_in_whatever_order_a_process_added_them
         for name in names:
             means.add(name, torch.tensor({"easy": 3.0, "hard": 5.0}[name]), 2)
         found.append(means.state()["rows"])
-        assert means.means("train") == {"train_easy": 1.5, "train_hard": 2.5}
+        assert means.compute("train") == {"train_easy": 1.5, "train_hard": 2.5}
     assert found[0] == found[1]
 
 
@@ -290,7 +334,7 @@ def test_a_path_is_taken_or_refused(saved: Path, tmp_path: Path) -> None:
     assert run.checkpoints.resume(str(step(saved, 1))) == Progress(step=1, batch=1)
     abandoned = [folder / f"abandoned-step-000000000{number}" for number in (2, 3)]
     assert sorted(folder.iterdir()) == [*abandoned, step(saved, 1)]
-    assert len(read_rows(run.history.path)) == 1
+    assert len(read_rows(run.tracker.path)) == 1
     run.progress.step = 1
     run.train(1)
     assert verify(step(saved, 2)) is None

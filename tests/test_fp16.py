@@ -15,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from conftest import forget_accelerator, rows
 from faults import digests
 
-import trainkit.session
+import trainkit.launch.world
 from trainkit.loaders import InMemory, make_loaders
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.run import Run
@@ -67,7 +67,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
 
     monkeypatch.setattr(AcceleratedOptimizer, "step", watched)
     monkeypatch.setattr(Step, "finish", finished)
-    monkeypatch.setattr(trainkit.session, "Accelerator", accelerator_in_fp16)
+    monkeypatch.setattr(trainkit.launch.world, "Accelerator", accelerator_in_fp16)
     flags = ["--dataset", tiny_mnist, "--model", "lenet", "--batch-size", 8, "--log-every", 1]
     flags += ["--save-every", 2, "--stop-after-steps", LAST, "--keep", 9, "--run-dir", run_dir]
     run_main("train_mnist", *flags)
@@ -131,6 +131,8 @@ def train_two(tmp_path: Path, order: str, overflows: tuple[int, ...] = ()) -> li
                 assert [each.step_was_skipped for each in optimizers] == [overflow] * 2
                 losses += [] if overflow else [loss.mean().item()]
                 run.add(loss=loss)
+                if run.must_save():
+                    run.save()
             run.end_epoch({"eval_loss": 0.0})
         run.finish()
     return losses
@@ -148,7 +150,7 @@ def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
         options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
         return accelerator_in_fp16(**options)
 
-    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.launch.world, "Accelerator", scaled_float32)
     scaled = train_two(tmp_path, order, overflows=(0, 5, 6, 13))
     assert len(scaled) == len(plain) - 4
     assert scaled == pytest.approx(plain[:-4], abs=1e-5)

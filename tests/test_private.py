@@ -69,6 +69,7 @@ SETTINGS = {
 # ... and what a sharded run, a resume and fp16 with two optimizers replace, beside the reason.
 REPLACED = {
     "accelerator.prepare",
+    "accelerator.scaler",
     "accelerator.scaler.update",
     "accelerator.state.fsdp_plugin",
     "accelerator.step",

@@ -13,18 +13,22 @@ LAYERS = [
     "private cli.text",
     "errors",
     "config cli run_dir launch",
-    "rng loaders metrics optim",
+    "rng",
+    "orders",
+    "loaders metrics optim",
     "checks",
-    "shards",
-    "step ema checkpoint evaluation best cli.reporter",
-    "session",
+    "shards kernels",
+    "fingerprint ema evaluation",
+    "checkpoint",
+    "step best cli.reporter",
+    "results launch.world",
     "run",
     "data",
     "tools",
 ]
 LAYER = {name: number for number, row in enumerate(LAYERS) for name in row.split()}
 KIT = sorted((ROOT / "trainkit").rglob("*.py"))
-LOOP = ("run", "step", "loaders", "metrics", "checkpoint")
+LOOP = ("run", "step", "loaders", "rng", "metrics", "checkpoint")
 NO_TOKEN = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
@@ -70,7 +74,7 @@ def num_tokens(path: Path) -> int:
 
 def test_the_loop_is_read_in_one_sitting() -> None:
     files = [ROOT / "trainkit" / f"{name}.py" for name in LOOP]
-    assert sum(map(num_tokens, files)) <= 8000
+    assert sum(map(num_tokens, files)) <= 9200
     assert len(files[0].read_text().splitlines()) <= 350
 
 

@@ -63,7 +63,7 @@ def parse(*argv: object) -> argparse.Namespace:
 def train(
     *argv: object,
     body: Callable[[Run, int], object] = lambda run, number: None,
-    judge: Callable[[torch.Tensor], torch.Tensor] = lambda losses: losses,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda losses: losses,
     first: Callable[[], nn.Module] = lambda: nn.Linear(2, 4),
 ) -> list[float]:
     """A small run with two models and two optimizers; `body` may disturb it. Losses by step."""
@@ -93,9 +93,11 @@ def train(
                         optimizer.zero_grad()
                 losses.append(loss.sum().item())
                 run.add(loss=loss)
+                if run.must_save():
+                    run.save()
             metrics = run.evaluate(
                 loaders[1],
-                lambda batch: {"loss": judge((two(one(batch["x"])) - batch["y"]).square())},
+                lambda batch: {"loss": change((two(one(batch["x"])) - batch["y"]).square())},
             )
             run.end_epoch(metrics, {"seen": torch.ones(3)})
         run.finish()
@@ -139,7 +141,7 @@ def test_two_models_and_two_optimizers_are_saved_and_resumed_to_the_same_bytes(
 
 
 def test_gradients_are_divided_once_however_often_they_are_clipped(tmp_path: Path) -> None:
-    where = r"step_mean\(loss\)", "step_mean(loss, torch.full_like(loss, 3.0))"
+    where = r"step_mean\(loss\)", "step_mean(loss, weights=torch.full_like(loss, 3.0))"
     once = changed(where)("--run-dir", tmp_path / "once")
     twice = r"(run.clip_and_check\(optimizer\))", r"\1; \1"
     assert changed(where, twice)("--run-dir", tmp_path / "twice") == once
@@ -216,16 +218,18 @@ def test_stop_ends_the_run_whole_and_a_resume_ends_too(tmp_path: Path, number: i
 CALLS: list[tuple[Callable[[Run], object], str]] = [
     (lambda run: run.load(None), "entered"),
     (lambda run: run.begin(None, {}), "loaded"),
-    (lambda run: next(run.epochs()), "between"),
+    (lambda run: next(run.epochs()), "ready"),
     (lambda run: next(run.steps(None)), "epoch"),
     (lambda run: run.step_mean(None), "batch backward checked"),
     (lambda run: run.clip_and_check(), "backward checked"),
     (lambda run: run.add(), "batch backward checked"),
     (lambda run: run.gather(None), "batch backward checked"),
     (lambda run: run.stop(), "batch backward checked trained"),
-    (lambda run: run.evaluate(None, None), "between epoch trained"),
+    (lambda run: run.evaluate(None, None), "ready epoch trained"),
+    (lambda run: run.must_save(), "backward checked"),
+    (lambda run: run.save(), "must save"),
     (lambda run: run.end_epoch({}), "trained"),
-    (lambda run: run.state, "between epoch batch backward checked trained over"),
+    (lambda run: run.state, "ready epoch batch backward checked trained over"),
     (lambda run: run.finish(), ""),
 ]
 
@@ -238,16 +242,19 @@ def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(
     def look(run: Run) -> None:
         stages.add(run.stage)
         for call, allowed in CALLS:
-            if run.stage not in allowed.split():
+            if run.stage not in (allowed, *allowed.split()):
                 with pytest.raises(RuntimeError, match=r"is out of order: what comes next is "):
                     call(run)
 
     look(Run(parse(), "test"))
-    flags = "--accumulate", 2, "--run-dir"
-    before_each_line = r"^( +)(?=for |sets|metrics|loss =|run\.(?!finish))", r"\1look(run)\n\1"
-    at_the_end = r"finish\(\)", "finish(); look(run)"
-    losses = changed(before_each_line, at_the_end, look=look)(*flags, tmp_path / "looked")
-    assert len(stages) == 10
+    flags = "--accumulate", 2, "--save-every", 1, "--run-dir"
+    before_each_line = (
+        r"^( +)(?=for |sets|metrics|loss =|if run|run\.(?!finish))",
+        r"\1look(run)\n\1",
+    )
+    after_calls = r"(save|finish)\(\)$", r"\1(); look(run)"
+    losses = changed(before_each_line, after_calls, look=look)(*flags, tmp_path / "looked")
+    assert len(stages) == 12
     assert losses == train(*flags, tmp_path / "plain")
 
 
@@ -367,7 +374,7 @@ def test_the_best_weights_are_those_that_the_last_sentence_names(
     run_main("train_regression", *flags, *more, first)
     said = capfd.readouterr().out
     assert f"was best at step {int(first.name[5:])}" in said, said
-    assert f"{first.name} has those weights" in said
+    assert f"those weights are in checkpoints/{first.name}" in said
     assert (tmp_path / "abandoned-best.safetensors").exists()
     run_main("train_regression", *flags[:-1], "eval_r2", *more, "auto")
     assert "no evaluation gave a finite eval_r2" in capfd.readouterr().out
@@ -431,11 +438,15 @@ MISTAKES = [
      r"a loader that make_loaders\(...\) did not make"),
     ("run.begin(", "run.accelerator.register_for_checkpointing(schedules[0]); run.begin(",
      "give its content to a module that accelerator.prepare takes"),
-    ('{"script": "test"}', "{'classes': {1}}", "the `about` of run.begin.* holds 'classes'"),
-    ("nn.Linear(4, 1)", "Extra(4, 1)", "_extra_state of a model is no tensor with memory of its"),
+    ('{"script": "test"}', "{'classes': {1}}", "the metadata of run.begin.* holds 'classes'"),
+    ("nn.Linear(4, 1)", "Extra(4, 1)", "_extra_state of a model is not a tensor with its own"),
     ("nn.Linear(4, 1)", "Expanded(4, 1)", "scale of a model .* clone what expand returns"),
     ("body(run, next(numbers))", "break", r"run.evaluate.* what comes next is accelerator.back"),
     ("body(run, next(numbers))", "continue", "the next batch .* next is accelerator.backward"),
+    ("run.add(loss=loss)", "continue", "the next batch .* next is .*must_save"),
+    ("run.save()", "pass", "the next batch .* next is run.save.., because run.must_save.. retu"),
+    ("run.save()", "run.save(); schedules[0].scheduler.step()", r"stepped, .* after run.save.. or"),
+    ("run.save()", "run.save(); run.state['x'] = 1", "run.state is out of order"),
     ("run.accelerator.accumulate(one, two)", "ExitStack()", r"with accelerator.accumulate\(model"),
     ("run.accelerator.backward(", "abs(", r"clip_and_check\(...\) found no gradient"),
     ("run.clip_and_check(optimizer)", "pass", r"optimizer.step\(\) must come after run.clip"),
@@ -443,12 +454,12 @@ MISTAKES = [
      r"got a SGD that accelerator\.prepare did not return"),
     ("(*optimizers, *schedules)", "schedules", r"optimizer.step\(\) is missing after run.clip"),
     ("loaders[1],", "loaders[0],", "is not the evaluation loader"),
-    ("judge(", "torch.mean(", "got a single number for loss"),
+    ("change(", "torch.mean(", "got a single number for loss"),
     ("square())}", "square())[:1]}", "got 5 rows of loss for 43 samples"),
     ("end_epoch(metrics", "end_epoch({'auc': 1.0}", "got auc: eval_loss must be among them"),
     ("end_epoch(metrics", "end_epoch(metrics | {'train_loss': 1.0}", "and not train_loss"),
     ("end_epoch(metrics", "end_epoch(metrics | {'auc': torch.ones(3)}", "a metric is a number"),
-    ("torch.ones(3)", "['a']", r"run.end_epoch\(...\) got predictions, or about, that"),
+    ("torch.ones(3)", "['a']", r"run.end_epoch\(...\) got predictions, or metadata, that"),
     ("run.end_epoch(", "print(", r"the next epoch is .* next is run\.end_epoch"),
     ("metrics = ", "run.state['x'] = {0: 1}; metrics = ",
      "run.state holds 'x': {0: 1}, which JSON does not give back: use texts as keys"),
@@ -456,7 +467,7 @@ MISTAKES = [
     ("metrics = ", "one.requires_grad_(False); metrics = ",
      "other weights require gradients .*--start-from"),
     ("torch.ones(3)})", "torch.ones(3)}); schedules[0].scheduler.step()",
-     r"after run.end_epoch\(...\), whose checkpoint does not know it"),
+     "after run.save.. or run.end_epoch.*, whose checkpoint does not hold it"),
     ("torch.ones(3)})", "torch.ones(3)}); run.state['x'] = 1", "or run.state changed, after"),
 ]  # fmt: skip
 
@@ -468,7 +479,7 @@ def test_a_mistake_in_the_loop_is_told_before_the_second_epoch(
     batches: list[int] = []
     with pytest.raises((RuntimeError, UsageError), match=sentence):
         changed((re.escape(text), mistake))(
-            *f"--accumulate 2 --run-dir {tmp_path}".split(),
+            *f"--accumulate 2 --save-every 1 --run-dir {tmp_path}".split(),
             body=lambda run, number: batches.append(number),
         )
     assert len(batches) <= 11
@@ -478,7 +489,7 @@ def test_a_resume_of_something_else_is_refused(tmp_path: Path) -> None:
     flags = f"--run-dir {tmp_path} --resume auto".split()
     train(*flags, "--stop-after-steps", 2)
     with pytest.raises(
-        UsageError, match=r"belongs to another run: about\[script\] is '\"test\"' th"
+        UsageError, match=r"belongs to another run: metadata\[script\] is '\"test\"' th"
     ):
         changed(('"script": "test"', "'script': 'other'"))(*flags)
 
@@ -486,7 +497,7 @@ def test_a_resume_of_something_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_of_16_bits_are_added_up_in_float32(dtype: torch.dtype) -> None:
     values = torch.full((300,), 1000.0, dtype=dtype)
-    assert sum_of(values) == sum_and_count("", values, None)[0] == 300_000
+    assert sum_of(values) == sum_and_count("", values)[0] == 300_000
     assert sum_and_count("", values, values > 0)[0] == 300_000
 
 
@@ -541,7 +552,7 @@ def test_a_signal_in_an_evaluation_is_heard_and_a_resume_evaluates_again(
 
     killed, whole = (["--run-dir", tmp_path / name, *more.split()] for name in ("killed", "whole"))
     with pytest.raises(SystemExit) as left:
-        train(*killed, judge=interrupted)
+        train(*killed, change=interrupted)
     assert left.value.code == 75 and next(num_batches) == 3, "it was not heard at once"
     assert (tmp_path / "killed" / "checkpoints" / "step-0000000006").is_dir()
     train(*killed, "--resume", "auto")

@@ -24,12 +24,12 @@ from test_fp16 import accelerator_in_fp16
 from test_run import Numbers, parse, train
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 
-import trainkit.session
+import trainkit.launch.world
 from examples import gpt, two_towers
 from trainkit.errors import UsageError
 from trainkit.loaders import EpochBatches, make_loaders
-from trainkit.loaders import weighted as drawn_by_weight
 from trainkit.optim import make_optimizer
+from trainkit.orders import weighted as drawn_by_weight
 from trainkit.run import Run
 
 WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 20, 24
@@ -148,7 +148,7 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
     run_main: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every batch is the same, so that it does not matter which ones are skipped."""
-    num_calls, judge, load_data = itertools.count(), gpt.judge, gpt.load_data
+    num_calls, compute_losses, load_data = itertools.count(), gpt.compute_losses, gpt.load_data
 
     def same_batches(args: Any) -> tuple[list, list]:
         samples, eval_set = load_data(args)
@@ -156,12 +156,12 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
 
     def run(name: str, overflows: tuple[int, ...] = ()) -> list[float]:
         def overflowing(model: Any, batch: Any) -> dict[str, torch.Tensor]:
-            values, losses = judge(model, batch), None
+            values, losses = compute_losses(model, batch), None
             if model.training and next(num_calls) // 4 in overflows:
                 losses = values["loss"] * 1e34
             return values if losses is None else values | {"loss": losses}
 
-        monkeypatch.setattr(gpt, "judge", overflowing)
+        monkeypatch.setattr(gpt, "compute_losses", overflowing)
         flags = "--epochs 1 --schedule constant --warmup 0 --min-learning-rate 0 --accumulate 4"
         run_main("examples.gpt", *MODES["answers"], *flags.split(), "--run-dir", folder / name)
         return [row["train_loss"] for row in rows(folder / name, "steps")]
@@ -174,7 +174,7 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
         options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
         return accelerator_in_fp16(**options)
 
-    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.launch.world, "Accelerator", scaled_float32)
     num_calls = itertools.count()
     found = run("scaled", overflows=(0, 3, 4))
     assert len(expected) == 12 and len(found) == 9
@@ -266,19 +266,19 @@ REFUSALS = {
     ),
     "too few rows": (
         lambda run: run.step_mean(torch.ones(7)),
-        r"step_mean.* got 7 rows for a batch of 8 samples: .*where=",
+        r"step_mean.* got 7 rows for a batch of 8 samples: .*mask=",
     ),
     "a mask of another shape": (
-        lambda run: run.step_mean(torch.ones(8), where=MASK),
-        r"values of shape \(8,\) and where= of shape \(8, 2\) .*bool, .* and of the same shape",
+        lambda run: run.step_mean(torch.ones(8), mask=MASK),
+        r"values of shape \(8,\), with mask= or weights= of shape \(8, 2\) .* same shape, a mask",
     ),
     "weights that learn": (
-        lambda run: run.step_mean(torch.ones(8, 2), where=torch.ones(8, 2, requires_grad=True)),
-        r"float32: it must be bool, or float without a gradient",
+        lambda run: run.step_mean(torch.ones(8, 2), weights=torch.ones(8, 2, requires_grad=True)),
+        r"float32: give it one of the two, .* weights as float without a gradient",
     ),
     "two means with a mask": (
-        lambda run: [run.step_mean(torch.ones(8, 2), where=MASK) for _ in range(2)],
-        "only one mean with where=, .*add up the losses",
+        lambda run: [run.step_mean(torch.ones(8, 2), mask=MASK) for _ in range(2)],
+        "only one mean with mask= or weights=, .*add up the losses",
     ),
     "a mean to add": (
         lambda run: run.add(loss=torch.ones(8).mean()),
@@ -316,9 +316,9 @@ def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
         sets = run.load(lambda args: (Numbers(), Numbers()))
         mine = DataLoader(sets[0], batch_size=8, sampler=RandomSampler(sets[0]))
         model = torch.nn.Linear(2, 1)
-        optimizer = make_optimizer(run.accelerator, model.parameters(), run.args)
+        optimizer = make_optimizer(run.accelerator, model.parameters(), run.config)
         model, _, *loaders = run.accelerator.prepare(
-            model, optimizer, *make_loaders(run.accelerator, *sets, run.args)
+            model, optimizer, *make_loaders(run.accelerator, *sets, run.config)
         )
         run.begin(model, {})
         with pytest.raises(RuntimeError, match="is not the evaluation loader"):

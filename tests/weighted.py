@@ -14,9 +14,9 @@ OF_CLASSES = torch.tensor([0.3, 1.7, 0.9])
 SAMPLES = torch.linspace(-1, 1, NUM_SAMPLES)[:, None], torch.arange(NUM_SAMPLES) % 3
 
 
-def judge(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
     losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return {"loss": losses, "where": OF_CLASSES[batch[1]]}
+    return {"loss": losses, "weights": OF_CLASSES[batch[1]]}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             model, optimizer, train_loader, eval_loader
         )
         run.begin(model, {})
-        run.evaluate(eval_loader, lambda batch: judge(model, batch))  # before any step
+        run.evaluate(eval_loader, lambda batch: compute_losses(model, batch))  # before any step
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    values = judge(model, batch)
-                    accelerator.backward(run.step_mean(values["loss"], values["where"]))
+                    values = compute_losses(model, batch)
+                    accelerator.backward(run.step_mean(values["loss"], weights=values["weights"]))
                     run.clip_and_check(optimizer)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 run.state["drawn"] = (before + drawn).tolist()
                 if run.state["drawn"][1] >= 7:
                     run.stop()
-            run.end_epoch(run.evaluate(eval_loader, lambda batch: judge(model, batch)))
+                if run.must_save():
+                    run.save()
+            run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
         run.print(f"drawn {run.state['drawn']}")
         return run.finish()

@@ -5,13 +5,26 @@
         trainer.json                position of the run, running sums, size of the log
         MANIFEST.json               size and SHA-256 of every file
 
-Nothing is registered with Accelerate, which would unpickle it without weights_only, and nothing
-depends on saved random states (trainkit.loaders says what takes their place).
+save() calls accelerator.save_state and resume() calls accelerator.load_state. Around them stands
+what these do not do: files that are durable, and compared with their hashes before anything is
+read; the averages of --ema, and a refusal of files that are missing or left over (the two hooks in
+shards.py). Four things of load_state are not used:
+
+* Objects registered with Accelerate: it unpickles them without weights_only, which executes what a
+  forged file asks for. A checkpoint with such a file is neither written nor read.
+* Random states: load_state restores them, or passes over them in silence. Nothing depends on them
+  (trainkit.loaders says what takes their place), and numpy believes a forged position, so the
+  generators are seeded anew afterwards.
+* accelerator.step, the count of micro-batches, which is 0 between two optimizer steps.
+* The kernels ("fused", "foreach") in a saved parameter group: this run's YAML chooses them.
+
+A sharded run calls neither, and no run calls load_state for a sharded checkpoint: shards.py says
+why, and reads and writes these.
 """
 
 import json
+import math
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,14 +39,17 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from trainkit.cli.text import check_json
+from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
+from trainkit.fingerprint import check_same_run, compare_worlds, describe_world
+from trainkit.kernels import keeping_kernels
+from trainkit.loaders import num_used
 from trainkit.metrics import RunningMeans
-from trainkit.private import prepared_models, prepared_optimizers
+from trainkit.private import prepared_optimizers
+from trainkit.rng import seed_host
 from trainkit.run_dir.files import remove_tree, rename_free, sync
-from trainkit.run_dir.log import History
-from trainkit.run_dir.manifest import verify, write_manifest
-
-STEP_NAME = re.compile(r"step-\d{10}")
+from trainkit.run_dir.log import JsonlTracker
+from trainkit.run_dir.manifest import choose, steps_in, write_manifest
 
 
 @dataclass
@@ -68,31 +84,66 @@ class Progress:
     state: dict[str, Any] = field(default_factory=dict)
 
 
+class Length:
+    """How long a run is, and where in it an evaluation comes.
+
+    Attributes:
+        num_used: samples that an epoch uses.
+        steps_per_epoch: optimizer steps of an epoch.
+        last_step: of the run, by --epochs and --stop-after-steps.
+        log_every: steps between rows of metrics.jsonl.
+    """
+
+    def __init__(self, config: TrainingConfig, num_samples: int):
+        self.config = config
+        self.num_used = num_used(num_samples, config.batch_size, config.drop_last)
+        self.steps_per_epoch = math.ceil(self.num_used / config.batch_size)
+        num_steps = config.epochs * self.steps_per_epoch
+        self.last_step = min(num_steps, config.stop_after_steps or num_steps)
+        self.log_every = config.log_every or min(50, max(1, num_steps // 50))
+
+    def num_done(self, progress: Progress) -> int:
+        """Samples of this epoch trained on so far."""
+        return min(progress.batch * self.config.batch_size, self.num_used)
+
+    def is_over(self, progress: Progress) -> bool:
+        """Is there nothing left to train?"""
+        at_end = progress.epoch == self.config.epochs or progress.step == self.last_step
+        return progress.ended or at_end
+
+    def must_evaluate(self, progress: Progress) -> bool:
+        """Is an evaluation due before the next step? Not if it was done before a resume."""
+        every = self.config.eval_every
+        due = progress.batch == self.steps_per_epoch or (every and progress.step % every == 0)
+        due = due or self.is_over(progress)  # stopped in the last evaluation
+        return bool(due) and progress.step > progress.metrics_step
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
         fingerprint: names and values that must be equal for a checkpoint to continue this run.
-        keep: how many checkpoints to keep, at least 2.
         averages: for each model the average of its weights by name, of --ema.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        run_dir: Path,
-        history: History,
-        means: RunningMeans,
+        config: TrainingConfig,
         fingerprint: dict[str, Any],
-        keep: int,
+        tracker: JsonlTracker,
+        means: RunningMeans,
         averages: Sequence[dict[str, torch.Tensor]] = (),
     ):
-        self.accelerator, self.directory = accelerator, run_dir / "checkpoints"
-        self.history, self.means, self.keep, self.averages = history, means, keep, averages
+        self.accelerator, self.directory = accelerator, config.run_dir / "checkpoints"
+        self.tracker, self.means, self.keep = tracker, means, config.keep
+        self.averages = averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.saved_step = -1  # of the newest checkpoint
-        average_files = averages if accelerator.is_main_process else ()
-        accelerator.register_save_state_pre_hook(partial(shards.before_save, average_files))
+        written = averages if accelerator.is_main_process else ()
+        accelerator.register_save_state_pre_hook(partial(shards.before_save, written))
+        accelerator.register_load_state_pre_hook(partial(shards.before_load, accelerator, averages))
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
@@ -106,16 +157,19 @@ class Checkpoints:
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         final = self.directory / f"step-{progress.step:010d}"
         temporary = self.directory / f".tmp-{final.name}"
-        sums, write = self.means.state(), accelerator.save_state
+        sums, write_shard = self.means.state(), None
         if accelerator.is_fsdp2:
-            write = shards.writer(accelerator, self._tensors())
+            write_shard = shards.writer(accelerator, self.averages)
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if main:
                 temporary.mkdir()  # not its parents: the run folder may have been moved away
                 (temporary / "state").mkdir()
         with failing_together(accelerator, what, RunFailure):
-            write(temporary / "state")
+            if write_shard is not None:
+                write_shard(temporary / "state")
+            else:
+                accelerator.save_state(temporary / "state")
         with failing_together(accelerator, what, RunFailure):
             if main:
                 self._commit(temporary, final, progress, sums)
@@ -136,7 +190,7 @@ class Checkpoints:
             if main:
                 for leftover in list(self.directory.glob(".tmp-*")):
                     remove_tree(leftover)
-                path = self._choose(wanted, notices)
+                path = choose(self.directory, wanted, notices)
                 trainer = self._read(path, notices, last_step) if path else {}
         path, trainer = broadcast_object_list([path, trainer])
         progress = Progress(**trainer.get("progress", {}))
@@ -149,138 +203,63 @@ class Checkpoints:
             if main:
                 # The run continues here: later checkpoints are renamed, the last one first, then
                 # later rows cut. So "auto" can go on wherever a kill ends this.
-                for newer in reversed(self._steps()):
+                for newer in reversed(steps_in(self.directory)):
                     if newer.name >= f"step-{progress.step:010d}" and newer.name != path.name:
                         new = rename_free(newer, f"abandoned-{newer.name}")
                         notices.append(f"{newer.name} is now {new.name}")
                 sync(self.directory)
-                self.history.cut(trainer.get("log_bytes", 0))
+                self.tracker.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
         accelerator.step = 0  # of micro-batches; a checkpoint lies between two optimizer steps
         for notice in notices:
             print(notice, flush=True)
         if path:
-            self.history.log_timing({"resumed_at": progress.step})  # curves.py marks the place
+            self.tracker.log_timing({"resumed_at": progress.step})  # curves.py marks the place
         return progress
 
     def _load_state(self, folder: Path) -> None:
-        """Load the state; the optimizers keep the kernels that this run's YAML chose.
-
-        A saved parameter group also says whether it was fused, which depends on the precision it
-        was saved under. The step counts of an optimizer that is not fused belong on the CPU, where
-        reading them does not wait for the device.
-        """
-        optimizers = [wrapped.optimizer for wrapped in prepared_optimizers(self.accelerator)]
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        kernels = [{n: g[n] for n in ("fused", "foreach", "capturable") if n in g} for g in groups]
-        shards.read(self.accelerator, self._tensors(), folder)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                kernel = kernels.pop(0)
-                group.update(kernel)
-                on_device = kernel.get("fused") or kernel.get("capturable")
-                for weight in group["params"]:
-                    state = optimizer.state.get(weight, {})
-                    for name, value in state.items():
-                        shape = getattr(value, "shape", ())
-                        # A fused kernel ignores strides and shapes, and may read beyond the end.
-                        if shape == weight.shape:
-                            state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-                        elif kernel.get("fused") and shape:
-                            raise UsageError(
-                                f"{folder}: {name} of an optimizer is {tuple(shape)} for a weight "
-                                f"of {tuple(weight.shape)}"
-                            )
-                    if isinstance(state.get("step"), torch.Tensor):
-                        state["step"] = state["step"].to(weight.device if on_device else "cpu")
-
-    def _tensors(self) -> list[dict[str, torch.Tensor]]:
-        """What a checkpoint holds of averages and models."""
-        return [*self.averages, *map(shards.state_of, prepared_models(self.accelerator))]
-
-    def _choose(self, wanted: str | None, notices: list[str]) -> Path | None:
-        """The folder that --resume names, verified, or None for a fresh start."""
-        if wanted is None:
-            return None
-        candidates = self._steps()
-        if wanted not in ("auto", "latest"):
-            candidates = [Path(wanted)]
-            if candidates[0].resolve().parent != self.directory.resolve():
-                raise UsageError(
-                    f"--resume {wanted} is not in {self.directory}, and a run continues only in "
-                    "its own folder: name that folder, or a copy of it, with --run-dir"
-                )
-        damaged: list[str] = []
-        for path in reversed(candidates):
-            problem = verify(path)
-            if problem is None:
-                notices.extend([*damaged, f"resuming from {path}"])
-                return path
-            damaged.append(f"passed over {path}: {problem}")
-        if damaged:
-            raise UsageError(
-                f"--resume {wanted}: no checkpoint is whole ({'; '.join(damaged)}); without "
-                "--resume a new run starts and this folder is renamed"
+        accelerator, scaler = self.accelerator, self.accelerator.scaler
+        with keeping_kernels(prepared_optimizers(accelerator)):
+            if accelerator.is_fsdp2 or (folder / "shard-00000.bin").exists():
+                shards.read(accelerator, self.averages, folder)
+                return
+            if not (folder / "scaler.pt").exists():  # not saved under fp16: a new loss scale
+                accelerator.scaler = None
+            accelerator.load_state(
+                folder.resolve(),  # it would expand a ~
+                load_kwargs={"mmap": True, "weights_only": True},
+                map_location="cpu",  # or a card would hold all moments twice
+                strict=False,  # what is frozen is in no checkpoint
             )
-        if wanted == "latest":
-            raise UsageError(f"--resume latest: there is no checkpoint in {self.directory}")
-        notices.append(f"no checkpoint in {self.directory}: starting from the beginning")
-        return None
+        accelerator.scaler = scaler
+        seed_host(0)  # else by random_states_*.pkl
 
     def _read(self, path: Path, notices: list[str], last_step: int) -> dict[str, Any]:
         """trainer.json of a whole checkpoint, if it belongs to this run."""
         with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
             trainer = json.loads((path / "trainer.json").read_text())
-            before, now = trainer["fingerprint"], self.fingerprint
-            # Files first: the name of one that is gone says more than a hash over all of them.
-            for name in sorted(now | before, key=lambda name: not name.startswith("/")):
-                if before.get(name) != now.get(name):
-                    raise UsageError(
-                        f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
-                        f"{now.get(name)!r} here"
-                    )
-            before, now = trainer["world"], self.world()
-            for name in now:
-                if before.get(name, now[name]) != now[name]:
-                    notices.append(
-                        f"{name} was {before[name]!r} and is {now[name]!r}: the run continues at "
-                        "the same sample, but bits may differ from here"
-                    )
-            progress = Progress(**trainer["progress"])
-            if progress.step > last_step:
+            check_same_run(path, trainer["fingerprint"], self.fingerprint)
+            notices.extend(compare_worlds(trainer["world"], describe_world(self.accelerator)))
+            step = Progress(**trainer["progress"]).step
+            if step > last_step:
                 raise UsageError(
-                    f"{path} is of step {progress.step} and this run ends at step {last_step}: "
-                    "raise --epochs or --stop-after-steps, or resume from an older checkpoint"
+                    f"{path} is of step {step} and this run ends at step {last_step}: raise "
+                    "--epochs or --stop-after-steps, or resume from an older checkpoint"
                 )
         return trainer
-
-    def world(self) -> dict[str, Any]:
-        """What may differ after a resume, but then changes rounding."""
-        return {
-            "num_processes": self.accelerator.num_processes,
-            "sharded": self.accelerator.is_fsdp2,
-            "mixed_precision": self.accelerator.mixed_precision,
-            "micro_batches": self.accelerator.gradient_accumulation_steps,
-            "device": self.accelerator.device.type,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        }
 
     def _commit(self, temporary: Path, final: Path, progress: Progress, sums: dict) -> None:
         trainer = {
             "progress": asdict(progress),
             "sums": sums,
-            "log_bytes": self.history.sync(),
+            "log_bytes": self.tracker.sync(),
             "fingerprint": self.fingerprint,
-            "world": self.world(),
+            "world": describe_world(self.accelerator),
         }
         (temporary / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
         write_manifest(temporary)
         os.rename(temporary, final)
         sync(self.directory)
-        for old in self._steps()[: -self.keep]:
+        for old in steps_in(self.directory)[: -self.keep]:
             if old.name != f"step-{progress.best_step:010d}":
                 remove_tree(old)
-
-    def _steps(self) -> list[Path]:
-        return sorted(p for p in self.directory.glob("step-*") if STEP_NAME.fullmatch(p.name))

@@ -18,6 +18,8 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
+TrainingConfig = argparse.Namespace
+
 Rule = tuple[Callable[[Any], bool], str]
 Flags = Sequence[tuple[str, Any, Any, Rule | None, str]]
 AT_LEAST_0 = (lambda value: 0 <= value < math.inf, "a number of at least 0")

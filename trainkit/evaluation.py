@@ -18,10 +18,17 @@ CALL = "run.evaluate(...)"
 def evaluate(
     accelerator: Accelerator,
     loader: DataLoader,
-    judge: Callable[[Any], dict[str, torch.Tensor]],
+    compute_losses: Callable[[Any], dict[str, torch.Tensor]],
     stopping: Callable[[], bool],
-) -> dict[str, float] | None:
-    """See Run.evaluate. None if stopping() was true after a batch, on all processes alike."""
+) -> dict[str, float]:
+    """Return eval_samples, and as eval_NAME the mean of each value of compute_losses(batch).
+
+    compute_losses returns what run.add() takes: unreduced values by name, and perhaps "mask" or
+    "weights". The models are in evaluation mode, without gradients. Each sample counts once,
+    whoever has it. Every process must call this. Raises RuntimeError for values that are not one
+    row per sample. It returns nothing if stopping(), the same on all processes, was true after a
+    batch.
+    """
     check_loader(accelerator, loader, training=False)
     models = prepared_models(accelerator)
     modes = {layer: layer.training for model in models for layer in model.modules()}
@@ -30,20 +37,20 @@ def evaluate(
         model.eval()
     with torch.no_grad():  # what inference_mode makes, FSDP could not train with afterwards
         for batch in loader:
-            values = judge(batch)
-            where = values.pop("where", None)
+            values = compute_losses(batch)
+            counted = {name: values.pop(name) for name in ("mask", "weights") if name in values}
             for name, value in values.items():
                 if value.ndim == 0:
                     raise RuntimeError(
                         f"{CALL} got a single number for {name}: let it be one value for each "
                         'sample, as losses with reduction="none" are'
                     )
-                if where is None:
+                if not counted:
                     num_rows[name] += len(value)
-                means.add(name, *sum_and_count(CALL, value, where))
+                means.add(name, *sum_and_count(CALL, value, **counted))
             if stopping():
-                return None
+                return {}
     for layer, mode in modes.items():
         layer.training = mode
     check_evaluated(accelerator, num_rows, loader)
-    return means.means("eval") | {"eval_samples": len(loader.dataset)}
+    return means.compute("eval") | {"eval_samples": len(loader.dataset)}

@@ -5,8 +5,6 @@ with other workers and a run with another number of processes therefore see the 
 same order with the same augmentation. (Data sets that make whole batches: see WholeBatches.)
 """
 
-import argparse
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,13 +20,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainkit.errors import UsageError
+from trainkit.config import TrainingConfig
 from trainkit.launch.signals import outlive_signals
+from trainkit.orders import Order, weighted
 from trainkit.private import tree_map_only
-from trainkit.rng import NUM_HELD, key, mix, permute, seed_host
-
-# order(epoch, first, last): the sample indices at the places first <= place < last, int64.
-Order = Callable[[int, int, int], torch.Tensor]
+from trainkit.rng import NUM_HELD, key, permute, seed_host
 
 NUM_AHEAD = 2**16  # places of an order that are computed at a time
 MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
@@ -38,9 +34,8 @@ class Slots:
     """The slots of a batch, and the sample indices that fill them: of a short batch only some.
 
     len() counts the slots, because Accelerate, which gives each process its slice of a batch, wants
-    all batches equally long. The samples of a short batch are dealt out in order, the last process
-    getting what is left; or evenly, where that would leave a process without a sample. One gets
-    none only if there are fewer samples than processes, and the main process always gets one.
+    all batches equally long. share_of_batch says which samples of a short batch a slice has. A
+    process gets none only if there are fewer samples than processes, the main process always one.
     """
 
     def __init__(self, values: torch.Tensor | Sequence[int], num_slots: int):
@@ -50,27 +45,31 @@ class Slots:
         return self.num_slots
 
     def __getitem__(self, part: slice) -> "Slots":
-        first, last, _ = part.indices(self.num_slots)
-        ends = dealt(len(self.values), self.num_slots, first, last)
-        return Slots(self.values[slice(*ends)], last - first)
+        start, stop, _ = part.indices(self.num_slots)
+        share = share_of_batch(len(self.values), self.num_slots, start, stop)
+        return Slots(self.values[slice(*share)], stop - start)
 
     def __reduce__(self) -> tuple:
         # A loader worker would get a tensor through shared memory and a socket, which takes longer.
         return Slots, (self.values.tolist(), self.num_slots)
 
 
-def dealt(num_samples: int, size: int, first: int, last: int) -> tuple[int, int]:
-    """First and last of the samples that are the part first:last of a batch of size `size`."""
-    if num_samples > size - (last - first):
-        return first, last  # the last part gets what is left
-    return -(-num_samples * first // size), -(-num_samples * last // size)
+def share_of_batch(num_samples: int, num_slots: int, start: int, stop: int) -> tuple[int, int]:
+    """Which samples of a batch fill its slots start:stop, as start and stop.
+
+    8 slots of 4 processes: 7 samples are shared out as 2, 2, 2, 1, so that all shares but the last
+    are full; 5 samples as 2, 1, 1, 1, because full shares would leave the last process none.
+    """
+    if num_samples > num_slots - (stop - start):
+        return start, stop
+    return -(-num_samples * start // num_slots), -(-num_samples * stop // num_slots)
 
 
 class EpochBatches(Sampler):
     """Batches of sample indices whose order is a function of (seed, epoch, place) alone.
 
     A batch is a `Slots`, a micro-batch of all processes; Accelerate gives each process its slice
-    (split_batches=True). The last batch of an epoch, where it is short, is either dropped or dealt
+    (split_batches=True). The last batch of an epoch, where it is short, is either dropped or shared
     out as it is: no sample comes twice, and no process has fewer batches than another, which would
     leave the others waiting. Time and memory do not depend on the number of samples.
 
@@ -78,14 +77,15 @@ class EpochBatches(Sampler):
         num_samples: size of the data set.
         batch_size: samples per optimizer step over all processes.
         seed: of the shuffle; None yields the samples in their own order.
-        order: order(epoch, first, last) gives the indices at the places first <= place < last of
+        order: order(epoch, start, stop) gives the indices at the places start <= place < stop of
             an epoch, int64; None: each sample once, shuffled by seed.
         drop_last: leave out the last num_samples % batch_size samples of each epoch.
         accumulate: micro-batches per optimizer step; divides batch_size.
 
     Attributes:
         device: where the indices are.
-        is_own: the order is not what the seed meant in every release: a checkpoint tells it apart.
+        is_custom: the order is the script's, or depends on the version of this code, as that of
+            more than NUM_HELD samples does: a checkpoint records a hash of it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EpochBatches(Sampler):
         self.num_samples = num_samples
         self.batch_size = batch_size // accumulate  # of a micro-batch; Accelerate reads this name
         self.seed, self.order = seed, order or shuffled(num_samples, seed)
-        self.is_own = order is not None or num_samples > NUM_HELD
+        self.is_custom = order is not None or num_samples > NUM_HELD
         self.drop_last = False  # read by Accelerate: every batch that arrives there is full
         self.num_used = num_used(num_samples, batch_size, drop_last)
         self.device = torch.device("cpu")
@@ -124,8 +124,8 @@ class EpochBatches(Sampler):
     def __iter__(self) -> Iterator[Slots]:
         epoch, size = int(self.epoch), self.batch_size
         ahead = size * max(1, NUM_AHEAD // size)
-        for first in range(self.start, self.num_used, ahead):
-            part = self.order(epoch, first, min(first + ahead, self.num_used)).to(self.device)
+        for start in range(self.start, self.num_used, ahead):
+            part = self.order(epoch, start, min(start + ahead, self.num_used)).to(self.device)
             for values in part.split(size):
                 yield Slots(values, size)
 
@@ -133,30 +133,9 @@ class EpochBatches(Sampler):
 def shuffled(num_samples: int, seed: int | None) -> Order:
     """Each sample once, in an order of its own in each epoch; seed None: in their own order."""
 
-    def order(epoch: int, first: int = 0, last: int = num_samples) -> torch.Tensor:
-        places = torch.arange(first, last)
+    def order(epoch: int, start: int = 0, stop: int = num_samples) -> torch.Tensor:
+        places = torch.arange(start, stop)
         return places if seed is None else permute(places, num_samples, key(seed, epoch))
-
-    return order
-
-
-def weighted(weights: Sequence[float] | torch.Tensor, num_samples: int, seed: int) -> Order:
-    """Each place draws a sample by its weight, with replacement; holds a float64 for each sample.
-
-    Raises UsageError for weights that cannot be used.
-    """
-    given = torch.as_tensor(weights, dtype=torch.float64).cpu()
-    good = given.shape == (num_samples,) and given.min() >= 0
-    sums = given.cumsum(0) if good else torch.zeros(1)
-    if not 0 < sums[-1] < math.inf:
-        raise UsageError(
-            f"weights= of shape {tuple(given.shape)} must be {num_samples} numbers of at least 0, "
-            "not all of them 0: one for each training sample"
-        )
-
-    def order(epoch: int, first: int, last: int) -> torch.Tensor:
-        numbers = mix(torch.arange(first, last) + key(seed, epoch)) & (2**53 - 1)
-        return torch.searchsorted(sums, numbers * (sums[-1] / 2**53), right=True)
 
     return order
 
@@ -207,10 +186,7 @@ class WholeBatches(Dataset):
         self.dataset, self.collate_fn = dataset, collate_fn or default_collate
         self.seed, self.epoch = seed, epoch
         self.share = share  # nominal size of a process's part of a batch
-        ways = {"make_batch", "__getitems__", "__getitem__"}
-        if collate_fn:
-            ways.remove("make_batch")
-        self.ways = next(filter(None, (ways & vars(c).keys() for c in type(dataset).__mro__)))
+        self.method = batch_method(dataset, may_make_batch=collate_fn is None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -227,11 +203,11 @@ class WholeBatches(Dataset):
 
     def make(self, indices: torch.Tensor) -> Any:
         """The batch of these samples, int64 of shape (n,), n > 0."""
-        if "make_batch" in self.ways:
+        if self.method == "make_batch":
             return self.dataset.make_batch(indices)
         # Subset and StackDataset have __getitems__ only to pass it on: random_split is no reason to
         # leave random transforms unseeded.
-        if "__getitems__" in self.ways and not isinstance(self.dataset, Subset | StackDataset):
+        if self.method == "__getitems__" and not isinstance(self.dataset, Subset | StackDataset):
             if isinstance(self.dataset, InMemory):
                 return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
             self._seed(int(indices[0]), len(indices))
@@ -247,11 +223,21 @@ class WholeBatches(Dataset):
         seed_host(key(self.seed, int(self.epoch), *position))
 
 
+def batch_method(dataset: Dataset, may_make_batch: bool) -> str:
+    """The name of the method that makes samples: that of the most derived class which has one."""
+    names = (*["make_batch"] * may_make_batch, "__getitems__", "__getitem__")
+    for kind in type(dataset).__mro__:
+        for name in names:
+            if name in vars(kind):
+                return name
+    raise RuntimeError(f"{type(dataset).__name__} has no method __getitem__ or __getitems__")
+
+
 def make_loaders(
     accelerator: Accelerator,
     train_set: Dataset,
     eval_set: Dataset,
-    args: argparse.Namespace,
+    config: TrainingConfig,
     collate_fn: Callable[[list], Any] | None = None,
     weights: Sequence[float] | torch.Tensor | None = None,
     order: Order | None = None,
@@ -264,26 +250,26 @@ def make_loaders(
     batch of a list of samples (None: PyTorch's own); with InMemory it is not used. Batch sizes are
     over all processes; --eval-batch-size is rounded up to a multiple of them. weights, one per
     training sample: how often each is drawn, with replacement, in relation to the others.
-    order(epoch, first, last): the indices, int64, at these places of an epoch, of which there are
+    order(epoch, start, stop): the indices, int64, at these places of an epoch, of which there are
     as many as training samples; a pure function, so that a resume needs no state and any number of
     processes sees the same. Raises UsageError for weights that cannot be used.
     """
     if weights is not None:
-        order = weighted(weights, len(train_set), args.seed)
+        order = weighted(weights, len(train_set), config.seed)
     num_processes = accelerator.num_processes
-    eval_batch_size = -(-args.eval_batch_size // num_processes) * num_processes
+    eval_batch_size = -(-config.eval_batch_size // num_processes) * num_processes
     train_batches = EpochBatches(
         len(train_set),
-        args.batch_size,
-        seed=args.seed,
+        config.batch_size,
+        seed=config.seed,
         order=order,
-        drop_last=args.drop_last,
-        accumulate=args.accumulate,
+        drop_last=config.drop_last,
+        accumulate=config.accumulate,
     )
     eval_batches = EpochBatches(len(eval_set), eval_batch_size)
     return (
-        make_loader(accelerator, train_set, train_batches, args, collate_fn),
-        make_loader(accelerator, eval_set, eval_batches, args, collate_fn),
+        make_loader(accelerator, train_set, train_batches, config, collate_fn),
+        make_loader(accelerator, eval_set, eval_batches, config, collate_fn),
     )
 
 
@@ -291,24 +277,24 @@ def make_loader(
     accelerator: Accelerator,
     dataset: Dataset,
     batches: EpochBatches,
-    args: argparse.Namespace,
+    config: TrainingConfig,
     collate_fn: Callable[[list], Any] | None,
 ) -> DataLoader:
     """A loader of these batches; a data set in memory is moved to the device if it fits."""
-    if type(dataset) is InMemory and args.num_workers == 0:
+    if type(dataset) is InMemory and config.num_workers == 0:
         num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
         if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
             batches.device, dataset = accelerator.device, dataset.to(accelerator.device)
     share = batches.batch_size // accelerator.num_processes
-    whole = WholeBatches(dataset, collate_fn, args.seed, batches.epoch, share)
+    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, share)
     # To hand over a batch that is only copied together takes longer than to make it here.
-    num_workers = 0 if "make_batch" in whole.ways else args.num_workers
+    num_workers = 0 if whole.method == "make_batch" else config.num_workers
     return DataLoader(
         whole,
         batch_sampler=batches,
         collate_fn=already_made,
         num_workers=num_workers,
-        timeout=args.timeout * (num_workers > 0),  # a batch is lost where /dev/shm is full
+        timeout=config.timeout * (num_workers > 0),  # a batch is lost where /dev/shm is full
         persistent_workers=num_workers > 0,
         pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
         worker_init_fn=outlive_signals,

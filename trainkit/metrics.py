@@ -35,15 +35,15 @@ class RunningMeans:
         for name, pair in window.items():
             self.totals[name] = add_pairs(self.totals[name], pair)
             self._open(name)
-        return means(prefix, window)
+        return divide(prefix, window)
 
-    def means(self, prefix: str) -> dict[str, float]:
+    def compute(self, prefix: str) -> dict[str, float]:
         """PREFIX_NAME: the means of the epoch so far. Every process must call this.
 
         It flushes nothing, so an evaluation does not change the rounding of later means.
         """
         window = self._reduce()
-        return means(prefix, {n: add_pairs(self.totals[n], window[n]) for n in window})
+        return divide(prefix, {n: add_pairs(self.totals[n], window[n]) for n in window})
 
     def clear(self) -> None:
         """Start a new epoch."""
@@ -105,30 +105,35 @@ def add_pairs(first: tuple[float, float], second: tuple[float, float]) -> tuple[
     return first[0] + second[0], first[1] + second[1]
 
 
-def means(prefix: str, pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
+def divide(prefix: str, pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
     """PREFIX_NAME: each sum divided by its own count; nothing where nothing was counted."""
     return {f"{prefix}_{name}": total / count for name, (total, count) in pairs.items() if count}
 
 
 def sum_and_count(
-    call: str, values: torch.Tensor, where: torch.Tensor | None
+    call: str,
+    values: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Sum and number of the values that count (all if where is None); the host waits for neither.
+    """Sum and number of the values, of those where `mask` is True if it is given.
 
-    A float where= weighs: the values times their weights, and the sum of the weights.
+    With weights: the sum of weights * values, and that of the weights. The host waits for neither.
     """
-    if where is None:
+    given = mask if weights is None else weights
+    if given is None:
         return sum_of(values), values.numel()
-    weighs = where.is_floating_point() and not where.requires_grad
-    if where.shape != values.shape or not (weighs or where.dtype == torch.bool):
+    suits = given.dtype == torch.bool if weights is None else given.is_floating_point()
+    both = mask is not None and weights is not None
+    if both or not suits or given.requires_grad or given.shape != values.shape:
         raise RuntimeError(
-            f"{call} got values of shape {tuple(values.shape)} and where= of shape "
-            f"{tuple(where.shape)} and {where.dtype}: it must be bool, or float without a gradient "
-            "to weigh them, and of the same shape"
+            f"{call} got values of shape {tuple(values.shape)}, with mask= or weights= of shape "
+            f"{tuple(given.shape)} and {given.dtype}: give it one of the two, of the same shape, a "
+            "mask as bool, weights as float without a gradient"
         )
-    if weighs:
-        return sum_of(torch.where(where != 0, values * where, 0)), sum_of(where)
-    return sum_of(torch.where(where, values, 0)), where.sum()
+    if mask is not None:
+        return sum_of(torch.where(mask, values, 0)), mask.sum()
+    return sum_of(torch.where(given != 0, values * given, 0)), sum_of(given)
 
 
 def sum_of(values: torch.Tensor) -> torch.Tensor:

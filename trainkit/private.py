@@ -47,6 +47,11 @@ def prepared_loaders(accelerator: Accelerator) -> list[DataLoader]:
     return accelerator._dataloaders
 
 
+def fingerprint_of(rows: Any) -> str:
+    """What a datasets.Dataset is known by: two with the same have the same rows."""
+    return rows._fingerprint
+
+
 def end_workers(accelerator: Accelerator) -> None:
     """End the loader workers: else a notebook waits 5 s for each when Python collects garbage.
 
@@ -56,7 +61,7 @@ def end_workers(accelerator: Accelerator) -> None:
         loader.base_dataloader._iterator = None
 
 
-def fix_bucket_order(model: nn.Module) -> None:
+def fix_bucket_order(*models: nn.Module) -> None:
     """Let DistributedDataParallel sum gradients in the same order from the first step on.
 
     It rebuilds its buckets after its first backward pass. The place of a number in its bucket
@@ -66,9 +71,13 @@ def fix_bucket_order(model: nn.Module) -> None:
 
     Every process must call this; without DistributedDataParallel it does nothing.
     """
-    parallel = getattr(model, "_orig_mod", model)  # of a compiled model
-    if not isinstance(parallel, nn.parallel.DistributedDataParallel):
-        return
+    for model in models:
+        parallel = getattr(model, "_orig_mod", model)  # of a compiled model
+        if isinstance(parallel, nn.parallel.DistributedDataParallel):
+            _backward_once(parallel)
+
+
+def _backward_once(parallel: nn.parallel.DistributedDataParallel) -> None:
     module, forward = parallel.module, parallel.module.forward
     parameters = [p for p in module.parameters() if p.requires_grad]
     module.forward = lambda: sum(parameter.sum() for parameter in parameters)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 NUM_HELD = 2**18  # an order of more numbers is never held as a whole, but so many at a time
-GOLDEN = 0x9E3779B97F4A7C1  # odd, and five times it is an int64
+GOLDEN = 0x9E3779B97F4A7C1  # odd; 5 * GOLDEN still fits into int64
 NUM_ROUNDS = 6  # of the Feistel network: with 4, neighbours stay neighbours too often
 
 
@@ -49,7 +49,9 @@ def scramble(places: torch.Tensor, num: torch.Tensor, number: torch.Tensor) -> t
     masks = (1 << low) - 1, (1 << (bits - low)) - 1
     halves = [places & masks[0], places >> low]
     for n in range(NUM_ROUNDS):
-        halves[n % 2] = halves[n % 2] ^ mix(halves[1 - n % 2] + number + n * GOLDEN) & masks[n % 2]
+        here, other = n % 2, 1 - n % 2
+        noise = mix(halves[other] + number + n * GOLDEN)
+        halves[here] = halves[here] ^ (noise & masks[here])
     values = halves[1] << low | halves[0]
     outside = values >= num
     if outside.any():
@@ -112,8 +114,9 @@ def seed_dropout(
 ) -> None:
     """Seed what a forward pass draws by seed, epoch and step, and by where its samples begin.
 
-    The masks of these layers are the same at any number of processes and micro-batches. Whatever
-    else draws, nn.Dropout too, depends on `first` and so on both.
+    `first` is the place in the step of this process's first sample. The masks of these layers are
+    the same at any number of processes and micro-batches. Whatever else draws, nn.Dropout too,
+    depends on `first` and so on both numbers.
     """
     # The device's generator alone: torch.manual_seed walks through every kind of device, and one
     # that is not initialised keeps each call, with its stack, for later.

@@ -1,331 +1,348 @@
 """One run, from the launch to the exit: everything around a loop that the script itself writes out.
 
-    with Run(args, "mnist", check_arguments) as run:
-        train_set, eval_set, classes = run.load(load_data)
-        ...  # loaders, model, optimizer, scheduler; accelerator.prepare(the five)
-        run.begin(model, about={...})
-        for epoch in run.epochs():
-            for batch in run.steps(train_loader):
-                with accelerator.accumulate(model):
-                    ...  # forward; the losses of the samples: reduction="none"
-                    accelerator.backward(run.step_mean(losses))
-                    run.clip_and_check(optimizer)
-                    ...  # optimizer.step, scheduler.step, optimizer.zero_grad
-                run.add(loss=losses, accuracy=prediction == labels)
-            run.end_epoch(metrics, predictions)
-        metrics = run.finish()
+A script calls, in this order, as main() of train_mnist.py does: load and begin; in each of epochs()
+and each of steps() step_mean, clip_and_check, add, must_save and save; then end_epoch; finish.
 
 Values in, means out: the script hands over what each sample (or token) has, Run divides, over
 processes and micro-batches. Run never calls the model, backward or step, never looks into a batch,
-and does not know what a metric means. Between two of the script's lines it counts, logs, saves and
-stops.
-
-Who does it: loaders.py (which samples), step.py (one optimizer step), metrics.py, checkpoint.py,
-and session.py (load, begin and finish). Details that you can skip: checks/ (what is refused),
-launch/ (processes, signals), run_dir/ (files), cli/ (what is printed).
+and does not know what a metric means. Its parts, to be read after this: loaders.py (which samples),
+step.py (one step), metrics.py, checkpoint.py (position, save, resume). The rest are details.
 """
 
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
 
-from trainkit import best, evaluation
+from trainkit import best, evaluation, shards
 
-import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import set_seed
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainkit.checks.calls import IN_BATCH, allowed, need
-from trainkit.checks.finite import Position
-from trainkit.checks.prepared import check_loader, check_metrics, check_predictions
-from trainkit.errors import EXIT_STOPPED, UsageError
+from trainkit.checkpoint import Checkpoints, Length, Progress
+from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
+from trainkit.checks.data import check_data
+from trainkit.checks.prepared import Prepared, check_predictions
+from trainkit.cli.console import describe
+from trainkit.cli.reporter import Reporter
+from trainkit.config import TrainingConfig, check_shared
+from trainkit.ema import EMA
+from trainkit.errors import UsageError
+from trainkit.fingerprint import fingerprint_run
 from trainkit.launch import nodes
-from trainkit.metrics import sum_and_count
-from trainkit.optim import learning_rates
-from trainkit.run_dir import records
-from trainkit.session import Session
+from trainkit.launch.signals import Signals
+from trainkit.launch.world import leave_processes, leave_stopped, start_accelerator, timeout_of
+from trainkit.metrics import RunningMeans, sum_and_count
+from trainkit.results import Results
+from trainkit.run_dir.curves import draw_run
+from trainkit.run_dir.files import open_run
+from trainkit.run_dir.log import JsonlTracker
+from trainkit.step import Step
 
 
-class Run(Session):
-    """Use as a context manager, then call its methods in the order shown at the top.
+class Run:
+    """A context manager. Every process must make every call, in the order said at the top.
 
     A call out of order raises RuntimeError, which names the call that comes next. Whatever ends the
-    body, signal handlers are restored, the progress bar is closed and the run folder is released.
-    It takes whatever accelerator.prepare was given: one model or several, one optimizer or several,
-    with their schedules. --start-from and --keep-best are about the first model.
-
-    Args:
-        args: the flags of arguments.add_training_arguments and add_run_arguments, and the script's.
-        project: the name under which trackers keep the runs of this script.
-        check: check(args, num_processes) raises UsageError for flags that do not fit together;
-            None checks the flags of trainkit.config alone.
+    body, signal handlers are restored and the run folder is released. It takes whatever
+    accelerator.prepare was given: one model and optimizer or several, with their schedules.
+    --start-from and --keep-best are about the first model. Trackers keep runs under `project`;
+    check(config, num_processes) raises UsageError for flags that do not fit together.
     """
 
-    rates: dict[str, float]  # the learning rate of each optimizer in the step at hand
+    config: TrainingConfig
+    stage: str  # which calls may come next: see checks/calls.py
+    resources: ExitStack  # what is cleaned up at the end
+    frozen: dict[str, str]  # fingerprint of what is frozen, as it was before it was sharded
+    accelerator: Accelerator
+    log: Reporter  # writes metrics.jsonl and timing.jsonl
+    print: Callable[[str], None]  # on the main process
+    signals: Signals
+    sets: tuple[Any, Any]  # to train and to evaluate on
+    data_fingerprint: str
+    length: Length  # in steps, and where evaluations come
+    prepared: Prepared  # what accelerator.prepare was given
+    models: list[nn.Module]  # without the wrappers of DDP and torch.compile
+    results: Results  # the files that a run leaves
+    progress: Progress  # where the run stands
+    step: Step  # the one that is being made
+    means: RunningMeans  # of what run.add was given
+    ema: EMA
+    checkpoints: Checkpoints
+
+    def __init__(self, config: TrainingConfig, project: str, check: Callable = check_shared):
+        self.config, self.project, self.check = config, project, check
+        self.stage, self.resources, self.frozen = "new", ExitStack(), {}
+
+    def __enter__(self) -> "Run":
+        need(self, "`with run`", "new")
+        config, tracker = self.config, JsonlTracker(self.config.run_dir)
+        self.accelerator = start_accelerator(config, self.project, tracker, self.frozen)
+        self.check(config, self.accelerator.num_processes)
+        self.log = Reporter(self.accelerator, config, tracker)
+        self.print = self.log.print
+        self.resources.callback(lambda: self.log.bar.close())
+        self.signals = Signals(self.accelerator, timeout_of(config))
+        self.resources.callback(self.signals.restore)
+        set_seed(config.seed)
+        self.stage = "entered"
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.stage == "batch":
+            self.step.explain(error)
+        with self.resources:
+            leave_processes(self.accelerator, self.signals, error, is_over=self.stage == "over")
+            if error is None:
+                need(self, "the end of `with Run(...)`", "over")
+
+    @allowed("entered", then="loaded")
+    def load(self, load_data: Callable[[TrainingConfig], tuple]) -> tuple:
+        """Return load_data(config): the training set, the evaluation set, and whatever else.
+
+        It is called first by one process per file system, to fill caches.
+        """
+        config, accelerator = self.config, self.accelerator
+        data = nodes.first_on_each_node(accelerator, lambda: load_data(config))
+        self.sets = train_set, eval_set = data[:2]
+        self.check(config, accelerator.num_processes)  # load_data may have chosen some
+        self.data_fingerprint = check_data(accelerator, config, train_set, eval_set)
+        self.length = Length(config, len(train_set))
+        self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
+        set_seed(config.seed)  # whatever loading drew, the first weights depend on --seed alone
+        return data
+
+    @allowed("loaded", then="ready")
+    def begin(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        metadata: dict[str, Any],
+        plan: dict[str, str] | None = None,
+        save_frozen: bool = True,
+    ) -> None:
+        """Print the plan, lock the run folder, load the checkpoint. Call after accelerator.prepare.
+
+        Args:
+            model: what accelerator.prepare returned for the model, or for each of them.
+            metadata: what a reader of model.safetensors must know, as JSON; equal after a resume.
+            plan: lines to print, by name, for example where the data come from.
+            save_frozen: False leaves what is not trained out of the weights that the run writes.
+        """
+        config, accelerator = self.config, self.accelerator
+        self.prepared = Prepared(accelerator, model)
+        self.models = self.prepared.models
+        self.results = Results(accelerator, config, self.models, metadata, save_frozen)
+        self.print(describe(self, plan or {}))
+        started_from, sha256 = shards.start_from(accelerator, config.start_from, self.models[0])
+        fingerprint = fingerprint_run(self, metadata, sha256)
+        if lock := open_run(accelerator, config):
+            self.resources.callback(lock.release)
+        self.step = Step(accelerator, config, self.signals, self.models, self.sets[0])
+        self.resources.callback(self.step.release)
+        self.means, self.ema = RunningMeans(accelerator), EMA(self.models, config.ema)
+        parts = self.log.tracker, self.means, self.ema.values
+        self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)
+        with self.ema.trained_weights():
+            self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
+        if self.progress.step == 0 and started_from:
+            self.print(started_from)
+        self.results.write_start()  # not before: a refused resume leaves the run as it was
+        self.prepared.fix_bucket_order()
+        accelerator.init_trackers(self.project, {n: str(v) for n, v in vars(config).items()})
 
     @property
     def state(self) -> dict[str, Any]:
-        """A dict for the script to use: saved with each checkpoint, restored by begin().
-
-        It is JSON, equal on all processes: its keys are texts. Raises RuntimeError at a checkpoint
-        for what JSON does not give back.
-        """
-        need(self, "run.state", "between", "epoch", *IN_BATCH, "trained", "over")
+        """A dict for the script, JSON and equal on all processes: saved, restored by begin()."""
+        need(self, "run.state", "ready", "epoch", *IN_BATCH, "trained", "over")
         return self.progress.state
 
-    @allowed("between")
+    @allowed("ready")
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left; the first of a run is 0.
+        """The epochs that are left, from 0; with --eval-every each comes once per evaluation.
 
-        The body runs steps() to its end, then end_epoch().
-        With --eval-every an epoch comes several times, each time up to the next evaluation. To end
-        the run early call stop(); an exception ends it where it is.
+        The body runs steps() to its end, then end_epoch(). To end the run early call stop().
         """
-        while not self._is_over() or self._must_evaluate():
+        while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
             self.stage = "epoch"
             yield self.progress.epoch
-            need(self, "the next epoch", "between")
-
-    @allowed(*IN_BATCH, "trained")
-    def stop(self) -> None:
-        """End the run with this step and its evaluation: it stays ended when it is resumed.
-
-        Every process must call this, in the same step, before end_epoch().
-        """
-        self.progress.ended = True
+            need(self, "the next epoch", "ready")
 
     @allowed("epoch")
     def steps(self, loader: DataLoader) -> Iterator[Any]:
-        """The batches of `loader` up to the next evaluation, this process's share of each.
+        """This process's share of each batch of the training loader, up to the next evaluation.
 
-        Counting, logging, saving and stopping happen when the body asks for the next batch. So
-        `continue` is fine once the step is made. Before that it raises RuntimeError: a process that
-        leaves out a step keeps the others waiting. `break` would lose the last step and raises
-        RuntimeError too: use stop(). An exception, or a second Ctrl-C, ends the run without saving:
-        a resume repeats what came after the newest checkpoint.
-
-        Args:
-            loader: the training loader of order.make_loaders, prepared.
+        The body ends with `if run.must_save(): run.save()`; a `continue` before that, and `break`,
+        raise RuntimeError. An exception, or a second Ctrl-C, ends the run without saving.
         """
-        progress = self.progress
-        batches = check_loader(self.accelerator, loader, training=True)
-        self.unchanged.check(progress.state)
-        batches.set_position(progress.epoch, self._num_done())
-        self.reporter.start(progress, self._num_done(), self.last_step)
-        if not self._must_evaluate():  # resumed where an evaluation is still due
-            yield from self._steps_to_evaluation(loader)
-        self.signals.barrier()
-        self.step.guard.finish(*self.optimizers)
-        self.reporter.stop()
-        if self.average is not None:
-            self.average.swap()  # end_epoch() swaps it back
+        progress, num_done = self.progress, self.length.num_done(self.progress)
+        batches = self.prepared.batches_of(loader)
+        self.prepared.check_unchanged(progress.state)
+        batches.set_position(progress.epoch, num_done)
+        self.log.start(progress, num_done, self.length.last_step)
+        with self.ema.trained_weights():
+            if not self.length.must_evaluate(progress):  # else resumed where one is still due
+                yield from self._steps_to_evaluation(loader)
+            self.step.check_weights()
+        self.log.stop()
         self.stage = "trained"
 
     def _steps_to_evaluation(self, loader: DataLoader) -> Iterator[Any]:
-        progress, step = self.progress, self.step
-        is_new_step = True
+        progress, length, is_new_step = self.progress, self.length, True
         for micro_batch in loader:
             if is_new_step:
-                self.rates = learning_rates(self.optimizers)
-                position = Position(progress.step + 1, self.rates["learning_rate"])
-                step.start(progress.epoch, progress.batch, position)
-            step.start_micro_batch()
+                self.step.start(progress)
+            self.step.start_micro_batch()
             self.stage = "batch"
             yield micro_batch
+            need(self, "the next batch", "counted")
             is_new_step = self.accelerator.sync_gradients  # False inside an accumulation window
-            need(self, "the next batch", "checked" if is_new_step else "backward")
-            step.finish_micro_batch(is_last=is_new_step)
-            if is_new_step:
-                self._finish_step()
-                if self._is_over() or self._must_evaluate():
-                    loader.end()  # tells Accelerate that nothing more is read of this loader
-                    return
-
-    def _finish_step(self) -> None:
-        """Count, log and save after a step; leave if a signal asked for it."""
-        args, progress = self.args, self.progress
-        progress.batch += 1
-        if not self.step.finish():
-            progress.num_skipped += 1
-            return
-        progress.step += 1
-        if self.average is not None:
-            self.average.update(progress.step)
-        self.reporter.bar.update()
-        if progress.step % self.log_every == 0:
-            self.signals.barrier()
-            self.reporter.log_window(progress, self.means, self.rates)
-        self.reporter.say_where(progress.epoch, self._num_done(), self.num_used)
-        if self._is_over():
-            return
-        stopping = self.signals.requested()
-        due = args.save_every and progress.step % args.save_every == 0
-        # If an evaluation is due as well, end_epoch() saves after it.
-        if stopping or (due and not self._must_evaluate()):
-            self.signals.barrier()
-            self.step.guard.finish(*self.optimizers)
-            self.checkpoints.save(progress)
-        if stopping:
-            self._leave()
+            if is_new_step and self.checkpoints.saved_step == progress.step:
+                self.prepared.check_unchanged(progress.state)
+            if is_new_step and (length.is_over(progress) or length.must_evaluate(progress)):
+                loader.end()  # tells Accelerate that nothing more is read of this loader
+                return
 
     @allowed(*IN_BATCH, then="backward")
-    def step_mean(self, values: torch.Tensor, where: torch.Tensor | None = None) -> torch.Tensor:
-        """This process's share of the mean of `values` in the step, for accelerator.backward.
-
-        The gradient becomes that of the mean over the whole step, of all processes and
-        micro-batches: DDP divides by the number of processes and Accelerate by that of
-        micro-batches, so both are multiplied in. A value that is not finite gives NaN gradients on
-        all processes.
-
-        Args:
-            values: (samples, ...), the losses of this process's batch, with reduction="none".
-            where: bool, True for the values that count, such as the tokens of an answer, or float,
-                their weights: the mean is sum(where * values) / sum(where) over the whole step.
-                `values` may then have any shape, the same as `where`. The divisor is known only
-                after the last backward: clip_and_check() divides the gradients by it, so a step can
-                have one such mean and no other. If nothing counts, the gradient is 0.
-
-        Raises RuntimeError if values are reduced already, or not of this batch.
-        """
-        return self.step.mean(values, where)
+    def step_mean(
+        self, values: Tensor, mask: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """The mean of `values` over the whole step, for accelerator.backward: see Step.mean."""
+        return self.step.mean(values, mask, weights)
 
     @allowed("backward", "checked")
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
-        """Clip the gradients to --clip-norm; stop all processes if they are not finite.
+        """Clip the gradients and check that they are finite: see Step.clip_and_check.
 
-        On a GPU that is noticed one step later, and always before a checkpoint.
-        Call it between backward and optimizer.step(); inside an accumulation window it does
-        nothing. Several optimizers in one call are clipped by the norm of all their gradients.
-        Every process must call this. Raises RunFailure on all of them.
+        Call it before optimizer.step(). Inside an accumulation window it does nothing.
         """
-        for each in optimizers:
-            if each not in self.optimizers:
-                raise RuntimeError(
-                    f"run.clip_and_check(...) got a {type(each).__name__} that accelerator.prepare "
-                    "did not return: prepare every optimizer, or a resume loses its state, and "
-                    "hand over several as *optimizers"
-                )
         if self.accelerator.sync_gradients:
             self.step.clip_and_check(*optimizers)
             self.stage = "checked"
 
     @allowed(*IN_BATCH)
-    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The rows of the whole batch, of all processes, and where those of this process begin.
-
-        For losses that compare the samples of a batch with each other. Gradients flow back to the
-        process that a row came from. Every process must call this. Raises UsageError with
-        --accumulate, RuntimeError for rows that are not those of this batch.
-
-        Args:
-            rows: (samples, ...) of this process's batch.
-        """
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        """The rows of the whole batch, with gradients, and this process's first: Step.gather."""
         return self.step.gather(rows)
 
     @allowed(*IN_BATCH)
-    def add(self, where: torch.Tensor | None = None, **values: torch.Tensor) -> None:
-        """Add values of this process's batch: (samples, ...), unreduced; any shape with `where`.
+    def add(
+        self, mask: Tensor | None = None, weights: Tensor | None = None, **values: Tensor
+    ) -> None:
+        """Add values of this process's batch to the means in metrics.jsonl; waits for nothing.
 
-        Their means over all processes become train_NAME in metrics.jsonl, at an evaluation; those
-        whose name begins with "loss" also at every --log-every steps. where: of their shape, bool:
-        which values count, or float: what they weigh. Every process adds the same names. Waits for
-        nothing. Raises RuntimeError for values that are reduced.
+        They are as in step_mean, unreduced. Their means over all processes become train_NAME at an
+        evaluation; those whose name begins with "loss" also at every --log-every steps.
         """
         for name, value in values.items():
             call = f"run.add({name}=...)"
-            if where is None:
+            if mask is None and weights is None:
                 self.step.check_rows(call, value)
-            self.means.add(name, *sum_and_count(call, value.detach(), where))
+            self.means.add(name, *sum_and_count(call, value.detach(), mask, weights))
 
-    @allowed("between", "epoch", "trained")
-    def evaluate(
-        self, loader: DataLoader, judge: Callable[[Any], dict[str, torch.Tensor]]
-    ) -> dict[str, float]:
-        """Return eval_NAME, the mean over `loader` of each value of judge(batch); eval_samples.
+    @allowed(*IN_BATCH, "trained")
+    def stop(self) -> None:
+        """End the run with this step and its evaluation; a resume does not go on after it."""
+        self.progress.ended = True
 
-        judge returns what add() takes: unreduced values by name, and perhaps "where". The models
-        are in evaluation mode, without gradients. Each sample counts once, whoever has it. A signal
-        ends the run between two batches, and a resume evaluates again. Every process must call
-        this. Raises RuntimeError for values that are not one row per sample.
+    @allowed("backward", "checked")
+    def must_save(self) -> bool:
+        """Finish the step: count it, average the weights, log. Return True if save() is due.
+
+        It is due at every --save-every steps and after a signal to any process, on all processes
+        alike; inside an accumulation window, and where end_epoch() comes next and saves, it is not.
         """
+        is_last = self.accelerator.sync_gradients
+        if is_last:
+            need(self, "run.must_save()", "checked")
+        self.step.finish_micro_batch(is_last)
+        is_due = is_last and self._finish_step()
+        self.stage = "must save" if is_due else "counted"
+        return is_due
+
+    def _finish_step(self) -> bool:
+        progress, length, every = self.progress, self.length, self.config.save_every
+        progress.batch += 1
+        if not self.step.finish():  # fp16 overflowed
+            progress.num_skipped += 1
+            return False
+        progress.step += 1
+        self.ema.update(progress.step)
+        self.log.bar.update()
+        if progress.step % length.log_every == 0:
+            self.signals.barrier()
+            self.log.log_window(progress, self.means, self.step.rates)
+        self.log.say_where(progress.epoch, length.num_done(progress), length.num_used)
+        if length.is_over(progress):
+            return False
+        due = every and progress.step % every == 0 and not length.must_evaluate(progress)
+        return self.signals.requested() or bool(due)
+
+    @allowed("must save", then="counted")
+    def save(self) -> None:
+        """Save a checkpoint, with accelerator.save_state; after a signal end with exit code 75."""
+        with self.ema.trained_weights():
+            self.step.check_weights()
+            self.checkpoints.save(self.progress)
+        self.prepared.note(self.progress.state)
+        if self.signals.stopping:
+            self.stage = "over"
+            leave_stopped(self.signals, self.log, self.progress.step)
+
+    @allowed("ready", "epoch", "trained")
+    def evaluate(
+        self, loader: DataLoader, compute_losses: Callable[[Any], dict[str, Tensor]]
+    ) -> dict[str, float]:
+        """Return eval_NAME: the mean of each value of compute_losses(batch). See evaluation.py."""
         # Elsewhere a checkpoint could not say that an evaluation is still due.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
-        metrics = evaluation.evaluate(self.accelerator, loader, judge, stopping)
-        if metrics is not None:
-            return metrics
-        if self.average is not None:
-            self.average.swap()
-        self.checkpoints.save(self.progress)
-        self._leave()
+        metrics = evaluation.evaluate(self.accelerator, loader, compute_losses, stopping)
+        if self.signals.stopping:
+            self.stage = "must save"
+            self.save()
+        return metrics
 
-    @allowed("trained", then="between")
+    @allowed("trained", then="ready")
     def end_epoch(
         self,
         metrics: dict[str, Any],
-        predictions: dict[str, torch.Tensor] | None = None,
-        about: dict[str, Any] | None = None,
+        predictions: dict[str, Tensor] | None = None,
+        metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Log, print and save after an evaluation.
+        """Log, print and save after an evaluation, with the same metrics on all processes.
 
-        Every process must call this, with the same values. The predictions of the last evaluation,
-        if there are any, are written to predictions.safetensors, with `about` as metadata.
+        The last predictions, with `metadata`, are written to predictions.safetensors.
         """
-        args, progress, about = self.args, self.progress, about or {}
-        tensors = check_predictions(predictions or {}, about)
+        config, progress, length = self.config, self.progress, self.length
+        predicted = check_predictions(predictions, metadata or {})
         metrics = nodes.agree(self.accelerator, metrics)
-        num_trained = self._num_done() - self.reporter.num_before
-        if progress.batch == self.steps_per_epoch:
+        num_done = length.num_done(progress)
+        if progress.batch == length.steps_per_epoch:
             progress.epoch, progress.batch = progress.epoch + 1, 0
-        self._log_evaluation(metrics, num_trained)
+        self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
         if progress.batch == 0:  # else the epoch goes on, perhaps after a resume
             self.means.clear()
-        is_best = best.judge(args, progress)
-        if is_best:
-            about_best = self.about | {"step": progress.step}
-            self._write("best.safetensors", self.state_of(self.models[0]), about_best)
-        if self._is_over() and predictions is not None:
-            # Before the last checkpoint, which says that this evaluation was made.
-            self._write(records.PREDICTIONS, tensors, about)
-        if self.average is not None:
-            self.average.swap()
-        unknown = best.problem(args, progress)
-        due = not args.save_every or progress.step % args.save_every == 0
-        if self._is_over() or is_best or due or unknown:
-            self.checkpoints.save(progress)
+        is_best, unknown = best.update_best(config, progress), best.problem(config, progress)
+        is_over = length.is_over(progress)
+        # Before the checkpoint, which says that this evaluation was made.
+        self.results.write_evaluation(progress, predicted if is_over else None, is_best)
+        due = not config.save_every or progress.step % config.save_every == 0
+        if is_over or is_best or due or unknown:
+            self.stage = "must save"
+            self.save()
         if unknown:  # only now: the epoch is not lost
             raise UsageError(unknown)
-        self.unchanged.note(progress.state)
+        self.prepared.note(progress.state)
 
-    def _log_evaluation(self, metrics: dict[str, float], num_trained: int) -> None:
-        progress, means = self.progress, self.means.means("train")
-        check_metrics(means, metrics)
-        progress.metrics = {"epoch": progress.epoch, **means, **metrics}
-        progress.metrics_step = progress.step
-        done = progress.epoch + progress.batch / self.steps_per_epoch
-        self.reporter.log_evaluation(progress, done, num_trained)
+    def finish(self, next_command: str = "", draw: Callable = draw_run) -> dict[str, float]:
+        """Write the weights and DONE, draw the pictures; return the metrics of the last evaluation.
 
-    def _must_evaluate(self) -> bool:
-        """Is an evaluation due before the next step? Not if it was done before a resume."""
-        progress, every = self.progress, self.args.eval_every
-        due = progress.batch == self.steps_per_epoch or (every and progress.step % every == 0)
-        due = due or self._is_over()  # stopped in the last evaluation
-        return bool(due) and progress.step > progress.metrics_step
-
-    def _num_done(self) -> int:
-        """Samples of this epoch trained on so far."""
-        return min(self.progress.batch * self.args.batch_size, self.num_used)
-
-    def _leave(self) -> NoReturn:
-        """End every process with exit code 75, after a checkpoint of this step."""
-        self.signals.ignore(signal.SIGINT)
-        self.reporter.bar.close()  # or the sentence would begin on its line
-        with suppress(BrokenPipeError):  # of a tee that the same Ctrl-C has ended
-            self.print(
-                f"stopped by {self.signals.signal_name or 'a signal to another process'} at step "
-                f"{self.progress.step}, saved: start the same command with --resume auto to "
-                "continue"
-            )
+        draw(run_dir), on the main process, returns the paths of its pictures; one that fails is a
+        sentence, not a failed run. next_command is printed last: what a person may type now.
+        """
+        if self.stage != "ready" or not self.length.is_over(self.progress):
+            raise out_of_order("run.finish()", self.stage)
+        self.print(self.results.finish(self.progress, self.ema, next_command, draw))
         self.stage = "over"
-        sys.exit(EXIT_STOPPED)
+        return dict(self.progress.metrics)

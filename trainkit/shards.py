@@ -1,10 +1,13 @@
-"""A model spread over the processes (FSDP2), what a checkpoint holds, and how any run reads it.
+"""A model whose weights are sharded, that is, spread over the processes (FSDP2).
 
-Accelerate shards. Its own files of shards are pickles that execute what a forged one asks for, so
-here each process writes the rows it has: shard-00000.bin, shard-00001.bin, ..., read with
-weights_only. With fsdp_state_dict_type: FULL_STATE_DICT there is one such file, of all rows.
+Accelerate shards the model, but accelerator.save_state is not used for its checkpoints: of a
+sharded model it writes the files of torch.distributed.checkpoint, and reading those unpickles
+.metadata without weights_only, which executes whatever a forged file asks for. So each process
+writes the rows that it has with torch.save: shard-00000.bin, shard-00001.bin, ..., which are read
+with weights_only. With fsdp_state_dict_type: FULL_STATE_DICT there is one such file, of all rows.
 
-Parameters that are frozen (requires_grad=False) are in no checkpoint: their digests are compared.
+A run continues from either kind of checkpoint, whether it is sharded itself or not. Parameters that
+are frozen (requires_grad=False) are in no checkpoint: a resume compares their fingerprint.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +24,11 @@ from accelerate.utils import (
     broadcast,
     convert_outputs_to_fp32,
 )
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch.environment import shards_wanted
 from trainkit.optim import weights_of
 from trainkit.private import (
@@ -34,15 +38,16 @@ from trainkit.private import (
     tree_map,
     tree_map_only,
 )
-from trainkit.run_dir.weights import separate
+from trainkit.run_dir.manifest import sha256_of
+from trainkit.run_dir.weights import numbered, read_weights, separate
 
 Tensors = dict[str, torch.Tensor]
 
 
-def shard(accelerator: Accelerator, hashes: dict[str, str]) -> None:
+def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
     """Let accelerator.prepare(...) shard the model, if the launch asks for it. Call before that.
 
-    prepare then adds to `hashes` the digests() of this process's model as it was before.
+    prepare then adds to `fingerprint` that of what is frozen, as it was in this process before.
     """
     if not shards_wanted():
         return
@@ -52,7 +57,7 @@ def shard(accelerator: Accelerator, hashes: dict[str, str]) -> None:
         raise UsageError(
             "sharded weights need fsdp_version: 2, several processes, mixed_precision bf16 or no, "
             "and neither fsdp_activation_checkpointing, whose second forward pass would draw other "
-            "dropout masks, nor fsdp_ignored_modules, whose gradients nobody would add up: see "
+            "dropout masks, nor fsdp_ignored_modules, whose gradients would not be reduced: see "
             "accelerate_configs/2cpu_fsdp.yaml"
         )
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -72,9 +77,9 @@ def shard(accelerator: Accelerator, hashes: dict[str, str]) -> None:
             for weight in model.parameters():
                 weight.data = weight.data.contiguous()  # FSDP2 takes no channels_last
             if not plugin.cpu_ram_efficient_loading:  # else only the first process has weights
-                # Each keeps some rows of its own: what differs would be mixed unseen. The models
-                # that are prepared already are mixed by now: theirs stay as they are.
-                hashes.update(digests([*prepared_models(accelerator), model]) | hashes)
+                # Each process keeps some rows: where weights differ, the model would be a mixture.
+                models = [*prepared_models(accelerator), model]
+                fingerprint.update(fingerprint_frozen(models) | fingerprint)
                 for value in state_of(model).values():  # as DDP does
                     value.copy_(broadcast(value.to(accelerator.device.type)))
             if bf16:  # else each layer would round all it does to bf16
@@ -105,8 +110,11 @@ def gathered(tree: Any, keep: bool) -> Any:
     return tree_map_only(torch.Tensor, gather, tree)
 
 
-def share(like: Any, *rows: Any) -> Any:
-    """The tensor that has these rows; if `like` is sharded, of it the rows of this process."""
+def join_rows(like: Any, *rows: Any) -> Any:
+    """The tensor that has these rows; if `like` is sharded, of it the rows of this process.
+
+    Whatever is not a tensor with a shape is the same in all files: it is taken from the first.
+    """
     value = rows[0]
     if not getattr(value, "shape", ()):
         return value
@@ -131,11 +139,24 @@ def state_of(model: nn.Module) -> Tensors:
     return {name: value for name, value in model.state_dict().items() if name not in left_out}
 
 
-def digests(models: Sequence[nn.Module]) -> dict[str, str]:
-    """For each frozen weight, in words, a hash of all its bytes. Every process must call this.
+def start_from(accelerator: Accelerator, path: Path | None, model: nn.Module) -> tuple[str, str]:
+    """Load the weights of --start-from; return a line about it, and its SHA-256; "" without one.
 
-    It takes 12 GB a second.
+    Every process must call this. Raises UsageError on all of them.
     """
+    if path is None:
+        return "", ""
+    with failing_together(accelerator, f"--start-from {path} cannot be read"):
+        tensors, line = read_weights(path, model)
+        fingerprint = sha256_of(path)
+    own = model.state_dict()
+    rows = {name: join_rows(own[name], value) for name, value in tensors.items()}
+    model.load_state_dict(rows, strict=False)
+    return line, fingerprint
+
+
+def fingerprint_frozen(models: Sequence[nn.Module]) -> dict[str, str]:
+    """A hash of all bytes of each frozen weight. Every process must call this; 12 GB a second."""
     found = {}
     for number, model in enumerate(models):
         for name, weight in frozen(model).items():
@@ -145,27 +166,66 @@ def digests(models: Sequence[nn.Module]) -> dict[str, str]:
     return found
 
 
-def before_save(
-    averages: Sequence[Tensors], models: list, weights: list[dict], folder: str
-) -> None:
+def parts_of(accelerator: Accelerator, averages: Sequence[Tensors]) -> dict[str, Any]:
+    """What a checkpoint holds: tensors by name, or an optimizer or a schedule, by file name.
+
+    The names are those that accelerator.save_state gives its files, and average.safetensors. They
+    are made from numbers, never sorted: model_10 would come before model_2.
+    """
+    kinds = {
+        "average.safetensors": averages,
+        "model.safetensors": [state_of(model) for model in prepared_models(accelerator)],
+        "optimizer.bin": prepared_optimizers(accelerator),
+        "scheduler.bin": prepared_schedulers(accelerator),
+    }
+    return {numbered(name, n): part for name, of in kinds.items() for n, part in enumerate(of)}
+
+
+def before_save(averages: Sequence[Tensors], models: list, weights: list, folder: str) -> None:
     """Leave out what is frozen, save a weight that has two names under both, and the averages.
 
     A hook of accelerator.save_state, which would leave one name out, and warn of it each time.
     """
     weights[:] = (separate(state_of(model)) for model in models)
     for number, average in enumerate(averages):
-        name = f"average_{number}.safetensors" if number else "average.safetensors"
-        save_file(separate(average), Path(folder, name))
+        save_file(separate(average), Path(folder, numbered("average.safetensors", number)))
 
 
-def writer(accelerator: Accelerator, tensors: Sequence[Tensors]) -> Callable[[Path], None]:
-    """A function that writes the state of a sharded run; `tensors`: of averages, then of models.
+def before_load(
+    accelerator: Accelerator, averages: Sequence[Tensors], models: list, folder: str
+) -> None:
+    """Refuse files that are not those of this run's models and optimizers; load the averages.
+
+    A hook of accelerator.load_state, which would pass over what is missing or left over.
+    """
+    parts = parts_of(accelerator, averages)
+    others = {"scaler.pt", *(path.name for path in Path(folder).glob("random_states_*.pkl"))}
+    if wrong := {path.name for path in Path(folder).iterdir()} - others ^ parts.keys():
+        raise UsageError(
+            f"{folder}: {min(wrong)} is in the checkpoint or in this run, not in both: the script "
+            "has prepared other models, optimizers or schedules"
+        )
+    for name, own in parts.items():
+        if name.startswith("average"):
+            _load_tensors(own, [load_file(Path(folder, name))])
+        elif name.startswith("model"):
+            with safe_open(Path(folder, name), "pt") as file:
+                saved = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+            for key in own | saved:
+                _check_shape(key, own, saved.get(key))
+
+
+def writer(accelerator: Accelerator, averages: Sequence[Tensors]) -> Callable[[Path], None]:
+    """A function that writes the state of a sharded run into a folder.
 
     It does not communicate, so that it may fail: what it needs is gathered before. Every process
     must call this.
     """
-    others = *prepared_optimizers(accelerator), *prepared_schedulers(accelerator)
-    state, rank = [*tensors, *(each.state_dict() for each in others)], accelerator.process_index
+    rank = accelerator.process_index
+    state: Any = [
+        part if isinstance(part, dict) else part.state_dict()
+        for part in parts_of(accelerator, averages).values()
+    ]
     full = accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT"
     if full:
         state = gathered(state, keep=rank == 0)
@@ -179,32 +239,37 @@ def writer(accelerator: Accelerator, tensors: Sequence[Tensors]) -> Callable[[Pa
     return write
 
 
-def read(accelerator: Accelerator, tensors: Sequence[Tensors], folder: Path) -> None:
-    """Load what writer() or accelerator.save_state wrote, whether the run is sharded or not."""
+def read(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) -> None:
+    """Load what writer() wrote, or into a sharded run what accelerator.save_state wrote."""
     load = partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
+    parts = parts_of(accelerator, averages)
+    # Their numbers have five digits, so the order of the names is that of the processes.
     files = [load(path) for path in sorted(folder.glob("shard-*"))]
-    if not files:  # average, model, optimizer, scheduler
-        plain = map(load_file, sorted(folder.glob("*.safetensors")))
-        files = [[*plain, *map(load, sorted(folder.glob("*.bin")))]]
-    others = *prepared_optimizers(accelerator), *prepared_schedulers(accelerator)
-    for own, *parts in zip((*tensors, *others), *files, strict=True):
+    if not files:
+        files = [[(load_file if ".s" in name else load)(folder / name) for name in parts]]
+    for own, *saved in zip(parts.values(), *files, strict=True):
         if isinstance(own, dict):
-            _copy(own, parts)
-            continue
-        if isinstance(own, torch.optim.Optimizer):
-            weights, states = weights_of(own), [of["state"] for of in parts]
-            like = {i: dict.fromkeys(of, weights[i]) for i, of in states[0].items()}
-            parts[0]["state"] = tree_map(share, like, *states)
-        own.load_state_dict(parts[0])
-    loss_scale = folder / "scaler.pt"
-    if accelerator.scaler is not None and loss_scale.exists():  # else it begins as a new one
-        accelerator.scaler.load_state_dict(load(loss_scale))
+            _load_tensors(own, saved)
+        elif isinstance(own, torch.optim.Optimizer):
+            _load_optimizer(own, saved)
+        else:
+            own.load_state_dict(saved[0])
 
 
-def _copy(own: Tensors, parts: Sequence[Tensors]) -> None:
-    """Copy into `own` tensors of which each part has some rows."""
-    for name in own | parts[0]:
-        value = share(own.get(name), *(part[name] for part in parts))
-        if name not in own or value.shape != own[name].shape:  # copy_ would repeat a shorter one
-            raise UsageError(f"the weight {name} of the checkpoint is not the one of this run")
+def _load_tensors(own: Tensors, saved: Sequence[Tensors]) -> None:
+    """Copy into `own` tensors of which each file has some rows, one by one."""
+    for name in own | saved[0]:
+        value = join_rows(own.get(name), *(file[name] for file in saved))
+        _check_shape(name, own, value.shape)  # copy_ would repeat a shorter one
         own[name].copy_(value)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]]) -> None:
+    weights, states = weights_of(optimizer), [file["state"] for file in saved]
+    like = {i: dict.fromkeys(state, weights[i]) for i, state in states[0].items()}
+    optimizer.load_state_dict(saved[0] | {"state": tree_map(join_rows, like, *states)})
+
+
+def _check_shape(name: str, own: Tensors, shape: Sequence[int] | None) -> None:
+    if name not in own or shape is None or own[name].shape != torch.Size(shape):
+        raise UsageError(f"the weight {name} of the checkpoint is not the one of this run")

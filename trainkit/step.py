@@ -1,6 +1,5 @@
-"""The optimizer step at hand: how many samples it has, its losses, its gradients."""
+"""The optimizer step that is being made: how many samples it has, its losses, its gradients."""
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +8,15 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from trainkit.checkpoint import Progress
 from trainkit.checks.finite import FiniteGuard, Position
+from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
+from trainkit.launch import nodes
 from trainkit.launch.signals import Signals
-from trainkit.loaders import dealt
+from trainkit.loaders import InMemory, num_used, share_of_batch
 from trainkit.metrics import sum_and_count, sum_of
-from trainkit.optim import clip_gradients, scale_gradients
+from trainkit.optim import clip_gradients, learning_rates, scale_gradients
 from trainkit.private import prepared_optimizers
 from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
 
@@ -23,16 +25,17 @@ class Step:
     """What is known of the step that is being made. Run starts it and finishes it.
 
     Attributes:
-        samples_draw: making a sample seeds numpy and random, at a time that depends on how far the
-            loader reads ahead: so they are seeded again before each forward pass.
+        seeds_host: making samples reseeds numpy and random, at times that depend on prefetching; so
+            they are reseeded before every forward pass.
+        rates: the learning rate of each optimizer in the step.
         position: the number of the step and its learning rate, for error messages.
         num_samples: samples of the step, over all processes and micro-batches.
         num_before: of them those in the micro-batches before the one at hand.
         num_rows: samples of this process in the micro-batch at hand.
         losses: this process's share of each mean of the micro-batch at hand, for the finite guard;
-            under where= divided by num_samples until factor is known.
-        num_counted: values that where= counted so far in this process, or the sum of its weights;
-            None without where=.
+            with mask= or weights= divided by num_samples until `factor` is known.
+        num_counted: how many values mask= selected so far in this process, or the sum of weights=;
+            None without both.
         factor: num_samples / num_counted of all processes; None before clip_and_check.
         clipped, stepped: the optimizers that may be stepped now, and those that were.
     """
@@ -40,27 +43,29 @@ class Step:
     def __init__(
         self,
         accelerator: Accelerator,
-        args: argparse.Namespace,
-        num_used: int,
+        config: TrainingConfig,
         signals: Signals,
         models: Sequence[nn.Module],
-        samples_draw: bool = False,
+        train_set: Any,
     ):
-        self.accelerator, self.args, self.num_used = accelerator, args, num_used
-        self.signals, self.samples_draw = signals, samples_draw
+        self.accelerator, self.config, self.signals = accelerator, config, signals
+        self.num_used = num_used(len(train_set), config.batch_size, config.drop_last)
+        self.seeds_host = type(train_set) is not InMemory
         layers = (layer for model in models for layer in model.modules())
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
+        self.optimizers = prepared_optimizers(accelerator)
         self.guard = FiniteGuard(accelerator)
-        self.size = args.batch_size // args.accumulate  # of a micro-batch, over all processes
+        self.size = config.batch_size // config.accumulate  # of a micro-batch, over all processes
         self.key: tuple[int, ...] = ()
         self.position = Position()
+        self.rates: dict[str, float] = {}
         self.num_samples = self.num_before = self.num_rows = 0
         self.losses: list[torch.Tensor] = []
         self.num_counted: torch.Tensor | None = None
         self.factor: torch.Tensor | None = None
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
-        for optimizer in prepared_optimizers(accelerator):
+        for optimizer in self.optimizers:
             optimizer.optimizer.register_step_pre_hook(self.check_clipped)
         self.update_scale = None
         if accelerator.scaler is not None:
@@ -69,52 +74,88 @@ class Step:
             self.update_scale = accelerator.scaler.update
             accelerator.scaler.update = lambda: None
 
-    def start(self, epoch: int, batch: int, position: Position) -> None:
-        """Start the step of this batch of the epoch."""
-        num_done = batch * self.args.batch_size
-        self.num_samples = min(self.args.batch_size, self.num_used - num_done)
-        self.key, self.position = (self.args.seed, epoch, batch), position
+    def start(self, progress: Progress) -> None:
+        """Start the step that follows this position of the run."""
+        num_done = progress.batch * self.config.batch_size
+        self.num_samples = min(self.config.batch_size, self.num_used - num_done)
+        self.key = self.config.seed, progress.epoch, progress.batch
+        self.rates = learning_rates(self.optimizers)
+        self.position = Position(progress.step + 1, self.rates["learning_rate"])
         self.num_before, self.num_counted, self.factor = 0, None, None
 
     def start_micro_batch(self) -> None:
         """Seed what the next forward pass draws, by its place in the step."""
         first, self.num_rows = self.rows_of(self.accelerator.process_index)
         seed_dropout(self.dropouts, self.accelerator.device, self.num_before + first, *self.key)
-        if self.samples_draw:
+        if self.seeds_host:
             seed_host(key(*self.key, self.num_before + first))
         self.losses = []
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """Where the rows of a process begin in the micro-batch at hand, and how many they are."""
-        num, share = self._num_here(), self.size // self.accelerator.num_processes
-        first, last = dealt(num, self.size, rank * share, (rank + 1) * share)
-        return min(first, num), max(0, min(last, num) - first)
+        num, slots = self._num_here(), self.size // self.accelerator.num_processes
+        start, stop = share_of_batch(num, self.size, rank * slots, (rank + 1) * slots)
+        return min(start, num), max(0, min(stop, num) - start)
 
-    def mean(self, values: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
-        """See Run.step_mean."""
-        num = self.num_samples
-        # An earlier mean of this step had where= and this one has not, or the other way round.
-        mixed = (self.losses or self.num_before) and (where is None) != (self.num_counted is None)
-        if mixed or (where is not None and self.losses):
+    def mean(
+        self, values: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """This process's share of the mean of `values` in the step, for accelerator.backward.
+
+        The gradient becomes that of the mean over the whole step, of all processes and
+        micro-batches: DDP divides by the number of processes and Accelerate by that of
+        micro-batches, so both are multiplied in. A value that is not finite gives NaN gradients on
+        all processes.
+
+        Args:
+            values: (samples, ...), the losses of this process's batch, with reduction="none".
+            mask: bool, True for the values that count, such as the tokens of an answer.
+            weights: float, what each value weighs: the mean is sum(weights * values) / sum(weights)
+                over the whole step. With either, `values` may have any shape, the same as theirs.
+                The divisor is known only after the last backward: clip_and_check() divides the
+                gradients by it, so a step can have one such mean and no other. If nothing counts,
+                the gradient is 0.
+
+        Raises RuntimeError if values are reduced already, or not of this batch.
+        """
+        selects, selected_before = mask is not None or weights is not None, self.num_counted
+        has_earlier_mean = bool(self.losses) or self.num_before > 0
+        if (has_earlier_mean and selects != (selected_before is not None)) or (
+            selects and self.losses
+        ):
             raise RuntimeError(
-                "a step can have only one mean with where=, because its gradients are divided "
-                "once: add up the losses before run.step_mean(...)"
+                "a step can have only one mean with mask= or weights=, because its gradients are "
+                "divided once: add up the losses before run.step_mean(...)"
             )
-        if where is None:
-            self.check_rows("run.step_mean(...)", values)
-            total, num = sum_of(values), num * values.shape[1:].numel()
+        if selects:
+            total, counted = sum_and_count("run.step_mean(...)", values, mask, weights)
+            self.num_counted = counted + (0 if selected_before is None else selected_before)
+            divisor = self.num_samples  # clip_and_check() corrects it, when all have counted
         else:
-            total, counted = sum_and_count("run.step_mean(...)", values, where)
-            self.num_counted = counted + (0 if self.num_counted is None else self.num_counted)
-        loss = total.detach() / num
-        self.losses.append(loss)
-        scale = self.accelerator.num_processes * self.args.accumulate / num
-        nan_unless_finite = 0 * loss  # else an infinite loss could have gradients that are finite
-        return total * (scale + nan_unless_finite)
+            self.check_rows("run.step_mean(...)", values)
+            total, divisor = sum_of(values), self.num_samples * values.shape[1:].numel()
+        share = total.detach() / divisor
+        self.losses.append(share)
+        # DDP divides by the processes and Accelerate by the micro-batches: both are multiplied in.
+        scale = self.accelerator.num_processes * self.config.accumulate / divisor
+        # 0 * share is 0, or NaN if it is not finite: an infinite loss can have finite gradients.
+        return total * (scale + 0 * share)
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
-        """See Run.clip_and_check."""
-        # A wait for the device may never end if another process died; these waits time out.
+        """Clip the gradients to --clip-norm; stop all processes if they are not finite.
+
+        On a GPU that is noticed one step later, and always before a checkpoint. Several optimizers
+        in one call are clipped by the norm of all their gradients. Every process must call this.
+        Raises RunFailure on all of them.
+        """
+        for each in optimizers:
+            if each not in self.optimizers:
+                raise RuntimeError(
+                    f"run.clip_and_check(...) got a {type(each).__name__} that accelerator.prepare "
+                    "did not return: prepare every optimizer, or a resume loses its state, and "
+                    "hand over several as *optimizers"
+                )
+        # If another process died, a wait for the device would never end; these waits time out.
         if self.accelerator.scaler is None:
             self.signals.wait()  # the guard reads the norm of the step before
         else:
@@ -126,7 +167,7 @@ class Step:
         if self.factor is not None:
             fresh = (each for each in optimizers if each.optimizer not in self.clipped)
             scale_gradients(self.factor, *fresh)
-        norm = clip_gradients(self.accelerator, self.args.clip_norm, *optimizers)
+        norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         self.clipped |= {each.optimizer for each in optimizers}
         self.guard.check(norm, self.losses, self.position)
 
@@ -151,6 +192,19 @@ class Step:
         self.stepped.clear()
         return not skipped
 
+    def check_weights(self) -> None:
+        """Raise RunFailure on all processes unless the weights are finite and everywhere equal."""
+        self.signals.barrier()
+        self.guard.finish(*self.optimizers)
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error of the body that this process had no sample, if that is so."""
+        if self.num_rows == 0:
+            error.add_note(
+                "This process has no sample of this short batch, and a layer or a loss may refuse "
+                "0 rows (docs/your_own.md): use another --batch-size, or --drop-last"
+            )
+
     def release(self) -> None:
         """Let the model be an ordinary one again."""
         release_dropout(self.dropouts)
@@ -171,28 +225,27 @@ class Step:
             raise RuntimeError(
                 f"{call} got {got} for a batch of {self.num_rows} samples: give it the values "
                 'of each sample, as losses with reduction="none" are, or say which values count '
-                "with where="
+                "with mask="
             )
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """See Run.gather."""
-        if self.args.accumulate > 1:
+        """The rows of the whole batch, of all processes, and where those of this process begin.
+
+        For losses that compare the samples of a batch with each other. Gradients flow back to the
+        process that a row came from. Every process must call this. Raises UsageError with
+        --accumulate, RuntimeError for rows that are not those of this batch.
+
+        Args:
+            rows: (samples, ...) of this process's batch.
+        """
+        if self.config.accumulate > 1:
             raise UsageError(
-                f"--accumulate {self.args.accumulate}: this loss compares the samples of a whole "
+                f"--accumulate {self.config.accumulate}: this loss compares the samples of a whole "
                 "batch with each other, and a micro-batch is not one: use --accumulate 1"
             )
         self.check_rows("run.gather(...)", rows)
-        world = range(self.accelerator.num_processes)
-        first = self.rows_of(self.accelerator.process_index)[0]
-        if len(world) == 1:
-            return rows, first
-        nums = [self.rows_of(rank)[1] for rank in world]
-        # All processes must send equally many rows: those that are missing are zeros.
-        padded = torch.cat((rows, rows.new_zeros(max(nums) - len(rows), *rows.shape[1:])))
-        from torch.distributed.nn.functional import all_gather  # imported late: a start is shorter
-
-        shares = all_gather(padded)
-        return torch.cat([share[:num] for share, num in zip(shares, nums, strict=True)]), first
+        starts, nums = zip(*map(self.rows_of, range(self.accelerator.num_processes)), strict=True)
+        return nodes.gather_rows(rows, nums), starts[self.accelerator.process_index]
 
     def _num_here(self) -> int:
         return min(self.size, self.num_samples - self.num_before)

@@ -1,13 +1,16 @@
-"""Data sets that a run can read by index, and by which it is known again when it is resumed."""
+"""Refuses data sets without an index, and makes the fingerprint that a resume compares."""
 
 import hashlib
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch.utils.data import Dataset
 
+from trainkit.config import TrainingConfig, check_size
 from trainkit.errors import UsageError
+from trainkit.launch import nodes
 from trainkit.loaders import InMemory, WholeBatches
 from trainkit.private import tree_leaves
 
@@ -25,7 +28,7 @@ def check_indexable(dataset: Any, name: str) -> None:
         )
 
 
-def data_md5(*sets: Dataset) -> str:
+def fingerprint_data(*sets: Dataset) -> str:
     """Hexadecimal md5 that identifies data sets: of all tensors of an InMemory set.
 
     Of one with fingerprint(): of what that returns. Of any other: of its length and of NUM_PROBED
@@ -51,6 +54,16 @@ def data_md5(*sets: Dataset) -> str:
     return digest.hexdigest()
 
 
-def files_of(*sets: Dataset) -> dict[str, str]:
-    """What data sets with fingerprint() say of each of their files, so that one can be named."""
-    return {k: v for x in sets if hasattr(x, "fingerprint") for k, v in x.fingerprint().items()}
+def check_data(
+    accelerator: Accelerator, config: TrainingConfig, train_set: Any, eval_set: Any
+) -> str:
+    """The fingerprint of the two sets. Every process must call this.
+
+    Raises UsageError if they cannot be read by index, are too small, or differ between processes.
+    """
+    check_indexable(train_set, "training set")
+    check_indexable(eval_set, "evaluation set")
+    check_size(config, len(train_set), len(eval_set))
+    fingerprint = fingerprint_data(train_set, eval_set)
+    nodes.check_same(accelerator, {"the data's md5": fingerprint})
+    return fingerprint

@@ -4,22 +4,27 @@ Each check raises RuntimeError, or UsageError, with one sentence that says what 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.errors import as_usage_error
 from trainkit.loaders import EpochBatches, batches_of
 from trainkit.optim import weights_of
 from trainkit.private import (
+    fix_bucket_order,
     prepared_loaders,
     prepared_models,
     prepared_optimizers,
     prepared_schedulers,
 )
 from trainkit.run_dir.weights import to_safetensors
+
+Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
 
 
 def check_prepared(accelerator: Accelerator, num_models: int) -> None:
@@ -37,7 +42,7 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
     states = (pair for model in models for pair in model.state_dict().items())
     if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
         raise RuntimeError(
-            f"{others[0]} of a model is no tensor with memory of its own, and checkpoints hold "
+            f"{others[0]} of a model is not a tensor with its own storage, and checkpoints hold "
             "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
         )
     weights = Counter(weights_of(*optimizers))
@@ -79,39 +84,64 @@ def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> Epoch
     )
 
 
-class Unchanged:
-    """Refuses to train on with what was changed behind the run's back, between two epochs."""
+class Prepared:
+    """What accelerator.prepare was given, and a refusal if it is changed while the run trains.
 
-    def __init__(self, accelerator: Accelerator):
+    A model all of which is in evaluation mode, as from_pretrained returns it, is put into training
+    mode; one that is put into evaluation mode later, or in part, stays as it is.
+
+    Args:
+        given: what it returned for the model, or for each of them.
+
+    Attributes:
+        models: without the wrappers of DDP and torch.compile.
+    """
+
+    def __init__(self, accelerator: Accelerator, given: nn.Module | Sequence[nn.Module]):
+        self.given = [given] if isinstance(given, nn.Module) else list(given)
+        check_prepared(accelerator, len(self.given))
         self.accelerator = accelerator
+        self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
+        self.optimizers = prepared_optimizers(accelerator)
+        for model in self.models:
+            if not any(layer.training for layer in model.modules()):
+                model.train()
         self.requires_grad = self._requires_grad()
-        self.at_checkpoint: str | None = None  # schedules and run.state when end_epoch() saved
+        self.saved: str | None = None  # schedules and run.state, as a checkpoint has them
+
+    def batches_of(self, loader: Any) -> EpochBatches:
+        """The batches of the training loader; RuntimeError for any other."""
+        return check_loader(self.accelerator, loader, training=True)
+
+    def fix_bucket_order(self) -> None:
+        """See private.fix_bucket_order. Every process must call this."""
+        fix_bucket_order(*self.given)
 
     def note(self, state: dict[str, Any]) -> None:
-        """Remember what end_epoch() has just saved."""
-        self.at_checkpoint = self._schedules_and(state)
+        """Remember the schedules and run.state: from here on they may not change until a step."""
+        self.saved = self._schedules_and(state)
 
-    def check(self, state: dict[str, Any]) -> None:
+    def check_unchanged(self, state: dict[str, Any]) -> None:
+        """Raise RuntimeError if something was changed that a step, or a resume, relies on."""
         if self.requires_grad != self._requires_grad():
             raise RuntimeError(
                 "other weights require gradients than when they were prepared, which is when "
                 "DistributedDataParallel looks: to unfreeze weights start a new run with "
-                "--start-from, or let them wait in a group whose learning rate is 0"
+                "--start-from, or keep them trainable from the start, in a group with lr=0"
             )
-        if not all(model.training for model in prepared_models(self.accelerator)):
+        if not all(model.training for model in self.models):
             raise RuntimeError(
                 "a model is in evaluation mode: call model.train() before run.steps(...), then "
                 "eval() of the layers that are to stay in it"
             )
-        if self.at_checkpoint not in (None, self._schedules_and(state)):
+        if self.saved not in (None, self._schedules_and(state)):
             raise RuntimeError(
-                "a learning rate schedule was stepped, or run.state changed, after "
-                "run.end_epoch(...), whose checkpoint does not know it: do that before"
+                "a learning rate schedule was stepped, or run.state changed, after run.save() or "
+                "run.end_epoch(...), whose checkpoint does not hold it: do that before"
             )
 
     def _requires_grad(self) -> list[bool]:
-        weights = weights_of(*prepared_optimizers(self.accelerator))
-        return [weight.requires_grad for weight in weights]
+        return [weight.requires_grad for weight in weights_of(*self.optimizers)]
 
     def _schedules_and(self, state: dict[str, Any]) -> str:
         schedules = prepared_schedulers(self.accelerator)
@@ -127,7 +157,7 @@ def check_evaluated(accelerator: Accelerator, num_rows: dict[str, int], loader: 
         if num != num_samples:
             raise RuntimeError(
                 f"run.evaluate(...) got {num} rows of {name} for {num_samples} samples: let "
-                "it be one value for each sample, or say which values count with `where`"
+                "it be one value for each sample, or say which values count with mask="
             )
 
 
@@ -141,10 +171,10 @@ def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
 
 
 def check_predictions(
-    predictions: dict[str, Any], about: dict[str, Any]
-) -> dict[str, torch.Tensor]:
+    predictions: dict[str, Any] | None, metadata: dict[str, Any]
+) -> Predictions | None:
     """The predictions as tensors; refused in the first epoch: at the end it would be too late."""
-    with as_usage_error("run.end_epoch(...) got predictions, or about, that cannot be written"):
-        tensors = {name: torch.as_tensor(value) for name, value in predictions.items()}
-        to_safetensors({name: tensor.new_empty(0) for name, tensor in tensors.items()}, about)
-    return tensors
+    with as_usage_error("run.end_epoch(...) got predictions, or metadata, that cannot be written"):
+        tensors = {name: torch.as_tensor(value) for name, value in (predictions or {}).items()}
+        to_safetensors({name: tensor.new_empty(0) for name, tensor in tensors.items()}, metadata)
+    return None if predictions is None else (tensors, metadata)

@@ -40,26 +40,27 @@ def fit(text: str) -> str:
 
 def describe(run: Any, plan: dict[str, str]) -> str:
     """The plan of a Run that has its models and optimizers, with the script's own lines in it."""
-    args, accelerator = run.args, run.accelerator
+    config, accelerator, length = run.config, run.accelerator, run.length
     num_processes = accelerator.num_processes
-    num_parts = num_processes * args.accumulate
-    left_out = len(run.train_set) - run.num_used
+    num_parts = num_processes * config.accumulate
+    left_out = len(run.sets[0]) - length.num_used
     unused = f" (the last {left_out} of each shuffle are left out)" if left_out else ""
-    ends = f"{run.last_step} (--stop-after-steps) of " if args.stop_after_steps else ""
+    ends = f"{length.last_step} (--stop-after-steps) of " if config.stop_after_steps else ""
+    num_steps = config.epochs * length.steps_per_epoch
     lines = {
         "device": describe_world(accelerator),
         **plan,
-        "samples": f"{len(run.train_set)}{unused}, {len(run.eval_set)} to evaluate",
+        "samples": f"{len(run.sets[0])}{unused}, {len(run.sets[1])} to evaluate",
         "model": "; ".join(describe_model(accelerator, model) for model in run.models),
-        "batch": f"{args.batch_size} per step = {count(num_processes, 'process')} x "
-        f"{count(args.accumulate, 'micro-batch')} x {args.batch_size // num_parts}",
-        "updates": f"{ends}{args.epochs * run.steps_per_epoch} = {count(args.epochs, 'epoch')} x "
-        f"{count(run.steps_per_epoch, 'step')}",
-        "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in run.optimizers),
-        "run folder": str(args.run_dir),
+        "batch": f"{config.batch_size} per step = {count(num_processes, 'process')} x "
+        f"{count(config.accumulate, 'micro-batch')} x {config.batch_size // num_parts}",
+        "updates": f"{ends}{num_steps} = {count(config.epochs, 'epoch')} x "
+        f"{count(length.steps_per_epoch, 'step')}",
+        "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in run.prepared.optimizers),
+        "run folder": str(config.run_dir),
     }
-    if args.ema:
-        lines["average"] = f"of the weights, decay {args.ema}: evaluated and written"
+    if config.ema:
+        lines["average"] = f"of the weights, decay {config.ema}: evaluated and written"
     layers = (layer for model in run.models for layer in model.modules())
     if num_parts > 1 and any(isinstance(layer, BATCH_NORMS) for layer in layers):
         lines["note"] = (

@@ -1,17 +1,19 @@
 """What a run says while it trains: a bar or a line a minute, and one line for each evaluation."""
 
-import argparse
 import time
+from contextlib import suppress
 from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from trainkit.checkpoint import Progress
+from trainkit.checkpoint import Length, Progress
+from trainkit.checks.prepared import check_metrics
 from trainkit.cli.console import MetricsTable, fit
 from trainkit.cli.text import printable
+from trainkit.config import TrainingConfig
 from trainkit.metrics import RunningMeans
-from trainkit.run_dir.log import History
+from trainkit.run_dir.log import JsonlTracker
 
 QUIET_SECONDS = 60.0  # off a terminal, an epoch says where it is at least this often
 
@@ -36,8 +38,8 @@ class RunBar(tqdm):
 class Reporter:
     """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl."""
 
-    def __init__(self, accelerator: Accelerator, args: argparse.Namespace, history: History):
-        self.accelerator, self.args, self.history = accelerator, args, history
+    def __init__(self, accelerator: Accelerator, config: TrainingConfig, tracker: JsonlTracker):
+        self.accelerator, self.config, self.tracker = accelerator, config, tracker
         self.bar, self.table = RunBar(disable=True), MetricsTable()
         self.num_before = 0  # samples of this epoch that were trained on before
         self.first: tuple[int, float] | None = None  # steps done before the first bar, its start
@@ -58,7 +60,7 @@ class Reporter:
         self.num_before, self.last_loss = num_before, ""
         self.said_at, self.started_at = time.monotonic(), time.perf_counter()
         self.bar = RunBar(
-            desc=f"epoch {progress.epoch + 1}/{self.args.epochs}",
+            desc=f"epoch {progress.epoch + 1}/{self.config.epochs}",
             total=last_step,
             initial=progress.step,
             bar_format="{desc} {percentage:3.0f} %|{bar}| {remaining} left{postfix}",
@@ -86,16 +88,36 @@ class Reporter:
                 f"{self.last_loss or 'no loss yet'}"
             )
 
+    def say_stopped(self, signal_name: str | None, step: int) -> None:
+        """Say that a signal has ended the run, after a checkpoint."""
+        self.bar.close()  # or the sentence would begin on its line
+        with suppress(BrokenPipeError):  # of a tee that the same Ctrl-C has ended
+            self.print(
+                f"stopped by {signal_name or 'a signal to another process'} at step {step}, saved: "
+                "start the same command with --resume auto to continue"
+            )
+
     def stop(self) -> None:
         """The steps are done; what comes now is the evaluation."""
         self.bar.close()
         self.train_seconds = time.perf_counter() - self.started_at
 
-    def log_evaluation(self, progress: Progress, done: float, num_trained: int) -> None:
-        """A row of metrics.jsonl and of timing.jsonl, and a line; done: epochs, with fractions."""
+    def log_evaluation(
+        self,
+        progress: Progress,
+        length: Length,
+        num_done: int,
+        means: dict[str, float],
+        metrics: dict[str, float],
+    ) -> None:
+        """A row of metrics.jsonl and of timing.jsonl, and a line; num_done: samples so far."""
+        check_metrics(means, metrics)
+        progress.metrics = {"epoch": progress.epoch, **means, **metrics}
+        progress.metrics_step, num_trained = progress.step, num_done - self.num_before
+        done = progress.epoch + progress.batch / length.steps_per_epoch  # epochs, with fractions
         eval_seconds = time.perf_counter() - self.started_at - self.train_seconds
         self.accelerator.log(progress.metrics, step=progress.step)
-        self.history.log_timing(
+        self.tracker.log_timing(
             {
                 "step": progress.step,
                 "train_seconds": self.train_seconds,
@@ -103,5 +125,5 @@ class Reporter:
                 "train_samples": num_trained,
             }
         )
-        epoch, rate = f"{round(done, 2):g}/{self.args.epochs}", num_trained / self.train_seconds
+        epoch, rate = f"{round(done, 2):g}/{self.config.epochs}", num_trained / self.train_seconds
         self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))

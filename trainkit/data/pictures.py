@@ -21,6 +21,7 @@ from trainkit.cli.text import shorten
 from trainkit.data import files, folders
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.loaders import InMemory
+from trainkit.private import fingerprint_of
 
 NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
 
@@ -160,7 +161,7 @@ def load_images(
     rows, labels, classes, chosen, where = read_split(name, split, *options)
     (image,) = rows.column_names
     made_by = Path(files.__file__).read_bytes() + f"{PIL.__version__} {torch.__version__}".encode()
-    key = xxhash.xxh3_128_hexdigest(f"{rows._fingerprint} {size} {mode} ".encode() + made_by)
+    key = xxhash.xxh3_128_hexdigest(f"{fingerprint_of(rows)} {size} {mode} ".encode() + made_by)
     kept = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{key}.arrow")
     kept.parent.mkdir(parents=True, exist_ok=True)
     with as_usage_error(f"{where}: the pictures cannot be read"):

@@ -14,12 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -163,6 +164,18 @@ def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]
                     "what the processes have evaluated first (accelerator.reduce)"
                 )
     return everybody[0]
+
+
+def gather_rows(rows: torch.Tensor, nums: Sequence[int]) -> torch.Tensor:
+    """The rows of all processes, `nums` of each, with gradients. Every process must call this."""
+    if len(nums) == 1:
+        return rows
+    # All processes must send equally many rows: those that are missing are zeros.
+    padded = torch.cat((rows, rows.new_zeros(max(nums) - len(rows), *rows.shape[1:])))
+    from torch.distributed.nn.functional import all_gather  # imported late: a start is shorter
+
+    shares = all_gather(padded)
+    return torch.cat([share[:num] for share, num in zip(shares, nums, strict=True)])
 
 
 def describe_node() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A signal becomes a flag, and the flag a decision that all processes take at the same step."""
+"""Turns a signal on one process into a stop at the same step on all."""
 
 import os
 import signal
@@ -40,6 +40,7 @@ class Signals:
             with deadline(timeout):
                 self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self.flag = torch.zeros(1)
+        self.stopping = False  # what requested() returned last
         self.stepping = False  # true from the first step on, when there is something to save
         self.previous = {n: signal.signal(n, self._on_signal) for n in SIGNALS if not by_nohup(n)}
 
@@ -50,12 +51,13 @@ class Signals:
         """
         self.stepping = True
         if self.group is None:
-            return self.signal_name is not None
+            self.stopping = self.signal_name is not None
+            return self.stopping
         self.wait()
-        stop = self.flag.item() > 0
+        self.stopping = self.flag.item() > 0
         self.flag.fill_(self.signal_name is not None)
         self.pending = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
-        return stop
+        return self.stopping
 
     def wait(self) -> None:
         """Wait until all processes have come to the last call of requested().
@@ -77,7 +79,7 @@ class Signals:
             torch.distributed.all_reduce(torch.zeros(1), group=self.group)
 
     def ignore(self, number: int) -> None:
-        """Let this signal do nothing from here on: the run is ending, with something left to say.
+        """Let this signal do nothing from here on: the run is ending and has a message to print.
 
         One more Ctrl-C would change the exit code or leave a traceback. A notebook, which goes on
         after the run, has Python's own handler of it and gets that back.

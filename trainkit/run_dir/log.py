@@ -10,7 +10,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from trainkit.errors import UsageError
 
 
-class History(GeneralTracker):
+class JsonlTracker(GeneralTracker):
     """Rows of reproducible numbers in RUN_DIR/metrics.jsonl, one JSON object a line.
 
     Two runs of one experiment write the same bytes. Seconds go to timing.jsonl instead.

@@ -1,4 +1,4 @@
-"""Is a checkpoint folder whole? Its MANIFEST.json lists size and hash of every file."""
+"""Which checkpoint folder is whole? Its MANIFEST.json lists size and hash of every file."""
 
 import hashlib
 import json
@@ -7,15 +7,54 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import RunFailure
+from trainkit.errors import RunFailure, UsageError
 from trainkit.run_dir.files import sync
 
 FORMAT = 3
+STEP_NAME = re.compile(r"step-\d{10}")
 # What save_state writes of models, optimizers and schedules, of which there may be several.
 FILE_NAME = re.compile(
     r"trainer\.json|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.bin)"
 )
+
+
+def steps_in(directory: Path) -> list[Path]:
+    """The checkpoints in a folder, the oldest first; the numbers in their names are padded."""
+    return sorted(p for p in directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
+
+
+def choose(directory: Path, wanted: str | None, notices: list[str]) -> Path | None:
+    """The checkpoint in `directory` that --resume names, verified, or None for a new run.
+
+    Raises UsageError if it is not whole, or where none is.
+    """
+    if wanted is None:
+        return None
+    candidates = steps_in(directory)
+    if wanted not in ("auto", "latest"):
+        candidates = [Path(wanted)]
+        if candidates[0].resolve().parent != directory.resolve():
+            raise UsageError(
+                f"--resume {wanted} is not in {directory}, and a run continues only in "
+                "its own folder: name that folder, or a copy of it, with --run-dir"
+            )
+    damaged: list[str] = []
+    for path in reversed(candidates):
+        problem = verify(path)
+        if problem is None:
+            notices.extend([*damaged, f"resuming from {path}"])
+            return path
+        damaged.append(f"passed over {path}: {problem}")
+    if damaged:
+        raise UsageError(
+            f"--resume {wanted}: no checkpoint is whole ({'; '.join(damaged)}); without "
+            "--resume a new run starts and this folder is renamed"
+        )
+    if wanted == "latest":
+        raise UsageError(f"--resume latest: there is no checkpoint in {directory}")
+    notices.append(f"no checkpoint in {directory}: starting from the beginning")
+    return None
 
 
 def write_manifest(folder: Path) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
 from trainkit.errors import UsageError
-from trainkit.run_dir.log import History
+from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.records import read_rows
 
 
 class Tracker(GeneralTracker):
     """What the three have in common; Accelerate's class is the next base."""
 
-    history: History
+    history: JsonlTracker
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the arguments, and all rows so far."""
@@ -36,7 +36,9 @@ class Tracker(GeneralTracker):
         super().log({f"{group}/{name}": values[name] for name in values if name != "step"}, step)
 
 
-def make_trackers(args: argparse.Namespace, history: History, project: str) -> list[GeneralTracker]:
+def make_trackers(
+    args: argparse.Namespace, history: JsonlTracker, project: str
+) -> list[GeneralTracker]:
     """The trackers of a run for Accelerator(log_with=...): metrics.jsonl and what --tracker names.
 
     Raises UsageError if a package is missing.

@@ -11,6 +11,12 @@ from trainkit.errors import UsageError, as_usage_error
 from trainkit.run_dir.files import write_durably
 
 
+def numbered(name: str, number: int) -> str:
+    """model.bin, model_1.bin, model_2.bin, ...: how Accelerate names several files of a kind."""
+    stem, dot, ending = name.partition(".")
+    return f"{stem}_{number}{dot}{ending}" if number else name
+
+
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
     """Write a safetensors file that loads in plain PyTorch.
 

@@ -25,16 +25,16 @@ def write_pretrained(run: Any, tokenizer: Any, base: str) -> None:
     """
     if not run.accelerator.is_main_process:
         return
-    args, model, folder = run.args, run.models[0], run.args.run_dir / "pretrained"
-    model.save_pretrained(folder, state_dict=load_file(args.run_dir / "model.safetensors"))
+    config, model, folder = run.config, run.models[0], run.config.run_dir / "pretrained"
+    model.save_pretrained(folder, state_dict=load_file(config.run_dir / "model.safetensors"))
     if hasattr(model, "peft_config"):  # whose save_pretrained writes no generation settings
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    about = read_run_json(args.run_dir)
-    rows = {"base": base, **run.progress.metrics, "step": run.progress.step, "seed": args.seed}
+    about = read_run_json(config.run_dir)
+    rows = {"base": base, **run.progress.metrics, "step": run.progress.step, "seed": config.seed}
     rows |= {"command": f"`{shlex.join(about['command'])}`", "run on": about["world"]}
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     library = "peft" if hasattr(model, "peft_config") else "transformers"
-    head = f"---\nlibrary_name: {library}\n---\n# {args.run_dir.name}\n\n| | |\n| --- | --- |\n"
+    head = f"---\nlibrary_name: {library}\n---\n# {config.run_dir.name}\n\n| | |\n| --- | --- |\n"
     (folder / "README.md").write_text(head + table, encoding="utf-8")
     print(f"for from_pretrained: {folder}", flush=True)

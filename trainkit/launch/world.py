@@ -1,0 +1,74 @@
+"""The world that the YAML asks for: devices, processes, precision, sharding; or one sentence."""
+
+import signal
+import sys
+from datetime import timedelta
+from typing import NoReturn
+
+from trainkit import shards
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
+
+from trainkit.cli.reporter import Reporter
+from trainkit.config import TrainingConfig
+from trainkit.errors import EXIT_STOPPED
+from trainkit.launch import environment, nodes
+from trainkit.launch.signals import Signals
+from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
+from trainkit.private import end_workers, share_frozen_weights
+from trainkit.run_dir.log import JsonlTracker
+from trainkit.run_dir.trackers import make_trackers
+
+
+def timeout_of(config: TrainingConfig) -> timedelta:
+    """How long a process waits for the others."""
+    return timedelta(seconds=max(1, config.timeout))
+
+
+def start_accelerator(
+    config: TrainingConfig, project: str, tracker: JsonlTracker, frozen: dict[str, str]
+) -> Accelerator:
+    """Meet the other processes and check that they are those that were asked for, started alike.
+
+    Every process must call this. Raises UsageError, on all of them. `frozen` is filled later, by
+    accelerator.prepare in a sharded run: see shards.shard.
+    """
+    refuse_pickled_code()
+    compute_float32_in_full()
+    precision = environment.check_launch()
+    with nodes.deadline(timeout_of(config)):
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),
+            mixed_precision=precision,
+            gradient_accumulation_steps=max(1, config.accumulate),
+            # A batch is split over the processes: --batch-size is the same under every YAML.
+            dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout_of(config))],
+            log_with=make_trackers(config, tracker, project),
+        )
+    shards.shard(accelerator, frozen)
+    share_frozen_weights(accelerator, shards.frozen)
+    nodes.check_world(accelerator)
+    nodes.check_nodes(accelerator, config)
+    return accelerator
+
+
+def leave_processes(
+    accelerator: Accelerator, signals: Signals, error: BaseException | None, is_over: bool
+) -> None:
+    """End what the processes did together. After an error nothing collective: some may be gone."""
+    if error is not None and accelerator.num_processes > 1:
+        # The launcher sends it to all when the first has left: their sentence comes before.
+        signals.ignore(signal.SIGTERM)
+    if is_over:
+        signals.wait()
+        end_workers(accelerator)
+        accelerator.end_training()
+
+
+def leave_stopped(signals: Signals, log: Reporter, step: int) -> NoReturn:
+    """End every process with exit code 75, after a checkpoint of this step."""
+    signals.ignore(signal.SIGINT)
+    log.say_stopped(signals.signal_name, step)
+    sys.exit(EXIT_STOPPED)

@@ -1,0 +1,105 @@
+"""What a run leaves for others: run.json, weights, predictions, DONE, pictures."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit import best, shards
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from trainkit.checkpoint import Progress
+from trainkit.checks.prepared import Predictions
+from trainkit.cli.console import show_best
+from trainkit.cli.text import check_json, count, first_sentence
+from trainkit.cli.world import describe_run
+from trainkit.config import TrainingConfig
+from trainkit.ema import EMA
+from trainkit.errors import RunFailure, failing_together
+from trainkit.run_dir import records
+from trainkit.run_dir.files import write_durably, write_json
+from trainkit.run_dir.weights import numbered, write_tensors
+
+
+class Results:
+    """Writes into the run folder. Every process must call each method.
+
+    Raises RunFailure on all of them, for example if the disk is full.
+
+    Args:
+        metadata: what is saved with the weights, JSON.
+        save_frozen: False leaves out weights that are not trained, as checkpoints do.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: TrainingConfig,
+        models: Sequence[nn.Module],
+        metadata: dict[str, Any],
+        save_frozen: bool,
+    ):
+        check_json("the metadata of run.begin(...)", metadata)
+        self.accelerator, self.config, self.run_dir = accelerator, config, config.run_dir
+        self.models, self.metadata, self.save_frozen = models, metadata, save_frozen
+
+    def write_start(self) -> None:
+        """Write run.json, and remove the DONE of an earlier end of this run."""
+        with failing_together(self.accelerator, f"--run-dir {self.run_dir} cannot be used"):
+            if self.accelerator.is_main_process:
+                (self.run_dir / "DONE").unlink(missing_ok=True)
+                described = describe_run(self.accelerator, self.config)
+                write_json(self.run_dir / "run.json", described)
+
+    def write_evaluation(
+        self, progress: Progress, predicted: Predictions | None, is_best: bool
+    ) -> None:
+        """Write best.safetensors after the best evaluation, predictions.safetensors if given."""
+        if is_best:
+            self._write_model("best.safetensors", self.models[0], {"step": progress.step})
+        if predicted is not None:
+            self._write(records.PREDICTIONS, *predicted)
+
+    def finish(
+        self, progress: Progress, ema: EMA, next_command: str, draw: Callable[[Path], list[Path]]
+    ) -> str:
+        """Write the weights, DONE and pictures; return what there is to say of them."""
+        config, said = self.config, ""
+        if config.ema:
+            with ema.trained_weights():
+                self._write_models("raw.safetensors")
+        self._write_models("model.safetensors")
+        with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
+            if self.accelerator.is_main_process:
+                write_durably(self.run_dir / "DONE", b"")
+        names = ""
+        if config.pictures and self.accelerator.is_main_process:
+            try:
+                names = "".join(f", {path.name}" for path in draw(self.run_dir))
+            except Exception as problem:  # no matplotlib, no memory, no disk
+                said += f"the pictures were not drawn: {first_sentence(problem)}\n"
+        if config.keep_best:
+            said += f"{best.describe(self.accelerator, config, progress)}\n"
+        return (
+            f"{said}done: {count(progress.step, 'step')}, {show_best(progress.metrics)}; in "
+            f"{self.run_dir}: weights, metrics, checkpoints{names}"
+            + f"\nnext: {next_command}"
+            * bool(next_command)
+        )
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
+        path, main = self.run_dir / name, self.accelerator.is_main_process
+        tensors = shards.gathered(tensors, keep=main)
+        with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
+            if main:
+                write_tensors(path, tensors, metadata)
+
+    def _write_model(self, name: str, model: nn.Module, more: dict[str, Any]) -> None:
+        tensors = model.state_dict() if self.save_frozen else shards.state_of(model)
+        self._write(name, tensors, self.metadata | more)
+
+    def _write_models(self, name: str) -> None:
+        for number, model in enumerate(self.models):
+            self._write_model(numbered(name, number), model, {})
