@@ -10,19 +10,21 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from trainkit import UsageError
-from trainkit import config as arguments
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from tyro.conf import Positional
 
+from trainkit.cli.parse import parse
 from trainkit.errors import as_usage_error
 from trainkit.launch import startup
 from trainkit.tools import answers, page, plots
@@ -182,33 +184,27 @@ def load(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
         return load_model(run_dir), about | {"examples": examples, "predictions": {}}
 
 
+@dataclass
+class Config:
+    run_dir: Positional[Path] = HERE if EXPORTED else Path("runs/mnist")
+    """of a finished run"""
+    host: str | None = None
+    """0.0.0.0: for other machines too (default: GRADIO_SERVER_NAME, as of a Space, or 127.0.0.1)"""
+    port: int | None = None
+    """(default: the first free one from 7860 on)"""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Open the page of a run."""
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "run_dir",
-        type=Path,
-        nargs="?",
-        default=HERE if EXPORTED else Path("runs/mnist"),
-        help="of a finished run",
-    )
-    add(
-        "--host",
-        default=None,
-        help="0.0.0.0: other machines may use the page too; "
-        "None: GRADIO_SERVER_NAME, which a Space sets, or 127.0.0.1",
-    )
-    add("--port", type=int, default=None, help="None: the first free one from 7860 on")
-    args = parser.parse_args(argv)
-    model, about = load(args.run_dir)
+    config = parse(Config, argv)
+    model, about = load(config.run_dir)
     pages = {"pictures": classifier_page, "columns": regression_page}
     build = next((pages[kind] for kind in pages if kind in about), None)
     if build is None:
-        raise UsageError(f"{args.run_dir}: app.py has no page for models of {about['script']}.py")
-    name = args.run_dir.resolve().name
+        raise UsageError(f"{config.run_dir}: app.py has no page for models of {about['script']}.py")
+    name = config.run_dir.resolve().name
     html, answer = build(model, about, escape(name))
-    page.serve(html, answer, name, args.host, args.port)
+    page.serve(html, answer, name, config.host, config.port)
 
 
 if __name__ == "__main__":

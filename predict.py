@@ -22,17 +22,20 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
-from trainkit import arguments, startup
+from trainkit import startup
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
+from tyro.conf import Positional
 
+from trainkit.cli.parse import flag, parse
 from trainkit.cli.text import printable
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.run_dir import records
@@ -110,56 +113,61 @@ def export_onnx(predictor: nn.Module, about: dict[str, Any], run_dir: Path) -> P
     return path
 
 
+@dataclass
+class Config:
+    run_dir: Positional[Path]
+    """folder of a finished run"""
+    files: Positional[list[Path]] = field(default_factory=list)
+    """pictures, or tables, of any kind that trains"""
+    as_is: bool = False
+    """pictures look like the training pictures: resize them, no more"""
+    encoding: str | None = None
+    """of the tables, such as cp1252 (default: as in training)"""
+    export: Literal["onnx", "hub"] | None = None
+    """also write RUN_DIR/model.onnx, or RUN_DIR/hub/ for others to load"""
+    push: str | None = None
+    """OWNER/NAME, with --export hub: upload it to the Hub; spaces/OWNER/NAME makes a page there"""
+    license: str | None = None
+    """with --export hub: of the weights, such as mit"""
+
+
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict, or export."""
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument
-    add("run_dir", type=Path, help="folder of a finished run")
-    add("files", nargs="*", type=Path, help="pictures, or tables, of any kind that trains")
-    text = "pictures look like the training pictures: resize them, no more"
-    add("--as-is", action="store_true", help=text)
-    add("--encoding", help="of the tables, such as cp1252; None: as in training")
-    text = "also write RUN_DIR/model.onnx, or RUN_DIR/hub/ for others to load"
-    add("--export", choices=("onnx", "hub"), help=text)
-    text = "with --export hub: also upload it to the Hugging Face Hub; spaces/OWNER/NAME makes it "
-    add("--push", metavar="OWNER/NAME", help=f"{text}a page there")
-    add("--license", help="with --export hub: of the weights, such as mit")
-    args = parser.parse_intermixed_args(argv)
-    if args.push and args.export != "hub":
-        parser.error("--push goes with --export hub")
-    if not args.files and args.export is None:
-        parser.error("name the files to predict, or --export onnx or hub")
-    predictor, about = load_run(args.run_dir)
-    options = {name: vars(args)[name] for name in ("as_is", "encoding") if vars(args)[name]}
+    config = parse(Config, argv)
+    if config.push and config.export != "hub":
+        raise UsageError("--push goes with --export hub")
+    if not config.files and config.export is None:
+        raise UsageError("name the files to predict, or --export onnx or hub")
+    predictor, about = load_run(config.run_dir)
+    options = {name: vars(config)[name] for name in ("as_is", "encoding") if vars(config)[name]}
     for name in options.keys() - inspect.signature(predictor.predict_file).parameters.keys():
-        flag = name.replace("_", "-")
-        raise UsageError(f"--{flag} means nothing to the models of {about['script']}.py")
-    with as_usage_error(f"{args.run_dir} cannot be exported"):
-        if args.export == "onnx":
-            export_onnx(predictor, about, args.run_dir)
-        if args.export == "hub":
+        raise UsageError(f"{flag(name)} means nothing to the models of {about['script']}.py")
+    with as_usage_error(f"{config.run_dir} cannot be exported"):
+        if config.export == "onnx":
+            export_onnx(predictor, about, config.run_dir)
+        if config.export == "hub":
             from trainkit.tools import hub
 
-            folder = hub.write_hub(predictor, about, args.run_dir, args.license)
+            folder = hub.write_hub(predictor, about, config.run_dir, config.license)
             print(folder)
-            if args.push:
-                print(hub.push(folder, args.push))
-    if (args.run_dir / "checkpoints").exists() and not (args.run_dir / "DONE").exists():
-        print(f"{args.run_dir} has not finished: these weights are of an earlier end of it")
+            if config.push:
+                print(hub.push(folder, config.push))
+    if (config.run_dir / "checkpoints").exists() and not (config.run_dir / "DONE").exists():
+        print(f"{config.run_dir} has not finished: these weights are of an earlier end of it")
     failed = 0
-    for path in args.files:
+    for path in config.files:
         try:
-            with as_usage_error(f"{path} cannot be used with {args.run_dir}"):
+            with as_usage_error(f"{path} cannot be used with {config.run_dir}"):
                 said = predictor.predict_file(path, **options)
             print(printable(said), flush=True)
         except UsageError as error:
-            if len(args.files) == 1:
+            if len(config.files) == 1:
                 raise
             failed += 1
             print(printable(f"error: {error}"), flush=True)
     if failed:
-        raise UsageError(f"{failed} of {len(args.files)} files cannot be used")
+        raise UsageError(f"{failed} of {len(config.files)} files cannot be used")
 
 
 def _script(name: str) -> ModuleType:

@@ -5,20 +5,19 @@ accelerate launch --config_file accelerate_configs/4gpu_fp16.yaml train_mnist.py
 python train_mnist.py --resume auto
 """
 
-import argparse
 import functools
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainkit import (
     EXIT_TARGET_MISSED,
     Dropout,
     InMemory,
     Run,
-    arguments,
     keyed_uniform,
     make_loaders,
     make_optimizer,
@@ -33,7 +32,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.data.small import fit_to_small_set, parse_sizes
+from trainkit.config import UNSET, MayChange, NonNegative, Schedule, Share, TrainingConfig, parse
+from trainkit.data.small import fit_to_size
 from trainkit.tools import plots
 from trainkit.tools.calibration import calibrate
 from trainkit.tools.photos import learn_framing, read_photo
@@ -93,57 +93,64 @@ class Deep(nn.Sequential):
 MODELS: dict[str, type] = {"compact": Compact, "lenet": LeNet, "wide": Wide, "deep": Deep}
 
 
-# Flag, type or choices, default, what a value must be, help.
-FLAGS: arguments.Flags = (
-    ("--dataset", str, str(Path(__file__).parent / "data" / "mnist"), None,
-     "folder or Hub id that holds a column of pictures and one of classes"),
-    ("--label", str, None, None, "column of classes; None: the only one"),
-    ("--model", MODELS, "compact", None, "the network"),
-    ("--label-smoothing", float, 0.1, arguments.FRACTION, "of the training loss"),
-    ("--augment", bool, True, None,
-     "shift, turn and warp each training picture, differently in each epoch"),
-    ("--max-shift", float, 1.0, arguments.AT_LEAST_0, "of --augment, in pixels"),
-    ("--max-turn", float, 5.0, arguments.AT_LEAST_0, "of --augment, in degrees"),
-    ("--max-warp", float, 0.0, arguments.AT_LEAST_0, "of --augment, of 4 x 4 points, in pixels"),
-    ("--validation-split", int, 0, arguments.AT_LEAST_0,
-     "evaluate on this many held-out training pictures, not the test set: for tuning"),
-    ("--target-accuracy", float, None, (lambda value: 0 <= value <= 1, "0 to 1"),
-     "exit with 3 if the last evaluation is below this fraction"),
-)  # fmt: skip
+@dataclass
+class Config(TrainingConfig):
+    dataset: MayChange[str] = str(Path(__file__).parent / "data" / "mnist")
+    """folder or Hub id that holds a column of pictures and one of classes"""
+    label: str | None = None
+    """column of classes (default: the only one)"""
+    model: Literal["compact", "lenet", "wide", "deep"] = "compact"
+    """the network"""
+    label_smoothing: Share = 0.1
+    """of the training loss"""
+    augment: bool = True
+    """shift, turn and warp each training picture, differently in each epoch"""
+    max_shift: NonNegative[float] = UNSET
+    """of --augment, in pixels (default: 1; 3 for a small data set)"""
+    max_turn: NonNegative[float] = UNSET
+    """of --augment, in degrees (default: 5; 20 for a small data set)"""
+    max_warp: NonNegative[float] = 0.0
+    """of --augment, of 4 x 4 points, in pixels"""
+    validation_split: NonNegative[int] = 0
+    """evaluate on this many held-out training pictures, not the test set: for tuning"""
+    target_accuracy: MayChange[Share | None] = None
+    """exit with 3 if the last evaluation is below this fraction"""
+
+    # Other defaults than those of trainkit.config. What is UNSET, load_data chooses.
+    run_dir: Path = Path("runs/mnist")
+    epochs: int = UNSET
+    """passes over the training data (default: 3; more for a small data set)"""
+    batch_size: int = UNSET
+    """samples per step, over all processes and micro-batches (default: 128; 32 if there are few)"""
+    drop_last: bool = UNSET
+    """leave out the last short batch of each epoch (default: unless the data set is small)"""
+    learning_rate: float = UNSET
+    """peak learning rate (default: 6e-3; 0.1 for --optimizer sgd)"""
+    schedule: Schedule = "onecycle"
+    warmup: float = 0.2
+    eval_batch_size: int = 512
+
+    def __post_init__(self):
+        if self.learning_rate is None:
+            self.learning_rate = 0.1 if self.optimizer == "sgd" else 6e-3
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(__doc__)
-    arguments.add_flags(parser, "problem", FLAGS)
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(
-        parser, "runs/mnist", not_the_experiment=["dataset", "target_accuracy"]
-    )
-    parser.set_defaults(learning_rate=None, schedule="onecycle", warmup=0.2, eval_batch_size=512)
-    # For MNIST; load_data fits them to a set that is much smaller, unless one of them is typed.
-    args = parse_sizes(
-        parser, argv, epochs=3, batch_size=128, drop_last=True, max_shift=1.0, max_turn=5.0
-    )
-    if args.learning_rate is None:
-        args.learning_rate = 0.1 if args.optimizer == "sgd" else 6e-3
-    return args
+# For MNIST, and what is else for a data set that is much smaller.
+LARGE = {"batch_size": 128, "epochs": 3, "max_shift": 1.0, "max_turn": 5.0, "drop_last": True}
+SMALL = {"max_shift": 3.0, "max_turn": 20.0}
 
 
-def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
-    arguments.refuse(arguments.find_problems(args, num_processes, FLAGS))
-
-
-def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:
+def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return training set, evaluation set and what is saved with the weights."""
     # Imported here: predict.py, which uses Predictor alone, starts in a third of the time.
     from trainkit.data.pictures import describe_values, load_images
 
-    what, number = (SIZE, args.label), args.validation_split
-    train_set, classes, *found = load_images(args.dataset, "train", *what, None, number)
-    eval_set, _, *more = load_images(args.dataset, "test", *what, classes, number)
+    what, number = (SIZE, config.label), config.validation_split
+    train_set, classes, *found = load_images(config.dataset, "train", *what, None, number)
+    eval_set, _, *more = load_images(config.dataset, "test", *what, classes, number)
     framing = learn_framing(SIZE, *found, *more)
     plan = {
-        "data": f"{args.dataset}, {len(classes)} classes: {shorten(classes)}",
+        "data": f"{config.dataset}, {len(classes)} classes: {shorten(classes)}",
         "pictures": framing["read_as"],
     }
     if "RGB" in framing["read_as"]:
@@ -151,7 +158,7 @@ def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, A
     if (num_read := found[0][1].total()) > len(train_set):
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
     plan |= describe_values(*found, *more)
-    plan |= fit_to_small_set(args, len(train_set), max_shift=3.0, max_turn=20.0)
+    plan |= fit_to_size(config, len(train_set), LARGE, SMALL)
     return train_set, eval_set, {"classes": classes, "pictures": framing, "plan": plan}
 
 
@@ -205,19 +212,19 @@ def knot_shares(device: torch.device) -> torch.Tensor:
 
 
 def augment(
-    images: torch.Tensor, indices: torch.Tensor, epoch: int, args: argparse.Namespace
+    images: torch.Tensor, indices: torch.Tensor, epoch: int, config: Config
 ) -> torch.Tensor:
     """Shift, turn and warp each picture by amounts fixed by (seed, epoch, sample index) alone."""
-    noise = keyed_uniform(args.seed, epoch, indices, 35 if args.max_warp else 3) * 2 - 1
+    noise = keyed_uniform(config.seed, epoch, indices, 35 if config.max_warp else 3) * 2 - 1
     turn, right, down = noise[:, :3].unbind(1)
-    turn = turn * math.radians(args.max_turn)
-    shift = 2 * args.max_shift / SIZE  # coordinates run from -1 to 1
+    turn = turn * math.radians(config.max_turn)
+    shift = 2 * config.max_shift / SIZE  # coordinates run from -1 to 1
     cos, sin = turn.cos(), turn.sin()
     affine = torch.stack((cos, -sin, right * shift, sin, cos, down * shift), 1).view(-1, 3)
     # F.affine_grid as one matrix product, eight times as fast.
     grid = affine @ pixel_centres(images.device)
-    if args.max_warp:
-        moves = noise[:, 3:].reshape(-1, 16) * (2 * args.max_warp / SIZE)  # x, then y
+    if config.max_warp:
+        moves = noise[:, 3:].reshape(-1, 16) * (2 * config.max_warp / SIZE)  # x, then y
         grid += moves @ knot_shares(images.device)
     grid = grid.view(-1, 2, SIZE, SIZE).permute(0, 2, 3, 1)
     return F.grid_sample(images.float(), grid, align_corners=False)  # outside a picture: 0, black
@@ -269,29 +276,29 @@ def validate(
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
-    args = parse_args(argv)
-    with Run(args, "mnist", check_arguments) as run:  # creates run.accelerator; cleans up on exit
+    config = parse(Config, argv)
+    with Run(config, "mnist") as run:  # creates run.accelerator; cleans up on exit
         accelerator = run.accelerator
         train_set, eval_set, about = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
-        model = MODELS[args.model](len(about["classes"])).to(memory_format=torch.channels_last)
-        optimizer = make_optimizer(accelerator, model.parameters(), args)
-        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
+        model = MODELS[config.model](len(about["classes"])).to(memory_format=torch.channels_last)
+        optimizer = make_optimizer(accelerator, model.parameters(), config)
+        scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
         known = {"size": SIZE, "mean": MEAN, "std": STD}
-        about |= {"script": Path(__file__).stem, "model": args.model} | known
+        about |= {"script": Path(__file__).stem, "model": config.model} | known
         run.begin(model, about, about.pop("plan"))  # locks the run folder, loads the checkpoint
 
         for epoch in run.epochs():
             for images, labels, indices in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    if args.augment:
-                        images = augment(images, indices, epoch, args)
+                    if config.augment:
+                        images = augment(images, indices, epoch, config)
                     logits = model(normalise(images))
                     losses = F.cross_entropy(
-                        logits, labels, reduction="none", label_smoothing=args.label_smoothing
+                        logits, labels, reduction="none", label_smoothing=config.label_smoothing
                     )
                     # The mean over the whole step, whatever the processes and micro-batches.
                     accelerator.backward(run.step_mean(losses))
@@ -309,8 +316,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             results = validate(accelerator, model, eval_loader, eval_set, about["classes"])
             run.end_epoch(*results)
 
-        metrics = run.finish(f"python app.py {args.run_dir}", plots.draw_run)
-    if args.target_accuracy is not None and metrics["eval_accuracy"] < args.target_accuracy:
+        metrics = run.finish(f"python app.py {config.run_dir}", plots.draw_run)
+    if config.target_accuracy is not None and metrics["eval_accuracy"] < config.target_accuracy:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics
 

@@ -5,18 +5,17 @@ accelerate launch --config_file accelerate_configs/2cpu.yaml train_regression.py
 python train_regression.py --data houses.csv --target price --model mlp
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from trainkit import (
     EXIT_TARGET_MISSED,
     InMemory,
     Run,
-    arguments,
     make_loaders,
     make_optimizer,
     make_scheduler,
@@ -31,10 +30,16 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
+from trainkit.config import Count, MayChange, NonNegative, Rule, Schedule, parse
 from trainkit.data import tables
 from trainkit.tools import plots
 from trainkit.tools.predictions import add_predictions
 
+Widths = Annotated[
+    list[int],
+    tables.comma_separated(int),
+    Rule(lambda value: min(value, default=0) >= 1, "at least 1 each"),
+]
 LOSSES: dict[str, Callable] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
 
 
@@ -72,71 +77,58 @@ def measure(prediction: np.ndarray, truth: np.ndarray, baseline: np.ndarray) -> 
     return {f"eval_{name}": float(value.mean()) for name, value in values.items()}
 
 
-# Flag, type or choices, default, what a value must be, help. Columns are given as `a,b`.
-FLAGS: arguments.Flags = (
-    ("--data", str, None, None,
-     "CSV, JSON or Parquet file, a folder of them, or Hub id; None: synthetic"),
-    ("--separator", str, None, None, "of the values in text files; None: , ; tab or |"),
-    ("--encoding", str, None, None, "of text files, such as cp1252 or utf-16; None: UTF-8"),
-    ("--target", arguments.names, None, None,
-     "columns to predict, as a,b; a name with a comma in double quotes: 'a,\"b, c\"'"),
-    ("--features", arguments.names, None, None,
-     "columns to predict from, written like --target; None: all that can be used"),
-    ("--categorical", arguments.names, [], None,
-     "columns that are categories although their values read as numbers"),
-    ("--missing", ("refuse", "impute", "drop"), None, None,
-     "of a missing feature: refuse it, fill in the training mean, drop the row; None: fill in, in "
-     "columns where one is missing"),
-    ("--num-samples", int, 1000, arguments.AT_LEAST_1, "synthetic rows"),
-    ("--num-features", int, 10, arguments.AT_LEAST_1, "synthetic features"),
-    ("--num-targets", int, 1, arguments.AT_LEAST_1, "synthetic targets"),
-    ("--noise", float, 0.1, arguments.AT_LEAST_0, "standard deviation in the synthetic targets"),
-    ("--data-seed", int, 0, arguments.SEED, "of synthetic data and of the split"),
-    ("--test-fraction", float, 0.2, arguments.FRACTION, "of the rows, to evaluate on; 0: on all"),
-    ("--model", MODELS, "linear", None, "the model"),
-    ("--hidden", arguments.whole_numbers, [64, 64],
-     (lambda value: min(value, default=0) >= 1, "at least 1 each"), "widths of --model mlp"),
-    ("--loss", LOSSES, "mse", None, "huber: squared below 1, absolute above"),
-    ("--target-r2", float, None, (lambda value: value <= 1, "at most 1"),
-     "exit with 3 if eval_r2 ends below"),
-)  # fmt: skip
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(__doc__)
-    arguments.add_flags(parser, "problem", FLAGS)
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, "runs/regression", not_the_experiment=["data", "target_r2"])
-    parser.set_defaults(
-        epochs=30, batch_size=32, eval_batch_size=1024, learning_rate=3e-2, schedule="cosine"
+@dataclass
+class Config(tables.TableConfig):
+    num_samples: Count = 1000
+    """synthetic rows, without --data"""
+    num_features: Count = 10
+    """synthetic features"""
+    num_targets: Count = 1
+    """synthetic targets"""
+    noise: NonNegative[float] = 0.1
+    """standard deviation in the synthetic targets"""
+    model: Literal["linear", "mlp"] = "linear"
+    """the model"""
+    hidden: Widths = field(default_factory=lambda: [64, 64])
+    """widths of --model mlp"""
+    loss: Literal["mse", "mae", "huber"] = "mse"
+    """huber: squared below 1, absolute above"""
+    target_r2: MayChange[Annotated[float, Rule(lambda value: value <= 1, "at most 1")] | None] = (
+        None
     )
-    return parser.parse_args(argv)
+    """exit with 3 if eval_r2 ends below"""
+
+    # Other defaults than those of trainkit.config.
+    run_dir: Path = Path("runs/regression")
+    epochs: int = 30
+    batch_size: int = 32
+    learning_rate: float = 3e-2
+    schedule: Schedule = "cosine"
+
+    def find_problems(self, num_processes: int) -> list[str]:
+        problems = super().find_problems(num_processes)
+        if self.data is None and (self.target or self.features):
+            problems.append("--target and --features are columns of --data: which table is it?")
+        return problems
 
 
-def check_arguments(args: argparse.Namespace, num_processes: int) -> None:
-    problems = arguments.find_problems(args, num_processes, FLAGS)
-    if args.data is None and (args.target or args.features):
-        problems.append("--target and --features are columns of --data: which table is it?")
-    arguments.refuse(problems)
-
-
-def make_synthetic(args: argparse.Namespace) -> tuple[pd.DataFrame, list[str], dict[str, Any]]:
+def make_synthetic(config: Config) -> tuple[pd.DataFrame, list[str], dict[str, Any]]:
     """What tables.load_table returns, for targets = weights x features + bias + normal noise."""
-    generator = torch.Generator().manual_seed(args.data_seed)  # nothing else draws from it
+    generator = torch.Generator().manual_seed(config.data_seed)  # nothing else draws from it
     size = {"generator": generator, "dtype": torch.float64}
-    truth = torch.randn(args.num_targets, args.num_features + 1, **size)  # the bias comes last
-    features = torch.randn(args.num_samples, args.num_features, **size)
-    noise = args.noise * torch.randn(args.num_samples, args.num_targets, **size)
+    truth = torch.randn(config.num_targets, config.num_features + 1, **size)  # the bias comes last
+    features = torch.randn(config.num_samples, config.num_features, **size)
+    noise = config.noise * torch.randn(config.num_samples, config.num_targets, **size)
     targets = features @ truth[:, :-1].T + truth[:, -1] + noise
     x = pd.DataFrame(features.numpy()).add_prefix("x")
     y = pd.DataFrame(targets.numpy()).add_prefix("y")
     return x.join(y), [*y], {"data": "synthetic", "truth": truth.tolist()}
 
 
-def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory, dict[str, Any]]:
+def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return training set, evaluation set (which adds row numbers) and what is saved."""
-    load = make_synthetic if args.data is None else tables.load_table
-    return tables.make_sets(*load(args), args)
+    load = make_synthetic if config.data is None else tables.load_table
+    return tables.make_sets(*load(config), config)
 
 
 class Predictor(nn.Module):
@@ -212,26 +204,26 @@ def validate(
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
-    args = parse_args(argv)
-    with Run(args, "regression", check_arguments) as run:  # creates run.accelerator
+    config = parse(Config, argv)
+    with Run(config, "regression") as run:  # creates run.accelerator
         accelerator = run.accelerator
         train_set, eval_set, about = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
-        model = MODELS[args.model](len(about["features"]), len(about["targets"]), args.hidden)
-        optimizer = make_optimizer(accelerator, model.parameters(), args)
-        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
+        model = MODELS[config.model](len(about["features"]), len(about["targets"]), config.hidden)
+        optimizer = make_optimizer(accelerator, model.parameters(), config)
+        scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        about |= {"script": Path(__file__).stem, "model": args.model}
-        about["hidden"] = args.hidden if args.model == "mlp" else []
-        plan = about.pop("plan") | {"loss": args.loss}
+        about |= {"script": Path(__file__).stem, "model": config.model}
+        about["hidden"] = config.hidden if config.model == "mlp" else []
+        plan = about.pop("plan") | {"loss": config.loss}
         run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
 
         for _ in run.epochs():
             for features, targets, *_ in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    losses = LOSSES[args.loss](model(features), targets, reduction="none")
+                    losses = LOSSES[config.loss](model(features), targets, reduction="none")
                     accelerator.backward(run.step_mean(losses))
                     run.clip_and_check(optimizer)
                     optimizer.step()
@@ -240,11 +232,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 run.add(loss=losses)
                 if run.must_save():  # --save-every, or a signal to any process
                     run.save()  # accelerator.save_state; after a signal it ends the run with 75
-            results = validate(accelerator, model, eval_loader, eval_set, args.loss, about)
+            results = validate(accelerator, model, eval_loader, eval_set, config.loss, about)
             run.end_epoch(*results)
 
-        metrics = run.finish(f"python app.py {args.run_dir}", plots.draw_run)
-    if args.target_r2 is not None and metrics["eval_r2"] < args.target_r2:
+        metrics = run.finish(f"python app.py {config.run_dir}", plots.draw_run)
+    if config.target_r2 is not None and metrics["eval_r2"] < config.target_r2:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics
 

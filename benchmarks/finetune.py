@@ -29,13 +29,14 @@ from torch.utils.data import DataLoader
 from benchmarks._runs import in_process, table
 from benchmarks.tokens import compare
 from examples import docstrings, finetune
+from trainkit.config import parse
 
 BATCH, LENGTH = 16, 128
 PAIR = {"prompt": "def question(of_what): " * 9, "answer": "What it does with it. " * 99}  # cut
 
 
 def bare(flags: list[str]) -> None:
-    args = finetune.parse_args(flags)
+    args = parse(finetune.Config, flags)
     model, (samples, *_) = finetune.make_model(args), finetune.load_data(args)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for batch in DataLoader(samples, BATCH, shuffle=True, collate_fn=finetune.collate):
@@ -47,7 +48,7 @@ def bare(flags: list[str]) -> None:
 
 
 def peer(trainer: Any, options: Any, flags: list[str]) -> None:
-    args = finetune.parse_args(flags)
+    args = parse(finetune.Config, flags)
     model, (samples, *_) = finetune.make_model(args), finetune.load_data(args)
     rows = [{"input_ids": row, "labels": row} for row, _ in samples]
     how = options(

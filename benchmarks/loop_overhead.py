@@ -24,13 +24,14 @@ from torch.utils.data import DataLoader
 
 import train_regression
 from benchmarks._runs import Parser, in_process, in_turn, spread, table
+from trainkit.config import parse
 
 BATCH_SIZE = 32
 
 
 def plain_loop(flags: list[str], kind: str) -> float:
     """Samples per second of one epoch in a loop without Accelerate."""
-    args = train_regression.parse_args(flags)
+    args = parse(train_regression.Config, flags)
     train_set, _, about = train_regression.load_data(args)
     indices = torch.randperm(len(train_set)).split(BATCH_SIZE)
     loader = DataLoader(train_set, batch_sampler=indices, collate_fn=lambda batch: batch)

@@ -37,6 +37,7 @@ import torch
 
 import train_mnist
 from benchmarks._runs import MNIST, ROOT, Ended, Parser, execute, in_turn, one_run, table
+from trainkit.config import parse
 
 UNROUNDED = (
     "import runpy, sys, torch; del sys.argv[0]\n"
@@ -66,7 +67,7 @@ def lay_data(folder: Path, number: int | None) -> None:
     for path in (folder / "rows", processed):
         path.mkdir(parents=True)
     (folder / "Datasets").symlink_to("data")  # what Fabric's example calls it
-    sets = train_mnist.load_data(train_mnist.parse_args([]))
+    sets = train_mnist.load_data(parse(train_mnist.Config, []))
     for split, name, data in zip(("train", "test"), ("training", "test"), sets, strict=False):
         source = ROOT / "data" / "mnist" / f"{split}-00000-of-00001.parquet"
         rows = pyarrow.parquet.read_table(source).slice(0, number)

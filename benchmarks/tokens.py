@@ -38,8 +38,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks._runs import Parser, in_process, in_turn, spread, table
 from examples import gpt
+from trainkit.config import parse
 
-NUM_TOKENS = gpt.parse_args([]).batch_size * gpt.CONTEXT  # in a batch
+NUM_TOKENS = parse(gpt.Config, []).batch_size * gpt.CONTEXT  # in a batch
 
 
 def loop(flags: list[str], precision: str) -> None:
@@ -56,7 +57,7 @@ class WithLoss(gpt.GPT):
 
 
 def bare(flags: list[str], precision: str) -> None:
-    args = gpt.parse_args(flags)
+    args = parse(gpt.Config, flags)
     model = WithLoss(args)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for tokens, *_ in DataLoader(gpt.load_data(args)[0], args.batch_size, shuffle=True):
@@ -71,7 +72,7 @@ def bare(flags: list[str], precision: str) -> None:
 def trainer(flags: list[str], precision: str) -> None:
     from transformers import Trainer, TrainingArguments
 
-    args = gpt.parse_args(flags)
+    args = parse(gpt.Config, flags)
     options = TrainingArguments(
         tempfile.gettempdir(),
         per_device_train_batch_size=args.batch_size,
@@ -87,7 +88,7 @@ def trainer(flags: list[str], precision: str) -> None:
 
 
 def nanogpt(clone: Path, flags: list[str], precision: str) -> None:
-    args = gpt.parse_args(flags)
+    args = parse(gpt.Config, flags)
     samples = gpt.load_data(args)[0]
     text = np.concatenate([text for text, *_ in samples]).astype("u2")
     words = (

@@ -4,14 +4,15 @@ python examples/colour_pictures.py --num-workers 2
 python examples/colour_pictures.py --norm batch
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, shorten, startup
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, shorten, startup
 
 import matplotlib
 import numpy as np
@@ -20,22 +21,20 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
-from torch.utils.data import Dataset
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
-from trainkit.data.small import fit_to_small_set, parse_sizes
+from trainkit.config import UNSET, Count, Optimizer, Schedule, TrainingConfig, parse
+from trainkit.data.small import SMALL, fit_to_size
 
 LETTERS = "ABCDEFGH"
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # installed anyway
 TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5], [0.25])]
-AUGMENT = [
-    v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.8, 1.1)),
-    v2.ColorJitter(brightness=0.3, contrast=0.3, saturation=0.3),
-]
+AUGMENT = [v2.RandomAffine(10, (0.1, 0.1), (0.8, 1.1)), v2.ColorJitter(0.3, 0.3, 0.3)]
+LARGE = {"batch_size": 60, "epochs": 6, "drop_last": False}  # for fonts, or many pictures
 
 
-class Pictures(Dataset):
+class Pictures(torch.utils.data.Dataset):
     """A sample: picture (3, 32, 32), its class, its number."""
 
     def __init__(self, pictures: Sequence, labels: list[int], transforms: list):
@@ -61,44 +60,45 @@ def draw_letters(fonts: str, num: int, seed: int) -> tuple[list[Image.Image], li
     return pictures, labels
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument_group("problem").add_argument
-    add("--num-pictures", type=int, default=4000, help="to train on; a fourth of it to evaluate on")
-    add("--dataset", default=None, help="folder with a folder of pictures for each class")
-    norm = "group: the numbers do not depend on the processes; batch: they do"
-    add("--norm", choices=("group", "batch"), default="group", help=norm)
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, run_dir="runs/colour_pictures")
-    sgd = {"optimizer": "sgd", "schedule": "onecycle", "learning_rate": 0.05, "weight_decay": 5e-4}
-    parser.set_defaults(**sgd, warmup=0.2)
-    return parse_sizes(parser, argv, epochs=6, batch_size=60, drop_last=False)
+@dataclass
+class Config(TrainingConfig):
+    num_pictures: Count = 4000  # to train on; a fourth of it to evaluate on
+    dataset: str | None = None  # folder with a folder for each class (default: drawn letters)
+    norm: Literal["group", "batch"] = "group"  # the numbers of batch depend on the processes
+    run_dir: Path = Path("runs/colour_pictures")
+    epochs: int = UNSET
+    batch_size: int = UNSET
+    drop_last: bool = UNSET
+    learning_rate: float = 0.05
+    weight_decay: float = 5e-4
+    optimizer: Optimizer = "sgd"
+    schedule: Schedule = "onecycle"
+    warmup: float = 0.2
 
 
-def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Sequence[str], dict[str, str]]:
+def load_data(config: Config) -> tuple:
     """The folder of --dataset; or fonts of one family to train on, of another to evaluate on."""
-    if args.dataset is None:
-        train_set = Pictures(*draw_letters("DejaVu*-*.ttf", args.num_pictures, 1), AUGMENT)
-        drawn = draw_letters("STIXGeneral*.ttf", args.num_pictures // 4, 2)
+    if config.dataset is None:
+        fit_to_size(config, SMALL, LARGE)
+        train_set = Pictures(*draw_letters("DejaVu*-*.ttf", config.num_pictures, 1), AUGMENT)
+        drawn = draw_letters("STIXGeneral*.ttf", config.num_pictures // 4, 2)
         return train_set, Pictures(*drawn, []), LETTERS, {}
     from trainkit.data.pictures import describe_values, load_images
 
     sets, seen, classes = [], [], None
     for split, transforms in (("train", AUGMENT), ("test", [])):  # held out if there is no test/
-        loaded, classes, some = load_images(args.dataset, split, 32, None, classes, mode="RGB")
-        pictures, labels = loaded.tensors
-        sets.append(Pictures(pictures, labels.tolist(), transforms))
+        loaded, classes, some = load_images(config.dataset, split, 32, None, classes, mode="RGB")
+        sets.append(Pictures(loaded.tensors[0], loaded.tensors[1].tolist(), transforms))
         seen.append(some)
     plan = {"classes": shorten(classes)} | describe_values(*seen)
-    return *sets, classes, plan | fit_to_small_set(args, len(sets[0]))
+    return *sets, classes, plan | fit_to_size(config, len(sets[0]), LARGE)
 
 
 def make_model(accelerator: Accelerator, norm: str, num_classes: int) -> nn.Module:
     """ResNet-18, with GroupNorm in the place of BatchNorm unless that is asked for.
 
-    BatchNorm takes mean and variance of the samples that a process has at a time, so with it all
-    losses depend on the number of processes and of micro-batches. On GPUs SyncBatchNorm takes them
-    over all processes: what is left is the number of micro-batches. It does not exist on CPUs.
+    BatchNorm takes the statistics of what a process has at a time: the losses depend on how many
+    processes and micro-batches there are, with SyncBatchNorm (on GPUs) on the micro-batches alone.
     """
     layer = nn.BatchNorm2d if norm == "batch" else functools.partial(nn.GroupNorm, 8)
     model = resnet18(num_classes=num_classes, norm_layer=layer, zero_init_residual=True)
@@ -117,14 +117,14 @@ def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[st
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
-    args = parse_args(argv)
-    with Run(args, "colour_pictures") as run:
+    config = parse(Config, argv)
+    with Run(config, "colour_pictures") as run:
         accelerator = run.accelerator
         train_set, eval_set, classes, plan = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
-        model = make_model(accelerator, args.norm, len(classes))
-        optimizer = make_optimizer(accelerator, model.parameters(), args)
-        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
+        model = make_model(accelerator, config.norm, len(classes))
+        optimizer = make_optimizer(accelerator, model.parameters(), config)
+        scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )

@@ -6,14 +6,14 @@ python examples/finetune.py --base runs/finetune/pretrained --lora 8 --run-dir r
 python examples/finetune.py --base HuggingFaceTB/SmolLM2-135M-Instruct --data pairs.parquet
 """
 
-import argparse
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
 import torch.nn.functional as F
@@ -21,38 +21,37 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.cli.text import first_sentence
+from trainkit.config import Count, MayChange, Schedule, TrainingConfig, parse
 from trainkit.data import conversations
 from trainkit.errors import as_usage_error
 from trainkit.tools.pretrained import stop_at, write_pretrained
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument_group("problem").add_argument
-    add("--base", default="runs/docstrings/base", help="a folder, or a model of the Hub")
-    add(
-        "--data",
-        default="runs/docstrings/pairs.jsonl",
-        help="JSON lines, Parquet, a datasets folder, a Hub id",
-    )
-    add("--lora", type=int, metavar="RANK", help="freeze the model and train matrices beside it")
-    add("--max-tokens", type=int, default=512, help="of prompt and answer: what is over is cut")
-    add("--checkpointing", action="store_true", help="less memory, more time, the same numbers")
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, "runs/finetune", ["base", "data", "checkpointing"])
-    parser.set_defaults(epochs=3, batch_size=16, eval_batch_size=32, learning_rate=2e-5)
-    parser.set_defaults(schedule="cosine", warmup=0.05, clip_norm=1.0)
-    return parser.parse_args(argv)
+@dataclass
+class Config(TrainingConfig):
+    base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
+    data: MayChange[str] = "runs/docstrings/pairs.jsonl"  # or Parquet, a datasets folder, a Hub id
+    lora: Count | None = None  # rank: freeze the model and train matrices beside it
+    max_tokens: Count = 512  # of prompt and answer: what is over is cut
+    checkpointing: MayChange[bool] = False  # less memory, more time, the same numbers
+    run_dir: Path = Path("runs/finetune")
+    epochs: int = 3
+    batch_size: int = 16
+    eval_batch_size: int = 32
+    learning_rate: float = 2e-5
+    schedule: Schedule = "cosine"
+    warmup: float = 0.05
+    clip_norm: float = 1.0
 
 
-def load_data(args: argparse.Namespace) -> tuple:
+def load_data(config: Config) -> tuple:
     """Samples to train and evaluate on: tokens and which are learned. How answers end, the plan."""
     with as_usage_error("this example needs `pip install transformers`"):
         from transformers import AutoConfig, AutoTokenizer
-    with as_usage_error(f"--base {args.base} or --data {args.data} cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(args.base)
-        limit = conversations.num_positions(AutoConfig.from_pretrained(args.base))
-        sets = conversations.make_sets(tokenizer, args.data, args.max_tokens, limit)
+    with as_usage_error(f"--base {config.base} or --data {config.data} cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(config.base)
+        limit = conversations.num_positions(AutoConfig.from_pretrained(config.base))
+        sets = conversations.make_sets(tokenizer, config.data, config.max_tokens, limit)
     return *sets, tokenizer
 
 
@@ -62,18 +61,18 @@ def collate(samples: list) -> tuple[torch.Tensor, ...]:
     return tokens, learned
 
 
-def make_model(args: argparse.Namespace) -> torch.nn.Module:
+def make_model(config: Config) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    dtype = "auto" if args.lora else torch.float32  # what is trained is float32
+    dtype = "auto" if config.lora else torch.float32  # what is trained is float32
     # Memory-mapped, so that the processes of a machine share the weights that are frozen.
-    model = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype)
-    if args.checkpointing:
+    model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
+    if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if args.lora:
+    if config.lora:
         with as_usage_error("--lora needs `pip install peft`"):
             from peft import LoraConfig, get_peft_model
-        options = {"r": args.lora, "lora_alpha": 2 * args.lora, "target_modules": "all-linear"}
+        options = {"r": config.lora, "lora_alpha": 2 * config.lora, "target_modules": "all-linear"}
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
     return model.train()  # from_pretrained returns it in evaluation mode
 
@@ -108,20 +107,20 @@ def answer(model: Any, tokenizer: Any, sample: tuple[torch.Tensor, torch.Tensor]
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, answer a prompt, write the folders; return the last metrics."""
-    with Run(args := parse_args(argv), "finetune") as run:
+    with Run(config := parse(Config, argv), "finetune") as run:
         accelerator = run.accelerator
         train_set, eval_set, end, plan, tokenizer = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args, collate)
-        model = make_model(args)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config, collate)
+        model = make_model(config)
         stop_at(model, end)
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
-        optimizer = make_optimizer(accelerator, weights, args)
-        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
+        optimizer = make_optimizer(accelerator, weights, config)
+        scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        metadata = {"script": Path(__file__).stem, "lora": args.lora}
-        run.begin(model, metadata, plan, save_frozen=not args.lora)  # the base lies in --base
+        metadata = {"script": Path(__file__).stem, "lora": config.lora}
+        run.begin(model, metadata, plan, save_frozen=not config.lora)  # the base lies in --base
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
         for _ in run.epochs():
             for batch in run.steps(train_loader):
@@ -138,7 +137,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             run.print(f"answer: {answer(run.models[0], tokenizer, eval_set[0])}")
             run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
         metrics = run.finish()
-    write_pretrained(run, tokenizer, args.base)
+    write_pretrained(run, tokenizer, config.base)
     return metrics
 
 

@@ -6,17 +6,16 @@ accelerate launch --config_file accelerate_configs/2cpu.yaml examples/gan.py --a
 Not under a YAML with FSDP, which shards one model.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import (
     InMemory,
     Run,
-    arguments,
     keyed_uniform,
     make_loaders,
     make_optimizer,
@@ -29,9 +28,9 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.utils import save_image
 
+from trainkit.config import MayChange, Optimizer, Schedule, TrainingConfig, parse
 from trainkit.data.pictures import load_images
 
-MNIST = Path(__file__).resolve().parents[1] / "data" / "mnist"
 NUM_NOISE = 64
 FIXED_SEED = 0  # of the noise that evaluation and the drawn samples use
 
@@ -67,19 +66,20 @@ def make_noise(seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
     return keyed_uniform(seed, epoch, indices, NUM_NOISE) * 2 - 1
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument_group("problem").add_argument
-    add("--dataset", default=str(MNIST), help="folder or Hub id of pictures")
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, "runs/gan", not_the_experiment=["dataset"])
-    parser.set_defaults(epochs=3, learning_rate=5e-4, schedule="cosine", optimizer="adam")
-    return parser.parse_args(argv)
+@dataclass
+class Config(TrainingConfig):
+    dataset: MayChange[str] = str(Path(__file__).resolve().parents[1] / "data" / "mnist")
+    """folder or Hub id of pictures"""
+    run_dir: Path = Path("runs/gan")
+    epochs: int = 3
+    learning_rate: float = 5e-4
+    optimizer: Optimizer = "adam"
+    schedule: Schedule = "cosine"
 
 
-def load_data(args: argparse.Namespace) -> tuple[InMemory, InMemory]:
+def load_data(config: Config) -> tuple[InMemory, InMemory]:
     """Pictures alone: a batch is pictures and their indices."""
-    sets = (load_images(args.dataset, split, 28)[0] for split in ("train", "test"))
+    sets = (load_images(config.dataset, split, 28)[0] for split in ("train", "test"))
     return tuple(InMemory(pictures) for pictures, _ in (part.tensors for part in sets))
 
 
@@ -102,16 +102,16 @@ def draw(generator: nn.Module, device: torch.device, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, draw, write the run folder; return the last metrics."""
-    args = parse_args(argv)
-    with Run(args, "gan") as run:
+    config = parse(Config, argv)
+    with Run(config, "gan") as run:
         accelerator = run.accelerator
         train_set, eval_set = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
         models = Generator(), Discriminator()
         # DCGAN's betas: a group may bring any option of its optimizer.
         groups = ([{"params": model.parameters(), "betas": (0.5, 0.999)}] for model in models)
-        optimizers = [make_optimizer(accelerator, group, args) for group in groups]
-        schedulers = [make_scheduler(each, args, run.steps_per_epoch) for each in optimizers]
+        optimizers = [make_optimizer(accelerator, group, config) for group in groups]
+        schedulers = [make_scheduler(each, config, run.steps_per_epoch) for each in optimizers]
         generator, discriminator, *rest, train_loader, eval_loader = accelerator.prepare(
             *models, *optimizers, *schedulers, train_loader, eval_loader
         )
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         for epoch in run.epochs():
             for pictures, indices in run.steps(train_loader):
                 with accelerator.accumulate(generator, discriminator):
-                    drawn = generator(make_noise(args.seed, epoch, indices))
+                    drawn = generator(make_noise(config.seed, epoch, indices))
                     logits = discriminator(torch.cat((scale(pictures), drawn.detach())))
                     real, fake = logits.tensor_split(2)
                     # softplus(-x) is the cross-entropy of a logit that should say real
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 if run.must_save():
                     run.save()
             if accelerator.is_main_process:
-                draw(models[0], accelerator.device, args.run_dir / f"samples-{epoch + 1:03d}.png")
+                draw(models[0], accelerator.device, config.run_dir / f"samples-{epoch + 1:03d}.png")
             losses = functools.partial(compute_losses, generator, discriminator)
             run.end_epoch(run.evaluate(eval_loader, losses))
         return run.finish()

@@ -4,22 +4,20 @@ python examples/text.py
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/text.py --resume auto
 """
 
-import argparse
 import importlib.util
 import re
 import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import (
     Run,
-    arguments,
     make_loaders,
     make_optimizer,
     make_scheduler,
-    peak_learning_rate,
     startup,
 )
 
@@ -27,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+
+from trainkit.config import Count, Schedule, TrainingConfig, parse
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # installed anyway: nothing is downloaded
 FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstring
@@ -70,25 +70,22 @@ class Classifier(nn.Module):
         return self.head(mean)[:num_rows]
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument_group("problem").add_argument
-    add("--num-lines", type=int, default=None, help="to train on, and to evaluate on; None: all")
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, run_dir="runs/text")
-    parser.set_defaults(
-        epochs=5,
-        batch_size=60,
-        learning_rate=2e-3,
-        weight_decay=0.05,
-        schedule="cosine",
-        warmup=0.1,
-        clip_norm=1.0,
-    )
-    return parser.parse_args(argv)
+@dataclass
+class Config(TrainingConfig):
+    num_lines: Count | None = None
+    """to train on, and to evaluate on (default: all)"""
+
+    run_dir: Path = Path("runs/text")
+    epochs: int = 5
+    batch_size: int = 60
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.05
+    schedule: Schedule = "cosine"
+    warmup: float = 0.1
+    clip_norm: float = 1.0
 
 
-def load_data(args: argparse.Namespace) -> tuple[list, list]:
+def load_data(config: Config) -> tuple[list, list]:
     """Samples are (tokens, label); every fifth line is to evaluate on."""
     origin: dict[str, set[int]] = {}
     for label, package in enumerate(PACKAGES):
@@ -99,7 +96,7 @@ def load_data(args: argparse.Namespace) -> tuple[list, list]:
     # A line that two packages have is left out.
     lines = [(tokenize(line), *ids) for line, ids in sorted(origin.items()) if len(ids) == 1]
     parts = [line for n, line in enumerate(lines) if n % 5], lines[::5]
-    return tuple(part[: args.num_lines] for part in parts)
+    return tuple(part[: config.num_lines] for part in parts)
 
 
 def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
@@ -112,19 +109,19 @@ def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[st
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
-    args = parse_args(argv)
-    with Run(args, "text") as run:
+    config = parse(Config, argv)
+    with Run(config, "text") as run:
         accelerator = run.accelerator
         train_set, eval_set = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args, collate)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config, collate)
         model = Classifier(len(PACKAGES))
         # Matrices decay; biases and norms do not, and learn at a third of the rate.
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
-        rate = peak_learning_rate(args) / 3
+        rate = config.peak_learning_rate / 3
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": rate}]
-        optimizer = make_optimizer(accelerator, groups, args)
-        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
+        optimizer = make_optimizer(accelerator, groups, config)
+        scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )

@@ -4,13 +4,13 @@ python examples/two_towers.py
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/two_towers.py --resume auto
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import InMemory, Run, arguments, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import InMemory, Run, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
+from trainkit.config import MayChange, Schedule, TrainingConfig, parse
 from trainkit.data.pictures import load_images
 
-MNIST = Path(__file__).resolve().parents[1] / "data" / "mnist"
 WIDTH = 64
 NUM_CHOICES = 1000  # in an evaluation: chance is 0.001
 
@@ -69,32 +69,34 @@ def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     return {"eval_loss": loss_sum / num, "eval_accuracy": num_found / num, "eval_samples": num}
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument_group("problem").add_argument
-    add("--dataset", default=str(MNIST), help="folder or Hub id of pictures")
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, "runs/two_towers", not_the_experiment=["dataset"])
-    parser.set_defaults(epochs=5, batch_size=240, schedule="cosine", warmup=0.1, weight_decay=0.05)
-    return parser.parse_args(argv)
+@dataclass
+class Config(TrainingConfig):
+    dataset: MayChange[str] = str(Path(__file__).resolve().parents[1] / "data" / "mnist")
+    """folder or Hub id of pictures"""
+    run_dir: Path = Path("runs/two_towers")
+    epochs: int = 5
+    batch_size: int = 240
+    weight_decay: float = 0.05
+    schedule: Schedule = "cosine"
+    warmup: float = 0.1
 
 
-def load_data(args: argparse.Namespace) -> tuple[InMemory, ...]:
+def load_data(config: Config) -> tuple[InMemory, ...]:
     """Pictures alone: a batch is pictures and their indices."""
-    sets = (load_images(args.dataset, split, 28)[0] for split in ("train", "test"))
+    sets = (load_images(config.dataset, split, 28)[0] for split in ("train", "test"))
     return tuple(InMemory(pictures) for pictures, _ in (part.tensors for part in sets))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
-    args = parse_args(argv)
-    with Run(args, "two_towers") as run:
+    config = parse(Config, argv)
+    with Run(config, "two_towers") as run:
         accelerator = run.accelerator
         train_set, eval_set = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, args)
+        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
         model = Towers()
-        optimizer = make_optimizer(accelerator, model.parameters(), args)
-        scheduler = make_scheduler(optimizer, args, run.steps_per_epoch)
+        optimizer = make_optimizer(accelerator, model.parameters(), config)
+        scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )

@@ -1,9 +1,23 @@
 """Pieces of a memory-mapped file by index, for gpt.py: no list of them is made."""
 
+import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from trainkit.run_dir.files import write_durably
+
+
+def standard_library(folder: Path) -> Path:
+    """A file in this folder with all modules of Python's standard library, one after another."""
+    path = folder / f"stdlib-{sys.hexversion:x}.txt"
+    if not path.exists():
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(path, b"".join(file.read_bytes() for file in files))
+    return path
 
 
 class Windows:

@@ -240,6 +240,7 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
         sys.argv[0] = script.__file__
         if hasattr(script, "Wide"):
             script.MODELS |= {"wide": _narrow, "normed": normed}
+            script.Config.__annotations__["model"] = str
         if "indices" in request:
             _log_indices(script, f"{request['indices']}.{rank}")
         _install(script, fault if rank == fault.get("rank", 0) else {}, rank)

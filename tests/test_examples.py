@@ -130,7 +130,7 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(
     docs = (ROOT / "docs" / "your_own.md").read_text()
     script = (ROOT / "examples" / "text.py").read_text()
     script = script.replace("    Run,\n", "    InMemory,\n    Run,\n")
-    blocks = re.findall(r"```python\n(def|class) (\w+)(.*?)```", docs, re.DOTALL)
+    blocks = re.findall(r"```python\n(?:@dataclass\n)?(def|class) (\w+)(.*?)```", docs, re.DOTALL)
     blocks = [block for block in blocks if re.search(rf"^(def|class) {block[1]}\b", script, re.M)]
     assert len(blocks) == 4
     for kind, name, text in blocks:

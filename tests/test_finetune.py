@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from test_shards import KINDS, env
 
 from examples import finetune
+from trainkit.config import parse
 from trainkit.data import conversations
 from trainkit.errors import UsageError
 from trainkit.loaders import EpochBatches
@@ -77,7 +78,7 @@ def start(nursery: Any, flags: list[str]) -> Callable[..., Any]:
 
 
 def make_model(flags: list[str], lora: int | None) -> tuple[Any, Any]:
-    args = finetune.parse_args([*flags, *(["--lora", str(lora)] if lora else [])])
+    args = parse(finetune.Config, [*flags, *(["--lora", str(lora)] if lora else [])])
     torch.manual_seed(0)
     return args, finetune.make_model(args)
 
@@ -295,7 +296,7 @@ def test_a_line_without_a_pair_is_named(tmp_path: Path, line: str) -> None:
 def test_parquet_holds_the_same_samples_and_a_base_that_is_not_there_ends_in_a_sentence(
     flags: list[str], tmp_path: Path
 ) -> None:
-    args = finetune.parse_args(flags)
+    args = parse(finetune.Config, flags)
     samples, pairs = finetune.load_data(args)[0], Dataset.from_json(args.data)
     args.data = str(tmp_path / "few.parquet")
     pairs.to_parquet(args.data)
@@ -306,7 +307,7 @@ def test_parquet_holds_the_same_samples_and_a_base_that_is_not_there_ends_in_a_s
 
 
 def test_a_missing_package_is_asked_for(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    args = finetune.parse_args([*flags, "--lora", "1"])
+    args = parse(finetune.Config, [*flags, "--lora", "1"])
     for name, call in (("peft", finetune.make_model), ("transformers", finetune.load_data)):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(UsageError, match=f"needs `pip install {name}`"):

@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trainkit import config as arguments
-
 import accelerate
 import pytest
 import torch
@@ -16,6 +14,7 @@ from conftest import forget_accelerator, rows
 from faults import digests
 
 import trainkit.launch.world
+from trainkit.config import TrainingConfig
 from trainkit.loaders import InMemory, make_loaders
 from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.run import Run
@@ -97,11 +96,14 @@ def train_two(tmp_path: Path, order: str, overflows: tuple[int, ...] = ()) -> li
     In the batches of these numbers the gradients of both overflow.
     """
     forget_accelerator()
-    parser = arguments.Parser()
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, "runs/test")
-    parser.set_defaults(batch_size=8, epochs=4, learning_rate=0.03, clip_norm=0.1, pictures=False)
-    args = parser.parse_args(["--run-dir", str(tmp_path / "run")])
+    args = TrainingConfig(
+        run_dir=tmp_path / "run",
+        batch_size=8,
+        epochs=4,
+        learning_rate=0.03,
+        clip_norm=0.1,
+        pictures=False,
+    )
     losses, numbers = [], itertools.count()
     with Run(args, "test") as run:
         x = torch.linspace(-1, 1, 64)[:, None]

@@ -18,9 +18,10 @@ from PIL import Image, ImageDraw
 
 import train_mnist
 from examples import colour_pictures
+from trainkit.config import parse
 from trainkit.data import files as picture_files
 from trainkit.data import pictures
-from trainkit.data.small import fit_to_small_set
+from trainkit.data.small import fit_to_size
 from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
 from trainkit.tools import photos
@@ -31,7 +32,7 @@ NAMES = ["three", "one", "two"]
 
 def load(folder: Path, *flags: object) -> tuple[InMemory, InMemory, dict]:
     return train_mnist.load_data(
-        train_mnist.parse_args(["--dataset", str(folder), *map(str, flags)])
+        parse(train_mnist.Config, ["--dataset", str(folder), *map(str, flags)])
     )
 
 
@@ -408,7 +409,7 @@ def test_values_that_fill_a_small_part_of_their_range_are_named(
 ) -> None:
     make = changed(lambda p: Image.fromarray((np.asarray(p, int) * scale).astype(kind)))
     make(tmp_path, False)
-    args = colour_pictures.parse_args(["--dataset", str(tmp_path)])
+    args = parse(colour_pictures.Config, ["--dataset", str(tmp_path)])
     for plan in (colour_pictures.load_data(args)[-1], load(tmp_path)[-1]["plan"]):
         line = plan.get("values", "")
         assert re.search(f"^77 of 77 pictures .*{said}", line) if said else not line
@@ -530,7 +531,7 @@ def test_a_folder_of_colour_pictures_without_a_test_split_works_at_the_first_try
     assert run_main("train_mnist", *flags, "--resume", "latest") == metrics
     chosen = json.loads((tmp_path / "run" / "run.json").read_text())["arguments"]
     assert (chosen["batch_size"], chosen["epochs"], chosen["drop_last"]) == (32, 113, False)
-    args = colour_pictures.parse_args(["--dataset", str(tmp_path / "data")])
+    args = parse(colour_pictures.Config, ["--dataset", str(tmp_path / "data")])
     *sets, classes, plan = colour_pictures.load_data(args)
     assert classes == ["apple", "banana", "plum"] and sets[1].labels.count(2) == 12
     assert "of 144 pictures: --batch-size 32 --epochs" in plan["small set"]
@@ -547,17 +548,19 @@ def test_what_is_held_out_is_a_fifth_of_each_class_and_nothing_is_in_both(tmp_pa
         assert flags or eval_set.tensors[1].bincount().tolist() == [2, 2, 2]
 
 
-def test_sizes_that_are_given_are_kept() -> None:
-    for typed in (["--batch-size", "128"], ["--no-drop-last"]):
-        args = train_mnist.parse_args(typed)
-        before = dict(vars(args))
-        assert fit_to_small_set(args, 100, max_turn=20.0) == {} and vars(args) == before
-    args = train_mnist.parse_args(["--epochs", "5"])  # as few pictures as this fill no batch of 128
-    assert "epochs" not in fit_to_small_set(args, 100)["small set"]
-    assert (args.batch_size, args.epochs, args.drop_last) == (32, 5, False)
-    args = train_mnist.parse_args(["--max-turn", "90"])
-    fit_to_small_set(args, 100, max_turn=20.0, max_shift=3.0)
-    assert (args.batch_size, args.epochs, args.max_turn, args.max_shift) == (32, 163, 90, 3)
-    args = train_mnist.parse_args([])
-    assert fit_to_small_set(args, 60_000) == {}
-    assert (args.epochs, args.batch_size, args.drop_last) == (3, 128, True)
+@pytest.mark.parametrize(
+    ("num", "typed", "sizes"),
+    [
+        (100, "", (163, 32, False, 3, 20)),
+        (100, "--epochs 5 --max-turn 90", (5, 32, False, 3, 90)),  # no batch of 128 could be filled
+        (100, "--batch-size 128", (3, 128, True, 1, 5)),
+        (100, "--no-drop-last", (3, 128, False, 1, 5)),
+        (60_000, "--max-shift 0", (3, 128, True, 0, 5)),
+    ],
+)
+def test_sizes_that_are_given_are_kept(num: int, typed: str, sizes: tuple) -> None:
+    config = parse(train_mnist.Config, typed.split())
+    plan = fit_to_size(config, num, train_mnist.LARGE, train_mnist.SMALL)
+    chosen = config.epochs, config.batch_size, config.drop_last, config.max_shift, config.max_turn
+    assert chosen == sizes and bool(plan) == (sizes[1] == 32)
+    assert not {*typed.split()} & {*" ".join(plan.values()).split()}

@@ -1,6 +1,5 @@
 """What must hold for whatever numbers, texts and folders there are; hypothesis looks for others."""
 
-import argparse
 import math
 import os
 import shutil
@@ -19,6 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
+from trainkit.config import TrainingConfig
 from trainkit.loaders import EpochBatches
 from trainkit.optim import make_scheduler
 from trainkit.rng import key, keyed_uniform
@@ -113,9 +113,8 @@ def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(
 
 def rates(schedule: str, epochs: int, steps_per_epoch: int, **flags: Any) -> np.ndarray:
     """The learning rates of every step, and the ones after the last, of two groups of weights."""
-    defaults = {"gamma": 0.9, "cosine_epochs": None, "warmup": 0.0, "min_learning_rate": 0.0}
-    defaults |= {"learning_rate": 0.1, "batch_size": 1, "scale_lr": None}
-    args = argparse.Namespace(schedule=schedule, epochs=epochs, **(defaults | flags))
+    flags = {"learning_rate": 0.1} | flags
+    args = TrainingConfig(schedule=schedule, epochs=epochs, **flags)
     optimizer = two_groups()
     steps = epochs * steps_per_epoch - (schedule == "onecycle")
     return stepped(optimizer, steps, make_scheduler(optimizer, args, steps_per_epoch))

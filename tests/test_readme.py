@@ -25,6 +25,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT
 
+from trainkit.config import TrainingConfig, parse
+
 README, CHINESE = ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"
 RECORDS = ROOT / "benchmarks" / "RECORDS.md"
 PAGES = [README, *sorted(ROOT.glob("docs/*.md")), ROOT / "CONTRIBUTING.md", RECORDS]
@@ -111,16 +113,22 @@ def check_script(module: str, words: list[str], num_processes: int) -> None:
 
     script = importlib.import_module(module)
     source = Path(script.__file__).read_text()
+    if hasattr(script, "Config"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)  # @FILE is read from there
+            config = parse(script.Config, words)
+        if isinstance(config, TrainingConfig):
+            for name, value in getattr(script, "LARGE", {}).items():  # as load_data does
+                if getattr(config, name) is None:
+                    setattr(config, name, value)
+            config.validate(num_processes)
+        return
     if "Parser(" not in source:
         assert words == [], f"{module} reads no arguments"
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)  # @FILE is read from there
-        if hasattr(script, "check_arguments"):
-            script.check_arguments(script.parse_args(words), num_processes)
         patch.setattr(sys, "argv", [module, *words])
-        for name in ("parse_known_args", "parse_known_intermixed_args"):
-            patch.setattr(argparse.ArgumentParser, name, read_and_leave)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", read_and_leave)
         with pytest.raises(Read) as left:
             script.main()
     (unknown,) = left.value.args

@@ -18,13 +18,14 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import train_regression
+from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.loaders import EpochBatches, InMemory
 
 
 def load(*args: object) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """The training rows, the test rows and what is saved with the weights."""
-    return train_regression.load_data(train_regression.parse_args([str(arg) for arg in args]))
+    return train_regression.load_data(parse(train_regression.Config, [str(arg) for arg in args]))
 
 
 def beside_least_squares(run_dir: Path, *flags: object, noise: float = 0.1) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """What `Run` promises to whoever writes the loop, and to whoever ends it."""
 
-import argparse
 import ast
 import inspect
 import json
@@ -12,12 +11,11 @@ import re
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-from trainkit import config as arguments
 
 import numpy as np
 import pytest
@@ -28,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
 
+from trainkit.config import TrainingConfig, parse
 from trainkit.errors import UsageError
 from trainkit.launch.nodes import agree
 from trainkit.loaders import make_loaders
@@ -50,14 +49,19 @@ class Numbers(Dataset):
         return {"x": x + 0.01 * torch.randn(2), "y": 3 * x[:1], "index": index}
 
 
-def parse(*argv: object) -> argparse.Namespace:
-    parser = arguments.Parser()
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, "runs/test")
-    parser.set_defaults(
-        eval_batch_size=10, epochs=2, batch_size=8, log_every=1, pictures=False, learning_rate=0.01
-    )
-    return parser.parse_args([str(word) for word in argv])
+@dataclass
+class Config(TrainingConfig):
+    run_dir: Path = Path("runs/test")
+    eval_batch_size: int = 10
+    epochs: int = 2
+    batch_size: int = 8
+    log_every: int | None = 1
+    pictures: bool = False
+    learning_rate: float = 0.01
+
+
+def make_config(*argv: object) -> Config:
+    return parse(Config, [str(word) for word in argv])
 
 
 def train(
@@ -68,8 +72,8 @@ def train(
 ) -> list[float]:
     """A small run with two models and two optimizers; `body` may disturb it. Losses by step."""
     forget_accelerator()
-    args, losses, numbers = parse(*argv), [], count(1)
-    with Run(args, "test", lambda args, num: arguments.refuse([])) as run:
+    args, losses, numbers = make_config(*argv), [], count(1)
+    with Run(args, "test") as run:
         sets = run.load(lambda args: (Numbers(), Numbers()))
         loaders = make_loaders(run.accelerator, *sets, args)
         models = one, two = first(), nn.Linear(4, 1)
@@ -246,7 +250,7 @@ def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(
                 with pytest.raises(RuntimeError, match=r"is out of order: what comes next is "):
                     call(run)
 
-    look(Run(parse(), "test"))
+    look(Run(make_config(), "test"))
     flags = "--accumulate", 2, "--save-every", 1, "--run-dir"
     before_each_line = (
         r"^( +)(?=for |sets|metrics|loss =|if run|run\.(?!finish))",
@@ -261,11 +265,11 @@ def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(
 def test_a_body_that_forgets_to_finish_is_told_so(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"the end of `with Run.* what comes next is run\.load"),
-        Run(parse("--run-dir", tmp_path), "test"),
+        Run(make_config("--run-dir", tmp_path), "test"),
     ):
         pass
     with pytest.raises(AttributeError):
-        Run(parse(), "test").no_such_thing  # noqa: B018
+        Run(make_config(), "test").no_such_thing  # noqa: B018
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -147,7 +147,7 @@ def test_one_process_says_why_it_cannot_start(fork_main: Callable) -> None:
     env = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "")
     done = fork_main("train_regression.py", "--bad", env=env)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: unrecognized arguments: --bad (see train_regression.py -")
+    assert done.stderr.startswith("error: unrecognized arguments: --bad")
 
 
 @posix_only

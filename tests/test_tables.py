@@ -17,6 +17,7 @@ import torch
 from conftest import posix_only
 
 import train_regression
+from trainkit.config import parse
 from trainkit.data import tables
 from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
@@ -24,8 +25,8 @@ from trainkit.loaders import InMemory
 
 def load(*args: object) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """The training rows, the test rows and what is saved with the weights."""
-    parsed = train_regression.parse_args([str(arg) for arg in args])
-    train_regression.check_arguments(parsed, 1)
+    parsed = parse(train_regression.Config, [str(arg) for arg in args])
+    parsed.validate(1)
     return train_regression.load_data(parsed)
 
 

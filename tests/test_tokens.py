@@ -21,11 +21,12 @@ import weighted
 from conftest import forget_accelerator, rows, saved
 from faults import Nursery, Outcome
 from test_fp16 import accelerator_in_fp16
-from test_run import Numbers, parse, train
+from test_run import Numbers, make_config, train
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 
 import trainkit.launch.world
 from examples import gpt, two_towers
+from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.loaders import EpochBatches, make_loaders
 from trainkit.optim import make_optimizer
@@ -76,7 +77,7 @@ def plain(folder: Path) -> Callable[[str], tuple[list[float], dict, dict]]:
     """The GPT in plain PyTorch: its losses, its weights, and their moving average."""
 
     def call(mode: str) -> tuple[list[float], dict, dict]:
-        args = gpt.parse_args([*MODES[mode], "--run-dir", str(folder / "plain")])
+        args = parse(gpt.Config, [*MODES[mode], "--run-dir", str(folder / "plain")])
         samples, _ = gpt.load_data(args)
         torch.manual_seed(0)
         model = gpt.GPT(args)
@@ -218,7 +219,7 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
 @pytest.fixture(scope="session")
 def contrasted(tiny_mnist: Path) -> list[float]:
     """Losses of the two towers in plain PyTorch."""
-    args = two_towers.parse_args(["--dataset", str(tiny_mnist)])
+    args = parse(two_towers.Config, ["--dataset", str(tiny_mnist)])
     samples, _ = two_towers.load_data(args)
     order, losses = EpochBatches(len(samples), 30, seed=0), []
     torch.manual_seed(0)
@@ -312,7 +313,10 @@ def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
 ) -> None:
     forget_accelerator()
     sentence = r"whose order cannot be resumed: .*make_loaders\(...\) made"
-    with pytest.raises(RuntimeError, match=sentence), Run(parse("--run-dir", tmp_path), "t") as run:
+    with (
+        pytest.raises(RuntimeError, match=sentence),
+        Run(make_config("--run-dir", tmp_path), "t") as run,
+    ):
         sets = run.load(lambda args: (Numbers(), Numbers()))
         mine = DataLoader(sets[0], batch_size=8, sampler=RandomSampler(sets[0]))
         model = torch.nn.Linear(2, 1)
@@ -330,7 +334,10 @@ def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
 def test_data_without_an_index_are_refused_in_a_sentence(tmp_path: Path) -> None:
     forget_accelerator()
     sentence = "the training set is a Stream, whose samples have no index: .*numpy.memmap"
-    with pytest.raises(UsageError, match=sentence), Run(parse("--run-dir", tmp_path), "t") as run:
+    with (
+        pytest.raises(UsageError, match=sentence),
+        Run(make_config("--run-dir", tmp_path), "t") as run,
+    ):
         run.load(lambda args: (Stream(), Numbers()))
 
 
@@ -406,4 +413,4 @@ def test_weights_that_are_none_are_refused_in_a_sentence(accelerator: Any) -> No
         with pytest.raises(
             UsageError, match=r"weights= of shape .* must be 43 numbers of at least"
         ):
-            make_loaders(accelerator, Numbers(), Numbers(), parse(), weights=weights)
+            make_loaders(accelerator, Numbers(), Numbers(), make_config(), weights=weights)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import train_mnist
+from trainkit.config import parse
 from trainkit.data.pictures import load_images
 from trainkit.loaders import EpochBatches
 
@@ -69,14 +70,15 @@ def test_each_loss_is_that_of_the_weights_before_its_step(
     flags = f"--dataset {small_mnist} --run-dir {tmp_path} --epochs 2 --batch-size 200"
     flags = f"{flags} --no-drop-last --log-every 1 --save-every 1 --keep 99".split()
     run_main("train_mnist", *flags)
-    args = train_mnist.parse_args(flags)
+    config = parse(train_mnist.Config, flags)
+    train_mnist.load_data(config)  # fits --max-shift and --max-turn
     images, labels, num_classes = training_tensors(small_mnist)
     torch.manual_seed(0)
     net = train_mnist.MODELS["compact"](num_classes)
     batches, losses = EpochBatches(len(images), 200, seed=0), []
     for epoch in range(2):
         for indices in batches.order(epoch).split(200):
-            moved = train_mnist.augment(images[indices], indices, epoch, args)
+            moved = train_mnist.augment(images[indices], indices, epoch, config)
             loss = F.cross_entropy(
                 net((moved / 255 - 0.1307) / 0.3081), labels[indices], label_smoothing=0.1
             )
@@ -193,6 +195,7 @@ def test_batchnorm_is_named_where_a_batch_is_split(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(train_mnist.MODELS, "normed", normed)
+    monkeypatch.setitem(train_mnist.Config.__annotations__, "model", str)
     run = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --batch-size 64 --stop-after-steps 1"
     norms, parts = ["--model", "normed"], ["--accumulate", 2]
     for flags in (norms, parts, norms + parts):
@@ -205,12 +208,12 @@ def test_batchnorm_is_named_where_a_batch_is_split(
     "path", sorted((ROOT / "examples/recipes").iterdir()), ids=lambda path: path.name
 )
 def test_a_recipe_is_a_file_of_flags(path: Path) -> None:
-    args = vars(train_mnist.parse_args([f"@{path}", "--seed", "5"]))
-    default = vars(train_mnist.parse_args(["--seed", "5"]))
+    args = vars(parse(train_mnist.Config, [f"@{path}", "--seed", "5"]))
+    default = vars(parse(train_mnist.Config, ["--seed", "5"]))
     changed = {name for name in args if args[name] != default[name]}
     words = [word for line in path.read_text().splitlines() for word in line.split("#")[0].split()]
     flags = {word.removeprefix("--") for word in words if word.startswith("--")}
-    assert changed - {"given"} == {flag.removeprefix("no-").replace("-", "_") for flag in flags}
+    assert changed == {flag.removeprefix("no-").replace("-", "_") for flag in flags}
     assert "seed" not in changed
 
 

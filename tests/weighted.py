@@ -1,12 +1,15 @@
 """A run with weighted draws, weighted losses and a state of its own, for tests to start."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from trainkit import InMemory, Run, arguments, make_loaders, make_optimizer
+from trainkit import InMemory, Run, make_loaders, make_optimizer
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from trainkit.config import MayChange, TrainingConfig, parse
 
 NUM_SAMPLES = 43  # a prime
 WEIGHTS = torch.arange(NUM_SAMPLES) % 4  # of a sample; every fourth is never drawn
@@ -19,21 +22,25 @@ def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[st
     return {"loss": losses, "weights": OF_CLASSES[batch[1]]}
 
 
+@dataclass
+class Config(TrainingConfig):
+    power: MayChange[float] = 1.0
+    batch_size: int = 12
+    epochs: int = 20
+    log_every: int | None = 1
+    pictures: bool = False
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Count in run.state how often each sample was drawn; stop at the 7th draw of number 1."""
-    parser = arguments.Parser()
-    parser.add_argument("--power", type=float, default=1.0)
-    arguments.add_training_arguments(parser)
-    arguments.add_run_arguments(parser, "runs/weighted", not_the_experiment=["power"])
-    parser.set_defaults(batch_size=12, epochs=20, log_every=1, pictures=False)
-    args = parser.parse_args(argv)
-    with Run(args, "weighted") as run:
+    config = parse(Config, argv)
+    with Run(config, "weighted") as run:
         accelerator = run.accelerator
-        sets = run.load(lambda args: (InMemory(*SAMPLES), InMemory(*SAMPLES)))
-        weights = WEIGHTS.double() ** args.power
-        train_loader, eval_loader = make_loaders(accelerator, *sets, args, weights=weights)
+        sets = run.load(lambda _: (InMemory(*SAMPLES), InMemory(*SAMPLES)))
+        weights = WEIGHTS.double() ** config.power
+        train_loader, eval_loader = make_loaders(accelerator, *sets, config, weights=weights)
         model = nn.Linear(1, 3)
-        optimizer = make_optimizer(accelerator, model.parameters(), args)
+        optimizer = make_optimizer(accelerator, model.parameters(), config)
         model, optimizer, train_loader, eval_loader = accelerator.prepare(
             model, optimizer, train_loader, eval_loader
         )

@@ -21,9 +21,7 @@ NAMES = {
     "keyed_uniform": "rng",
     "make_optimizer": "optim",
     "make_scheduler": "optim",
-    "peak_learning_rate": "optim",
     "shorten": "cli.text",
-    "arguments": "config",
     "startup": "launch.startup",
 }
 

@@ -52,7 +52,7 @@ def problem(config: TrainingConfig, progress: Progress) -> str:
 
 def describe(accelerator: Accelerator, config: TrainingConfig, progress: Progress) -> str:
     """One sentence: which evaluation was the best, and where its weights are."""
-    name, direction = metric_and_direction(config.keep_best)
+    name, direction = metric_and_direction(config.keep_best or "")
     step = progress.best_step
     if progress.best is None or not _is_of(progress, name, direction):
         return f"no evaluation gave a finite {name}: nothing was kept for it"

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 
 from trainkit.checks.data import fingerprint_data
 from trainkit.cli.console import num_parameters
-from trainkit.config import experiment
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
 from trainkit.loaders import InMemory, batches_of
@@ -38,7 +37,7 @@ def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> di
         if batches.is_custom
     ]
     found = {
-        **experiment(config),
+        **config.experiment(),
         **{name: value for of in files for name, value in of.items()},
         "data": run.data_fingerprint,
         "weights of samples": fingerprint_data(*orders),  # or order=; older checkpoints say this
@@ -46,7 +45,7 @@ def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> di
         **{
             f"metadata[{name}]": json.dumps(value)
             for name, value in metadata.items()
-            if name not in config.not_the_experiment
+            if name not in config.resume_may_change
         },
     }
     frozen = run.frozen  # of a sharded run: what prepare was given

@@ -1,6 +1,5 @@
 """Optimizer and learning rate from the flags of config.py: torch's own, put together."""
 
-import argparse
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,13 +9,13 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import lr_scheduler
 
-from trainkit.config import peak_learning_rate
+from trainkit.config import TrainingConfig
 
 
 def make_optimizer(
     accelerator: Accelerator,
     parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-    args: argparse.Namespace,
+    config: TrainingConfig,
 ) -> torch.optim.Optimizer:
     """AdamW, Adam or SGD with momentum, fused into one kernel.
 
@@ -27,16 +26,16 @@ def make_optimizer(
     then counts a skipped step as made. None leaves the choice to torch, which takes its foreach
     kernels on a GPU.
     """
-    sharded_sgd = args.optimizer == "sgd" and accelerator.is_fsdp2  # torch has no such kernel
+    sharded_sgd = config.optimizer == "sgd" and accelerator.is_fsdp2  # torch has no such kernel
     options: dict[str, Any] = {
-        "lr": peak_learning_rate(args),
-        "weight_decay": args.weight_decay,
+        "lr": config.peak_learning_rate,
+        "weight_decay": config.weight_decay,
         "fused": None if accelerator.mixed_precision == "fp16" or sharded_sgd else True,
     }
-    if args.optimizer == "sgd":
-        options["momentum"] = args.momentum
+    if config.optimizer == "sgd":
+        options["momentum"] = config.momentum
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    return kind[args.optimizer](parameters, **options)
+    return kind[config.optimizer](parameters, **options)
 
 
 def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -88,7 +87,7 @@ def clip_gradients(
 
 
 def make_scheduler(
-    optimizer: torch.optim.Optimizer, args: argparse.Namespace, steps_per_epoch: int
+    optimizer: torch.optim.Optimizer, config: TrainingConfig, steps_per_epoch: int
 ) -> lr_scheduler.LRScheduler:
     """A schedule that is stepped once per optimizer step, its lengths counted in those steps.
 
@@ -98,34 +97,34 @@ def make_scheduler(
     2016). At the end of each epoch they have the value of those schedulers stepped together, once
     per epoch. With --min-learning-rate they go down to that instead of 0.
     """
-    total_steps = args.epochs * steps_per_epoch
-    floor = args.min_learning_rate / peak_learning_rate(args)
-    if args.schedule == "onecycle":
+    total_steps = config.epochs * steps_per_epoch
+    floor = config.min_learning_rate / config.peak_learning_rate
+    if config.schedule == "onecycle":
         return lr_scheduler.OneCycleLR(
             optimizer,
             max_lr=[group["lr"] for group in optimizer.param_groups],
             total_steps=total_steps,
-            pct_start=args.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
+            pct_start=config.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
             # Momentum stays: cycling it as well is an ingredient of its own.
             cycle_momentum=False,
             # The rate begins at a 25th of the peak and ends at that over this factor.
             final_div_factor=1 / (25 * floor) if floor else 1e4,
         )
-    warmup_steps = math.ceil(args.warmup * total_steps)
-    cosine_epochs = args.cosine_epochs or args.epochs
+    warmup_steps = math.ceil(config.warmup * total_steps)
+    cosine_epochs = config.cosine_epochs or config.epochs
 
     def factor(step: int) -> float:
         epoch, value = step / steps_per_epoch, 1.0
         warmup = min(1.0, (step + 1) / max(1, warmup_steps))
-        if "cosine" in args.schedule:
+        if "cosine" in config.schedule:
             value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
             # CosineAnnealingLR leaves each 0 of the cosine with the first learning rate: whatever
             # was multiplied in before, the decay too, starts again one epoch later.
             num_zeros = math.floor((epoch / cosine_epochs + 1) / 2)
             if num_zeros > 0:
                 epoch -= (2 * num_zeros - 1) * cosine_epochs + 1
-        if "exponential" in args.schedule:
-            value *= args.gamma**epoch
+        if "exponential" in config.schedule:
+            value *= config.gamma**epoch
         return warmup * (floor + (1 - floor) * value)
 
     return lr_scheduler.LambdaLR(optimizer, factor)

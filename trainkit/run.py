@@ -27,7 +27,7 @@ from trainkit.checks.data import check_data
 from trainkit.checks.prepared import Prepared, check_predictions
 from trainkit.cli.console import describe
 from trainkit.cli.reporter import Reporter
-from trainkit.config import TrainingConfig, check_shared
+from trainkit.config import TrainingConfig
 from trainkit.ema import EMA
 from trainkit.errors import UsageError
 from trainkit.fingerprint import fingerprint_run
@@ -48,8 +48,7 @@ class Run:
     A call out of order raises RuntimeError, which names the call that comes next. Whatever ends the
     body, signal handlers are restored and the run folder is released. It takes whatever
     accelerator.prepare was given: one model and optimizer or several, with their schedules.
-    --start-from and --keep-best are about the first model. Trackers keep runs under `project`;
-    check(config, num_processes) raises UsageError for flags that do not fit together.
+    --start-from and --keep-best are about the first model. Trackers keep runs under `project`.
     """
 
     config: TrainingConfig
@@ -72,15 +71,15 @@ class Run:
     ema: EMA
     checkpoints: Checkpoints
 
-    def __init__(self, config: TrainingConfig, project: str, check: Callable = check_shared):
-        self.config, self.project, self.check = config, project, check
+    def __init__(self, config: TrainingConfig, project: str):
+        self.config, self.project = config, project
         self.stage, self.resources, self.frozen = "new", ExitStack(), {}
 
     def __enter__(self) -> "Run":
         need(self, "`with run`", "new")
         config, tracker = self.config, JsonlTracker(self.config.run_dir)
         self.accelerator = start_accelerator(config, self.project, tracker, self.frozen)
-        self.check(config, self.accelerator.num_processes)
+        config.validate(self.accelerator.num_processes)
         self.log = Reporter(self.accelerator, config, tracker)
         self.print = self.log.print
         self.resources.callback(lambda: self.log.bar.close())
@@ -107,7 +106,7 @@ class Run:
         config, accelerator = self.config, self.accelerator
         data = nodes.first_on_each_node(accelerator, lambda: load_data(config))
         self.sets = train_set, eval_set = data[:2]
-        self.check(config, accelerator.num_processes)  # load_data may have chosen some
+        config.validate(accelerator.num_processes)  # load_data may have chosen some
         self.data_fingerprint = check_data(accelerator, config, train_set, eval_set)
         self.length = Length(config, len(train_set))
         self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import Dataset
 
-from trainkit.config import TrainingConfig, check_size
+from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
 from trainkit.loaders import InMemory, WholeBatches
@@ -63,7 +63,7 @@ def check_data(
     """
     check_indexable(train_set, "training set")
     check_indexable(eval_set, "evaluation set")
-    check_size(config, len(train_set), len(eval_set))
+    config.check_size(len(train_set), len(eval_set))
     fingerprint = fingerprint_data(train_set, eval_set)
     nodes.check_same(accelerator, {"the data's md5": fingerprint})
     return fingerprint

@@ -1,6 +1,5 @@
 """What a run runs on, in words and for run.json."""
 
-import argparse
 import contextlib
 import importlib.metadata
 import os
@@ -14,6 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.cli.text import count
+from trainkit.config import TrainingConfig
 
 
 def describe_world(accelerator: Accelerator) -> str:
@@ -28,12 +28,12 @@ def describe_world(accelerator: Accelerator) -> str:
     return f"{processes} on {device}, {precision}{threads}{sharded}"
 
 
-def describe_run(accelerator: Accelerator, args: argparse.Namespace) -> dict[str, Any]:
+def describe_run(accelerator: Accelerator, config: TrainingConfig) -> dict[str, Any]:
     """What made a result: arguments, versions, revision, world and hardware."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "arguments": vars(args),
+        "arguments": vars(config),
         "git_revision": git_revision(),
         "versions": {"python": platform.python_version(), **versions},
         "world": describe_world(accelerator),

@@ -1,34 +1,31 @@
-"""The size of a run on few pictures: other defaults than those for a large set."""
+"""The size of a run on a few pictures, and on many."""
 
-import argparse
-from collections.abc import Sequence
+from typing import Any
 
-SMALL = 10_000  # with fewer pictures, the defaults for a large set make too few steps
+from trainkit.cli.parse import flag
 
-
-def parse_sizes(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **sizes: float
-) -> argparse.Namespace:
-    """The flags. `sizes` are defaults; args.given names those of them that were typed."""
-    parser.set_defaults(**sizes)
-    args = parser.parse_args(argv)
-    typed = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(sizes))))
-    args.given = [name for name in sizes if typed[name] is not None]
-    args.not_the_experiment.append("given")
-    return args
+SMALL = 10_000  # with fewer pictures, the sizes for a large set make too few steps
 
 
-def fit_to_small_set(args: argparse.Namespace, num_train: int, **more: float) -> dict[str, str]:
-    """Change the sizes that were not typed for few pictures; a line of the plan, or none.
+def fit_to_size(
+    config: Any, num_train: int, large: dict[str, float], small: dict[str, float] | None = None
+) -> dict[str, str]:
+    """Choose the values that are UNSET by the number of training pictures; a line of the plan.
 
-    The defaults for a large set would make a few steps, and leave out up to a batch in each epoch.
-    With a --batch-size or --drop-last of the user's own nothing is changed.
-    more: values of other flags for few pictures.
+    On less than 10,000 the values for a large set would make a few steps, and leave out up to a
+    batch in each epoch: there are more epochs, with batches of 32, and what `small` says. What was
+    typed stays; with a --batch-size or --drop-last of the user's own, nothing is small. Returns a
+    line for the plan of a small set, else none.
     """
-    if num_train >= SMALL or {"batch_size", "drop_last"} & {*args.given}:
-        return {}
-    values = {"batch_size": 32, "epochs": max(3, 16384 // max(1, num_train)), **more}
-    values = {name: value for name, value in values.items() if name not in args.given}
-    vars(args).update(values, drop_last=False)
-    flags = [f"--{name.replace('_', '-')} {value:g}" for name, value in values.items()]
-    return {"small set": f"of {num_train} pictures: {' '.join(flags)} --no-drop-last"}
+    own = any(getattr(config, name) is not None for name in ("batch_size", "drop_last"))
+    is_small, values = num_train < SMALL and not own, large
+    if is_small:
+        epochs = max(3, 16384 // max(1, num_train))
+        values = large | {"batch_size": 32, "epochs": epochs, "drop_last": False} | (small or {})
+    chosen = {name: value for name, value in values.items() if getattr(config, name) is None}
+    vars(config).update(chosen)
+    flags = [
+        flag(name if value else f"no_{name}") + ("" if isinstance(value, bool) else f" {value:g}")
+        for name, value in chosen.items()
+    ]
+    return {"small set": f"of {num_train} pictures: {' '.join(flags)}"} if is_small else {}

@@ -3,23 +3,26 @@
 `where` names the table: with it the sentence of a UsageError begins.
 """
 
-import argparse
+import csv
+import io
 import json
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow.parquet
 import torch
+from tyro.constructors import PrimitiveConstructorSpec
 
 from trainkit.cli.text import count, shorten
+from trainkit.config import Fraction, MayChange, Seed, TrainingConfig
 from trainkit.data.paths import select_read
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.loaders import InMemory
@@ -35,6 +38,50 @@ MAX_SHOWN = 30  # columns in a message
 # Missing values of columns of numbers and dates. In a column of texts only "" is one: None may be a
 # category.
 MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]
+
+
+def names(text: str) -> list[str]:
+    """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`."""
+    lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+    return [name.strip() for line in lines for name in line if name.strip()]
+
+
+def comma_separated(kind: type) -> PrimitiveConstructorSpec[list]:
+    """How a flag that is one word, a,b, becomes a list of this type."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B",
+        instance_from_str=lambda words: [kind(name) for name in names(words[0])],
+        is_instance=lambda value: isinstance(value, list),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
+
+
+Names = Annotated[list[str], comma_separated(str)]
+
+
+@dataclass
+class TableConfig(TrainingConfig):
+    """The flags of a script that reads a table; columns are written as a,b."""
+
+    data: MayChange[str | None] = None
+    """CSV, JSON or Parquet file, a folder of them, or Hub id"""
+    target: Names | None = None
+    """columns to predict, as a,b; a name with a comma in double quotes: 'a,"b, c"'"""
+    features: Names | None = None
+    """columns to predict from, written like --target (default: all that can be used)"""
+    categorical: Names = field(default_factory=list)
+    """columns that are categories although their values read as numbers"""
+    missing: Literal["refuse", "impute", "drop"] | None = None
+    """of a feature: refuse it, fill in the training mean, drop the row (default: impute)"""
+    separator: str | None = None
+    """of the values in text files (default: , ; tab or |)"""
+    encoding: str | None = None
+    """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
+    test_fraction: Fraction = 0.2
+    """of the rows, to evaluate on; 0: on all"""
+    data_seed: Seed = 0
+    """of the split, and of synthetic data"""
 
 
 @dataclass
@@ -206,7 +253,7 @@ def _as_text(value: Any) -> str:
     return text.capitalize() if text.lower() in ("true", "false") else text
 
 
-def learn_column(values: pd.Series, train: np.ndarray, args: argparse.Namespace) -> Column | str:
+def learn_column(values: pd.Series, train: np.ndarray, config: TableConfig) -> Column | str:
     """How a feature is encoded, learned from its training rows; or why it is left out.
 
     It is a category if --categorical says so, or if no value reads as a number or as a date. A
@@ -215,9 +262,9 @@ def learn_column(values: pd.Series, train: np.ndarray, args: argparse.Namespace)
     dates the words of MISSING count as missing values, and all words without a digit if those are
     in one of ten cells or in fewer.
     """
-    if INDEX.fullmatch(values.name) and not args.features:
+    if INDEX.fullmatch(values.name) and not config.features:
         return "left out: an index"
-    column = Column(values.name, [] if values.name in args.categorical else None)
+    column = Column(values.name, [] if values.name in config.categorical else None)
     if not parse(values, column).count():
         texts = values[~values.isin(MISSING)].dropna().astype(str).drop_duplicates()
         read = [parse(texts, Column("", days=form)).notna().mean() for form in DATES]
@@ -230,7 +277,7 @@ def learn_column(values: pd.Series, train: np.ndarray, args: argparse.Namespace)
     parsed = parse(values, column)
     known, odd = parsed.iloc[train], values[parsed.isna()].astype(object).fillna("").astype(str)
     others = odd[~odd.isin(MISSING)]
-    impute = args.missing == "impute" or (args.missing is None and len(odd) > 0)
+    impute = config.missing == "impute" or (config.missing is None and len(odd) > 0)
     # Without a digit: 1,234 is a number, though none that is read.
     if impute and 9 * len(others) <= parsed.count() and not others.str.contains(r"\d").any():
         column.words = odd.value_counts().to_dict()
@@ -271,38 +318,42 @@ def encode(
     return np.concatenate(blocks, axis=1, dtype=np.float64), problems
 
 
-def load_table(args: argparse.Namespace) -> tuple[pd.DataFrame, list[str], dict[str, Any]]:
+def load_table(config: TableConfig) -> tuple[pd.DataFrame, list[str], dict[str, Any]]:
     """The table of --data, without the rows that are dropped; targets; what a reader must know.
 
     Its index holds row numbers from 0. Raises UsageError.
     """
-    where, options = f"--data {args.data}", {"separator": args.separator, "encoding": args.encoding}
-    table = read_table(args.data, where, **options)
-    if not args.target:
+    assert config.data is not None
+    where = f"--data {config.data}"
+    options = {"separator": config.separator, "encoding": config.encoding}
+    table = read_table(config.data, where, **options)
+    if not config.target:
         raise UsageError(
             f"{where}: choose the column to predict with --target: "
             f"{shorten([*map(typed, table)], MAX_SHOWN)}"
         )
-    choose_columns(table, args.categorical, where)
-    table = choose_columns(table, [*(args.features or table), *args.target], where)
-    needed, what = (table, "value") if args.missing == "drop" else (table[args.target], "target")
-    kinds = [learn_column(needed[name], np.arange(len(table)), args) for name in needed]
+    choose_columns(table, config.categorical, where)
+    table = choose_columns(table, [*(config.features or table), *config.target], where)
+    needed, what = (
+        (table, "value") if config.missing == "drop" else (table[config.target], "target")
+    )
+    kinds = [learn_column(needed[name], np.arange(len(table)), config) for name in needed]
     numbers = [getattr(kind, "categories", 0) is None for kind in kinds]
     missing = needed.isna() | (needed.isin(MISSING) & numbers)
     used = table[~missing.any(axis=1)]
     words = needed.astype(object).fillna("").where(missing).stack().value_counts().to_dict()
     dropped = f", {count(len(table) - len(used), 'row')} dropped: no {what}{_list_counts(words)}"
     known = {
-        "data": Path(args.data).name + table.attrs.get("files", ""),
+        "data": Path(config.data).name + table.attrs.get("files", ""),
         "read_options": options,
         "dropped": dropped * (len(used) < len(table)),
         "truth": None,
     }
-    return used, args.target, known
+    return used, config.target, known
 
 
 def make_sets(
-    table: pd.DataFrame, targets: list[str], known: dict[str, Any], args: argparse.Namespace
+    table: pd.DataFrame, targets: list[str], known: dict[str, Any], config: TableConfig
 ) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """The training set (features, targets), the evaluation set (and row numbers), and `about`.
 
@@ -310,15 +361,15 @@ def make_sets(
     learned from rows (categories, means) is learned from the training rows alone. Raises UsageError
     that judges all columns.
     """
-    train, test = split_rows(len(table), args)
+    train, test = split_rows(len(table), config)
     learned = {
-        name: learn_column(table[name], train, args) for name in table if name not in targets
+        name: learn_column(table[name], train, config) for name in table if name not in targets
     }
     features = [column for column in learned.values() if isinstance(column, Column)]
     values, problems = encode(table, [*features, *map(Column, targets)])
     if problems or not features:
         refused = {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
-        raise UsageError(_judge({**learned, **refused}, args))
+        raise UsageError(_judge({**learned, **refused}, config))
     about = known | {
         "columns": [*map(vars, features)],
         "left_out": [name for name, column in learned.items() if isinstance(column, str)],
@@ -333,8 +384,8 @@ def make_sets(
         about[f"{kind}_whole"] = (rows == rows.round()).all(0).tolist()
         about["baseline"] = mean.tolist()  # of the targets, which come last: what R2 compares with
         if not np.ptp(rows, axis=0).all():
-            raise UsageError(f"--data {args.data}: a {kind} is the same in all training rows")
-        if args.data is None:  # synthetic data stay as they are
+            raise UsageError(f"--data {config.data}: a {kind} is the same in all training rows")
+        if config.data is None:  # synthetic data stay as they are
             mean, std = np.zeros_like(mean), np.ones_like(std)
         tensors.append(torch.from_numpy((part - mean) / std).float())
         about |= {f"{kind}s": names, f"{kind}_mean": mean.tolist(), f"{kind}_std": std.tolist()}
@@ -365,26 +416,26 @@ def _doubt(values: pd.Series) -> str:
     return asked * ({*decimals} == {0, 3})
 
 
-def _judge(learned: dict[str, Any], args: argparse.Namespace) -> str:
+def _judge(learned: dict[str, Any], config: TableConfig) -> str:
     """All columns in a table, those that are refused first, and a command that works."""
     good = [name for name, column in learned.items() if isinstance(column, Column)]
     lines = [f"  {name}: {learned[name]}" for name in sorted(learned, key=good.__contains__)]
-    text = "\n".join([f"--data {args.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
-    if not good or {*args.target} & learned.keys():
+    text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
+    if not good or {*(config.target or [])} & learned.keys():
         return f"{text}\nWrite numbers as 1234.5: no currency, unit, % or thousands separator"
     return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
 
 
-def split_rows(num_rows: int, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+def split_rows(num_rows: int, config: TableConfig) -> tuple[np.ndarray, np.ndarray]:
     """The positions of the training and of the test rows. Raises UsageError if one is empty."""
-    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(args.data_seed))
-    parts = order.tensor_split([round(args.test_fraction * num_rows)])
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(config.data_seed))
+    parts = order.tensor_split([round(config.test_fraction * num_rows)])
     test, train = (part.sort().values.numpy() for part in parts)
-    if not args.test_fraction:
+    if not config.test_fraction:
         test = train
     if not len(test) * len(train):
         raise UsageError(
-            f"--data {args.data or 'synthetic'}: of {num_rows} rows {len(train)} are left to train "
-            f"on and {len(test)} to evaluate on (--test-fraction {args.test_fraction})"
+            f"--data {config.data or 'synthetic'}: of {num_rows} rows {len(train)} are left to "
+            f"train on and {len(test)} to evaluate on (--test-fraction {config.test_fraction})"
         )
     return train, test

@@ -4,7 +4,7 @@ Machines are installed and started one by one, so they can differ, and a run on 
 hangs, or silently trains wrong. A "node" is all processes that one launcher started.
 """
 
-import argparse
+import dataclasses
 import hashlib
 import importlib.metadata
 import math
@@ -24,6 +24,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from trainkit.config import TrainingConfig, flag
 from trainkit.errors import UsageError, failing_together, raise_together
 
 SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
@@ -85,17 +86,18 @@ def first_on_each_node(accelerator: Accelerator, load: Callable[[], Any]) -> Any
     return result
 
 
-def check_nodes(accelerator: Accelerator, args: argparse.Namespace) -> None:
+def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
     """Refuse a run whose nodes were started differently or do not share --run-dir.
 
     Every process must call this, before any other collective. Raises UsageError on all of them.
     """
     described = describe_node()
-    for name, value in vars(args).items():
-        if name not in args.not_the_experiment:
-            described[f"--{name.replace('_', '-')}"] = value
+    shared = {field.name for field in dataclasses.fields(TrainingConfig)}
+    for name, value in vars(config).items():
+        if name in shared or name not in config.resume_may_change:
+            described[flag(name)] = value
     check_same(accelerator, described)
-    check_shared_folder(accelerator, args.run_dir)
+    check_shared_folder(accelerator, config.run_dir)
 
 
 def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """A run folder belongs to one run at a time, and what is written into it survives a crash."""
 
-import argparse
 import json
 import os
 import shutil
@@ -10,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from filelock import BaseFileLock, FileLock, Timeout
 
+from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError, failing_together
 
 LOCK_WAIT_SECONDS = 10.0
@@ -18,25 +18,25 @@ END_OF_A_RUN = ("DONE", "*.safetensors", "curves.png")
 RUN = ("run.json", "metrics.jsonl", "timing.jsonl", "checkpoints/step-*")
 
 
-def open_run(accelerator: Accelerator, args: argparse.Namespace) -> BaseFileLock | None:
+def open_run(accelerator: Accelerator, config: TrainingConfig) -> BaseFileLock | None:
     """Lock --run-dir for this run until the returned lock is released or the process ends.
 
     An earlier run in the folder is moved aside to `RUN_DIR.1`, `.2`, ... without --resume, or if it
     is done and its checkpoints are gone; nothing is deleted. Every process must call this. Raises
     UsageError on all of them if the folder cannot be written or another process is using it.
     """
-    run_dir, held, moved_to = args.run_dir, None, None
+    run_dir, held, moved_to = config.run_dir, None, None
     with failing_together(accelerator, f"--run-dir {run_dir} cannot be used"):
         if accelerator.is_main_process:
             # It may be moved aside: --run-dir .. would take the repository with it.
             if Path.cwd().is_relative_to(run_dir.resolve()):
                 raise UsageError(f"--run-dir {run_dir}: choose a folder that you are not in")
             no_steps = not _holds(run_dir, "checkpoints/step-*")
-            if args.resume == "latest" and no_steps:  # before anything is made
+            if config.resume == "latest" and no_steps:  # before anything is made
                 raise UsageError(f"--resume latest: there is no checkpoint in {run_dir}")
-            held = lock(run_dir, LOCK_WAIT_SECONDS if args.resume is not None else 0.0)
-            over = args.resume == "auto" and no_steps and _holds(run_dir, *END_OF_A_RUN)
-            if over or (args.resume is None and _holds(run_dir, *END_OF_A_RUN, *RUN)):
+            held = lock(run_dir, LOCK_WAIT_SECONDS if config.resume is not None else 0.0)
+            over = config.resume == "auto" and no_steps and _holds(run_dir, *END_OF_A_RUN)
+            if over or (config.resume is None and _holds(run_dir, *END_OF_A_RUN, *RUN)):
                 moved_to = rename_free(run_dir, run_dir.name)
             (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
             sync(run_dir)

@@ -6,13 +6,13 @@ TensorBoard drops what it had (purge_step); trackio and W&B begin a run of the s
 curves are whole.
 """
 
-import argparse
 import importlib.util
 import os
 from typing import Any
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.records import read_rows
@@ -37,13 +37,13 @@ class Tracker(GeneralTracker):
 
 
 def make_trackers(
-    args: argparse.Namespace, history: JsonlTracker, project: str
+    config: TrainingConfig, history: JsonlTracker, project: str
 ) -> list[GeneralTracker]:
     """The trackers of a run for Accelerator(log_with=...): metrics.jsonl and what --tracker names.
 
     Raises UsageError if a package is missing.
     """
-    name, run_dir = args.tracker, args.run_dir
+    name, run_dir = config.tracker, config.run_dir
     if name is None:
         return [history]
     if importlib.util.find_spec(name) is None:

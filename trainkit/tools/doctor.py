@@ -6,20 +6,21 @@ It makes the checks with which a run begins, then says how fast each process is 
 over all processes are right. Exit code 2: a check refused; 1: what the last lines say; 0: ready.
 """
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from trainkit import arguments, startup
+from trainkit import startup
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 
+from trainkit.cli.parse import parse
 from trainkit.cli.world import describe_world
 from trainkit.launch import environment, nodes
 
@@ -30,12 +31,12 @@ SLOW = 0.6  # of the median rate; a process that shares its core with one other 
 GLOO_SECONDS = 20
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument
-    add("--run-dir", type=Path, default=Path("runs/mnist"), help="must be one folder for all")
-    add("--timeout", type=float, default=60.0, help="seconds to wait for a process")
-    return parser.parse_args(argv)
+@dataclass
+class Config:
+    run_dir: Path = Path("runs/mnist")
+    """must be one folder for all"""
+    timeout: float = 60.0
+    """seconds to wait for a process"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises UsageError, on all of them, if they were not started alike or do not share --run-dir.
     """
-    args, precision = parse_args(argv), environment.check_launch()
-    timeout = timedelta(seconds=args.timeout)
+    config, precision = parse(Config, argv), environment.check_launch()
+    timeout = timedelta(seconds=config.timeout)
     with nodes.deadline(timeout):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     nodes.check_world(accelerator)
     accelerator.print(f"world: {describe_world(accelerator)}")
     nodes.check_same(accelerator, nodes.describe_node())
-    nodes.check_shared_folder(accelerator, args.run_dir)
+    nodes.check_shared_folder(accelerator, config.run_dir)
     problems = find_slow(accelerator)
     if accelerator.num_processes > 1:
         problems += find_gloo_problem(accelerator)

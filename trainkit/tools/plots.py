@@ -6,13 +6,15 @@ python -m trainkit.tools.plots runs/a runs/b      compares runs: what differs, w
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tyro.conf import Positional
 
-from trainkit.config import Parser
+from trainkit.cli.parse import parse
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.launch import startup
 from trainkit.run_dir import curves
@@ -152,11 +154,15 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Fig
     return figure
 
 
+@dataclass
+class Config:
+    run_dirs: Positional[list[Path]]
+    """one, or several to compare"""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the pictures of one run folder, or compare several."""
-    parser = Parser(__doc__, prog="python -m trainkit.tools.plots")
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
-    run_dirs = parser.parse_args(argv).run_dirs
+    run_dirs = parse(Config, argv).run_dirs
     for run_dir in run_dirs:
         if not (run_dir / "metrics.jsonl").exists():
             raise UsageError(f"{run_dir} is not a run folder: it has no metrics.jsonl")

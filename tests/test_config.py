@@ -1,0 +1,186 @@
+"""Flags: read as a shell would, checked all at once, wherever they come from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit import best
+
+import pytest
+
+import train_mnist
+import train_regression
+from trainkit.checkpoint import Progress
+from trainkit.config import Schedule, TrainingConfig, parse
+from trainkit.errors import UsageError
+
+# What is typed, and a part of the sentence that answers it.
+SLIPS = {
+    "--epoch 3": "unrecognized arguments: --epoch 3; perhaps you meant --epochs (see ",
+    "--no-pictues": "perhaps you meant --no-pictures",
+    "--optimizer sgdd": "perhaps you meant sgd",
+    "--epochs x": "--epochs: ",
+    "--keep 2 --seed": "Missing value for argument '",
+    "--model=mlpp": "invalid choice 'mlpp' for argument '--model'. Expected one of ('",
+    "--resume None 5": "unrecognized arguments: 5 (see ",
+    "--save-every None": "--save-every: INT cannot be read from ['None'] (see ",
+}
+
+
+@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("typed", SLIPS)
+def test_a_slip_in_a_flag_is_one_sentence(
+    typed: str, colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40" if colour else "200")
+    for script in (train_mnist, train_regression):
+        with monkeypatch.context() as patch, pytest.raises(UsageError) as refused:
+            patch.setenv("FORCE_COLOR", str(int(colour)))
+            parse(script.Config, typed.split())
+        said = str(refused.value)
+        assert SLIPS[typed] in said and said.endswith(" --help)") and said.isprintable()
+
+
+# What a file of flags holds, and the --run-dir and --label that come of it.
+FILES = [
+    ("--run-dir 'my runs' # the run's folder\n# and\n--label x", "my runs", "x"),
+    ('--run-dir "a # b"\t--label "it\'s"', "a # b", "it's"),
+    ("--run-dir exp#1 --label \\\n'#'#a\\ #b#'c'# # it's\n#", "exp#1", "##a #b#c#"),
+    ('--run-dir=\\#1 --label "\'#\\" #"#2', "#1", "'#\" ##2"),
+]
+
+
+@pytest.mark.parametrize(("text", "run_dir", "label"), FILES)
+def test_a_file_of_flags_is_read_as_by_a_shell(
+    text: str, run_dir: str, label: str, tmp_path: Path
+) -> None:
+    (tmp_path / "flags").write_text(text)
+    (tmp_path / "more").write_text(f"--keep 7 @{tmp_path / 'flags'}")
+    config = parse(train_mnist.Config, [f"@{tmp_path / 'more'}", "--keep", "3"])
+    assert (str(config.run_dir), config.label, config.keep) == (run_dir, label, 3)
+
+
+@pytest.mark.parametrize("text", [None, "--label 'x"])
+def test_a_file_of_flags_that_cannot_be_read_is_one_sentence(
+    text: str | None, tmp_path: Path
+) -> None:
+    if text:
+        (tmp_path / "flags").write_text(text)
+    with pytest.raises(UsageError, match=r"^@\S*flags cannot be read: .*(No such|quotation)"):
+        parse(train_mnist.Config, [f"@{tmp_path / 'flags'}"])
+
+
+# Flags of train_regression.py, and what is said of them; each with all the others at once.
+WRONG = {
+    "--num-samples 99999999999": "--num-samples 99999999999 must be at least 1 and below 2",
+    "--epochs 0": "--epochs 0 must be at least 1",
+    "--learning-rate nan": "--learning-rate nan must be a number above 0",
+    "--warmup 1": "--warmup 1.0 must be at least 0 and below 1",
+    "--keep 1": "--keep 1 must be at least 2",
+    "--seed -1": "--seed -1 must be at least 0 and below 2..32",
+    "--ema 1": "--ema 1.0 must be above 0 and below 1",
+    "--patience 3": "--patience needs --keep-best",
+    "--eval-every 0": "--eval-every 0 must be at least 1",
+    "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
+    "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
+    "--noise inf": "--noise inf must be a number of at least 0",
+    "--hidden 3,0": "--hidden [3, 0] must be at least 1 each",
+}
+
+
+def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
+    config = parse(train_regression.Config, " ".join(WRONG).split())
+    config.timeout, config.schedule = 0, "cosin"
+    with pytest.raises(UsageError) as refused:
+        config.validate(2)
+    for words in (*WRONG.values(), "--timeout 0 must be", "--schedule cosin must be one of onec"):
+        assert words.replace("2..32", "2**32") in str(refused.value)
+    assert str(refused.value).count("; ") == len(WRONG) + 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--schedule constant --min-learning-rate 1e-4", "is for --schedule onecycle and cosine"),
+        ("--learning-rate 1e-4 --min-learning-rate 1e-4", "must be below the peak of 0.0001"),
+        (
+            "--learning-rate 0.1 --schedule cosine --scale-lr 1024 --min-learning-rate 0.01",
+            "below the peak of 0.003125",
+        ),
+        ("--target y", "are columns of --data"),
+        ("--learning-rate 2e-4 --min-learning-rate 1e-4 --keep-best eval_loss --patience 1", ""),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags: str, words: str) -> None:
+    problems = parse(train_regression.Config, flags.split()).find_problems(1)
+    assert [words in problem for problem in problems] == [True] * bool(words)
+
+
+# Metrics of --keep-best, by the direction that is known of them or said.
+DIRECTIONS = {
+    "min": "eval_wer eval_cer fid mape eval_clean-loss loss/2 Valid.Loss eval_accuracy:min x:min",
+    "max": "eval_accuracy map50 ndcg@10 eval_f1_macro eval_R2 eval_margin eval_loss:max a:b:max",
+    "": "x neg_loss accuracy_gap reward_loss lossless eval_format eval_loss:MIN :min errata a:b",
+}
+DIRECTION_OF = [(name, way) for way, names in DIRECTIONS.items() for name in names.split()]
+
+
+@pytest.mark.parametrize(("metric", "direction"), DIRECTION_OF)
+def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(
+    metric: str, direction: str
+) -> None:
+    config = TrainingConfig(keep_best=metric, patience=9)
+    problems = config.find_problems(1)
+    assert ["followed by :min or :max" in each for each in problems] == [True] * (not direction)
+    if direction:
+        name = metric.removesuffix(f":{direction}")
+        # An older checkpoint knows the name alone.
+        progress = Progress(metrics={name: 1.0}, best=2.0, best_name=name)
+        assert best.update_best(config, progress) == (direction == "min")
+        progress.metrics[name] = 3.0
+        assert best.update_best(config, progress) == (direction == "max")
+
+
+def test_only_the_experiment_must_be_equal_when_a_run_is_resumed() -> None:
+    plain, *others = (
+        parse(train_regression.Config, flags.split()).experiment()
+        for flags in (
+            "",
+            "--run-dir x --patience 3 --eval-every 2 --accumulate 2 --data x --target-r2 0.5",
+            *("--ema 0.9", "--min-learning-rate 1e-5", "--noise 0", "--epochs 7"),
+            *("--schedule constant --epochs 1", "--schedule constant --epochs 2"),
+        )
+    )
+    assert [other == plain for other in others] == [True] + 6 * [False]
+    assert others[-1] == others[-2]
+
+
+def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class Config(TrainingConfig):
+        run_dir: Path = Path("runs/mine")
+        warmup: float = 0.1
+        schedule: Schedule = "cosine"
+        width: int = 3  # of the model
+
+    config = parse(Config, ["--warmup", "2", "--no-pictures"])
+    assert config == Config(warmup=2.0, pictures=False) and type(config) is Config
+    assert config.find_problems(1) == ["--warmup 2.0 must be at least 0 and below 1"]
+    assert "run_dir" not in config.experiment()
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit, match="0"):
+        parse(Config, ["--help"])
+    said = capsys.readouterr().out
+    lines = ["passes over the training data (default: 10)", "folder of this run", "of the model"]
+    lines += ["fraction of all steps", "steps between checkpoints (default: each epoch)"]
+    assert sorted(lines, key=said.index) == lines and "None" not in said
+    assert TrainingConfig.__doc__ not in said and said.count("Flags: read as a shell would") == 1
+
+
+def test_gradients_are_not_added_up_beside_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainingConfig(accumulate=2)
+    assert not config.find_problems(1)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    (problem,) = config.find_problems(1)
+    assert "use --accumulate 1, or dynamo_mode: default" in problem

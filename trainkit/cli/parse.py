@@ -1,0 +1,107 @@
+"""The command line: the flags and files of flags that become a dataclass."""
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import io
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import tyro
+
+from trainkit.errors import UsageError, as_usage_error
+
+C = TypeVar("C")
+
+# A comment, or (group 1) what is none: quotes, and words in which a # is a letter.
+COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\s'"\\#])[^\s'"\\]*)|(?<!\S)#.*""")
+
+# The flags that people use, which --help shows before all others.
+USED_MOST = "dataset data target model epochs batch_size learning_rate run_dir resume"
+
+
+def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
+    """A config of this dataclass from the command line; from argv, if that is given.
+
+    @FILE stands for the words in a file, read as a shell would: quotes, # for comments. --help
+    begins with the first line of the docstring of the module that defines the class. Raises
+    UsageError for what cannot be read; what the values must be is for validate() to say.
+    """
+    assert "__dataclass_fields__" in vars(kind), f"{kind.__name__} lacks @dataclass"
+    about = sys.modules[kind.__module__].__doc__ or ""  # there is none under python -OO
+    words = list(_read_files(sys.argv[1:] if argv is None else argv))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config, unknown = tyro.cli(
+                _in_order_of_help(kind),
+                prog=Path(sys.argv[0]).name,
+                description=about.partition("\n")[0],
+                args=words,
+                return_unknown_args=True,
+                config=(tyro.conf.DisallowNone,),
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise  # after --help
+        problem = _first_sentence(said.getvalue())
+        typed, *choices = re.findall("'([^']*)'", problem) or [""]
+    else:
+        config.__class__ = kind
+        if not unknown:
+            return config
+        problem, typed = f"unrecognized arguments: {' '.join(unknown)}", unknown[0].split("=")[0]
+        choices = [flag(no + name) for name in vars(config) for no in ("", "no_")]
+    meant = difflib.get_close_matches(typed, choices, 1)
+    problem += f"; perhaps you meant {meant[0]}" if meant else ""
+    raise UsageError(f"{problem} (see {Path(sys.argv[0]).name} --help)")
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _read_files(words: Iterable[str]) -> Iterator[str]:
+    for word in words:
+        if not word.startswith("@"):
+            yield word
+            continue
+        with as_usage_error(f"{word} cannot be read"):
+            text = Path(word[1:]).read_text().replace("\\\n", "")
+            inside = shlex.split(COMMENT.sub(lambda found: found[1] or "", text))
+        yield from _read_files(inside)
+
+
+def _in_order_of_help(kind: type[C]) -> type[C]:
+    """The same dataclass with its fields as --help shows them: a script's own before the shared.
+
+    A default of None is not shown.
+    """
+    depth = {n: d for d, base in enumerate(kind.__mro__) for n in inspect.get_annotations(base)}
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    order = sorted(fields, key=lambda name: (name not in USED_MOST.split(), depth[name]))
+    hints = get_type_hints(kind, include_extras=True)
+    unset = {
+        name: Annotated[hints[name] | None, tyro.conf.arg(help_behavior_hint="")]
+        for name in order
+        if fields[name].default is None
+    }
+    ordered: dict[str, Any] = {"__dataclass_fields__": {name: fields[name] for name in order}}
+    source = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**ordered, **source, "__annotations__": unset})
+
+
+def _first_sentence(box: str) -> str:
+    """What tyro says in a box, without its frame and colours, up to the first ruled line."""
+    rows = re.findall("[|\u2502] (.*) [|\u2502]", re.sub(r"\x1b\[[\d;]*m", "", box))
+    lines = takewhile(lambda row: row.strip(" -\u2500"), rows)
+    text = " ".join(line.strip() for line in lines)
+    text = text.removeprefix("Error parsing ").rstrip(". ")
+    return text.replace("no type matching ", "").replace("could be instantiated", "cannot be read")
