@@ -2,34 +2,26 @@
 
 python predict.py runs/mnist digit.png photo.jpg
 python predict.py runs/regression table.csv
-python predict.py runs/mnist --export onnx
-python predict.py runs/mnist --export hub --push OWNER/NAME
+python predict.py runs/mine --script ../mine/train_mine.py table.csv
+python predict.py runs/mnist --export
+python predict.py runs/mnist --export --push OWNER/NAME
 
-How a file becomes an input, and an output words, is said by the class Predictor of the script that
-made the run. A script of your own needs one for this, with
-
-    __init__(self, about)          about: what run.begin was given; self.model is built, untrained
-    forward(self, inputs)          what goes into model.onnx, preprocessing inside
-    example_inputs(self)           a batch of 64, to compare model.onnx with PyTorch
-    predict_file(self, path)       the words for one file; as_is=False or encoding=None as well, if
-                                   --as-is or --encoding means a thing to it
+The script that made the run builds its model, with make_model(metadata): what it gave run.begin.
+How a file becomes an input, and an output words, depends on metadata["input"]: "picture" or
+"table". See docs/your_own.md for a script of your own.
 """
 
 import contextlib
 import importlib.util
-import inspect
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from trainkit import startup
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -37,80 +29,150 @@ from tyro.conf import Positional
 
 from trainkit.cli.parse import flag, parse
 from trainkit.cli.text import printable
-from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.errors import UsageError, as_usage_error
 from trainkit.run_dir import records
-from trainkit.run_dir.manifest import sha256_of
+from trainkit.tools.calibration import calibrate
+from trainkit.tools.photos import learn_framing, read_photo
 
-TOLERANCE = 1e-5  # between PyTorch and the exported model, relative to the largest output
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FOLDERS = (Path(__file__).parent, Path(__file__).parent / "examples")  # of training scripts
 
 
-def load_run(run_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The Predictor of a run folder, trained, and what is saved beside its weights. UsageError."""
+class PicturePredictor(nn.Module):
+    """Grey values, uint8 (n, 1, size, size), to the probabilities of the classes, (n, classes).
+
+    Args:
+        model: the trained model, of pictures standardised by metadata["mean"] and ["std"].
+        metadata: what is saved with the weights.
+        evaluated: the tensors of predictions.safetensors, from which it learns how sure it may be,
+            and what its pictures have in common. Runs of earlier versions say both in the metadata.
+    """
+
+    options = ("as_is",)  # of predict_file, and flags
+
+    def __init__(
+        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
+    ):
+        super().__init__()
+        self.model, self.metadata, self.evaluated = model, metadata, evaluated
+        self.calibration = {"temperature": 1.0, "threshold": 0.0} | metadata.get("calibration", {})
+        self.framing = {"border": [0.0, 1.0], "frame": None} | metadata["pictures"]
+        if "logits" in evaluated:
+            self.calibration = calibrate(evaluated["logits"], evaluated["target"])
+            self.framing |= learn_framing(evaluated["image"])
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        mean, std = self.metadata["mean"], self.metadata["std"]
+        images = images.to(torch.float32, copy=True).sub_(255 * mean).mul_(1 / (255 * std))
+        logits = self.model(images.contiguous(memory_format=torch.channels_last))
+        return (logits / self.calibration["temperature"]).softmax(1)
+
+    def example_inputs(self) -> torch.Tensor:
+        size = self.metadata["size"]
+        return torch.randint(0, 256, (64, 1, size, size), dtype=torch.uint8)
+
+    def predict_file(self, path: Path, as_is: bool = False) -> str:
+        """The most probable classes of a picture, or `unsure` before them. Raises UsageError."""
+        pixels, doubt = read_photo(path, self.metadata["size"], self.framing, as_is)
+        probabilities = self(pixels)[0]
+        best = zip(*probabilities.topk(min(3, len(probabilities))), strict=True)
+        first, *others = (f"{self.metadata['classes'][number]} {p:.2%}" for p, number in best)
+        if doubt or probabilities.max() < self.calibration["threshold"]:
+            first = f"unsure{f' ({doubt})' * bool(doubt)}, perhaps {first}"
+        return f"{path}: {first}" + (f"  (then {', '.join(others)})" if others else "")
+
+
+class TablePredictor(nn.Module):
+    """Features, float64 (n, features) in their own units, to targets, (n, targets) in theirs.
+
+    float64, because float32 cannot tell ids or times in milliseconds apart.
+    """
+
+    options = ("encoding",)
+
+    def __init__(
+        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
+    ):
+        super().__init__()
+        self.model, self.metadata, self.evaluated = model, metadata, evaluated
+        for name in ("feature_mean", "feature_std", "target_mean", "target_std"):
+            self.register_buffer(name, torch.tensor(metadata[name], dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.model(((inputs - self.feature_mean) / self.feature_std).float())
+        return (outputs * self.target_std + self.target_mean).to(inputs.dtype)
+
+    def example_inputs(self) -> torch.Tensor:
+        return torch.randn(64, len(self.feature_mean)) * self.feature_std + self.feature_mean
+
+    def predict_file(self, path: Path, encoding: str | None = None) -> str:
+        """Write TABLE_predictions.csv: the rows of a table and a column for each target."""
+        from trainkit.tools.predictions import add_predictions  # here: pandas takes half a second
+
+        return add_predictions(path, self.metadata, lambda inputs: self(inputs).numpy(), encoding)
+
+
+KINDS: dict[str, Any] = {"picture": PicturePredictor, "table": TablePredictor}
+
+
+def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
+    """The trained predictor of a run folder, one of KINDS. Raises UsageError.
+
+    script_path: the script that made the run; None: the one of that name in FOLDERS.
+    """
     path = run_dir / "model.safetensors"
     if not path.is_file():
         raise UsageError(f"{run_dir} is not a finished run: it has no {path.name}")
     with as_usage_error(f"{path} is not a model of these scripts"):
         with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {})["trainkit"])
+            metadata = json.loads((file.metadata() or {})["trainkit"])
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        _, said = records.load_predictions(run_dir / records.PREDICTIONS)
-        about |= {name: said[name] for name in said if name == "calibration"}
-        script = _script(about["script"])
-        if not hasattr(script, "Predictor"):
+        evaluated, said = records.load_predictions(run_dir / records.PREDICTIONS)
+        metadata |= {name: said[name] for name in said if name == "calibration"}
+        for name, kind in (("pictures", "picture"), ("columns", "table")):
+            if name in metadata:
+                metadata.setdefault("input", kind)  # runs of earlier versions do not say it
+        script = load_script(script_path or find_script(metadata["script"]))
+        if metadata.get("input") not in KINDS or not hasattr(script, "make_model"):
             raise UsageError(
-                f"{script.__name__}.py, which made the run, has no class Predictor: write one, as "
-                "in train_mnist.py, to let predict.py use its models"
+                f"{metadata['script']}.py made the run, and predict.py needs two things of it: "
+                'make_model(metadata), and "input" in what it gives run.begin, one of '
+                f"{', '.join(KINDS)} (docs/your_own.md)"
             )
-        # What about says is compared with the weights before it takes memory.
+        # What the metadata say is compared with the weights before it takes memory.
         with contextlib.suppress(RuntimeError), torch.device("meta"):
-            if _shapes(script.Predictor(about).model.state_dict()) != _shapes(weights):
+            if shapes(script.make_model(metadata).state_dict()) != shapes(weights):
                 raise ValueError("its weights are not those of the model that it names")
-        predictor = script.Predictor(about)
-        predictor.model.load_state_dict(weights)
-    return predictor.eval(), about
+        model = script.make_model(metadata)
+        model.load_state_dict(weights)
+        return KINDS[metadata["input"]](model, metadata, evaluated).eval()
 
 
-@torch.inference_mode()
-def export_onnx(predictor: nn.Module, about: dict[str, Any], run_dir: Path) -> Path:
-    """Write RUN_DIR/model.onnx, preprocessing inside, after checking it against PyTorch.
-
-    Raises UsageError if a package is missing, RunFailure if the outputs differ.
-    """
-    if missing := [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"--export onnx needs more packages: pip install {' '.join(missing)}")
-    import onnxruntime
-
-    torch.manual_seed(0)
-    inputs = predictor.example_inputs()
-    path, temporary = run_dir / "model.onnx", run_dir / ".tmp-model.onnx"
-    program = torch.onnx.export(
-        predictor,
-        (inputs,),
-        dynamo=True,
-        verbose=False,
-        input_names=["inputs"],
-        output_names=["outputs"],
-        dynamic_shapes=[{0: torch.export.Dim("n")}],
+def find_script(name: str) -> Path:
+    """The script of this name: a file of this repository, and no link out of it. UsageError."""
+    for folder in FOLDERS:
+        path = folder / f"{name}.py"
+        if str(name).isidentifier() and path.is_file() and not path.is_symlink():
+            return path
+    raise UsageError(
+        f"the run was made by {name}.py, which is not beside predict.py: say where it lies with "
+        "--script PATH"
     )
-    program.model.metadata_props["trainkit"] = json.dumps(about)
-    program.model.metadata_props["weights"] = sha256_of(run_dir / "model.safetensors")
-    temporary.unlink(missing_ok=True)
-    program.save(temporary)
-    session = onnxruntime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
-    expected = predictor(inputs).numpy()
-    outputs = session.run(None, {"inputs": inputs.numpy()})[0]
-    difference = float(np.abs(outputs - expected).max() / max(1e-30, np.abs(expected).max()))
-    if not difference <= TOLERANCE:
-        temporary.unlink()
-        raise RunFailure(
-            f"onnxruntime and PyTorch differ by {difference:.2g}, more than "
-            f"{TOLERANCE:g}: the exported model was removed"
-        )
-    os.replace(temporary, path)
-    print(f"{path}: onnxruntime and PyTorch differ by {difference:.1g} on {len(inputs)} inputs")
-    return path
+
+
+def load_script(path: Path) -> Any:
+    """A script as a module, its folder on sys.path for what it imports. Raises UsageError."""
+    spec = importlib.util.spec_from_file_location("training_script", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UsageError(f"--script {path} is not a Python file")
+    sys.path.append(str(path.resolve().parent))
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # for dataclasses
+    spec.loader.exec_module(script)
+    return script
+
+
+def shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    """The shape of each tensor."""
+    return {name: tensor.shape for name, tensor in weights.items()}
 
 
 @dataclass
@@ -119,69 +181,60 @@ class Config:
     """folder of a finished run"""
     files: Positional[list[Path]] = field(default_factory=list)
     """pictures, or tables, of any kind that trains"""
+    script: Path | None = None
+    """that made the run, if it is not beside predict.py or in examples/"""
     as_is: bool = False
     """pictures look like the training pictures: resize them, no more"""
     encoding: str | None = None
     """of the tables, such as cp1252 (default: as in training)"""
-    export: Literal["onnx", "hub"] | None = None
-    """also write RUN_DIR/model.onnx, or RUN_DIR/hub/ for others to load"""
+    export: bool = False
+    """write RUN_DIR/export/: a model card, the weights, and model.onnx, which needs no PyTorch"""
     push: str | None = None
-    """OWNER/NAME, with --export hub: upload it to the Hub; spaces/OWNER/NAME makes a page there"""
+    """OWNER/NAME, with --export: also upload the folder to the Hugging Face Hub"""
     license: str | None = None
-    """with --export hub: of the weights, such as mit"""
+    """with --export: of the weights, such as mit"""
 
 
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict, or export."""
     config = parse(Config, argv)
-    if config.push and config.export != "hub":
-        raise UsageError("--push goes with --export hub")
-    if not config.files and config.export is None:
-        raise UsageError("name the files to predict, or --export onnx or hub")
-    predictor, about = load_run(config.run_dir)
+    if config.push and not config.export:
+        raise UsageError("--push goes with --export")
+    if not config.files and not config.export:
+        raise UsageError("name the files to predict, or --export")
+    predictor = load_run(config.run_dir, config.script)
     options = {name: vars(config)[name] for name in ("as_is", "encoding") if vars(config)[name]}
-    for name in options.keys() - inspect.signature(predictor.predict_file).parameters.keys():
-        raise UsageError(f"{flag(name)} means nothing to the models of {about['script']}.py")
-    with as_usage_error(f"{config.run_dir} cannot be exported"):
-        if config.export == "onnx":
-            export_onnx(predictor, about, config.run_dir)
-        if config.export == "hub":
-            from trainkit.tools import hub
-
-            folder = hub.write_hub(predictor, about, config.run_dir, config.license)
-            print(folder)
-            if config.push:
-                print(hub.push(folder, config.push))
+    for name in options.keys() - {*predictor.options}:
+        kind = predictor.metadata["input"]
+        raise UsageError(f"{flag(name)} means nothing to a model whose input is a {kind}")
     if (config.run_dir / "checkpoints").exists() and not (config.run_dir / "DONE").exists():
-        print(f"{config.run_dir} has not finished: these weights are of an earlier end of it")
+        print(f"{config.run_dir} has not finished: these weights are from the last time it did")
+    if config.export:
+        from trainkit.tools import export
+
+        with as_usage_error(f"{config.run_dir} cannot be exported"):
+            print(folder := export.write_export(predictor, config.run_dir, config.license))
+        if config.push:
+            print(export.push(folder, config.push))
+    predict_files(predictor, config.files, options)
+
+
+def predict_files(predictor: Any, paths: Sequence[Path], options: dict[str, Any]) -> None:
+    """Print what it says of each file. Raises UsageError in the end if one could not be used."""
     failed = 0
-    for path in config.files:
+    for path in paths:
         try:
-            with as_usage_error(f"{path} cannot be used with {config.run_dir}"):
+            with as_usage_error(f"{path} cannot be used"):
                 said = predictor.predict_file(path, **options)
             print(printable(said), flush=True)
         except UsageError as error:
-            if len(config.files) == 1:
+            if len(paths) == 1:
                 raise
             failed += 1
             print(printable(f"error: {error}"), flush=True)
     if failed:
-        raise UsageError(f"{failed} of {len(config.files)} files cannot be used")
-
-
-def _script(name: str) -> ModuleType:
-    """The training script that made the model: a file of this repository, and no link out of it."""
-    for folder in FOLDERS:
-        path = folder / f"{name}.py"
-        if str(name).isidentifier() and path.is_file() and not path.is_symlink():
-            sys.path.append(str(folder))
-            return importlib.import_module(name)
-    raise UsageError(f"the run was made by {name}.py, which is not beside predict.py")
-
-
-def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in weights.items()}
+        raise UsageError(f"{failed} of {len(paths)} files cannot be used")
 
 
 if __name__ == "__main__":

@@ -34,9 +34,6 @@ from torch.utils.data import DataLoader
 
 from trainkit.config import UNSET, MayChange, NonNegative, Schedule, Share, TrainingConfig, parse
 from trainkit.data.small import fit_to_size
-from trainkit.tools import plots
-from trainkit.tools.calibration import calibrate
-from trainkit.tools.photos import learn_framing, read_photo
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
@@ -93,6 +90,11 @@ class Deep(nn.Sequential):
 MODELS: dict[str, type] = {"compact": Compact, "lenet": LeNet, "wide": Wide, "deep": Deep}
 
 
+def make_model(metadata: dict[str, Any]) -> nn.Module:
+    """The untrained model that these metadata name; predict.py loads the saved weights into it."""
+    return MODELS[metadata["model"]](len(metadata["classes"]))
+
+
 @dataclass
 class Config(TrainingConfig):
     dataset: MayChange[str] = str(Path(__file__).parent / "data" / "mnist")
@@ -142,56 +144,30 @@ SMALL = {"max_shift": 3.0, "max_turn": 20.0}
 
 def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return training set, evaluation set and what is saved with the weights."""
-    # Imported here: predict.py, which uses Predictor alone, starts in a third of the time.
-    from trainkit.data.pictures import describe_values, load_images
+    # Imported here: predict.py, which needs make_model alone, starts in a third of the time.
+    from trainkit.data.pictures import describe_pictures, describe_values, load_images
 
     what, number = (SIZE, config.label), config.validation_split
     train_set, classes, *found = load_images(config.dataset, "train", *what, None, number)
     eval_set, _, *more = load_images(config.dataset, "test", *what, classes, number)
-    framing = learn_framing(SIZE, *found, *more)
+    pictures = describe_pictures(SIZE, *found, *more)
     plan = {
         "data": f"{config.dataset}, {len(classes)} classes: {shorten(classes)}",
-        "pictures": framing["read_as"],
+        "pictures": pictures["read_as"],
     }
-    if "RGB" in framing["read_as"]:
+    if "RGB" in pictures["read_as"]:
         plan["pictures"] += "; for their colour: examples/colour_pictures.py --dataset"
     if (num_read := found[0][1].total()) > len(train_set):
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
     plan |= describe_values(*found, *more)
     plan |= fit_to_size(config, len(train_set), LARGE, SMALL)
-    return train_set, eval_set, {"classes": classes, "pictures": framing, "plan": plan}
+    return train_set, eval_set, {"classes": classes, "pictures": pictures, "plan": plan}
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
     """Grey values 0 to 255 to mean 0 and standard deviation 1, channels last."""
     images = images.to(torch.float32, copy=True).sub_(255 * MEAN).mul_(1 / (255 * STD))
     return images.contiguous(memory_format=torch.channels_last)
-
-
-class Predictor(nn.Module):
-    """What predict.py uses and exports: uint8 (n, 1, SIZE, SIZE) to the classes' probabilities."""
-
-    def __init__(self, about: dict[str, Any]):
-        super().__init__()
-        self.model, self.about = MODELS[about["model"]](len(about["classes"])), about
-        self.calibration = {"temperature": 1.0, "threshold": 0.0} | about.get("calibration", {})
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # Calibrated: a temperature learned on the evaluation pictures makes 92 % mean 92 %.
-        return (self.model(normalise(images)) / self.calibration["temperature"]).softmax(1)
-
-    def example_inputs(self) -> torch.Tensor:
-        return torch.randint(0, 256, (64, 1, SIZE, SIZE), dtype=torch.uint8)
-
-    def predict_file(self, path: Path, as_is: bool = False) -> str:
-        """The most probable classes of a picture, or `unsure` before them. Raises UsageError."""
-        pixels, doubt = read_photo(path, SIZE, self.about["pictures"], as_is)
-        probabilities = self(pixels)[0]
-        best = zip(*probabilities.topk(min(3, len(probabilities))), strict=True)
-        first, *others = (f"{self.about['classes'][number]} {p:.2%}" for p, number in best)
-        if doubt or probabilities.max() < self.calibration["threshold"]:
-            first = f"unsure{f' ({doubt})' * bool(doubt)}, perhaps {first}"
-        return f"{path}: {first}" + (f"  (then {', '.join(others)})" if others else "")
 
 
 @functools.cache
@@ -258,20 +234,20 @@ def validate(
     outputs = accelerator.reduce(outputs, reduction="sum").cpu()
     assert (outputs[:, -1] == 1).all(), "a sample was evaluated twice or not at all"
     outputs = outputs[:, :-1]
-    prediction, probability = outputs.argmax(1), outputs.softmax(1).amax(1)
+    prediction = outputs.argmax(1)
     metrics = {
         "eval_loss": accelerator.reduce(loss_sum, reduction="sum").item() / len(targets),
         "eval_accuracy": (prediction == targets).double().mean().item(),
         "eval_samples": len(targets),
     }
+    # From these trainkit/tools draw, and predict.py learns how sure the model may be.
     predictions = {
+        "logits": outputs,
         "prediction": prediction,
         "target": targets,
-        "probability": probability,
-        "mistake_images": pictures[plots.worst_mistakes(prediction, targets, probability)],
+        "image": pictures,
     }
-    # Calibration makes 92 % mean 92 %; predict.py uses it.
-    return metrics, predictions, {"classes": classes, "calibration": calibrate(outputs, targets)}
+    return metrics, predictions, {"classes": classes}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -279,17 +255,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "mnist") as run:  # creates run.accelerator; cleans up on exit
         accelerator = run.accelerator
-        train_set, eval_set, about = run.load(load_data)
+        train_set, eval_set, metadata = run.load(load_data)
+        metadata |= {"input": "picture", "size": SIZE, "mean": MEAN, "std": STD}
+        metadata |= {"script": Path(__file__).stem, "model": config.model}
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
-        model = MODELS[config.model](len(about["classes"])).to(memory_format=torch.channels_last)
+        model = make_model(metadata).to(memory_format=torch.channels_last)
         optimizer = make_optimizer(accelerator, model.parameters(), config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        known = {"size": SIZE, "mean": MEAN, "std": STD}
-        about |= {"script": Path(__file__).stem, "model": config.model} | known
-        run.begin(model, about, about.pop("plan"))  # locks the run folder, loads the checkpoint
+        plan = metadata.pop("plan")
+        run.begin(model, metadata, plan)  # locks the run folder, loads the checkpoint
 
         for epoch in run.epochs():
             for images, labels, indices in run.steps(train_loader):
@@ -313,10 +290,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 )
                 if run.must_save():  # --save-every, or a signal to any process
                     run.save()  # accelerator.save_state; after a signal it ends the run with 75
-            results = validate(accelerator, model, eval_loader, eval_set, about["classes"])
+            results = validate(accelerator, model, eval_loader, eval_set, metadata["classes"])
             run.end_epoch(*results)
 
-        metrics = run.finish(f"python app.py {config.run_dir}", plots.draw_run)
+        metrics = run.finish(f"python app.py {config.run_dir}")
     if config.target_accuracy is not None and metrics["eval_accuracy"] < config.target_accuracy:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics

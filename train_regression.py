@@ -32,8 +32,6 @@ from torch.utils.data import DataLoader
 
 from trainkit.config import Count, MayChange, NonNegative, Rule, Schedule, parse
 from trainkit.data import tables
-from trainkit.tools import plots
-from trainkit.tools.predictions import add_predictions
 
 Widths = Annotated[
     list[int],
@@ -60,6 +58,12 @@ class MLP(nn.Sequential):
 
 
 MODELS: dict[str, type] = {"linear": Linear, "mlp": MLP}
+
+
+def make_model(metadata: dict[str, Any]) -> nn.Module:
+    """The untrained model that these metadata name; predict.py loads the saved weights into it."""
+    sizes = len(metadata["features"]), len(metadata["targets"])
+    return MODELS[metadata["model"]](*sizes, metadata["hidden"])
 
 
 def measure(prediction: np.ndarray, truth: np.ndarray, baseline: np.ndarray) -> dict[str, float]:
@@ -131,34 +135,9 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     return tables.make_sets(*load(config), config)
 
 
-class Predictor(nn.Module):
-    """What predict.py uses and exports: features (n, columns) to targets, in the table's units."""
-
-    def __init__(self, about: dict[str, Any]):
-        super().__init__()
-        self.about = about
-        self.model = MODELS[about["model"]](
-            len(about["features"]), len(about["targets"]), about["hidden"]
-        )
-        for name in ("feature_mean", "feature_std", "target_mean", "target_std"):
-            self.register_buffer(name, torch.tensor(about[name], dtype=torch.float64))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = self.model(((inputs - self.feature_mean) / self.feature_std).float())
-        return (outputs * self.target_std + self.target_mean).to(inputs.dtype)
-
-    def example_inputs(self) -> torch.Tensor:
-        # float64: float32 cannot tell ids or times in milliseconds apart.
-        return torch.randn(64, len(self.feature_mean)) * self.feature_std + self.feature_mean
-
-    def predict_file(self, path: Path, encoding: str | None = None) -> str:
-        """Write TABLE_predictions.csv: the rows of a table and a column for each target."""
-        return add_predictions(path, self.about, lambda inputs: self(inputs).numpy(), encoding)
-
-
-def in_own_unit(values: torch.Tensor, about: dict[str, Any], kind: str = "target") -> np.ndarray:
+def in_own_unit(values: torch.Tensor, metadata: dict[str, Any], kind: str = "target") -> np.ndarray:
     """Undo the standardisation of targets, outputs or features, float64."""
-    return values.double().numpy() * about[f"{kind}_std"] + about[f"{kind}_mean"]
+    return values.double().numpy() * metadata[f"{kind}_std"] + metadata[f"{kind}_mean"]
 
 
 @torch.inference_mode()
@@ -168,7 +147,7 @@ def validate(
     loader: DataLoader,
     eval_set: InMemory,
     loss: str,
-    about: dict[str, Any],
+    metadata: dict[str, Any],
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, Any]]:
     """Return eval_loss, eval_samples and, in the units of the targets, what measure() gives.
 
@@ -187,19 +166,23 @@ def validate(
     outputs = accelerator.reduce(outputs, reduction="sum").cpu()
     assert (outputs[:, -1] == 1).all(), "a sample was evaluated twice or not at all"
     outputs = outputs[:, :-1]
-    prediction, target = in_own_unit(outputs, about), in_own_unit(targets, about)
+    prediction, target = in_own_unit(outputs, metadata), in_own_unit(targets, metadata)
     metrics = {
         "eval_loss": LOSSES[loss](outputs.double(), targets.double()).item(),
-        **measure(prediction, target, np.asarray(about["baseline"])),
+        **measure(prediction, target, np.asarray(metadata["baseline"])),
         "eval_samples": len(targets),
     }
     predictions = {
         "index": rows,
-        "feature": torch.from_numpy(in_own_unit(features, about, "feature")),
+        "feature": torch.from_numpy(in_own_unit(features, metadata, "feature")),
         "prediction": torch.from_numpy(prediction),
         "target": torch.from_numpy(target),
     }
-    return metrics, predictions, {"targets": about["targets"], "feature": about["features"][0]}
+    return (
+        metrics,
+        predictions,
+        {"targets": metadata["targets"], "feature": metadata["features"][0]},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -207,18 +190,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "regression") as run:  # creates run.accelerator
         accelerator = run.accelerator
-        train_set, eval_set, about = run.load(load_data)
+        train_set, eval_set, metadata = run.load(load_data)
+        metadata |= {"input": "table", "script": Path(__file__).stem, "model": config.model}
+        metadata["hidden"] = config.hidden if config.model == "mlp" else []
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
-        model = MODELS[config.model](len(about["features"]), len(about["targets"]), config.hidden)
+        model = make_model(metadata)
         optimizer = make_optimizer(accelerator, model.parameters(), config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        about |= {"script": Path(__file__).stem, "model": config.model}
-        about["hidden"] = config.hidden if config.model == "mlp" else []
-        plan = about.pop("plan") | {"loss": config.loss}
-        run.begin(model, about, plan)  # locks the run folder, loads the checkpoint
+        plan = metadata.pop("plan") | {"loss": config.loss}
+        run.begin(model, metadata, plan)  # locks the run folder, loads the checkpoint
 
         for _ in run.epochs():
             for features, targets, *_ in run.steps(train_loader):
@@ -232,10 +215,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 run.add(loss=losses)
                 if run.must_save():  # --save-every, or a signal to any process
                     run.save()  # accelerator.save_state; after a signal it ends the run with 75
-            results = validate(accelerator, model, eval_loader, eval_set, config.loss, about)
+            results = validate(accelerator, model, eval_loader, eval_set, config.loss, metadata)
             run.end_epoch(*results)
 
-        metrics = run.finish(f"python app.py {config.run_dir}", plots.draw_run)
+        metrics = run.finish(f"python app.py {config.run_dir}")
     if config.target_r2 is not None and metrics["eval_r2"] < config.target_r2:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics

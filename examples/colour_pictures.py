@@ -97,8 +97,8 @@ def load_data(config: Config) -> tuple:
 def make_model(accelerator: Accelerator, norm: str, num_classes: int) -> nn.Module:
     """ResNet-18, with GroupNorm in the place of BatchNorm unless that is asked for.
 
-    BatchNorm takes the statistics of what a process has at a time: the losses depend on how many
-    processes and micro-batches there are, with SyncBatchNorm (on GPUs) on the micro-batches alone.
+    BatchNorm uses the mean and variance of one process's micro-batch, so all losses depend on how
+    a batch is split; with SyncBatchNorm, which only GPUs have, on the micro-batches alone.
     """
     layer = nn.BatchNorm2d if norm == "batch" else functools.partial(nn.GroupNorm, 8)
     model = resnet18(num_classes=num_classes, norm_layer=layer, zero_init_residual=True)

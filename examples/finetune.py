@@ -24,7 +24,7 @@ from trainkit.cli.text import first_sentence
 from trainkit.config import Count, MayChange, Schedule, TrainingConfig, parse
 from trainkit.data import conversations
 from trainkit.errors import as_usage_error
-from trainkit.tools.pretrained import stop_at, write_pretrained
+from trainkit.run_dir.pretrained import stop_at, write_pretrained
 
 
 @dataclass

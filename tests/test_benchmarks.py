@@ -73,15 +73,15 @@ def test_ways_take_turns_and_what_warms_up_does_not_count() -> None:
     assert seen == [*"ababab"]
 
 
-# Flags that make it short, and the first cells of its rows.
+# Flags that make it short, and the first words of its rows.
 TABLES = {
     "loop_overhead": ("--rounds 1 --steps 20", "bare schedule loader script"),
     "throughput": ("--models compact --precisions bf16 --rounds 1 --steps 3", "compact"),
     "tokens": ("--rounds 1 --steps 4", "no bf16"),
     "sharded": ("--rounds 1 --steps 4 --layers 2 --width 64", "2cpu 2cpu_fsdp"),
     "scaling": ("--model compact --steps 2 --rounds 1", "1 2"),
-    "growth": ("--sizes 1000 2000 --rounds 1", "1,000 2,000"),
-    "checkpoint_cost": ("--rounds 2", ""),
+    "growth": ("--sizes 1000 2000 --rounds 1", "kit"),
+    "checkpoint_cost": ("--rounds 2", "bare durable"),
     "time_to_accuracy": ("--seeds 2 --stop-after-steps 1", "train_mnist.py"),
     "peers": ("--only accelerate fast --pictures 700", "accelerate fast"),
 }
@@ -93,7 +93,8 @@ TABLES = {
 def test_a_benchmark_prints_its_table(name: str) -> None:
     flags, first = TABLES[name]
     rows = table(name, *flags.split(), timeout=600)
-    assert [row[0] for row in rows] == first.split() and all(number(row[-1]) > 0 for row in rows)
+    assert {row[0].split()[0] for row in rows} == {*first.split()}
+    assert all(number(row[-1]) > 0 for row in rows)
 
 
 def test_peers_find_the_shipped_pictures_and_the_same_network(

@@ -180,9 +180,10 @@ import torch
 from accelerate import Accelerator
 from conftest import forget_accelerator
 from emulate import ledger
-from trainkit.checks.finite import Position
+from trainkit.checkpoint import Progress
 from trainkit.step import Step
-args = SimpleNamespace(clip_norm=float("inf"), batch_size=5, accumulate=1, seed=0)
+shared = dict(batch_size=5, accumulate=1, seed=0, drop_last=False)
+config = SimpleNamespace(clip_norm=float("inf"), **shared)
 signals = SimpleNamespace(wait=lambda: print("behind"), barrier=lambda: print("here"))
 ledger.wait = lambda what: print("device")
 for precision in ("no", "fp16"):
@@ -191,12 +192,12 @@ for precision in ("no", "fp16"):
     weight = torch.nn.Parameter(torch.ones(5, device="cuda"))
     fused = None if accelerator.scaler else True
     optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1, fused=fused))
-    step = Step(accelerator, args, 10, signals, [])
+    step = Step(accelerator, config, signals, [], range(10))
     print(precision)
     for batch in range(2):
-        step.start(0, batch, Position(batch + 1))
+        step.start(Progress(step=batch, batch=batch))
         step.start_micro_batch()
-        accelerator.backward(step.mean(weight, None))
+        accelerator.backward(step.mean(weight, None, None))
         step.clip_and_check(optimizer)
         optimizer.step()
         step.finish()

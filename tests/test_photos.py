@@ -14,7 +14,6 @@ from conftest import ROOT
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 import predict
-from trainkit.data.pictures import load_images
 from trainkit.tools.calibration import calibrate
 
 KINDS = ("uneven light", "on a table", "pencil", "coloured ink", "lined", "turned", "no contrast")
@@ -104,7 +103,7 @@ def no_digits(digits: list[tuple[Image.Image, int]], rng: np.random.Generator) -
 
 
 def answers(run_dir: Path, pictures: list[Image.Image], folder: Path) -> list[str]:
-    predictor, _ = predict.load_run(run_dir)
+    predictor = predict.load_run(run_dir)
     said = []
     for number, picture in enumerate(pictures):
         path = folder / f"{number}.png"
@@ -148,12 +147,12 @@ def calibration_error(probability: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def test_ninety_two_per_cent_means_ninety_two_per_cent(run_dir: Path) -> None:
-    predictor, about = predict.load_run(run_dir)
-    pictures, truth = load_images(str(ROOT / "data" / "mnist"), "test", 28)[0].tensors
+    predictor = predict.load_run(run_dir)
+    pictures, truth = (predictor.evaluated[name] for name in ("image", "target"))
     with torch.inference_mode():
         probability, answer = predictor(pictures).max(1)
     assert calibration_error(probability, answer == truth) <= 0.006
-    assert 0.3 < about["calibration"]["temperature"] < 0.9  # label smoothing makes it too modest
+    assert 0.3 < predictor.calibration["temperature"] < 0.9  # label smoothing makes it too modest
 
 
 def test_calibration_finds_the_temperature_of_exact_probabilities() -> None:

@@ -162,8 +162,9 @@ def test_a_layout_is_read_as_it_was_meant_and_its_files_alike_by_predict(
     assert about["classes"] == classes
     assert read_as in (None, about["pictures"]["read_as"])
     assert (len(train_set), len(eval_set)) == (60, 17)
+    framing = photos.learn_framing(eval_set.tensors[0]) | about["pictures"]
     for path, pixels in zip(files(tmp_path), eval_set.tensors[0], strict=True):
-        assert torch.equal(photos.read_picture(path, 28, about["pictures"])[0], pixels), path
+        assert torch.equal(photos.read_photo(path, 28, framing)[0][0], pixels), path
     if len(classes) == 3:
         words = {"5": "three", "6": "one", "7": "two"}
         names = [words.get(classes[n], classes[n]) for n in eval_set.tensors[1]]
@@ -230,7 +231,7 @@ def test_a_bad_file_is_one_sentence_with_its_name(name: str, tmp_path: Path) -> 
     assert name in str(raised.value) and "\n" not in str(raised.value)
     seen = {"shape": [28, 28], "border": [0, 0], "frame": None}
     with pytest.raises(UsageError, match=message) as raised:
-        photos.read_picture(path, 28, seen)
+        photos.read_photo(path, 28, seen)
     assert name in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -449,14 +450,16 @@ def test_what_is_learned_of_pictures_is_theirs_alone() -> None:
         assert looks[name][:2] == pytest.approx([value] * 2, abs=1e-6)
     assert looks["border"][:2] == [0, 1] and np.isnan([looks["border"][2], looks["x"][2]]).all()
     kinds = Counter(["28 x 28 L"] * 3)
-    seen = photos.learn_framing(28, (pixels[:2], kinds), (pixels[2:], kinds))
-    assert seen["border"] == [0, 1] and seen["shape"] == [28, 28]
+    seen = photos.learn_framing(pixels[:, None])
+    assert seen["border"] == [0, 1] and 0 < seen["most_ink"] < 1
     assert seen["frame"] == pytest.approx([20 / 28, 0.5, 0.5], abs=1e-6)
-    learned = photos.learn_framing(28, (pixels, Counter(["2 x 2 L", "3 x 3 L", "2 x 2 L"])))
-    assert learned["read_as"] == "2 x 2 L and 1 other kinds read as 28 x 28 grey"
-    assert learned["shape"] is None and learned["frame"] is None and 0 < learned["most_ink"] < 1
+    assert pictures.describe_pictures(28, (pixels, kinds))["shape"] == [28, 28]
+    mixed = Counter(["2 x 2 L", "3 x 3 L", "2 x 2 L"])
+    described = pictures.describe_pictures(28, (pixels[2:], kinds), (pixels, mixed))
+    assert described["shape"] is None
+    assert described["read_as"] == "28 x 28 L and 2 other kinds read as 28 x 28 grey"
     with pytest.raises(UsageError, match="of one grey value"):
-        photos.learn_framing(28, (pixels[2:], kinds))
+        pictures.describe_pictures(28, (pixels[2:], kinds))
 
 
 def test_pictures_of_every_mode_keep_their_values_in_grey_and_in_colour(tmp_path: Path) -> None:

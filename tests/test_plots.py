@@ -9,11 +9,10 @@ import torch
 from conftest import NUM_TEST, rows, saved
 from PIL import Image
 
-from trainkit.data.pictures import load_images
 from trainkit.errors import UsageError
-from trainkit.run_dir import curves, records
+from trainkit.run_dir import records
 from trainkit.run_dir.weights import write_tensors
-from trainkit.tools import plots
+from trainkit.tools import curves, plots
 
 FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5)
 
@@ -75,17 +74,18 @@ def test_confusion_of_300_classes_is_a_picture_of_the_usual_size() -> None:
 
 
 def test_mistakes_are_the_most_confident_of_the_mistakes(
-    folders: tuple[Path, Path], small_mnist: Path
+    folders: tuple[Path, Path],
 ) -> None:
     tensors, metadata = saved(folders[0], "predictions")
-    said, truth, probability = (tensors[k] for k in ("prediction", "target", "probability"))
-    worst = plots.worst_mistakes(said, truth, probability)
+    said, truth, logits = (tensors[k] for k in ("prediction", "target", "logits"))
+    probability = logits.softmax(1).amax(1)
+    worst, shown = plots.worst_mistakes(tensors)
     expected = sorted((said != truth).nonzero().flatten(), key=lambda i: -probability[i])
-    assert probability[worst].tolist() == [probability[i] for i in expected[: plots.NUM_MISTAKES]]
-    data, *_ = load_images(str(small_mnist), "test", 28)
-    assert torch.equal(tensors["mistake_images"], data.tensors[0][worst])
-    panels = plots.draw_mistakes(tensors, metadata["classes"]).axes
-    assert [axes.get_title() for axes in panels if axes.images] == [
+    assert shown.tolist() == [probability[i] for i in expected[: plots.NUM_MISTAKES]]
+    panels = [p for p in plots.draw_mistakes(tensors, metadata["classes"]).axes if p.images]
+    for panel, index in zip(panels, worst, strict=True):
+        assert (panel.images[0].get_array() == tensors["image"][index, 0].numpy()).all()
+    assert [axes.get_title() for axes in panels] == [
         f"predicted {said[i]}, {probability[i]:.2%}\ntrue {truth[i]}" for i in worst
     ]
 
@@ -152,8 +152,9 @@ def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: 
 def test_mistakes_are_shown_in_colour_if_they_have_colours() -> None:
     images = torch.arange(3 * 20 * 20, dtype=torch.uint8).view(1, 3, 20, 20)
     said, truth = torch.tensor([[0, 1], [1, 1]])
-    tensors = {"prediction": said, "target": truth, "probability": torch.tensor([0.9, 0.8])}
-    tensors["mistake_images"] = images
+    logits = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
+    tensors = {"prediction": said, "target": truth, "logits": logits}
+    tensors["image"] = images.expand(2, -1, -1, -1)
     axes, *_ = plots.draw_mistakes(tensors, ["top left", "top right"]).axes
     assert axes.get_title() == "predicted top left, 90.00%\ntrue top right"
     (shown,) = axes.images

@@ -19,10 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import predict
-from trainkit.data.pictures import load_images
-from trainkit.errors import RunFailure, UsageError
+from trainkit.errors import UsageError
 from trainkit.run_dir import records
-from trainkit.tools.photos import read_picture
+from trainkit.run_dir.weights import write_tensors
+from trainkit.tools.photos import read_photo
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +69,16 @@ def in_many_forms(digit: Image.Image, folder: Path) -> dict[str, Path]:
 def test_the_digit_is_told_from_any_size_mode_and_polarity(
     run_dir: Path, pictures: list, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    model, about = predict.load_run(run_dir)
+    predictor = predict.load_run(run_dir)
     right, num_digits = {}, 0
     for digit, label in pictures[:10]:
         paths = in_many_forms(digit, tmp_path)
-        probability, prediction = classify(model, paths["same.png"], about)
+        probability, prediction = classify(predictor, paths["same.png"])
         if prediction != label or probability < 0.9:
             continue  # what the model is unsure of proves nothing about the files
         num_digits += 1
         for name, path in paths.items():
-            right[name] = right.get(name, 0) + (classify(model, path, about)[1] == label)
+            right[name] = right.get(name, 0) + (classify(predictor, path)[1] == label)
     assert num_digits > 5
     for name in ("same.png", "negative.png", "sixteen_bits.png"):
         assert right[name] == num_digits, name
@@ -91,14 +91,14 @@ def test_the_digit_is_told_from_any_size_mode_and_polarity(
     assert second.startswith(f"{paths['page.jpg']}: ")
 
 
-def classify(model: torch.nn.Module, path: Path, about: dict) -> tuple[float, int]:
+def classify(predictor: predict.PicturePredictor, path: Path) -> tuple[float, int]:
     with torch.inference_mode():
-        best = model(read_picture(path, 28, about["pictures"]))[0].max(0)
+        best = predictor(read_photo(path, 28, predictor.framing)[0])[0].max(0)
     return best.values.item(), best.indices.item()
 
 
 def test_predictions_are_those_of_the_last_evaluation(run_dir: Path, pictures: list) -> None:
-    model, _ = predict.load_run(run_dir)
+    model = predict.load_run(run_dir)
     pixels = torch.stack([torch.from_numpy(np.array(digit)) for digit, _ in pictures])
     with torch.inference_mode():
         probability, prediction = model(pixels[:, None]).max(1)
@@ -106,43 +106,11 @@ def test_predictions_are_those_of_the_last_evaluation(run_dir: Path, pictures: l
         raw = model(pixels[:, None]).amax(1)
     tensors, _ = saved(run_dir, "predictions")
     assert torch.equal(prediction, tensors["prediction"])
-    assert torch.allclose(raw, tensors["probability"], atol=1e-5)
+    assert torch.equal(pixels[:, None], tensors["image"])
+    assert torch.allclose(raw, tensors["logits"].softmax(1).amax(1), atol=1e-5)
     assert not torch.allclose(raw, probability)
     accuracy = sum(p == label for p, (_, label) in zip(prediction.tolist(), pictures, strict=True))
     assert accuracy == round(rows(run_dir)[-1]["eval_accuracy"] * NUM_TEST)
-
-
-def test_onnx_and_pytorch_agree_on_all_test_pictures(run_dir: Path, small_mnist: Path) -> None:
-    for package in predict.ONNX_PACKAGES:
-        pytest.importorskip(package)
-    import onnx
-    import onnxruntime
-
-    predict.main([str(run_dir), "--export", "onnx"])
-    pixels = load_images(str(small_mnist), "test", 28)[0].tensors[0]
-    session = onnxruntime.InferenceSession(run_dir / "model.onnx")
-    outputs = torch.from_numpy(session.run(None, {"inputs": pixels.numpy()})[0])
-    model, about = predict.load_run(run_dir)
-    with torch.inference_mode():
-        expected = model(pixels)
-    assert torch.equal(outputs.argmax(1), expected.argmax(1))
-    assert (outputs - expected).abs().max() <= 1e-5
-    assert torch.allclose(outputs.sum(1), torch.ones(NUM_TEST), atol=1e-5)
-    saved = {item.key: item.value for item in onnx.load(run_dir / "model.onnx").metadata_props}
-    assert json.loads(saved["trainkit"])["classes"] == about["classes"] == list("0123456789")
-
-
-def test_an_export_that_differs_is_removed(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for package in predict.ONNX_PACKAGES:
-        pytest.importorskip(package)
-    model, about = predict.load_run(run_dir)
-    shutil.copy(run_dir / "model.safetensors", tmp_path)
-    monkeypatch.setattr(predict, "TOLERANCE", -1.0)
-    with torch.inference_mode(), pytest.raises(RunFailure, match="differ by"):
-        predict.export_onnx(model, about, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_weights_of_an_unfinished_run_are_said_to_be(
@@ -154,12 +122,6 @@ def test_weights_of_an_unfinished_run_are_said_to_be(
     (copy / "DONE").unlink()
     predict.main([str(copy), str(tmp_path / "0.png")])
     assert f"{copy} has not finished" in capsys.readouterr().out
-
-
-def test_a_missing_onnx_package_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predict, "ONNX_PACKAGES", ("onnx", "no_such_package"))
-    with pytest.raises(UsageError, match=r"pip install .*no_such_package"):
-        predict.main([str(run_dir), "--export", "onnx"])
 
 
 def forge(run_dir: Path, folder: Path, **changes: object) -> Path:
@@ -234,17 +196,40 @@ def test_a_script_elsewhere_is_not_run(
         path.write_text("raise AssertionError('it was run')")
     (home / "link.py").symlink_to(tmp_path / "evil.py")
     monkeypatch.setattr(predict, "FOLDERS", (home,))
-    with pytest.raises(UsageError, match=r"is not beside predict\.py|is not a model"):
+    with pytest.raises(
+        UsageError, match=r"is not beside predict\.py: .* --script PATH|is not a model"
+    ):
         predict.load_run(forge(run_dir, tmp_path / "forged", script=name))
 
 
-def test_a_script_without_a_predictor_gets_one_sentence(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "train_mine.py").write_text("MODELS = {}\n")
-    monkeypatch.setattr(predict, "FOLDERS", (tmp_path,))
-    with pytest.raises(UsageError, match=r"train_mine\.py, which made the run, has no class Pred"):
-        predict.load_run(forge(run_dir, tmp_path / "forged", script="train_mine"))
+def test_a_script_that_predict_cannot_use_gets_one_sentence(run_dir: Path, tmp_path: Path) -> None:
+    script, forged = tmp_path / "train_mine.py", forge(run_dir, tmp_path / "forged")
+    for source, message in (
+        ("MODELS = {}", r"needs two things of it: make_model\(metadata\), and \"input\""),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ):
+        script.write_text(source)
+        with pytest.raises(UsageError, match=message):
+            predict.load_run(forged, script)
+    with pytest.raises(UsageError, match=r"--script .* is not a Python file"):
+        predict.load_run(forged, tmp_path / "absent.py")
+    with pytest.raises(UsageError, match="one of picture, table"):
+        predict.load_run(forge(run_dir, tmp_path / "sound", input="sound"))
+
+
+def test_a_run_of_an_earlier_version_is_told_of(run_dir: Path, tmp_path: Path) -> None:
+    """It did not say its kind, and had the calibration and the framing in the metadata."""
+    framing = {"read_as": "", "shape": [28, 28], "border": [0, 0], "frame": [0.7, 0.5, 0.5]}
+    old = forge(run_dir, tmp_path / "old", input=None, pictures={**framing, "most_ink": 0.3})
+    said = {"classes": [*"0123456789"], "calibration": {"temperature": 0.5, "threshold": 0.25}}
+    write_tensors(old / records.PREDICTIONS, {"probability": torch.ones(3)}, said)
+    predictor = predict.load_run(old)
+    assert predictor.calibration == said["calibration"] and predictor.framing["most_ink"] == 0.3
+    page = Image.new("L", (90, 60), "white")
+    page.paste(20, (40, 10, 46, 50))
+    page.save(tmp_path / "page.png")
+    with torch.inference_mode():
+        assert predictor.predict_file(tmp_path / "page.png")
 
 
 @pytest.mark.parametrize(
@@ -254,6 +239,7 @@ def test_a_script_without_a_predictor_gets_one_sentence(
         ({"model": "wide"}, "not those of the model that it names"),
         ({"classes": ["a"] * 10**6}, "not those of the model that it names"),
         ({"classes": 3}, "TypeError"),
+        ({"input": ["picture"]}, "TypeError"),
     ],
 )
 def test_metadata_that_do_not_fit_the_weights_are_one_sentence(
@@ -318,17 +304,5 @@ def test_a_table_gets_its_predictions_beside_its_rows(
         predict.main([str(run_dir), str(path)])
     with pytest.raises(UsageError, match=r"absent\.csv cannot be read"):
         predict.main([str(run_dir), str(path.with_name("absent.csv"))])
-    with pytest.raises(UsageError, match="--as-is means nothing to the models of train_regression"):
+    with pytest.raises(UsageError, match="--as-is means nothing to a model whose input is a table"):
         predict.main([str(run_dir), "--as-is", str(path)])
-
-
-def test_onnx_and_pytorch_agree_on_a_table(
-    table_run: tuple[Path, Path, list[dict[str, str]]],
-) -> None:
-    for package in predict.ONNX_PACKAGES:
-        pytest.importorskip(package)
-    predict.main([str(table_run[0]), "--export", "onnx"])
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(table_run[0] / "model.onnx")
-    assert session.get_inputs()[0].type == "tensor(double)"  # float32 cannot tell times apart

@@ -63,6 +63,7 @@ SETTINGS = {
     "torch.backends.cuda.matmul.allow_tf32",
     "torch.backends.cudnn.allow_tf32",
     "Image.MAX_IMAGE_PIXELS",
+    "config.__class__",
     "config.eos_token_id",
     "wrap.subsequent_indent",
 }

@@ -60,6 +60,11 @@ def test_imports_only_run_down(path: Path) -> None:
             assert theirs <= layer(own), f"{own} imports {name}"
 
 
+def test_training_does_not_know_what_shows_its_results() -> None:
+    for path in (*ROOT.glob("train_*.py"), *(ROOT / "examples").glob("*.py")):
+        assert not [name for name in imported(path) if name.startswith("trainkit.tools")], path
+
+
 def test_nothing_but_scripts_imports_run() -> None:
     for path in KIT:
         assert not [n for n in imported(path) if n.startswith("trainkit.run.")], path

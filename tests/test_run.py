@@ -313,7 +313,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_sentence(
         assert (run_dir / "DONE").exists()
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
-    monkeypatch.setattr("trainkit.run_dir.curves.draw_curves", fail)
+    monkeypatch.setattr("trainkit.tools.curves.draw_curves", fail)
     train("--run-dir", tmp_path, "--pictures")
     assert "the pictures were not drawn: ModuleNotFoundError: No module" in capfd.readouterr().out
 

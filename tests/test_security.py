@@ -25,7 +25,7 @@ from trainkit.launch import startup
 from trainkit.run_dir import files, records
 from trainkit.run_dir.manifest import sha256_of, verify, write_manifest
 from trainkit.run_dir.weights import read_weights, write_tensors
-from trainkit.tools import hub, photos, plots
+from trainkit.tools import photos, plots
 
 PRECIOUS = "what nobody may touch"
 
@@ -85,7 +85,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "pytorch_model.bin": lambda path: read_weights(path, torch.nn.Linear(1, 1)),
     "predictions.safetensors": records.load_predictions,
     "metrics.jsonl": lambda path: plots.main([str(path.parent)]),
-    "picture.png": lambda path: photos.read_picture(path, 28, {}),
+    "picture.png": lambda path: photos.read_photo(path, 28, {}),
     **{f"table.{kind}": lambda path: tables.read_table(str(path), str(path))
        for kind in ("parquet", "json", "csv.gz")},
 }  # fmt: skip
@@ -128,7 +128,7 @@ def run_dir(tmp_path: Path) -> Path:
     }
     folder = tmp_path / "run"
     folder.mkdir()
-    weights = train_mnist.Predictor(about).model.state_dict()
+    weights = train_mnist.make_model(about).state_dict()
     write_tensors(folder / "model.safetensors", weights, about)
     return folder
 
@@ -148,17 +148,6 @@ def test_names_do_not_steer_the_terminal(
     assert said.err == f"error: {tmp_path}/\\x1b[31m.png\n"
     assert not {"\x1b", "\x07", "\r", "\u202e"} & {*said.out, *said.err}
     assert names(tmp_path) == ["\x1b[31m.png", "run"]
-
-
-def test_the_page_asks_no_network_for_the_data_that_a_run_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = {"dataset": "someone/pictures", "label": None}
-    (tmp_path / "run.json").write_text(json.dumps({"arguments": arguments}))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 1.0, "eval_samples": 9}\n')
-    monkeypatch.setattr(hub, "load_images", lambda *args: pytest.fail(f"asked for {args[0]}"))
-    about = {"size": 28, "classes": ["a", "b"], "pictures": {}}
-    assert hub.describe_run(tmp_path, about)["examples"] == {}
 
 
 @pytest.mark.parametrize("row", ["[]", '{"step": "x", "train_loss": [1]}'])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import posix_only
 
+import predict
 import train_regression
 from trainkit.config import parse
 from trainkit.data import tables
@@ -104,14 +105,14 @@ READ = {
 }  # fmt: skip
 
 
-def untrained(about: dict[str, Any]) -> train_regression.Predictor:
+def untrained(about: dict[str, Any]) -> predict.TablePredictor:
     torch.manual_seed(0)
-    return train_regression.Predictor(about | {"model": "linear", "hidden": []}).requires_grad_(
-        False
-    )
+    metadata = about | {"model": "linear", "hidden": []}
+    model = train_regression.make_model(metadata)
+    return predict.TablePredictor(model, metadata, {}).requires_grad_(False)
 
 
-def predicted(model: train_regression.Predictor, path: Path) -> pd.DataFrame:
+def predicted(model: predict.TablePredictor, path: Path) -> pd.DataFrame:
     """The table that is written beside that of `path`."""
     output = Path(model.predict_file(path).splitlines()[0].split("  (")[0])
     assert output.parent == path.parent and output.name.lower().endswith("_predictions.csv")
@@ -283,7 +284,7 @@ def test_means_come_from_the_training_rows_alone(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> train_regression.Predictor:
+def model(tmp_path_factory: pytest.TempPathFactory) -> predict.TablePredictor:
     """Of columns of every kind, from a Parquet file."""
     path = tmp_path_factory.mktemp("tables") / "t.parquet"
     frame(200).to_parquet(path)
@@ -300,7 +301,7 @@ def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["t.parquet", "lines.jsonl", "commas.csv"])
 def test_what_is_no_feature_comes_back_as_it_was_written(
-    name: str, model: train_regression.Predictor, tmp_path: Path
+    name: str, model: predict.TablePredictor, tmp_path: Path
 ) -> None:
     ids = ["1152921504606846977", "", "3"]
     table = frame(3).assign(id=pd.array([2**60 + 1, None, 3], "Int64"), note=["NA", "null", "x"])
@@ -327,7 +328,7 @@ def test_a_category_is_known_again_in_a_table_that_lacks_another(
 
 
 def test_two_tables_with_one_answer_file_keep_the_first(
-    model: train_regression.Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: predict.TablePredictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in (("commas.csv", 5), ("t.parquet", 9)):
         FORMS[name](frame(size), tmp_path / f"t{Path(name).suffix}")
@@ -339,7 +340,7 @@ def test_two_tables_with_one_answer_file_keep_the_first(
 
 
 def test_what_a_prediction_cannot_know_is_said(
-    model: train_regression.Predictor, tmp_path: Path
+    model: predict.TablePredictor, tmp_path: Path
 ) -> None:
     path = tmp_path / "t.csv"
     frame(5).assign(city=["Mars", "Venus"] * 2 + ["Mars"]).to_csv(path, index=False)
@@ -359,7 +360,7 @@ def test_what_a_prediction_cannot_know_is_said(
 
 
 def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(
-    model: train_regression.Predictor, tmp_path: Path
+    model: predict.TablePredictor, tmp_path: Path
 ) -> None:
     path = tmp_path / "t.csv"
     frame(5).to_csv(path, index=False)
@@ -415,7 +416,7 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(
 
 
 def test_the_folder_at_hand_is_predicted_and_its_first_rows_shown_in_79_columns(
-    model: train_regression.Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: predict.TablePredictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "new").mkdir()
     table = frame(9).drop(columns="y").assign(note="said at length " * 9)
@@ -432,7 +433,7 @@ def test_the_folder_at_hand_is_predicted_and_its_first_rows_shown_in_79_columns(
 
 @posix_only  # links
 def test_predictions_are_safe_to_open_in_a_spreadsheet(
-    model: train_regression.Predictor, tmp_path: Path
+    model: predict.TablePredictor, tmp_path: Path
 ) -> None:
     risky = ["=1+1", "\r=1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1", "\n=1"]
     plain = ["-5", "+4.5", "-1e3", "a=b", "", "1-2", "me@home", "two\nlines"]

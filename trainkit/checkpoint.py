@@ -214,7 +214,7 @@ class Checkpoints:
         for notice in notices:
             print(notice, flush=True)
         if path:
-            self.tracker.log_timing({"resumed_at": progress.step})  # curves.py marks the place
+            self.tracker.log_timing({"resumed_at": progress.step})  # the curves mark it
         return progress
 
     def _load_state(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What a run leaves for others: run.json, weights, predictions, DONE, pictures."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from trainkit import best, shards
@@ -62,10 +62,12 @@ class Results:
         if predicted is not None:
             self._write(records.PREDICTIONS, *predicted)
 
-    def finish(
-        self, progress: Progress, ema: EMA, next_command: str, draw: Callable[[Path], list[Path]]
-    ) -> str:
-        """Write the weights, DONE and pictures; return what there is to say of them."""
+    def finish(self, progress: Progress, ema: EMA, next_command: str) -> str:
+        """Write the weights, DONE and pictures; return what there is to say of them.
+
+        trainkit.tools.plots draws, from the files of the run folder. A picture that cannot be drawn
+        is a sentence, not a failed run.
+        """
         config, said = self.config, ""
         if config.ema:
             with ema.trained_weights():
@@ -77,7 +79,9 @@ class Results:
         names = ""
         if config.pictures and self.accelerator.is_main_process:
             try:
-                names = "".join(f", {path.name}" for path in draw(self.run_dir))
+                # By name: training does not know what shows its results.
+                drawn = import_module("trainkit.tools.plots").draw_run(self.run_dir)
+                names = "".join(f", {path.name}" for path in drawn)
             except Exception as problem:  # no matplotlib, no memory, no disk
                 said += f"the pictures were not drawn: {first_sentence(problem)}\n"
         if config.keep_best:

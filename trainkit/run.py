@@ -36,7 +36,6 @@ from trainkit.launch.signals import Signals
 from trainkit.launch.world import leave_processes, leave_stopped, start_accelerator, timeout_of
 from trainkit.metrics import RunningMeans, sum_and_count
 from trainkit.results import Results
-from trainkit.run_dir.curves import draw_run
 from trainkit.run_dir.files import open_run
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.step import Step
@@ -334,14 +333,13 @@ class Run:
             raise UsageError(unknown)
         self.prepared.note(progress.state)
 
-    def finish(self, next_command: str = "", draw: Callable = draw_run) -> dict[str, float]:
+    def finish(self, next_command: str = "") -> dict[str, float]:
         """Write the weights and DONE, draw the pictures; return the metrics of the last evaluation.
 
-        draw(run_dir), on the main process, returns the paths of its pictures; one that fails is a
-        sentence, not a failed run. next_command is printed last: what a person may type now.
+        next_command is printed last: what a person may type now.
         """
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)
-        self.print(self.results.finish(self.progress, self.ema, next_command, draw))
+        self.print(self.results.finish(self.progress, self.ema, next_command))
         self.stage = "over"
         return dict(self.progress.metrics)

@@ -23,7 +23,7 @@ from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.loaders import InMemory
 from trainkit.private import fingerprint_of
 
-NUM_LOOKED_AT = 2000  # pictures of a split that tell how all of them are framed
+NUM_LOOKED_AT = 2000  # pictures of a split that tell if there is anything in them
 
 
 def open_dataset(name: str, tell: bool) -> dict[str, datasets.Dataset]:
@@ -153,10 +153,10 @@ def load_images(
 ) -> tuple[InMemory, list[str], tuple[torch.Tensor, Counter[str]]]:
     """Return the pictures and labels of a split, the names of its classes, and some pictures.
 
-    The last, for learn_framing, are uint8 (n, size, size), with mode "RGB" (n, 3, size, size), and
-    what each file that was read holds. Decoded once; later runs read what was kept of that, unless
-    a file holds something else, or is decoded otherwise. For the options see read_split. Raises
-    UsageError.
+    The last, for describe_pictures, are uint8 (n, size, size), with mode "RGB" (n, 3, size, size),
+    and what each file that was read holds. Decoded once; later runs read what was kept of that,
+    unless a file holds something else, or is decoded otherwise. For the options see read_split.
+    Raises UsageError.
     """
     rows, labels, classes, chosen, where = read_split(name, split, *options)
     (image,) = rows.column_names
@@ -182,6 +182,31 @@ def load_images(
     kinds = Counter(decoded.data.column("kind").to_pylist())
     some = pixels[:: math.ceil(len(pixels) / NUM_LOOKED_AT)].squeeze(1)
     return InMemory(pixels, labels[chosen]), classes, (some, kinds)
+
+
+def describe_pictures(size: int, *seen: tuple[torch.Tensor, Counter[str]]) -> dict[str, Any]:
+    """What the files of a run hold, as JSON. Raises UsageError if there is nothing in any of them.
+
+    read_as: in words, for example `32 x 32 RGB read as 28 x 28 grey`. shape: width and height, if
+    it is the same for all, else None.
+
+    Args:
+        seen: what load_images returned last, of each split.
+    """
+    pixels, counts = zip(*seen, strict=True)
+    if all((some == some[:, :1]).all() for some in (each.flatten(1) for each in pixels)):
+        raise UsageError(
+            "each of the pictures is of one grey value: there is nothing in them (16 bit "
+            "files must use 0 to 65535, float ones 0 to 1)"
+        )
+    kinds = [kind for kind, _ in sum(counts, Counter()).most_common()]
+    shapes = {tuple(map(int, kind.split()[:3:2])) for kind in kinds}
+    others = f" and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
+    grey, kind = f"{size} x {size} grey", f"{kinds[0]}{others}"
+    return {
+        "read_as": grey if kind == f"{size} x {size} L" else f"{kind} read as {grey}",
+        "shape": [*shapes.pop()] if len(shapes) == 1 else None,
+    }
 
 
 def describe_values(*seen: tuple[torch.Tensor, Counter[str]]) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Files: the run folder, its lock, manifests, weights, what was logged, curves."""
+"""Files: the run folder, its lock, manifests, weights, what was logged."""

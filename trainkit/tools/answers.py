@@ -1,30 +1,29 @@
-"""What the page says about one input: bars and pixels for a picture, drawings for a row of a table.
-
-HTML, made without gradio.
-"""
+"""What the page shows of one input: of a picture probabilities and pixels, of a row curves."""
 
 from collections.abc import Callable, Sequence
 from html import escape
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.run_dir import curves
-from trainkit.tools import page
+from trainkit.tools import curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of curves.COLOURS
 MAX_DRAWN = 4  # targets, one below the other
 
 
 @torch.inference_mode()
-def evidence(model: nn.Module, picture: torch.Tensor, answer: int) -> torch.Tensor:
+def occlusion_map(model: nn.Module, picture: torch.Tensor, answer: int) -> torch.Tensor:
     """How much each place of a picture speaks for the answer, (size, size), from -1 to 1.
 
-    By occlusion: what the log of its probability loses if 6 x 6 pixels there are blackened.
+    It is what the log of the answer's probability loses if 6 x 6 pixels there are blackened.
     """
     size, places = len(picture), torch.arange(0.5, len(picture), 2)
     near = (torch.arange(size) - places[:, None]).abs() <= 3
@@ -38,54 +37,50 @@ def evidence(model: nn.Module, picture: torch.Tensor, answer: int) -> torch.Tens
 
 @torch.inference_mode()
 def describe(
-    model: nn.Module, about: dict[str, Any], picture: torch.Tensor, doubt: str = ""
-) -> list[str]:
-    """HTML: the answer; and bars, what the network sees, and what speaks for the answer.
+    predictor: Any, picture: torch.Tensor, doubt: str = ""
+) -> tuple[str, dict[str, float], list[tuple[np.ndarray, str]]]:
+    """The answer as HTML, the probabilities, and two pictures with captions.
 
-    doubt: what makes the picture unlike those of the training, if anything; it is then unsure.
+    picture: uint8 (size, size). doubt: what makes it unlike the training pictures, if anything;
+    the answer is then unsure.
     """
-    classes, probabilities = about["classes"], model(picture[None, None])[0]
-    answer = int(probabilities.argmax())
-    sure = probabilities[answer].item()
-    if not doubt and sure < about.get("calibration", {}).get("threshold", 0):
-        doubt = f"{page.percent(sure)} is less than for 95 in 100 test pictures"
-    speaks = evidence(model, picture, answer)[..., None]
+    classes, probabilities = predictor.metadata["classes"], predictor(picture[None, None])[0]
+    number = int(probabilities.argmax())
+    answer, share = classes[number], probabilities[number].item()
+    if not doubt and share < predictor.calibration["threshold"]:
+        doubt = f"{share:.2%} is less than for 95 in 100 test pictures"
+    speaks = occlusion_map(predictor, picture, number)[..., None]
     ink = picture[..., None] * 0.7 * (1 - speaks.abs())
     overlay = ink + speaks.clamp(min=0) * FOR - speaks.clamp(max=0) * AGAINST
-    views = (
-        f"<figure>{page.picture(pixels)}<figcaption>{caption}</figcaption></figure>"
-        for pixels, caption in (
-            (picture, "what the network sees"),
-            (overlay.byte(), f"orange speaks for {escape(classes[answer])}, blue against"),
-        )
-    )
-    bars = page.bars(classes, probabilities.tolist())
-    said = f"<h2>{'unsure, perhaps ' * bool(doubt)}{escape(classes[answer])}</h2><p>{doubt}</p>"
-    return [said, f'{bars}<div class="views">{"".join(views)}</div>']
+    views = [
+        (picture.numpy(), "what the network sees"),
+        (overlay.byte().numpy(), f"orange speaks for {answer}, blue against"),
+    ]
+    said = f"<h2>{'unsure, perhaps ' * bool(doubt)}{escape(answer)}</h2>{doubt or f'{share:.2%}'}"
+    return said, dict(zip(classes, probabilities.tolist(), strict=True)), views
 
 
-def curve(
+def draw_curves(
     outputs: Callable[[np.ndarray], np.ndarray],
     row: np.ndarray,
     feature: tuple[int, str],
     span: tuple[float, float],
     targets: Sequence[str],
-) -> str:
-    """HTML: each target along one feature, the others as in the row, which is a dot.
+) -> "Figure":
+    """Each target along one feature, the others as in the row, which is a dot.
 
     outputs: rows of features to targets, (n, targets). feature: its number and name. span: the
     first and the last value that is drawn.
     """
-    (number, name), html = feature, ""
+    number, name = feature
     rows = np.tile(row, (121, 1))
-    ends = [*span, row[number]]
-    rows[:, number] = np.linspace(min(ends), max(ends), len(rows))
+    rows[:, number] = np.linspace(*span, len(rows))
     values, here = outputs(rows), outputs(row[None])[0]
-    for column, target in enumerate(targets[:MAX_DRAWN]):
-        figure = curves.new_figure(4.4, 3.0)
-        axes = figure.subplots()
-        axes.plot(rows[:, number], values[:, column], color=curves.COLOURS[4])
-        axes.plot(row[number], here[column], "o", color=curves.COLOURS[1], mec="white")
+    num_drawn = min(len(targets), MAX_DRAWN)
+    figure = curves.new_figure(5, 3.2 * num_drawn)
+    grid = figure.subplots(num_drawn, squeeze=False)[:, 0]
+    for axes, target, line, dot in zip(grid, targets, values.T, here, strict=False):
+        axes.plot(rows[:, number], line, color=curves.COLOURS[4])
+        axes.plot(row[number], dot, "o", color=curves.COLOURS[1], mec="white")
         axes.set(xlabel=fill(name, 40), ylabel=fill(target, 30))
-        html += page.drawing(figure, f"{target} along {name}")
-    return html
+    return figure

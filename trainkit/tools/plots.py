@@ -17,9 +17,9 @@ from tyro.conf import Positional
 from trainkit.cli.parse import parse
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.launch import startup
-from trainkit.run_dir import curves
-from trainkit.run_dir.curves import COLOURS, legend_above, new_figure
 from trainkit.run_dir.records import PREDICTIONS, load_predictions
+from trainkit.tools import curves
+from trainkit.tools.curves import COLOURS, legend_above, new_figure
 
 if TYPE_CHECKING:  # imported where it is used, because it takes a second
     from matplotlib.figure import Figure
@@ -28,13 +28,12 @@ NUM_MISTAKES = 24
 MAX_CELLS = 32  # classes for which confusion.png has room for the numbers and every name
 
 
-def worst_mistakes(
-    prediction: torch.Tensor, target: torch.Tensor, probability: torch.Tensor
-) -> torch.Tensor:
-    """Indices of the wrong predictions with the highest probability, highest first."""
-    wrong = (prediction != target).nonzero().flatten()
-    order = probability[wrong].argsort(descending=True, stable=True)
-    return wrong[order][:NUM_MISTAKES]
+def worst_mistakes(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the wrong predictions with the highest probability, highest first; and that."""
+    wrong = (tensors["prediction"] != tensors["target"]).nonzero().flatten()
+    probability = tensors["logits"][wrong].softmax(1).amax(1)
+    worst = probability.argsort(descending=True, stable=True)[:NUM_MISTAKES]
+    return wrong[worst], probability[worst]
 
 
 def confusion_matrix(
@@ -51,7 +50,7 @@ def draw_run(run_dir: Path) -> list[Path]:
     tensors, metadata = load_predictions(run_dir / PREDICTIONS)
     if "classes" in metadata:
         figures["confusion.png"] = draw_confusion(tensors, metadata["classes"])
-        if "mistake_images" in tensors:
+        if "image" in tensors:
             figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
     elif tensors:
         figures["fit.png"] = draw_fit(tensors, metadata)
@@ -102,17 +101,17 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
 
 def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
     """The most confident errors: picture, predicted and true class, probability."""
-    worst = worst_mistakes(tensors["prediction"], tensors["target"], tensors["probability"])
-    images = tensors["mistake_images"].permute(0, 2, 3, 1).numpy()  # channels last
+    worst, probability = worst_mistakes(tensors)
+    images = tensors["image"][worst].permute(0, 2, 3, 1).numpy()  # channels last
     num, rows = len(images), max(1, math.ceil(len(images) / 6))
     figure = new_figure(9, 0.4 + 1.9 * rows)
     grid = figure.subplots(rows, 6, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
-    for axes, image, index in zip(grid.flat, images, worst.tolist(), strict=False):
+    for axes, image, index, share in zip(grid.flat, images, worst, probability, strict=False):
         axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
         said, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
-        text = f"predicted {said}, {tensors['probability'][index]:.2%}\ntrue {true}"
+        text = f"predicted {said}, {share:.2%}\ntrue {true}"
         axes.set_title(text, fontsize=9 if max(map(len, classes)) < 6 else 7)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {num} most confident of " if num < all_mistakes else ""

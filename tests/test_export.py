@@ -1,0 +1,172 @@
+"""The exported folder is whole: its card parses, its program answers without this repository."""
+
+import importlib.metadata
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from conftest import NUM_TEST, ROOT, rows
+from huggingface_hub import HfApi, ModelCard
+
+import predict
+from trainkit.errors import RunFailure, UsageError
+from trainkit.tools import export
+
+for name in export.PACKAGES:
+    pytest.importorskip(name)
+
+
+@pytest.fixture(scope="module")
+def run_dir(
+    small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
+) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "mnist"
+    flags = "--batch-size 64 --epochs 1 --seed 3 --pictures --dataset"
+    run_main("train_mnist", *flags.split(), small_mnist, "--run-dir", folder)
+    predict.main([str(folder), "--export", "--license", "mit"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def table_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> Path:
+    folder, data = tmp_path_factory.mktemp("runs") / "rooms", tmp_path_factory.mktemp("private")
+    table = [
+        f"{area},{city},{area * 3 + 100 * (city == 'Rome')}"
+        for area in range(20, 220)
+        for city in ("Bonn", "Rome")
+    ]
+    (data / "rooms.csv").write_text("\n".join(["area,city,price", *table]))
+    flags = ["--epochs", "2", "--model", "mlp", "--target", "price", f"--data={data}/rooms.csv"]
+    run_main("train_regression", *flags, "--run-dir", folder)
+    recorded = json.loads((folder / "run.json").read_text())  # main() was not started by a person
+    recorded["command"] = ["train_regression.py", *flags]
+    (folder / "run.json").write_text(json.dumps(recorded))
+    predict.main([str(folder), "--export"])
+    return folder
+
+
+def test_the_card_says_what_was_measured_and_how_the_model_was_made(
+    run_dir: Path, table_dir: Path
+) -> None:
+    for folder, task, said in (
+        (run_dir, "image-classification", f"on {NUM_TEST} samples"),
+        (table_dir, "tabular-regression", "--data=rooms.csv`"),
+    ):
+        card = ModelCard.load(folder / "export" / "README.md")
+        recorded, last = json.loads((folder / "run.json").read_text()), rows(folder, "epochs")[-1]
+        for text in (said, recorded["machine"], recorded["versions"]["torch"]):
+            assert text in card.text
+        found = {result.metric_type: result.metric_value for result in card.data.eval_results}
+        known = {name[5:]: last[name] for name in last if name.startswith("eval_")}
+        assert known == found | {"samples": known["samples"]} and len(found) > 1
+        assert (card.data.pipeline_tag, card.data.model_name) == (task, folder.name)
+        license = "mit" if folder == run_dir else None
+        assert card.data.license == license and (license or "none was given") in card.text
+
+
+STRANGER = """import contextlib, os, sys
+os.chdir(folder)
+sys.path[:] = [path for path in sys.path if path != root]
+sys.modules.update(dict.fromkeys(hidden))
+with open("said", "w") as file, contextlib.redirect_stdout(file):
+    exec(piece, {})
+"""
+
+
+@pytest.mark.parametrize("kind", ["run_dir", "table_dir"])
+def test_a_stranger_who_follows_the_card_gets_what_it_says(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, in_fresh_process: Callable
+) -> None:
+    """Without this repository and without torch."""
+    folder = shutil.copytree(request.getfixturevalue(kind) / "export", tmp_path / "export")
+    card = (folder / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    hidden = {*importlib.metadata.packages_distributions()} & {"torch", "safetensors", "datasets"}
+    assert len(hidden) == 3
+    names = {"folder": str(folder), "root": str(ROOT), "hidden": hidden, "piece": code}
+    in_fresh_process(STRANGER, **names)
+    said = (folder / "said").read_text().strip()
+    assert said and f"It prints: {said}\n" in card
+    if kind == "run_dir":
+        with torch.inference_mode():
+            answer = predict.load_run(request.getfixturevalue(kind)).predict_file(
+                folder / "example.png"
+            )
+        assert f"{said} " in answer + " "
+
+
+def test_the_program_agrees_with_pytorch_on_every_evaluated_sample(
+    run_dir: Path, table_dir: Path
+) -> None:
+    import onnxruntime
+
+    for folder, name in ((run_dir, "image"), (table_dir, "feature")):
+        predictor = predict.load_run(folder)
+        inputs = predictor.evaluated[name]
+        session = onnxruntime.InferenceSession(folder / "export" / "model.onnx")
+        (outputs,) = session.run(None, {"inputs": inputs.numpy()})
+        with torch.inference_mode():
+            assert np.allclose(outputs, predictor(inputs).numpy(), rtol=1e-5, atol=1e-5)
+        saved = session.get_modelmeta().custom_metadata_map["trainkit"]
+        assert json.loads(saved) == json.loads(json.dumps(predictor.metadata))
+
+
+def test_no_path_of_this_machine_is_published(
+    run_dir: Path, table_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for folder in (run_dir, table_dir):
+        for path in (folder / "export").iterdir():
+            for secret in (tmp_path_factory.getbasetemp(), ROOT):
+                assert str(secret).encode() not in path.read_bytes(), path
+
+
+def test_a_push_uploads_the_folder_when_it_is_asked_for(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    api = mock.create_autospec(HfApi, instance=True)
+    api.create_repo.return_value.repo_id = "someone/digits"
+    api.upload_folder.return_value = "https://address"
+    with pytest.raises(UsageError, match="--push not a name!: "):
+        predict.main([str(run_dir), "--export", "--push", "not a name!"])
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+    predict.main([str(run_dir), "--export"])
+    assert not api.mock_calls
+    predict.main([str(run_dir), "--export", "--push", "someone/digits"])
+    assert capsys.readouterr().out.splitlines()[-1] == "https://address"
+    api.create_repo.assert_called_once_with("someone/digits", exist_ok=True)
+    sent = api.upload_folder.call_args.kwargs
+    assert (sent["repo_id"], sent["folder_path"]) == ("someone/digits", run_dir / "export")
+    with pytest.raises(UsageError, match="--push goes with --export"):
+        predict.main([str(run_dir), "--push", "someone/digits"])
+
+
+def test_an_export_that_cannot_be_made_is_one_sentence(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content, message in (
+        ("export", "a file of somebody's", "cannot be exported: FileExistsError"),
+        ("run.json", "{}", "is not complete: KeyError: 'command'"),
+        ("metrics.jsonl", "", "is not complete: KeyError: 'eval_samples'"),
+    ):
+        copy = shutil.copytree(
+            run_dir, tmp_path / name / "run", ignore=shutil.ignore_patterns("export")
+        )
+        (copy / name).write_text(content)
+        with pytest.raises(UsageError, match=message):
+            predict.main([str(copy), "--export"])
+        assert (copy / name).read_text() == content and not (copy / "export").is_dir()
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    before = (copy / "export" / "model.onnx").read_bytes()
+    monkeypatch.setattr(export, "TOLERANCE", -1.0)
+    with pytest.raises(RunFailure, match="differ by"):
+        predict.main([str(copy), "--export"])
+    assert (copy / "export" / "model.onnx").read_bytes() == before
+    monkeypatch.setattr(export, "PACKAGES", ("onnx", "no_such_package"))
+    with pytest.raises(UsageError, match=r"pip install no_such_package"):
+        predict.main([str(copy), "--export"])

@@ -1,0 +1,166 @@
+"""Export a finished run as a folder that answers without this repository, and upload it."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from trainkit.cli.text import shorten
+from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.run_dir.files import write_json
+from trainkit.run_dir.records import last_evaluation, read_run_json
+
+TOLERANCE = 1e-5  # between PyTorch and onnxruntime, relative to the largest output
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+TASKS = {"picture": "image-classification", "table": "tabular-regression"}
+
+
+def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> Path:
+    """Write RUN_DIR/export/: model.onnx, weights, an example, a model card. Return the folder.
+
+    predictor: what predict.load_run returns. license: of the weights, as the Hub abbreviates it.
+    Raises UsageError if a package is missing or the run is incomplete, RunFailure if onnxruntime
+    gives other outputs than PyTorch.
+    """
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"--export needs more packages: pip install {' '.join(missing)}")
+    with as_usage_error(f"{run_dir} is not complete"):
+        run, metrics = read_run_json(run_dir), last_evaluation(run_dir)
+        num_samples = metrics["eval_samples"]
+        # Of a path from the root, the home folder or the parent only the name is published.
+        words = [re.sub(r"^(.*=)?(/|~|\.\.|\w:).*[/\\]", r"\1", word) for word in run["command"]]
+    folder = run_dir / "export"
+    folder.mkdir(exist_ok=True)
+    write_onnx(predictor, folder / "model.onnx")
+    names = ("model.safetensors", "confusion.png", "fit.png", "curves.png")
+    copied = [name for name in names if (run_dir / name).exists()]
+    for name in copied:
+        shutil.copyfile(run_dir / name, folder / name)
+    values = {name: metrics[name] for name in metrics if name.startswith("eval_")}
+    facts = {
+        **{name: run[name] for name in ("world", "machine")},
+        **describe_example(predictor, folder),
+        "title": one_line(run_dir.resolve().name),
+        "num_samples": f"{num_samples:,}",
+        "metrics": {name[5:]: value for name, value in values.items() if name != "eval_samples"},
+        "command": one_line(shlex.join(["python", *words])),
+        "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
+        "pictures": copied[1:],
+        "license": license,
+    }
+    write_card(facts, folder / "README.md")
+    return folder
+
+
+@torch.inference_mode()
+def write_onnx(predictor: Any, path: Path) -> None:
+    """Write an ONNX program, preprocessing inside, if it gives the predictor's outputs.
+
+    Raises RunFailure otherwise, and leaves the file that was there.
+    """
+    import onnxruntime
+
+    torch.manual_seed(0)
+    inputs, temporary = predictor.example_inputs(), path.with_name(".tmp-model.onnx")
+    program = torch.onnx.export(
+        predictor,
+        (inputs,),
+        dynamo=True,
+        verbose=False,
+        input_names=["inputs"],
+        output_names=["outputs"],
+        dynamic_shapes=[{0: torch.export.Dim("n")}],
+    )
+    program.model.metadata_props["trainkit"] = json.dumps(predictor.metadata)
+    for node in program.model.graph:
+        node.metadata_props.clear()  # where this machine keeps its files
+    program.save(temporary)
+    session = onnxruntime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
+    expected = predictor(inputs).numpy()
+    outputs = session.run(None, {"inputs": inputs.numpy()})[0]
+    difference = float(np.abs(outputs - expected).max() / max(1e-30, np.abs(expected).max()))
+    if not difference <= TOLERANCE:
+        temporary.unlink()
+        raise RunFailure(
+            f"onnxruntime and PyTorch differ by {difference:.2g}, more than {TOLERANCE:g}: the "
+            "exported model was removed"
+        )
+    os.replace(temporary, path)
+    print(f"{path}: onnxruntime and PyTorch differ by {difference:.1g} on {len(inputs)} inputs")
+
+
+@torch.inference_mode()
+def describe_example(predictor: Any, folder: Path) -> dict[str, Any]:
+    """Write the first evaluated sample; return what the card says of it, and of the model."""
+    about, evaluated = predictor.metadata, predictor.evaluated
+    is_picture = about["input"] == "picture"
+    names = about["classes" if is_picture else "targets"]
+    facts = {
+        "input": about["input"],
+        "model": type(predictor.model).__name__,
+        "num_parameters": f"{sum(p.numel() for p in predictor.parameters()):,}",
+        "names": one_line(shorten(names, 20)),
+    }
+    inputs = evaluated.get("image" if is_picture else "feature", predictor.example_inputs())[:1]
+    output = predictor(inputs)[0]
+    if is_picture:
+        Image.fromarray(inputs[0, 0].numpy()).save(folder / "example.png")
+        return facts | {
+            "shape": f"(n, {', '.join(map(str, inputs.shape[1:]))})",
+            "read_as": about["pictures"]["read_as"],
+            "threshold": f"{predictor.calibration['threshold']:.2%}",
+            "answer": one_line(f"{names[output.argmax()]} {output.max():.2%}"),
+        }
+    write_json(
+        folder / "example.json", dict(zip(about["features"], inputs[0].tolist(), strict=True))
+    )
+    ranges = zip(about["features"], about["feature_range"], strict=True)
+    return facts | {
+        "ranges": one_line(", ".join(f"{n} {low:.6g} to {high:.6g}" for n, (low, high) in ranges)),
+        "answer": one_line(" ".join(f"{n} {x:,.6g}" for n, x in zip(names, output, strict=True))),
+    }
+
+
+def write_card(facts: dict[str, Any], path: Path) -> None:
+    """Write the model card: the facts in the words of card.md."""
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    task = TASKS[facts["input"]]
+    data = ModelCardData(
+        model_name=facts["title"],
+        license=facts["license"],
+        pipeline_tag=task,
+        tags=["onnx", "safetensors", "accelerate"],
+        metrics=[*facts["metrics"]],
+        eval_results=[
+            EvalResult(task, "custom", "evaluation set", metric, value)
+            for metric, value in facts["metrics"].items()
+        ],
+    )
+    template = Path(__file__).with_name("card.md")
+    ModelCard.from_template(data, template_path=str(template), **facts).save(path)
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload a folder as the model OWNER/NAME of the Hub, and return its address. UsageError."""
+    from huggingface_hub import HfApi
+
+    with as_usage_error(f"--push {name}"):
+        repository = HfApi().create_repo(name, exist_ok=True).repo_id
+        text = "Upload a trained model"
+        return str(
+            HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=text)
+        )
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks, which would end a line of the card."""
+    return " ".join(text.split())
