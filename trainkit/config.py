@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -137,6 +137,11 @@ class TrainingConfig:
     def resume_may_change(self) -> set[str]:
         """The fields that may have another value when a run is resumed."""
         return {name for name, note in _notes_of(type(self)) if note is MAY_CHANGE}
+
+    @property
+    def nodes_may_differ(self) -> set[str]:
+        """Those of them that are the script's own: they may differ between the nodes of a run."""
+        return self.resume_may_change - {field.name for field in fields(TrainingConfig)}
 
     def experiment(self) -> dict[str, Any]:
         """The values that decide the numbers, for the fingerprint of a checkpoint."""

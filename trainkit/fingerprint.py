@@ -45,7 +45,7 @@ def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> di
         **{
             f"metadata[{name}]": json.dumps(value)
             for name, value in metadata.items()
-            if name not in config.resume_may_change
+            if name not in config.nodes_may_differ
         },
     }
     frozen = run.frozen  # of a sharded run: what prepare was given

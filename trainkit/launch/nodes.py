@@ -4,7 +4,6 @@ Machines are installed and started one by one, so they can differ, and a run on 
 hangs, or silently trains wrong. A "node" is all processes that one launcher started.
 """
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import math
@@ -92,9 +91,8 @@ def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
     Every process must call this, before any other collective. Raises UsageError on all of them.
     """
     described = describe_node()
-    shared = {field.name for field in dataclasses.fields(TrainingConfig)}
     for name, value in vars(config).items():
-        if name in shared or name not in config.resume_may_change:
+        if name not in config.nodes_may_differ:
             described[flag(name)] = value
     check_same(accelerator, described)
     check_shared_folder(accelerator, config.run_dir)

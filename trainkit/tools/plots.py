@@ -48,11 +48,12 @@ def draw_run(run_dir: Path) -> list[Path]:
     """Draw every picture that the files of a run folder allow and return their paths."""
     figures: dict[str, Figure] = {}
     tensors, metadata = load_predictions(run_dir / PREDICTIONS)
-    if "classes" in metadata:
+    known = {"prediction", "target"} <= tensors.keys()  # else a script has saved others
+    if known and "classes" in metadata:
         figures["confusion.png"] = draw_confusion(tensors, metadata["classes"])
         if "image" in tensors:
             figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
-    elif tensors:
+    elif known and tensors["target"].ndim == 2:
         figures["fit.png"] = draw_fit(tensors, metadata)
     return curves.draw_run(run_dir) + [
         curves.save(figure, run_dir / name) for name, figure in figures.items()
