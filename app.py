@@ -1,4 +1,4 @@
-"""Ask a trained model in the browser, on this machine and without a network.
+"""Use a trained model in the browser, on this machine and without a network.
 
 python app.py runs/mnist         draw, choose a picture file, or pick a test picture
 python app.py runs/regression    a field for each column, and the prediction drawn along it
@@ -30,7 +30,7 @@ class Config:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Open the page of a run."""
+    """Serve the page of a run."""
     config = parse(Config, argv)
     predictor = predict.load_run(config.run_dir, config.script)
     page.serve(predictor, config.run_dir, config.host, config.port)

@@ -1,4 +1,4 @@
-"""Use a trained model: tell what pictures show, or add predictions to the rows of a table.
+"""Use a trained model: classify pictures, or add predictions to the rows of a table.
 
 python predict.py runs/mnist digit.png photo.jpg
 python predict.py runs/regression table.csv
@@ -6,9 +6,9 @@ python predict.py runs/mine --script ../mine/train_mine.py table.csv
 python predict.py runs/mnist --export
 python predict.py runs/mnist --export --push OWNER/NAME
 
-The script that made the run builds its model, with make_model(metadata): what it gave run.begin.
-How a file becomes an input, and an output words, depends on metadata["input"]: "picture" or
-"table". See docs/your_own.md for a script of your own.
+The model is built by make_model(metadata) of the script that made the run, from the metadata that
+the script gave run.begin. metadata["input"], "picture" or "table", decides how a file is turned
+into an input and an output into text. See docs/your_own.md for a script of your own.
 """
 
 import contextlib
@@ -38,16 +38,17 @@ FOLDERS = (Path(__file__).parent, Path(__file__).parent / "examples")  # of trai
 
 
 class PicturePredictor(nn.Module):
-    """Grey values, uint8 (n, 1, size, size), to the probabilities of the classes, (n, classes).
+    """Maps grey values, uint8 (n, 1, size, size), to class probabilities, (n, classes).
 
     Args:
-        model: the trained model, of pictures standardised by metadata["mean"] and ["std"].
+        model: the trained model, for pictures standardised by metadata["mean"] and ["std"].
         metadata: what is saved with the weights.
-        evaluated: the tensors of predictions.safetensors, from which it learns how sure it may be,
-            and what its pictures have in common. Runs of earlier versions say both in the metadata.
+        evaluated: the tensors of predictions.safetensors. They serve to calibrate the probabilities
+            and to learn what the pictures have in common; runs of earlier versions have both in the
+            metadata.
     """
 
-    options = ("as_is",)  # of predict_file, and flags
+    options = ("as_is",)  # arguments of predict_file that are flags
 
     def __init__(
         self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
@@ -71,7 +72,7 @@ class PicturePredictor(nn.Module):
         return torch.randint(0, 256, (64, 1, size, size), dtype=torch.uint8)
 
     def predict_file(self, path: Path, as_is: bool = False) -> str:
-        """The most probable classes of a picture, or `unsure` before them. Raises UsageError."""
+        """Return a picture's most probable classes, or say that it is unsure. Raises UsageError."""
         pixels, doubt = read_photo(path, self.metadata["size"], self.framing, as_is)
         probabilities = self(pixels)[0]
         best = zip(*probabilities.topk(min(3, len(probabilities))), strict=True)
@@ -82,9 +83,9 @@ class PicturePredictor(nn.Module):
 
 
 class TablePredictor(nn.Module):
-    """Features, float64 (n, features) in their own units, to targets, (n, targets) in theirs.
+    """Maps features, float64 (n, features), to targets, (n, targets), both in their own units.
 
-    float64, because float32 cannot tell ids or times in milliseconds apart.
+    The features are float64 because float32 cannot tell ids or times in milliseconds apart.
     """
 
     options = ("encoding",)
@@ -115,9 +116,9 @@ KINDS: dict[str, Any] = {"picture": PicturePredictor, "table": TablePredictor}
 
 
 def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
-    """The trained predictor of a run folder, one of KINDS. Raises UsageError.
+    """Return the trained predictor of a run folder, one of KINDS. Raises UsageError.
 
-    script_path: the script that made the run; None: the one of that name in FOLDERS.
+    script_path: the script that made the run; None: the script of that name in FOLDERS.
     """
     path = run_dir / "model.safetensors"
     if not path.is_file():
@@ -138,7 +139,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
                 'make_model(metadata), and "input" in what it gives run.begin, one of '
                 f"{', '.join(KINDS)} (docs/your_own.md)"
             )
-        # What the metadata say is compared with the weights before it takes memory.
+        # The model that the metadata describe is compared with the weights before it takes memory.
         with contextlib.suppress(RuntimeError), torch.device("meta"):
             if shapes(script.make_model(metadata).state_dict()) != shapes(weights):
                 raise ValueError("its weights are not those of the model that it names")
@@ -148,7 +149,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
 
 
 def find_script(name: str) -> Path:
-    """The script of this name: a file of this repository, and no link out of it. UsageError."""
+    """Return the script of this name in FOLDERS, which must not be a link. Raises UsageError."""
     for folder in FOLDERS:
         path = folder / f"{name}.py"
         if str(name).isidentifier() and path.is_file() and not path.is_symlink():
@@ -160,7 +161,7 @@ def find_script(name: str) -> Path:
 
 
 def load_script(path: Path) -> Any:
-    """A script as a module, its folder on sys.path for what it imports. Raises UsageError."""
+    """Import a script, with its folder on sys.path for its own imports. Raises UsageError."""
     spec = importlib.util.spec_from_file_location("training_script", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise UsageError(f"--script {path} is not a Python file")
@@ -171,7 +172,7 @@ def load_script(path: Path) -> Any:
 
 
 def shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
-    """The shape of each tensor."""
+    """Return the shape of each tensor."""
     return {name: tensor.shape for name, tensor in weights.items()}
 
 
@@ -197,7 +198,7 @@ class Config:
 
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Predict, or export."""
+    """Predict files, export the run, or do both."""
     config = parse(Config, argv)
     if config.push and not config.export:
         raise UsageError("--push goes with --export")
@@ -221,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def predict_files(predictor: Any, paths: Sequence[Path], options: dict[str, Any]) -> None:
-    """Print what it says of each file. Raises UsageError in the end if one could not be used."""
+    """Print the prediction for each file. Raises UsageError at the end if a file is unusable."""
     failed = 0
     for path in paths:
         try:

@@ -1,1 +1,1 @@
-"""What the figures of README.md and RECORDS.md come from; python -m benchmarks lists them."""
+"""The benchmarks behind README.md's and RECORDS.md's figures; python -m benchmarks lists them."""

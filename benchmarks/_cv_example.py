@@ -1,9 +1,9 @@
-"""MNIST in the shape of Accelerate's examples/cv_example.py, in a process without this project.
+"""Train on MNIST as Accelerate's examples/cv_example.py would, in a process without this project.
 
-benchmarks/peers.py starts it. The example trains a ResNet on photos of pets; this one has the
-network, batches, optimizer, schedule and epochs of train_mnist.py's defaults. As in the example, a
-Dataset opens a picture per sample with PIL, four workers load, the batch is normalised and the loss
-is plain: no augmentation, no label smoothing.
+benchmarks/peers.py starts it. The example trains a ResNet on photos of pets; this script has the
+default network, batches, optimizer, schedule and epochs of train_mnist.py. As in the example, a
+Dataset opens one picture per sample with PIL, four workers load the data, the batch is normalised,
+and the loss has no label smoothing. There is no augmentation.
 """
 
 import io
@@ -26,7 +26,7 @@ MEAN, STD = 0.1307, 0.3081
 
 
 class Digits(Dataset):
-    """The pictures of one Parquet file, decoded whenever one is asked for."""
+    """The pictures of one Parquet file, each decoded every time it is read."""
 
     def __init__(self, path: Path) -> None:
         self.rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -42,7 +42,7 @@ class Digits(Dataset):
 
 
 def make_model() -> nn.Module:
-    """Compact of train_mnist.py."""
+    """Make the same network as Compact in train_mnist.py."""
     return nn.Sequential(
         nn.Conv2d(1, 24, 5, stride=2), nn.ReLU(),
         nn.Conv2d(24, 32, 3), nn.MaxPool2d(2), nn.ReLU(),
@@ -66,7 +66,7 @@ def main() -> None:
     )
 
     for epoch in range(EPOCHS):
-        # The lines that benchmarks/peers.py reads, in the words of the other examples.
+        # benchmarks/peers.py reads these lines, which are worded as in the other examples.
         accelerator.print(f"Train Epoch: {epoch} [0/{len(train_set)}]")
         model.train()
         for batch in train_loader:

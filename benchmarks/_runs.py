@@ -1,4 +1,4 @@
-"""One way to run and one way to print: what all benchmarks share."""
+"""Helpers that all benchmarks share, to run scripts and to print tables."""
 
 import argparse
 import contextlib
@@ -42,7 +42,7 @@ class Ended:
     Attributes:
         seconds: from start to exit.
         lines: what it printed, each with the second at which it came.
-        memory: psutil's memory_info() of the one process, twenty times a second.
+        memory: psutil's memory_info() of the process that was started, twenty times a second.
         timing, metrics: the rows that a run wrote into its folder.
     """
 
@@ -62,7 +62,7 @@ class Ended:
 
 
 def launcher(num_processes: int) -> list[object]:
-    """The launch=... of execute() for so many processes, on GPUs where there are any."""
+    """Return execute()'s launch=... for this number of processes, on GPUs if there are any."""
     name = "4gpu.yaml" if torch.cuda.is_available() else "2cpu.yaml"
     config = ROOT / "accelerate_configs" / name
     return ["--config_file", config, "--num_processes", num_processes] if num_processes > 1 else []
@@ -73,7 +73,7 @@ def execute(
 ) -> Ended:
     """Run `python WORDS...`, or `accelerate launch LAUNCH... WORDS...`, to its end.
 
-    Raises RuntimeError with the end of what it printed unless it ends with 0.
+    Raises RuntimeError with the end of its output unless its exit code is 0.
     """
     if launch:
         words = ("-m", "accelerate.commands.launch", *launch, *words)
@@ -92,7 +92,7 @@ def execute(
             lambda: [(time.perf_counter() - started_at, line) for line in process.stdout]
         )
         while wait([reading], 0.05).not_done:
-            with contextlib.suppress(psutil.Error):  # it ends meanwhile
+            with contextlib.suppress(psutil.Error):  # it has just ended
                 memory.append(process.memory_info())
     lines = reading.result()
     if process.wait() != 0:
@@ -101,7 +101,7 @@ def execute(
 
 
 def one_run(*words: object, **how: Any) -> Ended:
-    """execute() a script in a folder of its own, and read the rows that it wrote there."""
+    """Call execute() on a script in a new run folder, and read the rows that it wrote there."""
     with tempfile.TemporaryDirectory() as folder:
         ended = execute(*words, "--run-dir", folder, **how)
         ended.timing = read_rows(Path(folder, "timing.jsonl"))
@@ -110,7 +110,7 @@ def one_run(*words: object, **how: Any) -> Ended:
 
 
 def in_process(script: ModuleType, *flags: object, precision: str = "no") -> float:
-    """Samples per second of the script's last epoch, run in this process without a word."""
+    """Return samples per second of the script's last epoch, run in this process without output."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     os.environ["ACCELERATE_USE_CPU"] = str(not torch.cuda.is_available())
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -122,7 +122,7 @@ def in_process(script: ModuleType, *flags: object, precision: str = "no") -> flo
 
 
 def in_turn(ways: dict[Any, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[Any, list]:
-    """What each way gave in each round. They take turns, as a machine does not stay the same."""
+    """Return each way's result in each round. They take turns because a machine's speed varies."""
     results = {name: [] for name in ways}
     for _ in range(warm_up + rounds):
         for name, way in ways.items():
@@ -131,20 +131,20 @@ def in_turn(ways: dict[Any, Callable[[], Any]], rounds: int, warm_up: int = 0) -
 
 
 def as_text(value: object) -> str:
-    """A number with three digits, or to the next whole one with thousands separators."""
+    """Format a number with three digits, or rounded to an integer with thousands separators."""
     if not isinstance(value, int | float):
         return str(value)
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median (lowest to highest)."""
+    """Format values as: median (lowest to highest)."""
     low, high = as_text(min(values)), as_text(max(values))
     return f"{as_text(statistics.median(values))} ({low} to {high})"
 
 
 def table(head: str, rows: Iterable[Iterable[object]]) -> None:
-    """Print a Markdown table; its head is written "one | two"."""
+    """Print a Markdown table. head: the column titles, written "one | two"."""
     print(f"| {head} |\n|" + " --- |" * (head.count("|") + 1))
     for row in rows:
         print(f"| {' | '.join(map(as_text, row))} |", flush=True)

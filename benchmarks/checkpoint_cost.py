@@ -1,9 +1,9 @@
-"""What safety costs: a durable save, and the bare accelerator.save_state within it.
+"""Measure the cost of a durable save, and of the bare accelerator.save_state within it.
 
     python -m benchmarks.checkpoint_cost
 
 train_regression.py trains a network of 1,197,440 parameters with AdamW and saves at every step.
-What a step costs that saves nothing is part of benchmarks.loop_overhead.
+The cost of a step without a save is measured by benchmarks.loop_overhead.
 """
 
 import time
@@ -21,7 +21,7 @@ FLAGS = "--model mlp --num-features 784 --hidden 1024 --num-targets 384 --save-e
 
 
 def timed(kind: type, name: str) -> list[float]:
-    """Milliseconds of each call of this method from now on."""
+    """Return a list to which each later call of this method adds its milliseconds."""
     method, times = getattr(kind, name), []
 
     def call(*args: Any, **kwargs: Any) -> Any:

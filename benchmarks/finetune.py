@@ -9,8 +9,8 @@
     sft       the same under TRL's SFTTrainer (pip install trl), which also measures accuracy
 
 All train a Llama of 7.3 million parameters on 16 samples of 128 tokens a step, and take turns in
-one process; peers learn the prompts too, which costs the same. What counts is the CPU time from one
-optimizer step to the next, as in tokens.py.
+one process; peers also learn the prompts, at the same cost. The CPU time from one optimizer step to
+the next is measured, as in tokens.py.
 """
 
 import json
@@ -56,7 +56,7 @@ def peer(trainer: Any, options: Any, flags: list[str]) -> None:
         per_device_train_batch_size=BATCH,
         num_train_epochs=1,
         use_cpu=True,
-        bf16=False,  # SFTTrainer would choose otherwise
+        bf16=False,  # unlike SFTTrainer's default
         gradient_checkpointing=False,
         save_strategy="no",
     )
@@ -84,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    startup.run(main)  # with the settings of a run, which the others get as well
+    startup.run(main)  # with the settings of a run, for the others as well

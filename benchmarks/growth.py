@@ -1,12 +1,12 @@
-"""What a larger data set costs: seconds to the first batches, and memory.
+"""Measure what a larger data set costs: seconds to the first batches, and memory.
 
     OMP_NUM_THREADS=1 python -m benchmarks.growth
     OMP_NUM_THREADS=1 python -m benchmarks.growth --sizes 10000000 100000000 --accelerate
 
-Samples are made by their index, and batches have 128. Each run is a process, or two, of its own:
-the time goes from the making of the loaders to the first batch of the training and the first of
-the evaluation, in a new run and in one that is resumed in the middle of an epoch. `own` is what
-that added to the memory that belongs to the process alone. With --accelerate beside it what
+Samples are computed from their index, and batches have 128 of them. Each run has one or two new
+processes. The time is measured from before the loaders are made until the first batch of training
+and the first of evaluation, in a new run and in one that is resumed in the middle of an epoch.
+`own` is what that adds to the memory that belongs to the process alone. --accelerate adds what
 Accelerate does for a DataLoader with shuffle=True: skip_first_batches.
 """
 
@@ -43,7 +43,7 @@ class Numbers(Dataset):
 
 
 def begin(way: str, size: str, place: str) -> None:
-    """Print the seconds to the first batches, and what they added to this process, in MB."""
+    """Print the seconds to the first batches, and the memory they added to this process, in MB."""
     config = DataLoaderConfiguration(split_batches=True)
     accelerator, data = Accelerator(cpu=True, dataloader_config=config), Numbers(int(size))
     first = int(size) // 2 // BATCH_SIZE * (place == "half")

@@ -1,10 +1,10 @@
-"""What one step of train_regression.py costs beside the same step in a bare PyTorch loop.
+"""Measure the cost of a step of train_regression.py and of the same step in a bare PyTorch loop.
 
     OMP_NUM_THREADS=1 python -m benchmarks.loop_overhead
 
 Four loops over the same data, with the same model, optimizer and precision, take turns:
 
-    bare      forward, loss, backward, optimizer.step, zero_grad over batches that lie in memory
+    bare      forward, loss, backward, optimizer.step, zero_grad over batches already in memory
     schedule  bare, and the learning rate of the script's default schedule set in each step
     loader    schedule, through a torch DataLoader
     script    train_regression.py: the learning rate, the loader, accelerator.prepare, the
@@ -30,7 +30,7 @@ BATCH_SIZE = 32
 
 
 def plain_loop(flags: list[str], kind: str) -> float:
-    """Samples per second of one epoch in a loop without Accelerate."""
+    """Return samples per second of one epoch in a loop without Accelerate."""
     args = parse(train_regression.Config, flags)
     train_set, _, about = train_regression.load_data(args)
     indices = torch.randperm(len(train_set)).split(BATCH_SIZE)
@@ -68,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    startup.run(main)  # with the settings of a run, which the other loops get as well
+    startup.run(main)  # with the settings of a run, for the other loops as well

@@ -1,11 +1,11 @@
-"""The scripts that a user would pick instead, beside train_mnist.py: seconds, accuracy, memory.
+"""Compare train_mnist.py with scripts that a user might pick instead: seconds, accuracy, memory.
 
     python -m benchmarks.peers --pytorch CLONE --fabric CLONE
     python -m benchmarks.peers --only accelerate ours fast --rounds 3
 
-CLONE is a git repository (bare or not) of pytorch/examples and of Lightning-AI/pytorch-lightning,
-whose HEAD is run unmodified; a peer without its clone is left out. Each has its own defaults but
-for the epochs:
+CLONEs are git repositories (bare or not) of pytorch/examples and Lightning-AI/pytorch-lightning,
+whose HEAD is run unmodified; a peer without its clone is left out. Each script runs with its own
+defaults, except for the number of epochs:
 
     pytorch     mnist/main.py, 4 epochs
     fabric      examples/fabric/image_classifier/train_fabric.py, 4 epochs; `pip install lightning`
@@ -13,14 +13,16 @@ for the epochs:
     ours        train_mnist.py, 3 epochs
     fast        train_mnist.py @examples/recipes/fast, 1 epoch
 
-All get the shipped pictures, the peers where torchvision looks for them, and whatever threads the
-environment says. Their download and our first start, which decodes, are not counted.
-Fabric prints whole percents: it is started such that tensors are printed with four decimals.
+All use the shipped pictures, which the peers find where torchvision looks for them, and the number
+of threads that the environment sets. The peers' download and our first start, which decodes the
+pictures, are not counted. Fabric prints whole percents, so it is started in a way that prints
+tensors with four decimals.
 
-Training and evaluation are medians over epochs; the peers' by the time at which each line comes, an
-epoch at the pace from its first progress line to its last. `to 99 %` is from the start of the
-process to the line of its first evaluation at 99.0 % or more, `process` to its exit; `memory` is
-the largest resident size of one process, loader workers not added.
+Training and evaluation times are medians over epochs. Those of peers are taken from the times at
+which lines are printed, and an epoch's from the pace between its first and its last progress line.
+`to 99 %` is the time from the start of the process to the line of its first evaluation at 99.0 % or
+more, `process` the time to its exit; `memory` is the largest resident size of one process, without
+that of loader workers.
 """
 
 import re
@@ -62,11 +64,11 @@ class Epoch(NamedTuple):
 
 
 def lay_data(folder: Path, number: int | None) -> None:
-    """The shipped data as Parquet under rows/, and where torchvision looks for decoded pictures."""
+    """Put the shipped data under rows/ as Parquet, and decoded where torchvision looks for them."""
     processed = folder / "data" / "MNIST" / "processed"
     for path in (folder / "rows", processed):
         path.mkdir(parents=True)
-    (folder / "Datasets").symlink_to("data")  # what Fabric's example calls it
+    (folder / "Datasets").symlink_to("data")  # its name in Fabric's example
     sets = train_mnist.load_data(parse(train_mnist.Config, []))
     for split, name, data in zip(("train", "test"), ("training", "test"), sets, strict=False):
         source = ROOT / "data" / "mnist" / f"{split}-00000-of-00001.parquet"
@@ -77,7 +79,7 @@ def lay_data(folder: Path, number: int | None) -> None:
 
 
 def epochs_of_peer(lines: list[tuple[float, str]]) -> list[Epoch]:
-    """From what the script printed."""
+    """Read the epochs from what a peer printed."""
     epochs, marks = [], []
     for at, line in lines:
         if found := PROGRESS.search(line):
@@ -93,7 +95,7 @@ def epochs_of_peer(lines: list[tuple[float, str]]) -> list[Epoch]:
 
 
 def epochs_of_ours(run: Ended) -> list[Epoch]:
-    """The same of train_mnist.py, which measures itself."""
+    """Return the epochs of train_mnist.py, from the files in which it records its own times."""
     times = [at for at, line in run.lines if re.match(r"\d+/\d+ ", line)]
     accuracies = [100 * row["eval_accuracy"] for row in run.metrics if "eval_accuracy" in row]
     return [
@@ -103,9 +105,9 @@ def epochs_of_ours(run: Ended) -> list[Epoch]:
 
 
 def table_row(name: str, run: Ended) -> list[str]:
-    """Of one run."""
+    """Return the cells of one run."""
     epochs = epochs_of_ours(run) if run.timing else epochs_of_peer(run.lines)
-    # A float32 of 99.0 may lie below it.
+    # 99.0 as a float32 may be slightly below 99.0.
     reached = [epoch.at for epoch in epochs if epoch.accuracy > 98.999]
     return [
         name,

@@ -2,8 +2,8 @@
 
     python -m benchmarks.pictures
 
-The terminal is a real one of 80 columns (util-linux's `script`); the folder of this repository is
-left out of what it shows, and so is the bar, which is gone when an epoch ends.
+The output comes from a real terminal of 80 columns (util-linux's `script`). The path of this
+repository is removed from it, and so is the progress bar, which disappears when an epoch ends.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ COLUMNS, DPI = 80, 100
 
 
 def draw_terminal(text: str) -> Figure:
-    """Dark monospaced text on a light ground."""
+    """Draw dark monospaced text on a light background."""
     lines = ["$ python train_mnist.py", *text.splitlines()]
     width, height = 8 * COLUMNS + 32, 19 * len(lines) + 28  # pixels
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="#f6f6f3")

@@ -1,12 +1,13 @@
-"""Rows of Parquet files over HTTP: samples per second beside a plain read, and bytes sent.
+"""Read rows of Parquet files over HTTP: samples per second, also of a plain read, and bytes sent.
 
     OMP_NUM_THREADS=1 python -m benchmarks.rows
 
 A server in this process has 200 row groups of 1,000 rows of 1,025 tokens in 20 files. `plain`
-opens one file after another by fsspec, has pyarrow read its row groups in turn, and cuts them into
-batches of 128: in one process, and in as many as `rows`, each with files of its own. `rows` reads
-them in the order of ParquetRows through make_loaders, from an empty cache. Nothing is trained.
-`sent` are the bytes that the server sent to all processes over the bytes of the files.
+opens one file after another with fsspec, reads its row groups in turn with pyarrow, and cuts them
+into batches of 128: in one process, and in as many as `rows`, where each has its own files. `rows`
+reads them in the order of ParquetRows through make_loaders, starting with an empty cache. Nothing
+is trained. `sent` is the number of bytes that the server sent to all processes, divided by the
+number of bytes in the files.
 """
 
 import argparse
@@ -39,7 +40,7 @@ NAMES = ("plain", "rows, 0 workers", "rows, 2 workers")
 
 
 def serve(folder: Path, middleware: Callable) -> str:
-    """Serve a folder to this machine, each request through aiohttp's middleware; its files."""
+    """Serve a folder to this machine, through aiohttp's middleware; return the URL of its files."""
     app = web.Application(middlewares=[middleware])
     app.router.add_static("/", folder, show_index=True)
     place = socket.create_server(("127.0.0.1", 0))
@@ -63,7 +64,7 @@ def plain(accelerator: Accelerator, url: str) -> Iterator[torch.Tensor]:
 
 
 def read(url: str, name: str) -> None:
-    """Print how many samples per second all processes read."""
+    """Print how many samples per second all processes read together."""
     config = DataLoaderConfiguration(split_batches=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     batches = plain(accelerator, url)

@@ -1,17 +1,17 @@
-"""What several processes give: images per second, efficiency, and where the time of a step goes.
+"""Measure several processes: images per second, efficiency, and where the time of a step goes.
 
     python -m benchmarks.scaling
     python -m benchmarks.scaling --processes 1 2 4 --model wide --batch-size 64
 
 Each row is train_mnist.py itself, started through the launcher with one OpenMP thread per process
-(on a machine with GPUs: one GPU per process). `apart` is what as many runs give together that know
-nothing of each other, each with its share of the batch, started at once: more than that the machine
-does not have. `model` is what docs/scaling.md's formula says: a step of those, and one sum.
+(on a machine with GPUs: one GPU per process). `apart` is the total of equally many independent
+runs, started at once, each with its share of the batch: the most that the machine can give. `model`
+is the prediction of the formula in docs/scaling.md: a step of such a run, and one sum.
 
-The columns behind it are milliseconds of the same step on a resident batch, medians, in the same
-number of processes: forward, backward, what gradient averaging adds to it, optimizer; `rest` is
-what train_mnist.py's step takes beyond them. `sum` is an all-reduce of the gradients with nothing
-beside it: its median, and what one in ten takes.
+The columns after it are median milliseconds of the same step on a resident batch, in the same
+number of processes: forward, backward, what gradient averaging adds to it, and the optimizer.
+`rest` is what a step of train_mnist.py takes beyond them. `sum` is an all-reduce of the gradients
+with nothing else running: its median, and the time that one in ten takes.
 """
 
 import json
@@ -33,7 +33,7 @@ from benchmarks._runs import MNIST, ONE_THREAD, Parser, execute, in_turn, launch
 
 
 def time_parts(model: str, batch_size: int, steps: int) -> None:
-    """Run in each process; the main one prints milliseconds of the parts of a step."""
+    """Time the parts of a step, in each process; the main one prints their milliseconds."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     device, num_processes = accelerator.device, accelerator.num_processes
     net = train_mnist.MODELS[model](10).to(memory_format=torch.channels_last)

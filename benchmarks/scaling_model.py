@@ -1,10 +1,10 @@
-"""How fast would it be on 8 to 10,000 GPUs? A cost model, whose constants of a cluster are flags.
+"""Predict speed on 8 to 10,000 GPUs with a cost model; the constants of the cluster are flags.
 
     python -m benchmarks.scaling_model
     python -m benchmarks.scaling_model --matmul-flops 4e14 --bytes-per-gradient 2
     python -m benchmarks.scaling_model --gathers 2
 
-docs/scaling.md explains the model. Bandwidths are in bytes per second and GPU, times in seconds.
+docs/scaling.md explains the model. Bandwidths are in bytes per second per GPU, times in seconds.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from benchmarks._runs import table
 
 @dataclass(frozen=True)
 class Workload:
-    """What one optimizer step has to do.
+    """The work of one optimizer step.
 
     Attributes:
-        num_parameters: all of them trained, in float32.
+        num_parameters: all are trained, in float32.
         flops_per_sample: forward and backward, one multiply-add counted as two.
-        batch_per_gpu: samples per step and GPU.
+        batch_per_gpu: samples per step on each GPU.
         utilisation: fraction of the matrix-multiply rate that training reaches.
         step_overhead: seconds per step that do not depend on the batch (launching kernels).
     """
@@ -41,19 +41,19 @@ class Cluster:
     """GPUs in nodes.
 
     Attributes:
-        matmul_flops: as trainkit.tools.doctor measures it, for the precision trained in.
+        matmul_flops: as trainkit.tools.doctor measures it, in the precision of the training.
         link_bandwidth, link_latency: inside a node.
         network_bandwidth, network_latency: between nodes.
-        overlap: fraction of the backward pass behind which an all-reduce can hide; of the whole
+        overlap: fraction of the backward pass that can overlap with an all-reduce; of the whole
             step if weights are sharded.
         jitter: standard deviation of a GPU's step, as a fraction of its compute time.
         storage_bandwidth: of the one process that writes the checkpoint.
-        gpu_hours_per_failure: over all causes.
-        restart_seconds: from a failure to the next step, data and checkpoint loaded.
+        gpu_hours_per_failure: mean over failures of all causes.
+        restart_seconds: from a failure to the next step, including loading data and checkpoint.
         bytes_per_gradient: 4 for float32, 2 with a bf16 compression hook.
-        gathers: of sharded weights in a step: 2 under FSDP2, 1 with fsdp_reshard_after_forward:
-            false, 0 under DDP.
-        bytes_per_weight: of a weight that is gathered.
+        gathers: how often sharded weights are gathered in a step: 2 under FSDP2, 1 with
+            fsdp_reshard_after_forward: false, 0 under DDP.
+        bytes_per_weight: bytes of a weight when it is gathered.
     """
 
     gpus_per_node: float = 8
@@ -83,7 +83,7 @@ ADAM_BYTES_PER_PARAMETER = 12  # weight and two moments in float32
 
 
 def all_reduce_seconds(cluster: Cluster, num_gpus: int, num_bytes: float) -> float:
-    """A sum over all GPUs: inside each node, then between nodes by ring or tree, and back.
+    """Return seconds of a sum over all GPUs: in each node, between nodes by ring or tree, and back.
 
     A ring moves 2 (n - 1) / n of the bytes over each link in 2 (n - 1) hops; a tree moves them all
     twice in 2 log2(n) hops. The faster one is taken, as NCCL does.
@@ -100,10 +100,10 @@ def all_reduce_seconds(cluster: Cluster, num_gpus: int, num_bytes: float) -> flo
 
 
 def step_seconds(cluster: Cluster, work: Workload, num_gpus: int) -> tuple[float, float]:
-    """Seconds of one step on num_gpus, and of the same step on a GPU of its own."""
+    """Return the seconds of one step on num_gpus GPUs, and of the same step on a single GPU."""
     flops = work.batch_per_gpu * work.flops_per_sample
     compute = work.step_overhead + flops / (cluster.matmul_flops * work.utilisation)
-    # All wait for the slowest: the expected maximum of n normal deviates.
+    # All wait for the slowest, whose time is the expected maximum of n normal deviates.
     slowest = compute * (1 + cluster.jitter * math.sqrt(2 * math.log(num_gpus)))
     talk = all_reduce_seconds(cluster, num_gpus, cluster.bytes_per_gradient * work.num_parameters)
     hidden = cluster.overlap * compute * 2 / 3  # the backward pass is two thirds
@@ -116,7 +116,7 @@ def step_seconds(cluster: Cluster, work: Workload, num_gpus: int) -> tuple[float
 
 
 def checkpoint_interval(save: float, mean_time_to_failure: float) -> float:
-    """Seconds of work between checkpoints that cost `save` seconds each (Daly 2006, eq. 37).
+    """Return the best seconds of work between checkpoints of `save` seconds (Daly 2006, eq. 37).
 
     Its first term is Young's (1974) square root of 2 x save x mean_time_to_failure.
     """
@@ -128,9 +128,9 @@ def checkpoint_interval(save: float, mean_time_to_failure: float) -> float:
 
 
 def simulate(interval: float, save: float, restart: float, mean_time_to_failure: float) -> float:
-    """Fraction of the time that goes into work which is kept, over 2,000 failures.
+    """Return the fraction of the time spent on work that is not lost, over 2,000 failures.
 
-    Failures come at any moment, also while saving and restarting; what was done since the last
+    Failures happen at any moment, also during a save or a restart, and the work since the last
     checkpoint is lost.
     """
     generator = random.Random(0)
@@ -143,7 +143,7 @@ def simulate(interval: float, save: float, restart: float, mean_time_to_failure:
 
 
 def predict(cluster: Cluster) -> list[dict[str, Any]]:
-    """One row for each workload and number of GPUs."""
+    """Return one row for each workload and number of GPUs."""
     rows = []
     for name, work in WORKLOADS.items():
         for num_gpus in (8, 64, 1024, 10_000):

@@ -1,10 +1,11 @@
-"""What sharding costs and saves: a GPT under 2cpu.yaml and 2cpu_fsdp.yaml, in turn.
+"""Measure what sharding costs and saves: a GPT under 2cpu.yaml and 2cpu_fsdp.yaml, in turn.
 
     python -m benchmarks.sharded
     python -m benchmarks.sharded --layers 14 --width 768 --steps 4 --rounds 1
 
-Samples per second of examples/gpt.py, whose parameters are 12 x layers x width**2 and a few, and
-the MiB of weights and of AdamW's moments in a process, as the plan of a sharded run says.
+Prints the samples per second of examples/gpt.py, which has slightly more than 12 x layers x
+width**2 parameters, and the MiB of weights and of AdamW's moments in each process, from the plan of
+the sharded run.
 """
 
 import re
@@ -15,7 +16,7 @@ from benchmarks._runs import ROOT, Ended, Parser, in_turn, one_run, spread, tabl
 
 
 def held(run: Ended) -> str:
-    """What the plan says of a sharded run; of another one weights and two moments in float32."""
+    """Return what the plan of a sharded run says; else the size of weights and moments, float32."""
     plan = "".join(line for _, line in run.lines)
     num = int(re.search(r"([\d,]+) parameters", plan).group(1).replace(",", ""))
     shares = re.search(r"[\d,.]+ MiB of weights.*", plan)

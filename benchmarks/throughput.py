@@ -1,4 +1,4 @@
-"""Images per second of train_mnist.py's own loop, beside the machine's limit and beside habit.
+"""Images per second of train_mnist.py's loop, of the machine's limit and of the usual pipeline.
 
     python -m benchmarks.throughput
     python -m benchmarks.throughput --models lenet --precisions bf16 --rounds 7
@@ -11,8 +11,9 @@ For each model and precision these are timed in turn, round by round:
     per-sample  the same model and optimizer behind PIL -> ToTensor -> Normalize, a call per picture
     augment     the loop with its default augmentation
 
-The per-sample pipeline is that of most tutorials: float32, contiguous memory, a process of its own
-without the settings of trainkit/startup.py, with 0 and with 2 loader workers; the faster counts.
+The per-sample pipeline is that of most tutorials: float32 in contiguous memory, in a separate
+process without the settings of trainkit/startup.py. It runs with 0 and with 2 loader workers, and
+the faster of the two is reported.
 """
 
 import functools
@@ -40,7 +41,7 @@ TRANSFORM = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1
 
 
 def resident_step(model: str, precision: str, batch_size: int) -> Callable[[], None]:
-    """Forward, backward and update on one batch that is already there, as a call."""
+    """Return a function that does forward, backward and update on one batch already in memory."""
     net = train_mnist.MODELS[model](10).to(DEVICE, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.0, fused=True)
     pixels = torch.randn(batch_size, 1, 28, 28, device=DEVICE)
@@ -58,7 +59,7 @@ def resident_step(model: str, precision: str, batch_size: int) -> Callable[[], N
 
 
 def rate(step: Callable[[], None], batch_size: int, steps: int) -> float:
-    """Samples per second."""
+    """Return samples per second."""
     started_at = time.perf_counter()
     for _ in range(steps):
         step()
@@ -68,7 +69,7 @@ def rate(step: Callable[[], None], batch_size: int, steps: int) -> float:
 
 
 def limit(model: str, precision: str, batch_size: int, steps: int) -> float:
-    """Images per second of a resident step."""
+    """Return images per second of resident_step."""
     return rate(resident_step(model, precision, batch_size), batch_size, steps)
 
 
@@ -79,19 +80,19 @@ def pictures_and_labels() -> list[tuple]:
 
 
 def collate(samples: list[tuple]) -> list[torch.Tensor]:
-    """PIL -> ToTensor -> Normalize, a call per picture."""
+    """Apply PIL -> ToTensor -> Normalize with one call per picture."""
     return default_collate([(TRANSFORM(picture), label) for picture, label in samples])
 
 
 def per_sample(model: str, batch_size: int, steps: int, num_workers: int) -> float:
-    """Images per second of a plain PyTorch loop behind collate."""
+    """Return images per second of a plain PyTorch loop that loads through collate."""
     net = train_mnist.MODELS[model](10).to(DEVICE)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    fork = "fork" if num_workers else None  # as is usual; this process was spawned
+    fork = "fork" if num_workers else None  # the usual default; this process was spawned
     options = {"shuffle": True, "num_workers": num_workers, "multiprocessing_context": fork}
     data = pictures_and_labels()
     batches = iter(DataLoader(data, batch_size, collate_fn=collate, **options))
-    next(batches)  # workers are up and fetch ahead before the clock starts
+    next(batches)  # workers start and prefetch before the clock starts
 
     def step() -> None:
         pixels, labels = next(batches)
@@ -112,7 +113,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     print(f"{DEVICE}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    # Not forked: it must not have the settings of this process.
+    # Not forked, because it must not inherit the settings of this process.
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     rows = []
     for model, precision in itertools.product(args.models, args.precisions):
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    startup.run(main)  # with the settings of a run, which the limit gets as well
+    startup.run(main)  # with the settings of a run, for the limit as well

@@ -1,22 +1,22 @@
-"""Accuracy and seconds of whole runs over several seeds, and what a setting changes of them.
+"""Measure accuracy and seconds of whole runs over several seeds, and how a setting changes them.
 
     python -m benchmarks.time_to_accuracy --seeds 10
     python -m benchmarks.time_to_accuracy --seeds 10 @examples/recipes/fast
     python -m benchmarks.time_to_accuracy --seeds 2 --compare ablation --validation-split 10000
     python -m benchmarks.time_to_accuracy --seeds 4 --compare threads --stop-after-steps 120
 
-Everything that is not a flag of this program goes to train_mnist.py. The accuracy is that of the
-last epoch, never the best. `train` is the sum of the epochs' seconds from first batch to last,
-`process` is from start to exit: imports, decoding (cached after a first run, which is not counted),
-evaluation and checkpoints included.
+Everything that is not a flag of this program is passed to train_mnist.py. The accuracy is that of
+the last epoch, never the best. `train` is the sum of the epochs' seconds from first batch to last;
+`process` is the time from start to exit, including imports, decoding (cached after a first run,
+which is not counted), evaluation and checkpoints.
 
 With --compare, runs that each differ from the first in one thing take turns, seed by seed:
 
-    ablation  one ingredient of the default run; judge by --validation-split, so that the test set
-              has no part in a choice
-    threads   how OpenMP's idle threads wait for work: they spin, which is quick and takes a core
-              from whatever else wants it (libgomp: 300,000 times), or sleep; alone, and beside
-              `python -c "while True: pass"`
+    ablation  one ingredient of the default run; judge by --validation-split, so that no choice is
+              made on the test set
+    threads   how OpenMP's idle threads wait for work: they spin, which reacts quickly but takes a
+              core from other programs (libgomp: 300,000 times), or sleep; measured alone, and while
+              `python -c "while True: pass"` runs
     startup   without keep_memory of trainkit/launch/startup.py, or without its skip_the_compiler
 """
 
@@ -61,7 +61,7 @@ VARIANTS = {  # environment variables and flags
         "with torch's compiler imported": "LEFT_OUT=startup.skip_the_compiler",
     },
 }
-# Runs the script that comes first after -c, without the functions that LEFT_OUT names.
+# Runs the script that is the first argument after -c, without the functions named by LEFT_OUT.
 WITHOUT = """
 import os, runpy, sys
 from trainkit import startup
@@ -75,7 +75,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def mean(values: list[float]) -> str:
-    """Mean +- standard deviation."""
+    """Format values as: mean +- standard deviation."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.3f} +- {deviation:.3f}"
 
@@ -97,7 +97,7 @@ def main() -> None:
         run = partial(one_run, *script, *common, *flags, launch=launch, env=env)
         return lambda: run("--seed", next(seeds))
 
-    one_run(MNIST, *common, "--stop-after-steps", 1, launch=launch)  # fills caches
+    one_run(MNIST, *common, "--stop-after-steps", 1, launch=launch)  # fills the caches
     ways = {name: seed_by_seed(variant) for name, variant in variants.items()}
     rows = []
     for name, runs in in_turn(ways, args.seeds).items():

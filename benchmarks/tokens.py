@@ -1,4 +1,4 @@
-"""Tokens per second of examples/gpt.py, beside a bare PyTorch loop on its model and beside peers.
+"""Tokens per second of examples/gpt.py, of a bare PyTorch loop with its model, and of peers.
 
     OMP_NUM_THREADS=1 python -m benchmarks.tokens
     OMP_NUM_THREADS=1 python -m benchmarks.tokens --trainer --nanogpt CLONE
@@ -8,8 +8,8 @@
     trainer   the same model under Transformers' Trainer (pip install transformers)
     nanogpt   train.py of karpathy/nanoGPT, unmodified: its own model of the same sizes
 
-All clip the gradient, and take turns in one process. What counts is the median of the seconds of
-CPU time from one optimizer step to the next, so that it matters little what else the machine does.
+All clip the gradient, and take turns in one process. The figure is based on the median CPU time
+from one optimizer step to the next, so other work on the machine has little influence on it.
 CLONE is a git repository (bare or not), whose HEAD is run.
 """
 
@@ -49,7 +49,7 @@ def loop(flags: list[str], precision: str) -> None:
 
 
 class WithLoss(gpt.GPT):
-    """The GPT as most loops call it: its mean loss comes out."""
+    """The GPT as most loops call it: it returns its mean loss."""
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = super().forward(tokens[:, :-1])
@@ -109,7 +109,7 @@ def nanogpt(clone: Path, flags: list[str], precision: str) -> None:
 
 
 def rate(train: Callable[[], None], num_tokens: int) -> float:
-    """Tokens per second while it trains; num_tokens: in a batch."""
+    """Return tokens per second of `train`. num_tokens: those in a batch."""
     stamps = []
     hook = register_optimizer_step_post_hook(lambda *_: stamps.append(time.process_time()))
     with contextlib.redirect_stdout(io.StringIO()):
@@ -120,7 +120,7 @@ def rate(train: Callable[[], None], num_tokens: int) -> float:
 
 
 def compare(ways: dict[str, Callable[[], None]], rounds: int, num_tokens: int) -> tuple:
-    """Tokens per second of each way, which take turns, and loop / bare."""
+    """Return tokens per second of each way, measured in turns, and the ratio loop / bare."""
     calls = {name: partial(rate, way, num_tokens) for name, way in ways.items()}
     rates = in_turn(calls, rounds, warm_up=1)
     ratios = [a / b for a, b in zip(rates["loop"], rates["bare"], strict=True)]
@@ -136,7 +136,7 @@ def main() -> None:
     ways = {"loop": loop, "bare": bare}
     ways |= {"trainer": trainer} if args.trainer else {}
     ways |= {"nanogpt": partial(nanogpt, args.nanogpt.resolve())} if args.nanogpt else {}
-    # A tenth is for the evaluation.
+    # A tenth of the bytes is for the evaluation.
     flags = f"--epochs 1 --num-bytes {NUM_TOKENS * args.steps * 10 // 9}".split()
     rows = []
     for precision in ("no", "bf16"):
@@ -146,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    startup.run(main)  # with the settings of a run, which the others get as well
+    startup.run(main)  # with the settings of a run, for the others as well

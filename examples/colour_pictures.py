@@ -1,4 +1,4 @@
-"""Colour pictures, 32 x 32: which capital letter is it, in any colour on any colour?
+"""Classify colour pictures, 32 x 32: capital letters, in any colour on any colour.
 
 python examples/colour_pictures.py --num-workers 2
 python examples/colour_pictures.py --norm batch
@@ -28,14 +28,14 @@ from trainkit.config import UNSET, Count, Optimizer, Schedule, TrainingConfig, p
 from trainkit.data.small import SMALL, fit_to_size
 
 LETTERS = "ABCDEFGH"
-FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # installed anyway
+FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # come with matplotlib
 TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5], [0.25])]
 AUGMENT = [v2.RandomAffine(10, (0.1, 0.1), (0.8, 1.1)), v2.ColorJitter(0.3, 0.3, 0.3)]
 LARGE = {"batch_size": 60, "epochs": 6, "drop_last": False}  # for fonts, or many pictures
 
 
 class Pictures(torch.utils.data.Dataset):
-    """A sample: picture (3, 32, 32), its class, its number."""
+    """A sample is a picture (3, 32, 32), its class and its index."""
 
     def __init__(self, pictures: Sequence, labels: list[int], transforms: list):
         self.pictures, self.labels = pictures, labels
@@ -49,7 +49,7 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def draw_letters(fonts: str, num: int, seed: int) -> tuple[list[Image.Image], list[int]]:
-    """Pictures of letters and which they are."""
+    """Draw pictures of letters, and return them with their classes."""
     rng, pictures, labels = np.random.default_rng(seed), [], [n % len(LETTERS) for n in range(num)]
     files = sorted(str(path) for path in FONTS.glob(fonts))
     for label in labels:
@@ -77,7 +77,7 @@ class Config(TrainingConfig):
 
 
 def load_data(config: Config) -> tuple:
-    """The folder of --dataset; or fonts of one family to train on, of another to evaluate on."""
+    """Load --dataset, or draw letters: fonts of one family to train on, of another to evaluate."""
     if config.dataset is None:
         fit_to_size(config, SMALL, LARGE)
         train_set = Pictures(*draw_letters("DejaVu*-*.ttf", config.num_pictures, 1), AUGMENT)
@@ -95,10 +95,10 @@ def load_data(config: Config) -> tuple:
 
 
 def make_model(accelerator: Accelerator, norm: str, num_classes: int) -> nn.Module:
-    """ResNet-18, with GroupNorm in the place of BatchNorm unless that is asked for.
+    """Make a ResNet-18, with GroupNorm instead of BatchNorm unless BatchNorm is asked for.
 
-    BatchNorm uses the mean and variance of one process's micro-batch, so all losses depend on how
-    a batch is split; with SyncBatchNorm, which only GPUs have, on the micro-batches alone.
+    BatchNorm uses the mean and variance of one process's micro-batch, so all losses depend on how a
+    batch is split; with SyncBatchNorm, which needs GPUs, they depend on the micro-batches alone.
     """
     layer = nn.BatchNorm2d if norm == "batch" else functools.partial(nn.GroupNorm, 8)
     model = resnet18(num_classes=num_classes, norm_layer=layer, zero_init_residual=True)
@@ -108,7 +108,7 @@ def make_model(accelerator: Accelerator, norm: str, num_classes: int) -> nn.Modu
 
 
 def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """The loss of each sample, and whether it was recognised."""
+    """Return the loss of each sample, and whether it was classified correctly."""
     pictures, labels, _ = batch
     logits = model(pictures)
     loss = F.cross_entropy(logits, labels, reduction="none")

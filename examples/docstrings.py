@@ -1,9 +1,9 @@
-"""Something to try finetune.py with, made in seconds without a network: a tiny model, and pairs.
+"""Make a tiny model and training pairs to try finetune.py with, in seconds and without a network.
 
 python examples/docstrings.py    makes runs/docstrings/base and runs/docstrings/pairs.jsonl
 
-A prompt is the head of a function of Python's own standard library, its answer the first line of
-the function's docstring. The weights are random.
+A prompt is the first line of a function in Python's own standard library, and its answer is the
+first line of the function's docstring. The weights are random.
 """
 
 import json
@@ -32,14 +32,14 @@ class Config:
 
 
 def find_pairs() -> list[dict[str, str]]:
-    """Prompts and answers, sorted, each prompt once."""
+    """Return prompts and answers, sorted, with each prompt once."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
     found = {m[1]: m[2] for file in files for m in PAIR.finditer(file.read_text("utf-8"))}
     return [{"prompt": prompt, "answer": found[prompt]} for prompt in sorted(found)]
 
 
 def make_base(folder: Path, texts: list[str], config: Config) -> None:
-    """Write a Llama with random weights, and a tokenizer that has learned these texts."""
+    """Write a Llama with random weights, and a tokenizer trained on these texts."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""A Hugging Face model learns to answer prompts, whole or by LoRA: RUN_DIR/pretrained has it.
+"""Finetune a Hugging Face model to answer prompts, in full or by LoRA, into RUN_DIR/pretrained.
 
 python examples/docstrings.py    makes what the next two need: a tiny model, prompts and answers
 python examples/finetune.py --learning-rate 2e-3
@@ -45,7 +45,7 @@ class Config(TrainingConfig):
 
 
 def load_data(config: Config) -> tuple:
-    """Samples to train and evaluate on: tokens and which are learned. How answers end, the plan."""
+    """Return samples (tokens, which are learned) to train and evaluate on, end token, plan."""
     with as_usage_error("this example needs `pip install transformers`"):
         from transformers import AutoConfig, AutoTokenizer
     with as_usage_error(f"--base {config.base} or --data {config.data} cannot be read"):
@@ -56,7 +56,7 @@ def load_data(config: Config) -> tuple:
 
 
 def collate(samples: list) -> tuple[torch.Tensor, ...]:
-    """Tokens, and which of them are learned; (n, longest) each, padded on the right."""
+    """Return tokens, and which are learned, as two tensors (n, longest), padded on the right."""
     tokens, learned = (pad_sequence(each, batch_first=True) for each in zip(*samples, strict=True))
     return tokens, learned
 
@@ -65,7 +65,7 @@ def make_model(config: Config) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     dtype = "auto" if config.lora else torch.float32  # what is trained is float32
-    # Memory-mapped, so that the processes of a machine share the weights that are frozen.
+    # Memory-mapped, so that the processes of a machine share the frozen weights.
     model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -78,11 +78,11 @@ def make_model(config: Config) -> torch.nn.Module:
 
 
 def compute_losses(model: torch.nn.Module, batch: tuple) -> dict[str, torch.Tensor]:
-    """The loss of each token after the first, and which are learned."""
+    """Return the loss of each token after the first, and a mask of the tokens that are learned."""
     tokens, learned = batch
-    # These models refuse zero rows, which a process may get: then one is made up.
+    # A process may get zero rows, which these models refuse; it then uses one dummy row.
     inputs = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
-    # Padding needs no mask: it is on the right, where no token of a causal model looks.
+    # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
     logits = model(input_ids=inputs[:, :-1], use_cache=False).logits[: len(tokens)]
     targets = tokens[:, 1:]
     losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
@@ -90,7 +90,7 @@ def compute_losses(model: torch.nn.Module, batch: tuple) -> dict[str, torch.Tens
 
 
 def answer(model: Any, tokenizer: Any, sample: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """The most likely answer to the prompt of a sample. Every process must call this."""
+    """Return the greedy answer to the prompt of a sample. Every process must call this."""
     tokens, first = sample[0], int(sample[1].nonzero()[0])
     prompt = tokens[None, :first].to(model.device)
     num_new = min(50, (conversations.num_positions(model.config) or math.inf) - first)
@@ -99,14 +99,14 @@ def answer(model: Any, tokenizer: Any, sample: tuple[torch.Tensor, torch.Tensor]
     try:
         found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
         return tokenizer.decode(found[0, first:], skip_special_tokens=True)
-    except Exception as problem:  # it only shows, and ends no run
+    except Exception as problem:  # this is only shown: it must not end the run
         return f"none, because of {first_sentence(problem)}"
     finally:
         model.train()
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Train, evaluate, answer a prompt, write the folders; return the last metrics."""
+    """Train, evaluate, answer a prompt and write the folders; return the last metrics."""
     with Run(config := parse(Config, argv), "finetune") as run:
         accelerator = run.accelerator
         train_set, eval_set, end, plan, tokenizer = run.load(load_data)

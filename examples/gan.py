@@ -1,9 +1,9 @@
-"""A GAN that draws digits: two models, two optimizers, two schedules.
+"""Train a GAN that draws digits, with two models, two optimizers and two schedules.
 
 python examples/gan.py                 see samples-*.png in runs/gan/ after each epoch
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/gan.py --accumulate 2
 
-Not under a YAML with FSDP, which shards one model.
+A YAML with FSDP cannot be used, because FSDP shards one model only.
 """
 
 import functools
@@ -36,7 +36,7 @@ FIXED_SEED = 0  # of the noise that evaluation and the drawn samples use
 
 
 class Generator(nn.Sequential):
-    """Noise (n, 64) to pictures (n, 1, 28, 28), -1 to 1; for BatchNorm see colour_pictures.py."""
+    """Maps noise (n, 64) to pictures (n, 1, 28, 28), -1 to 1. On norms: colour_pictures.py."""
 
     def __init__(self, width: int = 32):
         super().__init__(
@@ -47,7 +47,7 @@ class Generator(nn.Sequential):
 
 
 class Discriminator(nn.Sequential):
-    """Pictures to logits (n, 1): above 0 is taken for real. SiLU: smooth where ReLU has a kink."""
+    """Maps pictures to logits (n, 1), where above 0 means real. Unlike ReLU, SiLU is smooth."""
 
     def __init__(self, width: int = 32):
         super().__init__(
@@ -62,7 +62,7 @@ def scale(pictures: torch.Tensor) -> torch.Tensor:
 
 
 def make_noise(seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-    """Noise that belongs to a sample, so that it is the same on any number of processes."""
+    """Return noise that depends on the sample's index, so it is the same for any process count."""
     return keyed_uniform(seed, epoch, indices, NUM_NOISE) * 2 - 1
 
 
@@ -78,7 +78,7 @@ class Config(TrainingConfig):
 
 
 def load_data(config: Config) -> tuple[InMemory, InMemory]:
-    """Pictures alone: a batch is pictures and their indices."""
+    """Load pictures without labels: a batch is pictures and their indices."""
     sets = (load_images(config.dataset, split, 28)[0] for split in ("train", "test"))
     return tuple(InMemory(pictures) for pictures, _ in (part.tensors for part in sets))
 
@@ -86,7 +86,7 @@ def load_data(config: Config) -> tuple[InMemory, InMemory]:
 def compute_losses(
     generator: nn.Module, discriminator: nn.Module, batch: tuple[torch.Tensor, ...]
 ) -> dict[str, torch.Tensor]:
-    """The discriminator on held-out pictures and as many drawn ones."""
+    """Evaluate the discriminator on held-out pictures and as many drawn ones."""
     pictures, indices = batch
     real = discriminator(scale(pictures))
     fake = discriminator(generator(make_noise(FIXED_SEED, 0, indices)))
@@ -95,7 +95,7 @@ def compute_losses(
 
 @torch.inference_mode()
 def draw(generator: nn.Module, device: torch.device, path: Path) -> None:
-    """Sixty-four pictures of the same noise each time."""
+    """Draw sixty-four pictures, from the same noise each time."""
     noise = make_noise(FIXED_SEED, 0, torch.arange(64, device=device))
     save_image(generator(noise), path, normalize=True, value_range=(-1, 1))
 

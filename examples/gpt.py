@@ -1,6 +1,6 @@
-"""A small GPT that learns the bytes of Python's own standard library: 36 s on 2 CPU cores.
+"""Train a small GPT on the bytes of Python's own standard library, in 36 s on 2 CPU cores.
 
-python examples/gpt.py    and read what it writes: runs/gpt/sample-*.txt, one for each evaluation
+python examples/gpt.py    writes a sample of its text, runs/gpt/sample-*.txt, at each evaluation
 python examples/gpt.py --answers-only --start-from runs/gpt/model.safetensors --run-dir runs/answers
 """
 
@@ -47,7 +47,7 @@ class Config(TrainingConfig):
 
 
 class GPT(nn.Module):
-    """Tokens (n, length) to logits (n, length, vocabulary) of the one that follows each."""
+    """Maps tokens (n, length) to logits (n, length, vocabulary) of the token after each."""
 
     def __init__(self, config: Config, vocabulary: int = 256, context: int = CONTEXT):
         super().__init__()
@@ -76,7 +76,7 @@ class GPT(nn.Module):
 
 
 def load_data(config: Config) -> tuple:
-    """The training set and the evaluation set."""
+    """Return the training set and the evaluation set."""
     if config.data:
         return tuple(ParquetRows(pattern, config.column) for pattern in config.data)
     path = standard_library(config.run_dir.parent)
@@ -87,7 +87,7 @@ def load_data(config: Config) -> tuple:
 
 
 def compute_losses(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The loss of each token after the first, and where it counts."""
+    """Return the loss of each token after the first, and a mask of the tokens that count."""
     tokens = batch[0].long()
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -98,7 +98,7 @@ def compute_losses(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, tor
 
 @torch.inference_mode()
 def write_sample(run: Run) -> None:
-    """Write what the model makes of `def `, and show its start. Every process must call this."""
+    """Write how the model continues `def ` and print the start. Every process must call this."""
     model, text = run.models[0].eval(), torch.tensor([[*b"def "]], device=run.accelerator.device)
     torch.manual_seed(0)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Text of different lengths: from which Python package does this line of documentation come?
+"""Classify texts of different lengths: from which Python package is this line of documentation?
 
 python examples/text.py
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/text.py --resume auto
@@ -28,26 +28,26 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Count, Schedule, TrainingConfig, parse
 
-PACKAGES = ["matplotlib", "numpy", "pandas"]  # installed anyway: nothing is downloaded
+PACKAGES = ["matplotlib", "numpy", "pandas"]  # already installed: nothing is downloaded
 FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstring
 MAX_LENGTH, NUM_TOKENS = 32, 4096
 
 
 def tokenize(text: str) -> torch.Tensor:
-    """Hashed words, int64, at most MAX_LENGTH of them; 0 is kept for padding."""
+    """Return at most MAX_LENGTH hashed words, int64; 0 is reserved for padding."""
     words = re.findall(r"\w+|[^\w\s]", text)[:MAX_LENGTH]
     return torch.tensor([zlib.crc32(word.encode()) % (NUM_TOKENS - 1) + 1 for word in words])
 
 
 def collate(samples: list) -> tuple[torch.Tensor, ...]:
-    """Tokens (n, longest), lengths (n,) and labels (n,)."""
+    """Return tokens (n, longest), lengths (n,) and labels (n,)."""
     tokens, labels = zip(*samples, strict=True)
     lengths = torch.tensor([len(row) for row in tokens])
     return pad_sequence(tokens, batch_first=True), lengths, torch.tensor(labels)
 
 
 class Classifier(nn.Module):
-    """A small transformer; padding changes no number, whatever else is in the batch."""
+    """A small transformer. The result for a text does not depend on padding or the other texts."""
 
     def __init__(self, num_classes: int, width: int = 64, num_layers: int = 2):
         super().__init__()
@@ -86,21 +86,21 @@ class Config(TrainingConfig):
 
 
 def load_data(config: Config) -> tuple[list, list]:
-    """Samples are (tokens, label); every fifth line is to evaluate on."""
+    """Return samples (tokens, label) to train on and, from every fifth line, to evaluate on."""
     origin: dict[str, set[int]] = {}
     for label, package in enumerate(PACKAGES):
         folder = Path(importlib.util.find_spec(package).origin).parent
         for path in folder.rglob("*.py"):
             for line in FIRST_LINE.findall(path.read_text(encoding="utf-8", errors="ignore")):
                 origin.setdefault(line, set()).add(label)
-    # A line that two packages have is left out.
+    # A line that occurs in two packages is left out.
     lines = [(tokenize(line), *ids) for line, ids in sorted(origin.items()) if len(ids) == 1]
     parts = [line for n, line in enumerate(lines) if n % 5], lines[::5]
     return tuple(part[: config.num_lines] for part in parts)
 
 
 def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """The loss of each sample, and whether it was recognised."""
+    """Return the loss of each sample, and whether it was classified correctly."""
     tokens, lengths, labels = batch
     logits = model(tokens, lengths)
     losses = F.cross_entropy(logits, labels, reduction="none")
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         train_set, eval_set = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config, collate)
         model = Classifier(len(PACKAGES))
-        # Matrices decay; biases and norms do not, and learn at a third of the rate.
+        # Matrices have weight decay; biases and norms have none, and a third of the learning rate.
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
         rate = config.peak_learning_rate / 3

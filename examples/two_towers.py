@@ -1,4 +1,4 @@
-"""Which lower half of a digit belongs to this upper half? Two towers and a contrastive loss.
+"""Match lower halves of digits to upper halves, with two towers and a contrastive loss.
 
 python examples/two_towers.py
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/two_towers.py --resume auto
@@ -26,7 +26,7 @@ NUM_CHOICES = 1000  # in an evaluation: chance is 0.001
 
 
 class Towers(nn.Module):
-    """Pictures (n, 1, 28, 28) to a row for each half, (n, 2, WIDTH)."""
+    """Maps pictures (n, 1, 28, 28) to an embedding of each half, (n, 2, WIDTH)."""
 
     def __init__(self, hidden: int = 256):
         super().__init__()
@@ -34,7 +34,7 @@ class Towers(nn.Module):
             nn.Sequential(nn.Flatten(), nn.Linear(392, hidden), nn.GELU(), nn.Linear(hidden, WIDTH))
             for _ in range(2)
         )
-        # CLIP's begins at 14 = exp(2 * 1.3). Not a scalar, which FSDP2 does not shard.
+        # CLIP's begins at 14 = exp(2 * 1.3). It is not a scalar, because FSDP2 shards no scalars.
         self.scale = nn.Parameter(torch.tensor([1.3]))
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Towers(nn.Module):
 
 
 def contrast(rows: torch.Tensor, choices: torch.Tensor, first: int) -> torch.Tensor:
-    """InfoNCE in both directions, (n,): row i belongs to choice first + i and to no other."""
+    """Return InfoNCE in both directions, (n,): row i belongs to choice first + i alone."""
     right = first + torch.arange(len(rows), device=rows.device)
     upper = F.cross_entropy(rows[:, 0] @ choices[:, 1].T, right, reduction="none")
     lower = F.cross_entropy(rows[:, 1] @ choices[:, 0].T, right, reduction="none")
@@ -53,7 +53,7 @@ def contrast(rows: torch.Tensor, choices: torch.Tensor, first: int) -> torch.Ten
 
 @torch.inference_mode()
 def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
-    """Is the right half the nearest of NUM_CHOICES? Every process must call this."""
+    """Measure how often the right half is nearest of NUM_CHOICES. Every process must call this."""
     rows = torch.zeros(len(loader.dataset), 2, WIDTH, device=accelerator.device)
     model.eval()
     for pictures, indices in loader:
@@ -82,7 +82,7 @@ class Config(TrainingConfig):
 
 
 def load_data(config: Config) -> tuple[InMemory, ...]:
-    """Pictures alone: a batch is pictures and their indices."""
+    """Load pictures without labels: a batch is pictures and their indices."""
     sets = (load_images(config.dataset, split, 28)[0] for split in ("train", "test"))
     return tuple(InMemory(pictures) for pictures, _ in (part.tensors for part in sets))
 

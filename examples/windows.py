@@ -1,4 +1,4 @@
-"""Pieces of a memory-mapped file by index, for gpt.py: no list of them is made."""
+"""Read pieces of a memory-mapped file by index, for gpt.py, without making a list of them."""
 
 import sys
 import sysconfig
@@ -11,7 +11,7 @@ from trainkit.run_dir.files import write_durably
 
 
 def standard_library(folder: Path) -> Path:
-    """A file in this folder with all modules of Python's standard library, one after another."""
+    """Write all modules of Python's standard library into one file here, and return its path."""
     path = folder / f"stdlib-{sys.hexversion:x}.txt"
     if not path.exists():
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
@@ -21,10 +21,10 @@ def standard_library(folder: Path) -> Path:
 
 
 class Windows:
-    """`size` bytes each, and from where and to where in them counts. Every tenth is held out.
+    """Samples are `size` bytes, and start and stop of those that count. Every tenth is held out.
 
     Args:
-        spans: where each begins, and perhaps what counts, as (start, first, end).
+        spans: where each begins, or (start, first, end), where only first to end counts.
     """
 
     def __init__(self, path: Path, size: int, spans: Sequence, held_out: bool):
@@ -36,6 +36,6 @@ class Windows:
     def __getitem__(self, index: int) -> tuple[np.ndarray, int, int]:
         span = self.spans[index * 10 if self.held_out else index + index // 9 + 1]
         start, first, end = span if isinstance(span, tuple) else (span, span, span + self.size)
-        # Mapped here: a memmap that is kept would be sent as a whole to a worker that is spawned.
-        # "c", because torch warns of what it may not write to.
+        # Mapped here, because a kept memmap would be copied whole into each spawned worker. Mode
+        # "c", because torch warns about arrays that are not writable.
         return np.memmap(self.path, np.uint8, "c", start, self.size), first - start, end - start

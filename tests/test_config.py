@@ -61,13 +61,10 @@ WRONG = {
     "--learning-rate nan": "--learning-rate nan must be a number above 0",
     "--warmup 1": "--warmup 1.0 must be at least 0 and below 1",
     "--keep 1": "--keep 1 must be at least 2",
-    "--seed -1": "--seed -1 must be at least 0 and below 2..32",
     "--ema 1": "--ema 1.0 must be above 0 and below 1",
     "--patience 3": "--patience needs --keep-best",
-    "--eval-every 0": "--eval-every 0 must be at least 1",
     "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
     "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
-    "--noise inf": "--noise inf must be a number of at least 0",
     "--hidden 3,0": "--hidden [3, 0] must be at least 1 each",
 }
 
@@ -78,7 +75,7 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
     with pytest.raises(UsageError) as refused:
         config.validate(2)
     for words in (*WRONG.values(), "--timeout 0 must be", "--schedule cosin must be one of onec"):
-        assert words.replace("2..32", "2**32") in str(refused.value)
+        assert words in str(refused.value)
     assert str(refused.value).count("; ") == len(WRONG) + 1
 
 
@@ -92,10 +89,14 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
             "below the peak of 0.003125",
         ),
         ("--target y", "are columns of --data"),
+        ("--accumulate 2", "use --accumulate 1, or dynamo_mode: default"),
         ("--learning-rate 2e-4 --min-learning-rate 1e-4 --keep-best eval_loss --patience 1", ""),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(flags: str, words: str) -> None:
+def test_flags_that_do_not_go_together_are_refused(
+    flags: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")  # CUDA graphs
     problems = parse(train_regression.Config, flags.split()).find_problems(1)
     assert [words in problem for problem in problems] == [True] * bool(words)
 
@@ -154,11 +155,3 @@ def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(
     lines = ["Flags: read as", "passes over the training data (default: 10)", "of the model"]
     lines += ["in which the learning rate rises", "steps between checkpoints (default: each epoch)"]
     assert sorted(lines, key=said.index) == lines and "None" not in said
-
-
-def test_gradients_are_not_added_up_beside_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainingConfig(accumulate=2)
-    assert not config.find_problems(1)
-    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
-    (problem,) = config.find_problems(1)
-    assert "use --accumulate 1, or dynamo_mode: default" in problem

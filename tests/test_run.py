@@ -82,7 +82,7 @@ def train(
         one, two, *loaders = run.accelerator.prepare(one, two, *loaders)
         optimizers = [run.accelerator.prepare(each) for each in optimizers]
         schedules = [run.accelerator.prepare(each) for each in schedules]
-        run.begin((one, two), {"script": "test"})
+        run.begin((one, two), {"pictures": "test"})
         for _ in run.epochs():
             for batch in run.steps(loaders[0]):
                 body(run, next(numbers))
@@ -442,7 +442,7 @@ MISTAKES = [
      r"a loader that make_loaders\(...\) did not make"),
     ("run.begin(", "run.accelerator.register_for_checkpointing(schedules[0]); run.begin(",
      "give its content to a module that accelerator.prepare takes"),
-    ('{"script": "test"}', "{'classes': {1}}", "the metadata of run.begin.* holds 'classes'"),
+    ('{"pictures": "test"}', "{'classes': {1}}", "the metadata of run.begin.* holds 'classes'"),
     ("nn.Linear(4, 1)", "Extra(4, 1)", "_extra_state of a model is not a tensor with its own"),
     ("nn.Linear(4, 1)", "Expanded(4, 1)", "scale of a model .* clone what expand returns"),
     ("body(run, next(numbers))", "break", r"run.evaluate.* what comes next is accelerator.back"),
@@ -493,9 +493,10 @@ def test_a_resume_of_something_else_is_refused(tmp_path: Path) -> None:
     flags = f"--run-dir {tmp_path} --resume auto".split()
     train(*flags, "--stop-after-steps", 2)
     with pytest.raises(
-        UsageError, match=r"belongs to another run: metadata\[script\] is '\"test\"' th"
+        UsageError, match=r"belongs to another run: metadata\[pictures\] is '\"test\"' th"
     ):
-        changed(('"script": "test"', "'script': 'other'"))(*flags)
+        # Called like a flag that may change.
+        changed(('"pictures": "test"', "'pictures': 'other'"))(*flags)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,6 +1,6 @@
-"""The mechanics of a training run; what a script needs is imported from here, when it is used.
+"""The mechanics of a training run. Scripts import from here; each name is loaded on first use.
 
-A script imports from here before torch: Ctrl-C during its imports then ends it in one sentence.
+A script imports this before torch, so that Ctrl-C during its imports ends it with one sentence.
 """
 
 import os
@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-# Where each name lives. Imported late: predict.py, which trains nothing, starts without the loop.
+# The module of each name. Imported late, because predict.py does not train or need the loop.
 NAMES = {
     "Run": "run",
     "EXIT_TARGET_MISSED": "errors",
@@ -34,8 +34,9 @@ def __getattr__(name: str) -> Any:
 
 
 def interrupt(number: int, frame: Any) -> None:
-    """Ctrl-C: KeyboardInterrupt. A second one ends the process, and so does one during an import:
-    numpy would swallow the KeyboardInterrupt, and fail later in a thousand lines.
+    """Raise KeyboardInterrupt on Ctrl-C; a second one, or one in an import, ends the process.
+
+    During an import, numpy would swallow the KeyboardInterrupt and fail later in a thousand lines.
     """
     signal.signal(number, signal.SIG_DFL)
     while frame:

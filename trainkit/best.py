@@ -1,6 +1,6 @@
-"""--keep-best and --patience: which evaluation was the best, and when to stop without a better one.
+"""--keep-best and --patience: which evaluation was best, and when to stop for lack of improvement.
 
-best.safetensors holds the weights of the first model at the best evaluation.
+best.safetensors holds the weights that the first model had at the best evaluation.
 """
 
 import math
@@ -18,14 +18,14 @@ from trainkit.run_dir.files import rename_free
 
 
 def update_best(config: TrainingConfig, progress: Progress) -> bool:
-    """Note in `progress` whether this evaluation is the best so far, and return that.
+    """Return whether this evaluation is the best so far, and record it in `progress`.
 
-    Evaluations that are not the best are counted: after --patience of them in a row the run ends.
+    Evaluations without an improvement are counted; the run ends after --patience of them in a row.
     """
     name, direction = metric_and_direction(config.keep_best or "")
     if name not in progress.metrics:
         return False
-    if not _is_of(progress, name, direction):  # before a resume it was another metric
+    if not _is_of(progress, name, direction):  # --keep-best was changed on a resume
         progress.best, progress.num_worse = None, 0
     progress.best_name = f"{name}:{direction}"
     value, best = progress.metrics[name], progress.best
@@ -39,19 +39,19 @@ def update_best(config: TrainingConfig, progress: Progress) -> bool:
 
 
 def _is_of(progress: Progress, name: str, direction: str) -> bool:
-    """Is the best that is noted one of this metric? Older checkpoints have its name alone."""
+    """Is the recorded best of this metric? Older checkpoints recorded only the name."""
     return progress.best_name in (name, f"{name}:{direction}")
 
 
 def problem(config: TrainingConfig, progress: Progress) -> str:
-    """What is wrong with --keep-best if the evaluation has no such metric, else nothing."""
+    """A sentence if the evaluation lacks the metric of --keep-best, otherwise an empty string."""
     if not config.keep_best or metric_and_direction(config.keep_best)[0] in progress.metrics:
         return ""
     return f"--keep-best {config.keep_best}: there are only {', '.join(progress.metrics)}"
 
 
 def describe(accelerator: Accelerator, config: TrainingConfig, progress: Progress) -> str:
-    """One sentence: which evaluation was the best, and where its weights are."""
+    """One sentence that says which evaluation was the best and where its weights are."""
     name, direction = metric_and_direction(config.keep_best or "")
     step = progress.best_step
     if progress.best is None or not _is_of(progress, name, direction):
@@ -68,9 +68,9 @@ def describe(accelerator: Accelerator, config: TrainingConfig, progress: Progres
 
 
 def _is_of_step(accelerator: Accelerator, config: TrainingConfig, step: int) -> bool:
-    """Is best.safetensors of this step? If it is not, it is renamed.
+    """Was best.safetensors written at this step? If it was not, rename it.
 
-    It is of another step if the run was resumed from a checkpoint that is older than the file.
+    It is from another step if the run was resumed from a checkpoint that is older than the file.
     """
     path = config.run_dir / "best.safetensors"
     if path.exists() and accelerator.is_main_process:

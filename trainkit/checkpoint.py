@@ -1,25 +1,25 @@
-"""Checkpoints that are either whole and durable or not there, and a resume that is exact.
+"""Save checkpoints that are either complete and durable or absent, and resume from them exactly.
 
-    checkpoints/step-0000000468/    has this name only when it is complete and on the disk
-        state/                      what accelerator.save_state wrote
+    checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
+        state/                      the files that accelerator.save_state writes
         trainer.json                position of the run, running sums, size of the log
         MANIFEST.json               size and SHA-256 of every file
 
-save() calls accelerator.save_state and resume() calls accelerator.load_state. Around them stands
-what these do not do: files that are durable, and compared with their hashes before anything is
-read; the averages of --ema, and a refusal of files that are missing or left over (the two hooks in
-shards.py). Four things of load_state are not used:
+save() calls accelerator.save_state and resume() calls accelerator.load_state. This module adds
+three things to them: the files are durable; their hashes are compared before any file is read; and
+two hooks in shards.py save the averages of --ema and refuse missing and extra files. Four things
+that load_state restores are not used:
 
-* Objects registered with Accelerate: it unpickles them without weights_only, which executes what a
-  forged file asks for. A checkpoint with such a file is neither written nor read.
-* Random states: load_state restores them, or passes over them in silence. Nothing depends on them
-  (trainkit.loaders says what takes their place), and numpy believes a forged position, so the
-  generators are seeded anew afterwards.
-* accelerator.step, the count of micro-batches, which is 0 between two optimizer steps.
-* The kernels ("fused", "foreach") in a saved parameter group: this run's YAML chooses them.
+* Objects registered with Accelerate. It unpickles them without weights_only, so a forged file could
+  execute code. A checkpoint with a file of such an object is neither written nor read.
+* Random states. load_state restores them, or skips them without a message. Nothing depends on them
+  (trainkit.loaders says what is used instead). numpy does not check the position in a saved state,
+  which could be forged, so the generators are seeded again afterwards.
+* accelerator.step, the count of micro-batches. It is 0 between two optimizer steps.
+* The kernels ("fused", "foreach") in a saved parameter group. This run's YAML chooses them.
 
-A sharded run calls neither, and no run calls load_state for a sharded checkpoint: shards.py says
-why, and reads and writes these.
+A sharded run calls neither function, and no run calls load_state for a sharded checkpoint.
+shards.py explains why, and reads and writes those checkpoints.
 """
 
 import json
@@ -60,14 +60,14 @@ class Progress:
         step: optimizer steps since the start of the run.
         epoch: epochs completed.
         batch: batches of --batch-size samples done in this epoch.
-        num_skipped: batches without a step, because their fp16 gradients overflowed.
+        num_skipped: batches without an optimizer step because their fp16 gradients overflowed.
         metrics: the metrics of the last evaluation.
         metrics_step: the step of that evaluation.
         best, best_step: the best value of the metric of --keep-best, and its step.
-        best_name: that metric and its direction, "eval_loss:min".
-        num_worse: evaluations since then.
-        ended: run.stop() or --patience has ended the run, whatever is left of it.
-        state: run.state, the script's own.
+        best_name: the name and direction of that metric, for example "eval_loss:min".
+        num_worse: evaluations since the best one.
+        ended: run.stop() or --patience has ended the run, whether or not epochs are left.
+        state: run.state, which belongs to the script.
     """
 
     step: int = 0
@@ -85,12 +85,12 @@ class Progress:
 
 
 class Length:
-    """How long a run is, and where in it an evaluation comes.
+    """How long a run is, and when it evaluates.
 
     Attributes:
-        num_used: samples that an epoch uses.
-        steps_per_epoch: optimizer steps of an epoch.
-        last_step: of the run, by --epochs and --stop-after-steps.
+        num_used: samples used in an epoch.
+        steps_per_epoch: optimizer steps in an epoch.
+        last_step: the last step of the run, from --epochs and --stop-after-steps.
         log_every: steps between rows of metrics.jsonl.
     """
 
@@ -103,7 +103,7 @@ class Length:
         self.log_every = config.log_every or min(50, max(1, num_steps // 50))
 
     def num_done(self, progress: Progress) -> int:
-        """Samples of this epoch trained on so far."""
+        """The number of samples trained on so far in this epoch."""
         return min(progress.batch * self.config.batch_size, self.num_used)
 
     def is_over(self, progress: Progress) -> bool:
@@ -112,10 +112,10 @@ class Length:
         return progress.ended or at_end
 
     def must_evaluate(self, progress: Progress) -> bool:
-        """Is an evaluation due before the next step? Not if it was done before a resume."""
+        """Is an evaluation due before the next step, and was it not done before a resume?"""
         every = self.config.eval_every
         due = progress.batch == self.steps_per_epoch or (every and progress.step % every == 0)
-        due = due or self.is_over(progress)  # stopped in the last evaluation
+        due = due or self.is_over(progress)  # the last one, also if it was interrupted
         return bool(due) and progress.step > progress.metrics_step
 
 
@@ -123,8 +123,8 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        fingerprint: names and values that must be equal for a checkpoint to continue this run.
-        averages: for each model the average of its weights by name, of --ema.
+        fingerprint: names and values that a checkpoint must share with this run to continue it.
+        averages: for each model, the averages of its weights that --ema keeps, by name.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Checkpoints:
         self.tracker, self.means, self.keep = tracker, means, config.keep
         self.averages = averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
-        self.saved_step = -1  # of the newest checkpoint
+        self.saved_step = -1  # the step of the newest checkpoint
         written = averages if accelerator.is_main_process else ()
         accelerator.register_save_state_pre_hook(partial(shards.before_save, written))
         accelerator.register_load_state_pre_hook(partial(shards.before_load, accelerator, averages))
@@ -148,12 +148,13 @@ class Checkpoints:
     def save(self, progress: Progress) -> None:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
 
-        When it returns, the checkpoint survives a crash. Raises RunFailure on all processes if any
-        of them fails, RuntimeError if JSON changes run.state; older checkpoints are untouched.
+        Once this returns, the checkpoint survives a crash. Raises RunFailure on all processes if
+        any of them fails, and RuntimeError if run.state does not survive a round trip through JSON.
+        Older checkpoints are not touched.
         """
         check_json("run.state", progress.state)
         if progress.step == self.saved_step:
-            return  # same weights; a resume repeats whatever was done since, for example evaluating
+            return  # same weights; a resume repeats what was done since, for example an evaluation
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         final = self.directory / f"step-{progress.step:010d}"
         temporary = self.directory / f".tmp-{final.name}"
@@ -163,7 +164,7 @@ class Checkpoints:
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if main:
-                temporary.mkdir()  # not its parents: the run folder may have been moved away
+                temporary.mkdir()  # without parents: the run folder may have been moved away
                 (temporary / "state").mkdir()
         with failing_together(accelerator, what, RunFailure):
             if write_shard is not None:
@@ -176,12 +177,13 @@ class Checkpoints:
         self.saved_step = progress.step
 
     def resume(self, wanted: str | None, last_step: int = sys.maxsize) -> Progress:
-        """Load the checkpoint that --resume names and return where the run stood.
+        """Load the checkpoint that --resume names, and return the position of the run.
 
-        None: a new run. "auto": the newest whole checkpoint; a new run if there is no checkpoint.
-        "latest": the newest whole checkpoint, or fail. A path: exactly that checkpoint, or fail.
-        Every process must call this. Raises UsageError on all of them, before any weight changes,
-        if none is whole, or it is of another run or from after the last step of this run.
+        None starts a new run. "auto" loads the newest complete checkpoint, or starts a new run if
+        there is no checkpoint. "latest" loads the newest complete checkpoint, or fails. A path
+        loads exactly that checkpoint, or fails. Every process must call this. Raises UsageError on
+        all of them, before any weight changes, if no checkpoint is complete, or if the checkpoint
+        belongs to another run or is from after the last step of this run.
         """
         accelerator, main = self.accelerator, self.accelerator.is_main_process
         path, trainer = None, {}
@@ -201,8 +203,8 @@ class Checkpoints:
                 self.saved_step = progress.step
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
-                # The run continues here: later checkpoints are renamed, the last one first, then
-                # later rows cut. So "auto" can go on wherever a kill ends this.
+                # The run continues from this checkpoint: later ones are renamed, the last first,
+                # and then later rows are cut. If this is killed halfway, "auto" can still resume.
                 for newer in reversed(steps_in(self.directory)):
                     if newer.name >= f"step-{progress.step:010d}" and newer.name != path.name:
                         new = rename_free(newer, f"abandoned-{newer.name}")
@@ -210,11 +212,11 @@ class Checkpoints:
                 sync(self.directory)
                 self.tracker.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
-        accelerator.step = 0  # of micro-batches; a checkpoint lies between two optimizer steps
+        accelerator.step = 0  # counts micro-batches; a checkpoint is between two optimizer steps
         for notice in notices:
             print(notice, flush=True)
         if path:
-            self.tracker.log_timing({"resumed_at": progress.step})  # the curves mark it
+            self.tracker.log_timing({"resumed_at": progress.step})  # the curves mark this step
         return progress
 
     def _load_state(self, folder: Path) -> None:
@@ -223,19 +225,19 @@ class Checkpoints:
             if accelerator.is_fsdp2 or (folder / "shard-00000.bin").exists():
                 shards.read(accelerator, self.averages, folder)
                 return
-            if not (folder / "scaler.pt").exists():  # not saved under fp16: a new loss scale
+            if not (folder / "scaler.pt").exists():  # saved without fp16: start a new loss scale
                 accelerator.scaler = None
             accelerator.load_state(
-                folder.resolve(),  # it would expand a ~
+                folder.resolve(),  # load_state would expand a ~
                 load_kwargs={"mmap": True, "weights_only": True},
-                map_location="cpu",  # or a card would hold all moments twice
-                strict=False,  # what is frozen is in no checkpoint
+                map_location="cpu",  # else a GPU would hold all optimizer state twice
+                strict=False,  # checkpoints leave out frozen weights
             )
         accelerator.scaler = scaler
-        seed_host(0)  # else by random_states_*.pkl
+        seed_host(0)  # replaces what random_states_*.pkl set
 
     def _read(self, path: Path, notices: list[str], last_step: int) -> dict[str, Any]:
-        """trainer.json of a whole checkpoint, if it belongs to this run."""
+        """Read trainer.json of a complete checkpoint; raise UsageError if it is of another run."""
         with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
             trainer = json.loads((path / "trainer.json").read_text())
             check_same_run(path, trainer["fingerprint"], self.fingerprint)

@@ -1,4 +1,4 @@
-"""Errors for people: one sentence, one exit code, on all processes alike."""
+"""Errors for the user: one sentence and one exit code, the same on all processes."""
 
 import multiprocessing
 import os
@@ -23,13 +23,13 @@ EXIT_TARGET_MISSED = 3
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 
-# What stops a run after a checkpoint; Windows has two of them.
+# The signals that make a run save a checkpoint and stop. Windows has only two of them.
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 SIGNALS = tuple(getattr(signal, name) for name in STOPPING if hasattr(signal, name))
 
 LATE_START_SECONDS = 60.0
-# What torch, safetensors, gloo, NCCL and the system say where something happened to one process
-# alone, and what that was. Matched against the kind of the exception and its message.
+# Messages of torch, safetensors, gloo, NCCL and the system when something happens to one process
+# only, and what they mean. Each pattern is searched in the exception's type and message.
 FAILURES = {
     "OutOfMemoryError|DefaultCPUAllocator: can't": "ran out of memory: where it trains, try a "
     "larger --accumulate or a smaller --batch-size, else a smaller model or less data",
@@ -44,40 +44,40 @@ FAILURES = {
 
 
 class UsageError(ValueError):
-    """Wrong arguments, data, folder or launch: one sentence for the person who typed it."""
+    """Wrong arguments, data, folder or launch. The message is one sentence for the user."""
 
     exit_code = EXIT_USAGE
 
 
 class RunFailure(RuntimeError):
-    """Something broke that no argument caused (disk, numbers): one sentence, exit code 1."""
+    """A failure that no argument caused, such as a full disk or NaN. One sentence, exit code 1."""
 
     exit_code = EXIT_FAILURE
 
 
 class LoneFailure(RunFailure):
-    """One that a single process meets, also in a loader worker: that process says it."""
+    """A failure of a single process, or of its loader worker. That process prints the message."""
 
     def __init__(self, text: str):
-        # What comes out of a worker is its traceback, which ends with the sentence.
+        # A loader worker passes on its whole traceback, which ends with the message.
         super().__init__(text.strip().rpartition("LoneFailure: ")[2])
 
 
 class Stopped(SystemExit):
-    """A signal before the first step: there is nothing to save, so the process ends at once."""
+    """A signal arrived before the first step. Nothing needs saving, so the process ends at once."""
 
     exit_code = EXIT_STOPPED
 
 
 def is_main_rank() -> bool:
-    """True on the process that may print on its machine, also before there is an Accelerator."""
+    """True on the one process per machine that may print; works before an Accelerator exists."""
     rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
     return rank in ("0", "") or os.environ.get("RANK") == "0" or "WORLD_SIZE" not in os.environ
 
 
 @contextmanager
 def as_usage_error(what: str) -> Iterator[None]:
-    """Turn whatever else the body raises into a UsageError that begins with `what`."""
+    """Turn exceptions but UsageError and RunFailure into a UsageError that begins with `what`."""
     try:
         yield
     except (UsageError, RunFailure):
@@ -91,10 +91,10 @@ def as_usage_error(what: str) -> Iterator[None]:
 def failing_together(
     accelerator: Accelerator, what: str, kind: type[Exception] = UsageError
 ) -> Iterator[None]:
-    """Raise `kind` on all processes if the body fails on any: no process waits for one that left.
+    """Raise `kind` on all processes if the body fails on any, so that none waits for one that left.
 
-    The message is that of a UsageError or RunFailure, else `what` and the reason. Every process
-    must enter this, and the body must not communicate.
+    The message is that of a UsageError or RunFailure; for other exceptions it is `what` and the
+    reason. Every process must enter this, and the body must not communicate.
     """
     error = None
     try:
@@ -104,13 +104,13 @@ def failing_together(
     except Exception as problem:
         known = explain(problem)
         if known is None and not isinstance(problem, OSError):
-            traceback.print_exc()  # perhaps a bug: where it is
+            traceback.print_exc()  # it may be a bug, so show where
         error = f"{what}: {known or first_sentence(problem)}"
     raise_together(accelerator, error, kind)
 
 
 def explain(problem: Exception) -> str | None:
-    """What happened to this process alone, for example a lost peer; None if that is not known."""
+    """Say what happened to this process only, for example a lost peer; None if it is not known."""
     text = f"{type(problem).__name__}: {problem}"
     return next((said for pattern, said in FAILURES.items() if re.search(pattern, text)), None)
 
@@ -133,11 +133,11 @@ def leave(code: int) -> NoReturn:
         worker.kill()
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if workers or distributed:
-        # The interpreter's exit would join loader workers, of which one may hang, and communication
-        # threads that wait for the other processes.
+        # A normal exit would wait for the loader workers, one of which may hang, and for
+        # communication threads, which wait for the other processes.
         os._exit(code)
     if code == EXIT_USAGE and not is_main_rank():
-        # The main process may still be importing what this one has imported. If this one ended
-        # first, the launcher would end the main process before it could print the sentence.
+        # The main process may still be importing modules. If this process ended first, the
+        # launcher would end the main process before it could print the message.
         time.sleep(LATE_START_SECONDS)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""run.evaluate: means over an evaluation set, each sample counted once by all processes."""
+"""run.evaluate: means over an evaluation set, in which each sample counts exactly once."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -21,21 +21,21 @@ def evaluate(
     compute_losses: Callable[[Any], dict[str, torch.Tensor]],
     stopping: Callable[[], bool],
 ) -> dict[str, float]:
-    """Return eval_samples, and as eval_NAME the mean of each value of compute_losses(batch).
+    """Return eval_samples, and the mean of each value of compute_losses(batch) as eval_NAME.
 
-    compute_losses returns what run.add() takes: unreduced values by name, and perhaps "mask" or
+    compute_losses returns what run.add() takes: unreduced values by name, and optionally "mask" or
     "weights". The models are in evaluation mode, without gradients. Each sample counts once,
-    whoever has it. Every process must call this. Raises RuntimeError for values that are not one
-    row per sample. It returns nothing if stopping(), the same on all processes, was true after a
-    batch.
+    whichever process has it. Every process must call this. Raises RuntimeError for values that do
+    not have one row per sample. Returns an empty dict if stopping(), which must be the same on all
+    processes, is true after a batch.
     """
     check_loader(accelerator, loader, training=False)
     models = prepared_models(accelerator)
     modes = {layer: layer.training for model in models for layer in model.modules()}
-    means, num_rows = RunningMeans(accelerator), Counter[str]()  # of what is not masked
+    means, num_rows = RunningMeans(accelerator), Counter[str]()  # without a mask
     for model in models:
         model.eval()
-    with torch.no_grad():  # what inference_mode makes, FSDP could not train with afterwards
+    with torch.no_grad():  # not inference_mode: FSDP could not train with its tensors afterwards
         for batch in loader:
             values = compute_losses(batch)
             counted = {name: values.pop(name) for name in ("mask", "weights") if name in values}

@@ -1,6 +1,6 @@
-"""The fingerprint of a run: what must be equal on all nodes, and when the run is resumed.
+"""The fingerprint of a run: what must be equal on all nodes and after a resume.
 
-The world of a run, its processes and device, may differ: then rounding does.
+The world of a run (its processes, device and versions) may differ, but then rounding does too.
 """
 
 import json
@@ -23,10 +23,11 @@ from trainkit.rng import NUM_HELD
 
 
 def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> dict[str, Any]:
-    """The values, by names for messages; started_from: SHA-256. Every process must call this.
+    """Return the values by the names used in messages. Every process must call this.
 
-    A data set with fingerprint() says it of each of its files, so that a message can name the one
-    that changed. Raises UsageError on all processes if theirs differ.
+    started_from is the SHA-256 of --start-from. A data set with fingerprint() returns an entry for
+    each of its files, so that a message can name the file that changed. Raises UsageError on all
+    processes if their values differ.
     """
     config = run.config
     files = [dataset.fingerprint() for dataset in run.sets if hasattr(dataset, "fingerprint")]
@@ -40,7 +41,9 @@ def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> di
         **config.experiment(),
         **{name: value for of in files for name, value in of.items()},
         "data": run.data_fingerprint,
-        "weights of samples": fingerprint_data(*orders),  # or order=; older checkpoints say this
+        "weights of samples": fingerprint_data(
+            *orders
+        ),  # or order=; this name is in old checkpoints
         "size": num_parameters(run.models),
         **{
             f"metadata[{name}]": json.dumps(value)
@@ -48,20 +51,20 @@ def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> di
             if name not in config.nodes_may_differ
         },
     }
-    frozen = run.frozen  # of a sharded run: what prepare was given
+    frozen = run.frozen  # filled only if the run is sharded
     if started_from:
         found["start_from"] = started_from
-    if started_from or not frozen:  # --start-from may have replaced what is frozen
+    if started_from or not frozen:  # --start-from may have replaced frozen weights
         frozen = shards.fingerprint_frozen(run.models)
     nodes.check_same(run.accelerator, found | frozen | run.frozen)
     return found | frozen
 
 
 def check_same_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise UsageError if the checkpoint at `path`, with this fingerprint, is of another run."""
-    # Older checkpoints say about[...].
+    """Raise UsageError if the checkpoint at `path`, with fingerprint `saved`, is another run's."""
+    # Older checkpoints wrote about[...] instead of metadata[...].
     before = {name.replace("about[", "metadata["): value for name, value in saved.items()}
-    # Files first: the name of one that is gone says more than a hash over all of them.
+    # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):
         if before.get(name) != now.get(name):
             raise UsageError(
@@ -71,7 +74,7 @@ def check_same_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> No
 
 
 def describe_world(accelerator: Accelerator) -> dict[str, Any]:
-    """What may differ after a resume, but then changes rounding."""
+    """What may change on a resume; a change makes rounding differ."""
     return {
         "num_processes": accelerator.num_processes,
         "sharded": accelerator.is_fsdp2,
@@ -84,7 +87,7 @@ def describe_world(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def compare_worlds(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each difference of two describe_world(...)."""
+    """Yield a sentence for each difference between two results of describe_world(...)."""
     for name in now:
         if before.get(name, now[name]) != now[name]:
             yield (

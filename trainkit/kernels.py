@@ -1,4 +1,4 @@
-"""The kernels of the optimizers after their state was loaded."""
+"""Keep the kernels of the optimizers while their state is loaded."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,16 +10,16 @@ from trainkit.errors import UsageError
 
 
 def kernel_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Which of torch's implementations steps a parameter group."""
+    """The options of a parameter group that choose between torch's optimizer implementations."""
     return {name: group[name] for name in ("fused", "foreach", "capturable") if name in group}
 
 
 @contextmanager
 def keeping_kernels(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """In the body the state of these optimizers is loaded; they keep the kernels that they have.
+    """Keep the kernels of these optimizers while their state is loaded in the body.
 
-    A saved parameter group also says whether it was fused, which depends on the precision it was
-    saved under.
+    A saved parameter group also records whether it was fused, which depends on the precision of the
+    run that saved it.
     """
     wanted = [[kernel_of(group) for group in each.param_groups] for each in optimizers]
     yield
@@ -31,9 +31,10 @@ def keeping_kernels(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Non
 
 
 def fit_state(state: dict[str, Any], weight: torch.Tensor, kernel: dict[str, Any]) -> None:
-    """Give the loaded state of a weight its memory layout, and its count of steps its place.
+    """Give loaded state the memory layout of its weight, and put "step" on the right device.
 
-    Raises UsageError for what a fused kernel, which looks at no shape, would read beyond its end.
+    Raises UsageError if shapes differ and the kernel is fused: a fused kernel does not check
+    shapes, and would read beyond the end of the state.
     """
     for name, value in state.items():
         shape = getattr(value, "shape", ())
@@ -44,6 +45,6 @@ def fit_state(state: dict[str, Any], weight: torch.Tensor, kernel: dict[str, Any
                 f"{name} of an optimizer is {tuple(shape)} for a weight of {tuple(weight.shape)}"
             )
     if isinstance(state.get("step"), torch.Tensor):
-        # Where no kernel needs it on the device, reading it there would make the host wait.
+        # Kept on the CPU unless the kernel needs it: reading it from a GPU makes the host wait.
         on_device = kernel.get("fused") or kernel.get("capturable")
         state["step"] = state["step"].to(weight.device if on_device else "cpu")

@@ -1,8 +1,8 @@
-"""Which samples come when: a pure function of (seed, epoch, place), so there is no state to lose.
+"""The order of the samples is a pure function of (seed, epoch, place), so it needs no saved state.
 
-What a sample draws, such as its augmentation, is one of (seed, epoch, sample). A resumed run, a run
-with other workers and a run with another number of processes therefore see the same samples in the
-same order with the same augmentation. (Data sets that make whole batches: see WholeBatches.)
+Random numbers for a sample, such as its augmentation, depend on (seed, epoch, sample) alone. So a
+resumed run, and runs with other numbers of workers or processes, see the same samples in the same
+order with the same augmentation. (For data sets that make whole batches see WholeBatches.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,16 +26,17 @@ from trainkit.orders import Order, weighted
 from trainkit.private import tree_map_only
 from trainkit.rng import NUM_HELD, key, permute, seed_host
 
-NUM_AHEAD = 2**16  # places of an order that are computed at a time
+NUM_AHEAD = 2**16  # how many places of an order are computed at a time
 MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
 
 
 class Slots:
-    """The slots of a batch, and the sample indices that fill them: of a short batch only some.
+    """The slots of a batch, and the sample indices in them. A short batch fills only some slots.
 
-    len() counts the slots, because Accelerate, which gives each process its slice of a batch, wants
-    all batches equally long. share_of_batch says which samples of a short batch a slice has. A
-    process gets none only if there are fewer samples than processes, the main process always one.
+    len() counts the slots, because Accelerate gives each process a slice of every batch and needs
+    all batches to be equally long. share_of_batch says which samples of a short batch are in a
+    slice. A process gets no sample only if there are fewer samples than processes; the main process
+    always gets at least one.
     """
 
     def __init__(self, values: torch.Tensor | Sequence[int], num_slots: int):
@@ -50,15 +51,15 @@ class Slots:
         return Slots(self.values[slice(*share)], stop - start)
 
     def __reduce__(self) -> tuple:
-        # A loader worker would get a tensor through shared memory and a socket, which takes longer.
+        # A list: a tensor would go to a loader worker by shared memory and a socket, slower.
         return Slots, (self.values.tolist(), self.num_slots)
 
 
 def share_of_batch(num_samples: int, num_slots: int, start: int, stop: int) -> tuple[int, int]:
-    """Which samples of a batch fill its slots start:stop, as start and stop.
+    """Return (start, stop) of the samples of a batch that are in its slots start:stop.
 
-    8 slots of 4 processes: 7 samples are shared out as 2, 2, 2, 1, so that all shares but the last
-    are full; 5 samples as 2, 1, 1, 1, because full shares would leave the last process none.
+    With 8 slots and 4 processes, 7 samples are shared out as 2, 2, 2, 1, so that all shares but the
+    last are full, and 5 samples as 2, 1, 1, 1, because full shares would leave none for the last.
     """
     if num_samples > num_slots - (stop - start):
         return start, stop
@@ -68,24 +69,24 @@ def share_of_batch(num_samples: int, num_slots: int, start: int, stop: int) -> t
 class EpochBatches(Sampler):
     """Batches of sample indices whose order is a function of (seed, epoch, place) alone.
 
-    A batch is a `Slots`, a micro-batch of all processes; Accelerate gives each process its slice
-    (split_batches=True). The last batch of an epoch, where it is short, is either dropped or shared
-    out as it is: no sample comes twice, and no process has fewer batches than another, which would
-    leave the others waiting. Time and memory do not depend on the number of samples.
+    A batch is a `Slots`, a micro-batch for all processes; Accelerate gives each process its slice
+    (split_batches=True). A short last batch of an epoch is either dropped or shared out as it is:
+    no sample comes twice, and all processes have equally many batches, so that none is left
+    waiting. Time and memory do not depend on the number of samples.
 
     Args:
         num_samples: size of the data set.
         batch_size: samples per optimizer step over all processes.
-        seed: of the shuffle; None yields the samples in their own order.
-        order: order(epoch, start, stop) gives the indices at the places start <= place < stop of
-            an epoch, int64; None: each sample once, shuffled by seed.
+        seed: seed of the shuffle; None yields the samples in their own order.
+        order: order(epoch, start, stop) returns the indices at the places start <= place < stop of
+            an epoch, int64; None yields each sample once, shuffled by seed.
         drop_last: leave out the last num_samples % batch_size samples of each epoch.
         accumulate: micro-batches per optimizer step; divides batch_size.
 
     Attributes:
-        device: where the indices are.
-        is_custom: the order is the script's, or depends on the version of this code, as that of
-            more than NUM_HELD samples does: a checkpoint records a hash of it.
+        device: the device of the indices.
+        is_custom: the order is the script's own, or depends on the version of this code, as it does
+            with more than NUM_HELD samples. A checkpoint then records a hash of it.
     """
 
     def __init__(
@@ -100,20 +101,20 @@ class EpochBatches(Sampler):
     ):
         assert batch_size % accumulate == 0
         self.num_samples = num_samples
-        self.batch_size = batch_size // accumulate  # of a micro-batch; Accelerate reads this name
+        self.batch_size = batch_size // accumulate  # per micro-batch; Accelerate reads this name
         self.seed, self.order = seed, order or shuffled(num_samples, seed)
         self.is_custom = order is not None or num_samples > NUM_HELD
-        self.drop_last = False  # read by Accelerate: every batch that arrives there is full
+        self.drop_last = False  # read by Accelerate, to which every batch looks full
         self.num_used = num_used(num_samples, batch_size, drop_last)
         self.device = torch.device("cpu")
         self.start = 0
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # loader workers see it
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # seen by loader workers
 
     def set_position(self, epoch: int, num_done: int) -> None:
-        """Make the next iteration yield `epoch` from its sample number `num_done` on.
+        """Let the next iteration start in `epoch` after the first `num_done` samples.
 
-        The order starts there instead of being skipped through, so that a resume in the middle of
-        an epoch costs nothing.
+        The order is computed from there and nothing is skipped through, so a resume in the middle
+        of an epoch costs nothing.
         """
         self.epoch.fill_(epoch)
         self.start = min(num_done, self.num_used)
@@ -131,7 +132,7 @@ class EpochBatches(Sampler):
 
 
 def shuffled(num_samples: int, seed: int | None) -> Order:
-    """Each sample once, in an order of its own in each epoch; seed None: in their own order."""
+    """Each sample once, shuffled anew in each epoch; with seed None in their own order."""
 
     def order(epoch: int, start: int = 0, stop: int = num_samples) -> torch.Tensor:
         places = torch.arange(start, stop)
@@ -141,16 +142,15 @@ def shuffled(num_samples: int, seed: int | None) -> Order:
 
 
 def num_used(num_samples: int, batch_size: int, drop_last: bool) -> int:
-    """Samples that an epoch uses."""
+    """The number of samples used in an epoch."""
     return num_samples - (num_samples % batch_size if drop_last else 0)
 
 
 class InMemory(TensorDataset):
-    """Tensors of equal length; a batch is a row of each for each index, and the indices last.
+    """Tensors of equal length. A batch is the rows of each tensor at its indices, and the indices.
 
-    Only a batch has the indices; a single item is a row of each tensor.
-
-    A whole batch is one index_select per tensor: no Python code runs per sample.
+    A single item is one row of each tensor, without the index. A batch is made by one index_select
+    per tensor, so no Python code runs per sample.
     """
 
     def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -158,21 +158,21 @@ class InMemory(TensorDataset):
         return *(tensor.index_select(0, indices) for tensor in self.tensors), indices
 
     def to(self, device: torch.device) -> "InMemory":
-        """The same on another device."""
+        """The same data set on another device."""
         return InMemory(*(tensor.to(device) for tensor in self.tensors))
 
 
 class WholeBatches(Dataset):
-    """What a loader reads: one item of it is a whole batch of `dataset`, also a short one.
+    """The data set that a loader reads. Each item is a whole batch of `dataset`, or a short one.
 
-    Of a short batch a process may get no sample at all. It then gets an empty batch, tensors of 0
-    rows, so that it takes part in the step. Before each sample that `dataset.__getitem__` makes,
-    the generators of torch, numpy and random are seeded by (seed, epoch, sample index): random
-    transforms give the same in every run, whatever the workers and processes are. Before each batch
-    that `dataset.__getitems__` makes they are seeded by (seed, epoch, first sample index, length):
-    the same in every run with this number of processes and micro-batches. Before what
-    `dataset.make_batch` makes they are not: it must not draw. The most derived class that has one
-    of these three methods decides: a subclass may inherit a faster one and change `__getitem__`.
+    A process may get no sample of a short batch. It then gets an empty batch, tensors of 0 rows, so
+    that it takes part in the step. The generators of torch, numpy and random are seeded before each
+    call. For `dataset.__getitem__` the seed is (seed, epoch, sample index), so random transforms
+    give the same result with any number of workers and processes. For `dataset.__getitems__` it is
+    (seed, epoch, first sample index, length), so they give the same result in every run with this
+    number of processes and micro-batches. For `dataset.make_batch` nothing is seeded, so it must
+    not use random numbers. The method of the most derived class that has one of the three is used,
+    because a subclass may inherit a faster method and override `__getitem__`.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class WholeBatches(Dataset):
     ):
         self.dataset, self.collate_fn = dataset, collate_fn or default_collate
         self.seed, self.epoch = seed, epoch
-        self.share = share  # nominal size of a process's part of a batch
+        self.share = share  # slots per process in a batch
         self.method = batch_method(dataset, may_make_batch=collate_fn is None)
 
     def __len__(self) -> int:
@@ -202,11 +202,11 @@ class WholeBatches(Dataset):
         return tree_map_only(torch.Tensor, lambda rows: rows[:0], self.make(torch.tensor([0])))
 
     def make(self, indices: torch.Tensor) -> Any:
-        """The batch of these samples, int64 of shape (n,), n > 0."""
+        """Return the batch of the samples at `indices`, int64 of shape (n,), n > 0."""
         if self.method == "make_batch":
             return self.dataset.make_batch(indices)
-        # Subset and StackDataset have __getitems__ only to pass it on: random_split is no reason to
-        # leave random transforms unseeded.
+        # Subset and StackDataset have __getitems__ only to pass it on. After random_split, too,
+        # random transforms must be seeded for each sample.
         if self.method == "__getitems__" and not isinstance(self.dataset, Subset | StackDataset):
             if isinstance(self.dataset, InMemory):
                 return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
@@ -224,7 +224,7 @@ class WholeBatches(Dataset):
 
 
 def batch_method(dataset: Dataset, may_make_batch: bool) -> str:
-    """The name of the method that makes samples: that of the most derived class which has one."""
+    """The name of the method that makes samples, from the most derived class that has one."""
     names = (*["make_batch"] * may_make_batch, "__getitems__", "__getitem__")
     for kind in type(dataset).__mro__:
         for name in names:
@@ -242,17 +242,18 @@ def make_loaders(
     weights: Sequence[float] | torch.Tensor | None = None,
     order: Order | None = None,
 ) -> tuple[DataLoader, DataLoader]:
-    """The loaders for training, shuffled, and for evaluation, in order; prepare both.
+    """Make the loaders for training (shuffled) and for evaluation (in order); prepare both.
 
-    A data set has `__len__` and `__getitem__`, or `__getitems__`, which takes a list of indices.
-    `make_batch`, if it has that, makes whole batches of a tensor of indices where no collate_fn is
-    given; that happens in the training process, and --num-workers is ignored. collate_fn makes a
-    batch of a list of samples (None: PyTorch's own); with InMemory it is not used. Batch sizes are
-    over all processes; --eval-batch-size is rounded up to a multiple of them. weights, one per
-    training sample: how often each is drawn, with replacement, in relation to the others.
-    order(epoch, start, stop): the indices, int64, at these places of an epoch, of which there are
-    as many as training samples; a pure function, so that a resume needs no state and any number of
-    processes sees the same. Raises UsageError for weights that cannot be used.
+    A data set has `__len__`, and `__getitem__` or `__getitems__`, which takes a list of indices. If
+    it also has `make_batch` and no collate_fn is given, that makes whole batches from a tensor of
+    indices, in the training process; --num-workers is then ignored. collate_fn makes a batch from a
+    list of samples (None: PyTorch's own); it is not used with InMemory. Batch sizes are over all
+    processes; --eval-batch-size is rounded up to a multiple of their number. weights has one number
+    per training sample: how often it is drawn, with replacement, relative to the others.
+    order(epoch, start, stop) returns the indices, int64, at these places of an epoch, which has as
+    many places as there are training samples. It must be a pure function, so that a resume needs no
+    saved state and any number of processes sees the same order. Raises UsageError for weights that
+    cannot be used.
     """
     if weights is not None:
         order = weighted(weights, len(train_set), config.seed)
@@ -280,35 +281,35 @@ def make_loader(
     config: TrainingConfig,
     collate_fn: Callable[[list], Any] | None,
 ) -> DataLoader:
-    """A loader of these batches; a data set in memory is moved to the device if it fits."""
+    """Make a loader of these batches; move an InMemory data set to the device if it fits."""
     if type(dataset) is InMemory and config.num_workers == 0:
         num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
         if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
             batches.device, dataset = accelerator.device, dataset.to(accelerator.device)
     share = batches.batch_size // accelerator.num_processes
     whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, share)
-    # To hand over a batch that is only copied together takes longer than to make it here.
+    # make_batch only copies rows: that is faster here than passing a batch from a worker.
     num_workers = 0 if whole.method == "make_batch" else config.num_workers
     return DataLoader(
         whole,
         batch_sampler=batches,
         collate_fn=already_made,
         num_workers=num_workers,
-        timeout=config.timeout * (num_workers > 0),  # a batch is lost where /dev/shm is full
+        timeout=config.timeout * (num_workers > 0),  # a batch is lost if /dev/shm is full
         persistent_workers=num_workers > 0,
         pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
         worker_init_fn=outlive_signals,
-        generator=torch.Generator(),  # else each iterator draws from the global generator
+        generator=torch.Generator(),  # else each iterator uses the global generator
     )
 
 
 def already_made(batch: Any) -> Any:
-    """collate_fn of a loader whose data set makes whole batches."""
+    """The collate_fn of a loader whose data set makes whole batches."""
     return batch
 
 
 def batches_of(loader: Any) -> EpochBatches | None:
     """The EpochBatches of a prepared loader; None if make_loaders did not make it."""
     batches = getattr(loader, "batch_sampler", None)
-    batches = getattr(batches, "batch_sampler", batches)  # Accelerate may have put it into a shard
+    batches = getattr(batches, "batch_sampler", batches)  # Accelerate may have wrapped it
     return batches if isinstance(batches, EpochBatches) else None

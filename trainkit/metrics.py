@@ -1,4 +1,4 @@
-"""Exact means over all processes, of values that are added without waiting for the device."""
+"""Exact means over all processes. Adding a value does not wait for the device."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from accelerate.utils import gather_object
 
 
 class RunningMeans:
-    """Means of the values of an epoch, over all processes; adding to them waits for no device.
+    """Means of the values of an epoch over all processes. Adding does not wait for the device.
 
-    `add` sums and counts them on the device, each name by itself. `flush` adds that up over the
-    processes and adds it to the epoch's totals, float64 on the host; it waits once. Every process
-    must add the same names, in any order.
+    `add` sums and counts the values of each name on the device. `flush` adds these sums up over the
+    processes and adds them to the totals of the epoch, which are float64 on the host; it waits for
+    the device once. Every process must add the same names, in any order.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        # Since the last flush. One tensor each: adding to two tensors is faster than stacking them.
+        # Since the last flush. Two tensors per name: adding to both is faster than stacking them.
         self.sums: dict[str, torch.Tensor] = {}
         self.counts: dict[str, int | torch.Tensor] = {}
         self.totals: dict[str, tuple[float, float]] = {}  # sum and count of the epoch, flushed
@@ -52,12 +52,12 @@ class RunningMeans:
             self.totals[name] = 0.0, 0.0
 
     def state(self) -> dict[str, Any]:
-        """Everything, as JSON. Every process must call this."""
+        """Return the whole state, as JSON. Every process must call this."""
         rows = self.accelerator.gather(self._row()[None])
         return {"rows": rows.tolist(), "totals": self.totals}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from state(), also with another number of processes."""
+        """Restore state(), which may come from a run with another number of processes."""
         rows, accelerator = torch.tensor(state["rows"], dtype=torch.float64), self.accelerator
         if len(rows) == accelerator.num_processes:
             row = rows[accelerator.process_index]
@@ -76,9 +76,9 @@ class RunningMeans:
         self.totals.setdefault(name, (0.0, 0.0))
 
     def _row(self) -> torch.Tensor:
-        """Sum and count of each name, by name; float64, as a count may exceed 2**24.
+        """Sum and count of each name, sorted by name; float64, because a count may exceed 2**24.
 
-        Every process must call this, and have the same names.
+        Every process must call this. Raises RuntimeError if their names differ.
         """
         names = sorted(self.sums)
         if self.accelerator.num_processes > 1:
@@ -90,7 +90,7 @@ class RunningMeans:
                     "must add the same names"
                 )
         device = self.accelerator.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # a Mac's GPU has no other
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         pairs = [(self.sums[name], self.counts[name]) for name in names]
         numbers = [torch.as_tensor(x, dtype=dtype, device=device) for pair in pairs for x in pair]
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
@@ -106,7 +106,7 @@ def add_pairs(first: tuple[float, float], second: tuple[float, float]) -> tuple[
 
 
 def divide(prefix: str, pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """PREFIX_NAME: each sum divided by its own count; nothing where nothing was counted."""
+    """PREFIX_NAME: each sum divided by its own count; names with a count of 0 are left out."""
     return {f"{prefix}_{name}": total / count for name, (total, count) in pairs.items() if count}
 
 
@@ -116,9 +116,9 @@ def sum_and_count(
     mask: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Sum and number of the values, of those where `mask` is True if it is given.
+    """Return the sum and the number of the values, or of those where `mask` is True.
 
-    With weights: the sum of weights * values, and that of the weights. The host waits for neither.
+    With weights, return the sum of weights * values and the sum of weights. The host does not wait.
     """
     given = mask if weights is None else weights
     if given is None:
@@ -137,5 +137,5 @@ def sum_and_count(
 
 
 def sum_of(values: torch.Tensor) -> torch.Tensor:
-    """Their sum; that of 16 bit numbers in float32, where it neither overflows nor loses digits."""
+    """The sum; for 16-bit values in float32, so that it neither overflows nor loses precision."""
     return values.sum(dtype=torch.float32 if values.dtype.itemsize == 2 else None)

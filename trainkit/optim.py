@@ -1,4 +1,4 @@
-"""Optimizer and learning rate from the flags of config.py: torch's own, put together."""
+"""Make torch's own optimizers and learning rate schedules from the flags of config.py."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,14 +19,14 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW, Adam or SGD with momentum, fused into one kernel.
 
-    `parameters` are those of a model, or groups of them, each of which may have an "lr" and a
-    "weight_decay" of its own: a schedule keeps the ratios of their rates.
+    `parameters` are those of a model, or groups of them, each of which may have its own "lr" and
+    "weight_decay". A schedule keeps the ratios of the learning rates.
 
-    Not fused under fp16: GradScaler lets a fused optimizer skip a step by itself, and Accelerate
-    then counts a skipped step as made. None leaves the choice to torch, which takes its foreach
-    kernels on a GPU.
+    It is not fused under fp16, because GradScaler lets a fused optimizer skip a step by itself, and
+    Accelerate then counts the skipped step as made. None leaves the choice to torch, which uses its
+    foreach kernels on a GPU.
     """
-    sharded_sgd = config.optimizer == "sgd" and accelerator.is_fsdp2  # torch has no such kernel
+    sharded_sgd = config.optimizer == "sgd" and accelerator.is_fsdp2  # torch cannot fuse it
     options: dict[str, Any] = {
         "lr": config.peak_learning_rate,
         "weight_decay": config.weight_decay,
@@ -45,20 +45,20 @@ def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, float]:
-    """Those of the first group of each optimizer, by their names in metrics.jsonl."""
+    """The rate of the first group of each optimizer, by its name in metrics.jsonl."""
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     return {f"learning_rate_{n}" if n else "learning_rate": r for n, r in enumerate(rates)}
 
 
 def scale_gradients(factor: torch.Tensor, *optimizers: torch.optim.Optimizer) -> None:
-    """Multiply the gradients of these optimizers by a number that is on their device."""
+    """Multiply the gradients of these optimizers by a factor on the same device."""
     for weight in weights_of(*optimizers):
         if weight.grad is not None:
             weight.grad.mul_(factor)
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all of them together; every process must call this if they are sharded."""
+    """The joint norm of all tensors. Every process must call this if they are sharded."""
     norm = nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
@@ -66,9 +66,9 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def clip_gradients(
     accelerator: Accelerator, max_norm: float, *optimizers: torch.optim.Optimizer
 ) -> torch.Tensor:
-    """Clip the gradients of prepared optimizers to one norm; return that norm before clipping.
+    """Clip the joint norm of the gradients of prepared optimizers; return the norm before that.
 
-    Under fp16 the loss scale is taken out of them first, as accelerator.clip_grad_norm_ does.
+    Under fp16 the gradients are unscaled first, as accelerator.clip_grad_norm_ does.
     """
     if accelerator.scaler is not None:
         for optimizer in optimizers:
@@ -81,7 +81,7 @@ def clip_gradients(
             "and zero_grad() after optimizer.step()"
         )
     norm = total_norm(gradients)
-    if max_norm < math.inf:  # else multiplying by 1 would take time
+    if max_norm < math.inf:  # multiplying by 1 would take time
         nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm
 
@@ -89,13 +89,14 @@ def clip_gradients(
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: TrainingConfig, steps_per_epoch: int
 ) -> lr_scheduler.LRScheduler:
-    """A schedule that is stepped once per optimizer step, its lengths counted in those steps.
+    """Make a schedule that is stepped once per optimizer step.
 
-    onecycle: up to the peak in the warm-up and down to 0 (OneCycleLR, Smith and Topin 2017).
-    The others are products of: a line up to 1 in the warm-up; gamma per epoch (ExponentialLR);
-    half a period of a cosine down to 0, and up again (CosineAnnealingLR, Loshchilov and Hutter
-    2016). At the end of each epoch they have the value of those schedulers stepped together, once
-    per epoch. With --min-learning-rate they go down to that instead of 0.
+    onecycle rises to the peak in the warm-up and falls to 0 (OneCycleLR, Smith and Topin 2017). The
+    others are products of a linear rise to 1 in the warm-up, a factor of gamma per epoch
+    (ExponentialLR), and a cosine that falls to 0 in half a period and rises again
+    (CosineAnnealingLR, Loshchilov and Hutter 2016). At the end of each epoch their value is that of
+    those schedulers stepped together once per epoch. With --min-learning-rate the rate falls to
+    that instead of 0.
     """
     total_steps = config.epochs * steps_per_epoch
     floor = config.min_learning_rate / config.peak_learning_rate
@@ -105,9 +106,9 @@ def make_scheduler(
             max_lr=[group["lr"] for group in optimizer.param_groups],
             total_steps=total_steps,
             pct_start=config.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
-            # Momentum stays: cycling it as well is an ingredient of its own.
+            # Momentum stays constant: cycling it too would be a separate choice.
             cycle_momentum=False,
-            # The rate begins at a 25th of the peak and ends at that over this factor.
+            # The rate starts at 1/25 of the peak, and ends at that divided by this factor.
             final_div_factor=1 / (25 * floor) if floor else 1e4,
         )
     warmup_steps = math.ceil(config.warmup * total_steps)
@@ -118,8 +119,8 @@ def make_scheduler(
         warmup = min(1.0, (step + 1) / max(1, warmup_steps))
         if "cosine" in config.schedule:
             value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
-            # CosineAnnealingLR leaves each 0 of the cosine with the first learning rate: whatever
-            # was multiplied in before, the decay too, starts again one epoch later.
+            # CosineAnnealingLR leaves each 0 of the cosine with the initial learning rate. All
+            # earlier factors, the decay too, are lost, and start again one epoch later.
             num_zeros = math.floor((epoch / cosine_epochs + 1) / 2)
             if num_zeros > 0:
                 epoch -= (2 * num_zeros - 1) * cosine_epochs + 1

@@ -1,4 +1,4 @@
-"""An order in which samples are drawn by weight."""
+"""An order that draws samples in proportion to their weights."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,12 +8,12 @@ import torch
 from trainkit.errors import UsageError
 from trainkit.rng import key, mix
 
-# order(epoch, start, stop): the sample indices at the places start <= place < stop, int64.
+# order(epoch, start, stop) returns the sample indices at start <= place < stop, int64.
 Order = Callable[[int, int, int], torch.Tensor]
 
 
 def weighted(weights: Sequence[float] | torch.Tensor, num_samples: int, seed: int) -> Order:
-    """Each place draws a sample by its weight, with replacement; holds a float64 for each sample.
+    """Draw a sample by weight, with replacement, for each place; holds one float64 per sample.
 
     Raises UsageError for weights that cannot be used.
     """

@@ -1,9 +1,9 @@
-"""Every private name of torch, Accelerate and Python that the kit reads, and what it replaces.
+"""All private names of torch, Accelerate and Python that the kit reads or replaces.
 
-Each function says what would go wrong without it. tests/test_private.py fails when a new release
-changes one of these names, and when another module reads a private one or replaces a name of
-another package: it lists the exceptions. Where `skip_the_compiler` finds its target changed it
-saves no time, and the numbers are the same.
+Each function says what would go wrong without it. tests/test_private.py fails if a new release
+changes one of these names, and if another module reads a private name or replaces a name of another
+package, apart from the exceptions that it lists. If a release changes what `skip_the_compiler`
+replaces, no time is saved, but the numbers stay the same.
 """
 
 import atexit
@@ -33,41 +33,41 @@ def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
 
 
 def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
-    """What accelerator.prepare returned for each optimizer, in order."""
+    """The optimizers that accelerator.prepare returned, in order."""
     return accelerator._optimizers
 
 
 def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
-    """What accelerator.prepare returned for each learning rate schedule, in order."""
+    """The learning rate schedules that accelerator.prepare returned, in order."""
     return accelerator._schedulers
 
 
 def prepared_loaders(accelerator: Accelerator) -> list[DataLoader]:
-    """What accelerator.prepare returned for each data loader, in order."""
+    """The data loaders that accelerator.prepare returned, in order."""
     return accelerator._dataloaders
 
 
 def fingerprint_of(rows: Any) -> str:
-    """What a datasets.Dataset is known by: two with the same have the same rows."""
+    """The fingerprint of a datasets.Dataset: two with the same fingerprint have the same rows."""
     return rows._fingerprint
 
 
 def end_workers(accelerator: Accelerator) -> None:
-    """End the loader workers: else a notebook waits 5 s for each when Python collects garbage.
+    """End the loader workers; otherwise a notebook waits 5 s for each at garbage collection.
 
-    The queue that would tell a worker to end is garbage too by then, and may be closed first.
+    The queue that tells a worker to end is garbage too by then, and may be closed first.
     """
     for loader in prepared_loaders(accelerator):
         loader.base_dataloader._iterator = None
 
 
 def fix_bucket_order(*models: nn.Module) -> None:
-    """Let DistributedDataParallel sum gradients in the same order from the first step on.
+    """Make DistributedDataParallel sum gradients in the same order from the first step on.
 
     It rebuilds its buckets after its first backward pass. The place of a number in its bucket
-    decides in which order the processes are summed, and with three or more the order changes the
-    last bit: the first step of a resumed run would differ. So one backward pass is made before, of
-    a sum of all parameters instead of the model, and its gradients are thrown away.
+    decides in which order the processes are summed, and with three or more processes the order
+    changes the last bit, so the first step of a resumed run would differ. This makes one backward
+    pass of the sum of all parameters, instead of the model, and discards the gradients.
 
     Every process must call this; without DistributedDataParallel it does nothing.
     """
@@ -92,11 +92,12 @@ def _backward_once(parallel: nn.parallel.DistributedDataParallel) -> None:
 def share_frozen_weights(
     accelerator: Accelerator, frozen: Callable[[nn.Module], dict[str, torch.Tensor]]
 ) -> None:
-    """Let what is frozen stay where from_pretrained has mapped it from a file, once per machine.
+    """Keep frozen weights memory-mapped as from_pretrained loads them, once per machine.
 
-    Else each process would have a copy of its own: Accelerate moves a model to the device cpu:0,
-    which is not cpu, and DistributedDataParallel overwrites it by that of the first process. Call
-    before accelerator.prepare. `frozen` returns by name what is frozen of a model.
+    Without this, each process would have its own copy: Accelerate moves a model to the device
+    cpu:0, which is not the same as cpu, and DistributedDataParallel overwrites the weights with
+    those of the first process. Call this before accelerator.prepare. `frozen` returns the frozen
+    weights of a model by name.
     """
     prepare = accelerator.prepare_model
 
@@ -111,12 +112,12 @@ def share_frozen_weights(
 
 
 def skip_the_compiler() -> None:
-    """Let optimizers work without importing torch's compiler: a start takes 1.1 s less.
+    """Let optimizers work without importing torch's compiler, so that a start takes 1.1 s less.
 
     That is CPU time (3.8 to 2.6 s, median of 5 pairs of `train_mnist.py --stop-after-steps 1`).
-    torch imports it to mark some methods as not to be compiled, and in each step to end a graph
-    that is being compiled. Accelerate compiles the model alone, so here these methods are their
-    uncompiled selves from the start. Hooks on a step are called as ever.
+    torch imports the compiler to exempt some methods from compilation, and in each step to break a
+    graph that is being compiled. Accelerate compiles only the model, so this puts the plain methods
+    in place from the start. Hooks on a step are still called.
     """
     compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     if compiles or "torch._dynamo" in sys.modules:
@@ -124,7 +125,7 @@ def skip_the_compiler() -> None:
     optimizer = torch.optim.Optimizer
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         plain = inspect.unwrap(getattr(optimizer, name))
-        plain.__dynamo_disable = plain  # where torch._compile keeps the marked version
+        plain.__dynamo_disable = plain  # where torch._compile keeps the exempted method
     for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's step
         if not hasattr(kind.step, "hooked"):  # the first optimizer of a kind wraps step for hooks
             kind.step = _without_graph_breaks(inspect.unwrap(kind.step))
@@ -140,10 +141,10 @@ def _without_graph_breaks(step: Callable) -> Callable:
 
 
 def precision_of_notebook_launcher() -> str:
-    """The mixed_precision that the notebook_launcher around this call was given, "no" without one.
+    """The mixed_precision passed to the notebook_launcher around this call, or "no" without one.
 
-    It writes it to a variable that Accelerate does not read, and with one process nowhere: a run
-    that was asked for fp16 or bf16 would train in float32.
+    The launcher writes it to a variable that Accelerate does not read, and with one process does
+    not write it at all, so a run with fp16 or bf16 requested would train in float32.
     """
     for caller in inspect.stack(0):
         if caller.frame.f_code is accelerate.notebook_launcher.__code__:
@@ -152,6 +153,6 @@ def precision_of_notebook_launcher() -> str:
 
 
 def run_exit_functions() -> None:
-    """What the interpreter does before its teardown: end and join threads, call exit functions."""
+    """Do what the interpreter does before its teardown: join threads and call exit functions."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

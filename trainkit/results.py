@@ -1,4 +1,4 @@
-"""What a run leaves for others: run.json, weights, predictions, DONE, pictures."""
+"""Write the files that a run leaves: run.json, weights, predictions, DONE and pictures."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -29,8 +29,8 @@ class Results:
     Raises RunFailure on all of them, for example if the disk is full.
 
     Args:
-        metadata: what is saved with the weights, JSON.
-        save_frozen: False leaves out weights that are not trained, as checkpoints do.
+        metadata: saved with the weights, as JSON.
+        save_frozen: False leaves out frozen weights, as checkpoints do.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Results:
         self.models, self.metadata, self.save_frozen = models, metadata, save_frozen
 
     def write_start(self) -> None:
-        """Write run.json, and remove the DONE of an earlier end of this run."""
+        """Write run.json, and remove DONE, which is there if this run finished before."""
         with failing_together(self.accelerator, f"--run-dir {self.run_dir} cannot be used"):
             if self.accelerator.is_main_process:
                 (self.run_dir / "DONE").unlink(missing_ok=True)
@@ -56,17 +56,17 @@ class Results:
     def write_evaluation(
         self, progress: Progress, predicted: Predictions | None, is_best: bool
     ) -> None:
-        """Write best.safetensors after the best evaluation, predictions.safetensors if given."""
+        """Write best.safetensors if this evaluation is the best, and the predictions if given."""
         if is_best:
             self._write_model("best.safetensors", self.models[0], {"step": progress.step})
         if predicted is not None:
             self._write(records.PREDICTIONS, *predicted)
 
     def finish(self, progress: Progress, ema: EMA, next_command: str) -> str:
-        """Write the weights, DONE and pictures; return what there is to say of them.
+        """Write the weights, DONE and pictures, and return the closing message.
 
-        trainkit.tools.plots draws, from the files of the run folder. A picture that cannot be drawn
-        is a sentence, not a failed run.
+        trainkit.tools.plots draws the pictures from the files in the run folder. If one cannot be
+        drawn, the message says so and the run does not fail.
         """
         config, said = self.config, ""
         if config.ema:
@@ -79,7 +79,7 @@ class Results:
         names = ""
         if config.pictures and self.accelerator.is_main_process:
             try:
-                # By name: training does not know what shows its results.
+                # Imported by name, because training does not depend on the tools that show results.
                 drawn = import_module("trainkit.tools.plots").draw_run(self.run_dir)
                 names = "".join(f", {path.name}" for path in drawn)
             except Exception as problem:  # no matplotlib, no memory, no disk

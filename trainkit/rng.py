@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of where they are drawn: (seed, epoch, sample, step)."""
+"""Random numbers as pure functions of the position in the run: (seed, epoch, sample, step)."""
 
 import math
 import random
@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-NUM_HELD = 2**18  # an order of more numbers is never held as a whole, but so many at a time
+NUM_HELD = 2**18  # longer orders are computed in parts of at most this many numbers
 GOLDEN = 0x9E3779B97F4A7C1  # odd; 5 * GOLDEN still fits into int64
-NUM_ROUNDS = 6  # of the Feistel network: with 4, neighbours stay neighbours too often
+NUM_ROUNDS = 6  # of the Feistel network; with 4, neighbours too often stay neighbours
 
 
 def key(*numbers: int) -> int:
@@ -25,9 +25,10 @@ def key(*numbers: int) -> int:
 
 
 def permute(places: torch.Tensor, num: int, number: int) -> torch.Tensor:
-    """What is at these places in one of the orders of range(num), picked by `number`.
+    """Return the numbers at these places of a permutation of range(num) chosen by `number`.
 
-    Up to 2**18 it is torch.randperm's; above, its memory and time depend on the places alone.
+    Up to 2**18 the permutation is that of torch.randperm. Above that, memory and time depend only
+    on how many places are asked for.
 
     Args:
         places: int64, each at least 0 and below num.
@@ -38,11 +39,11 @@ def permute(places: torch.Tensor, num: int, number: int) -> torch.Tensor:
 
 
 def scramble(places: torch.Tensor, num: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """As permute, but num and number may be one for each place, and no order is held.
+    """Like permute, but num and number may differ per place, and no permutation is held in memory.
 
-    A Feistel network (Luby, Rackoff 1988) over the next power of two; what falls outside of
-    range(num) goes through it again (cycle walking; Black, Rogaway 2002). Below some 100 numbers
-    its orders are not all equally likely.
+    It is a Feistel network (Luby, Rackoff 1988) over the next power of two. A result outside of
+    range(num) is put through it again (cycle walking; Black, Rogaway 2002). For num below about 100
+    the permutations are not all equally likely.
     """
     bits = torch.frexp((num - 1).double()).exponent.long().clamp(min=2)
     low = bits // 2
@@ -61,7 +62,7 @@ def scramble(places: torch.Tensor, num: torch.Tensor, number: torch.Tensor) -> t
 
 
 def seed_host(number: int) -> None:
-    """Seed the generators of torch on the CPU, numpy and random."""
+    """Seed the generators of numpy, of random, and of torch on the CPU."""
     torch.default_generator.manual_seed(number)
     np.random.seed(number % 2**32)
     random.seed(number)
@@ -70,8 +71,8 @@ def seed_host(number: int) -> None:
 def keyed_uniform(seed: int, epoch: int, indices: torch.Tensor, num: int) -> torch.Tensor:
     """Uniform numbers in [0, 1) that depend only on (seed, epoch, sample index, column, num).
 
-    The same bits on every device and for every batch that a sample may fall into: a counter-based
-    generator, the 64-bit finalizer of splitmix64 (Steele, Lea, Flood 2014).
+    The bits are the same on every device, and in whatever batch a sample is. The generator is
+    counter-based: the 64-bit finalizer of splitmix64 (Steele, Lea, Flood 2014).
 
     Args:
         indices: int64 of shape (n,).
@@ -83,15 +84,15 @@ def keyed_uniform(seed: int, epoch: int, indices: torch.Tensor, num: int) -> tor
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with the same masks at any number of processes and micro-batches.
+    """nn.Dropout with the same masks for any number of processes and micro-batches.
 
     In a model that Run trains, a mask depends on seed, epoch, step and the sample's place in the
-    step, whoever has the sample; elsewhere this is nn.Dropout. Inputs are (samples, ...), with the
-    same sizes on all processes. It draws once per micro-batch and raises RuntimeError if called
-    again, as gradient checkpointing does: use nn.Dropout there.
+    step, whichever process has the sample. Elsewhere this is nn.Dropout. Inputs are (samples, ...),
+    with the same sizes on all processes. It may be called once per micro-batch and raises
+    RuntimeError if it is called again, as gradient checkpointing does: use nn.Dropout there.
     """
 
-    # In a run: key of step and layer, and where in the step its first sample is; int64 (2,).
+    # In a run: the key of step and layer, and the first sample's place in the step; int64 (2,).
     place: torch.Tensor | None = None
     drawn = False
 
@@ -112,14 +113,14 @@ class Dropout(nn.Dropout):
 def seed_dropout(
     layers: Sequence[Dropout], device: torch.device, first: int, *position: int
 ) -> None:
-    """Seed what a forward pass draws by seed, epoch and step, and by where its samples begin.
+    """Seed the random numbers of a forward pass by seed, epoch, step and `first`.
 
     `first` is the place in the step of this process's first sample. The masks of these layers are
-    the same at any number of processes and micro-batches. Whatever else draws, nn.Dropout too,
-    depends on `first` and so on both numbers.
+    the same for any number of processes and micro-batches. All other random numbers, those of
+    nn.Dropout too, depend on `first` and so on both numbers.
     """
-    # The device's generator alone: torch.manual_seed walks through every kind of device, and one
-    # that is not initialised keeps each call, with its stack, for later.
+    # Only the device's generator: torch.manual_seed seeds every kind of device, and one that is not
+    # initialised yet stores each call, with its stack, for later.
     where = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
     where.manual_seed(key(*position, first))
     for number, layer in enumerate(layers):
@@ -130,7 +131,7 @@ def seed_dropout(
 
 
 def release_dropout(layers: Sequence[Dropout]) -> None:
-    """Make them nn.Dropout again."""
+    """Make these layers behave like nn.Dropout again."""
     for layer in layers:
         layer.place = None
 
@@ -138,16 +139,16 @@ def release_dropout(layers: Sequence[Dropout]) -> None:
 def _uniform(offset: int | torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
     columns = torch.arange(num, device=rows.device)
     x = mix(rows.unsqueeze(1) * num + columns + offset)
-    return _shift_right(x, 40).float() / 2**24  # 24 bits: all that a float32 below 1 can hold
+    return _shift_right(x, 40).float() / 2**24  # 24 bits, the precision of a float32
 
 
 def mix(x: torch.Tensor) -> torch.Tensor:
-    """The finalizer of key(), of int64: as good as random bits for each number."""
+    """The finalizer of key() for int64: it turns each number into pseudorandom bits."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ _shift_right(x, shift)) * factor
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: int64's own would copy the sign into the high bits."""
+    """Logical right shift; >> on int64 would copy the sign into the high bits."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,12 +1,12 @@
-"""One run, from the launch to the exit: everything around a loop that the script itself writes out.
+"""One run, from launch to exit: everything around the training loop, which the script contains.
 
 A script calls, in this order, as main() of train_mnist.py does: load and begin; in each of epochs()
 and each of steps() step_mean, clip_and_check, add, must_save and save; then end_epoch; finish.
 
-Values in, means out: the script hands over what each sample (or token) has, Run divides, over
-processes and micro-batches. Run never calls the model, backward or step, never looks into a batch,
-and does not know what a metric means. Its parts, to be read after this: loaders.py (which samples),
-step.py (one step), metrics.py, checkpoint.py (position, save, resume). The rest are details.
+The script passes one value for each sample (or token), and Run computes the means over processes
+and micro-batches. Run never calls the model, backward or step, never looks into a batch, and does
+not know what a metric means. Read next: loaders.py (which samples), step.py (one step), metrics.py
+and checkpoint.py (position, save, resume). The other modules are details.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,29 +44,29 @@ from trainkit.step import Step
 class Run:
     """A context manager. Every process must make every call, in the order said at the top.
 
-    A call out of order raises RuntimeError, which names the call that comes next. Whatever ends the
-    body, signal handlers are restored and the run folder is released. It takes whatever
-    accelerator.prepare was given: one model and optimizer or several, with their schedules.
-    --start-from and --keep-best are about the first model. Trackers keep runs under `project`.
+    A call out of order raises RuntimeError, which names the call that comes next. However the body
+    ends, signal handlers are restored and the run folder is released. There may be one model and
+    optimizer or several, with their schedules; all must go through accelerator.prepare.
+    --start-from and --keep-best apply to the first model. Trackers file the run under `project`.
     """
 
     config: TrainingConfig
     stage: str  # which calls may come next: see checks/calls.py
-    resources: ExitStack  # what is cleaned up at the end
-    frozen: dict[str, str]  # fingerprint of what is frozen, as it was before it was sharded
+    resources: ExitStack  # cleaned up at the end
+    frozen: dict[str, str]  # fingerprint of the frozen weights before they were sharded
     accelerator: Accelerator
     log: Reporter  # writes metrics.jsonl and timing.jsonl
     print: Callable[[str], None]  # on the main process
     signals: Signals
-    sets: tuple[Any, Any]  # to train and to evaluate on
+    sets: tuple[Any, Any]  # the training set and the evaluation set
     data_fingerprint: str
-    length: Length  # in steps, and where evaluations come
-    prepared: Prepared  # what accelerator.prepare was given
+    length: Length  # of the run in steps, and when it evaluates
+    prepared: Prepared  # what went through accelerator.prepare
     models: list[nn.Module]  # without the wrappers of DDP and torch.compile
     results: Results  # the files that a run leaves
     progress: Progress  # where the run stands
-    step: Step  # the one that is being made
-    means: RunningMeans  # of what run.add was given
+    step: Step  # the current one
+    means: RunningMeans  # of the values given to run.add
     ema: EMA
     checkpoints: Checkpoints
 
@@ -98,18 +98,18 @@ class Run:
 
     @allowed("entered", then="loaded")
     def load(self, load_data: Callable[[TrainingConfig], tuple]) -> tuple:
-        """Return load_data(config): the training set, the evaluation set, and whatever else.
+        """Return load_data(config): the training set, the evaluation set, and anything else.
 
-        It is called first by one process per file system, to fill caches.
+        One process per file system calls it first, to fill caches.
         """
         config, accelerator = self.config, self.accelerator
         data = nodes.first_on_each_node(accelerator, lambda: load_data(config))
         self.sets = train_set, eval_set = data[:2]
-        config.validate(accelerator.num_processes)  # load_data may have chosen some
+        config.validate(accelerator.num_processes)  # load_data may have set some values
         self.data_fingerprint = check_data(accelerator, config, train_set, eval_set)
         self.length = Length(config, len(train_set))
         self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
-        set_seed(config.seed)  # whatever loading drew, the first weights depend on --seed alone
+        set_seed(config.seed)  # so that the initial weights depend only on --seed
         return data
 
     @allowed("loaded", then="ready")
@@ -124,9 +124,9 @@ class Run:
 
         Args:
             model: what accelerator.prepare returned for the model, or for each of them.
-            metadata: what a reader of model.safetensors must know, as JSON; equal after a resume.
+            metadata: what a reader of model.safetensors needs, as JSON; equal on a resume.
             plan: lines to print, by name, for example where the data come from.
-            save_frozen: False leaves what is not trained out of the weights that the run writes.
+            save_frozen: False leaves frozen weights out of the files that the run writes.
         """
         config, accelerator = self.config, self.accelerator
         self.prepared = Prepared(accelerator, model)
@@ -146,21 +146,21 @@ class Run:
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
         if self.progress.step == 0 and started_from:
             self.print(started_from)
-        self.results.write_start()  # not before: a refused resume leaves the run as it was
+        self.results.write_start()  # only now: a refused resume changes nothing
         self.prepared.fix_bucket_order()
         accelerator.init_trackers(self.project, {n: str(v) for n, v in vars(config).items()})
 
     @property
     def state(self) -> dict[str, Any]:
-        """A dict for the script, JSON and equal on all processes: saved, restored by begin()."""
+        """A dict for the script, JSON, equal on all processes; saved, and restored by begin()."""
         need(self, "run.state", "ready", "epoch", *IN_BATCH, "trained", "over")
         return self.progress.state
 
     @allowed("ready")
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, from 0; with --eval-every each comes once per evaluation.
+        """Yield the epochs that are left, counted from 0; with --eval-every once per evaluation.
 
-        The body runs steps() to its end, then end_epoch(). To end the run early call stop().
+        The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
         """
         while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
             self.stage = "epoch"
@@ -169,10 +169,10 @@ class Run:
 
     @allowed("epoch")
     def steps(self, loader: DataLoader) -> Iterator[Any]:
-        """This process's share of each batch of the training loader, up to the next evaluation.
+        """Yield this process's share of each training batch, up to the next evaluation.
 
-        The body ends with `if run.must_save(): run.save()`; a `continue` before that, and `break`,
-        raise RuntimeError. An exception, or a second Ctrl-C, ends the run without saving.
+        The body must end with `if run.must_save(): run.save()`; a `continue` before that, and
+        `break`, raise RuntimeError. An exception or a second Ctrl-C ends the run without saving.
         """
         progress, num_done = self.progress, self.length.num_done(self.progress)
         batches = self.prepared.batches_of(loader)
@@ -180,7 +180,7 @@ class Run:
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
         with self.ema.trained_weights():
-            if not self.length.must_evaluate(progress):  # else resumed where one is still due
+            if not self.length.must_evaluate(progress):  # false if resumed where one is due
                 yield from self._steps_to_evaluation(loader)
             self.step.check_weights()
         self.log.stop()
@@ -199,7 +199,7 @@ class Run:
             if is_new_step and self.checkpoints.saved_step == progress.step:
                 self.prepared.check_unchanged(progress.state)
             if is_new_step and (length.is_over(progress) or length.must_evaluate(progress)):
-                loader.end()  # tells Accelerate that nothing more is read of this loader
+                loader.end()  # tells Accelerate that this loader is not read further
                 return
 
     @allowed(*IN_BATCH, then="backward")
@@ -221,17 +221,17 @@ class Run:
 
     @allowed(*IN_BATCH)
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """The rows of the whole batch, with gradients, and this process's first: Step.gather."""
+        """The rows of the whole batch, and where this process's rows start: see Step.gather."""
         return self.step.gather(rows)
 
     @allowed(*IN_BATCH)
     def add(
         self, mask: Tensor | None = None, weights: Tensor | None = None, **values: Tensor
     ) -> None:
-        """Add values of this process's batch to the means in metrics.jsonl; waits for nothing.
+        """Add values of this process's batch to the means in metrics.jsonl, without waiting.
 
-        They are as in step_mean, unreduced. Their means over all processes become train_NAME at an
-        evaluation; those whose name begins with "loss" also at every --log-every steps.
+        They are unreduced, as in step_mean. Their means over all processes are logged as train_NAME
+        at each evaluation; those whose name begins with "loss" also every --log-every steps.
         """
         for name, value in values.items():
             call = f"run.add({name}=...)"
@@ -241,15 +241,15 @@ class Run:
 
     @allowed(*IN_BATCH, "trained")
     def stop(self) -> None:
-        """End the run with this step and its evaluation; a resume does not go on after it."""
+        """End the run after this step and its evaluation; a resume does not continue it."""
         self.progress.ended = True
 
     @allowed("backward", "checked")
     def must_save(self) -> bool:
         """Finish the step: count it, average the weights, log. Return True if save() is due.
 
-        It is due at every --save-every steps and after a signal to any process, on all processes
-        alike; inside an accumulation window, and where end_epoch() comes next and saves, it is not.
+        It is due every --save-every steps and after a signal to any process, on all processes
+        alike. It is not due inside an accumulation window, or if end_epoch() comes next and saves.
         """
         is_last = self.accelerator.sync_gradients
         if is_last:
@@ -279,7 +279,7 @@ class Run:
 
     @allowed("must save", then="counted")
     def save(self) -> None:
-        """Save a checkpoint, with accelerator.save_state; after a signal end with exit code 75."""
+        """Save a checkpoint with accelerator.save_state; after a signal exit with code 75."""
         with self.ema.trained_weights():
             self.step.check_weights()
             self.checkpoints.save(self.progress)
@@ -293,7 +293,7 @@ class Run:
         self, loader: DataLoader, compute_losses: Callable[[Any], dict[str, Tensor]]
     ) -> dict[str, float]:
         """Return eval_NAME: the mean of each value of compute_losses(batch). See evaluation.py."""
-        # Elsewhere a checkpoint could not say that an evaluation is still due.
+        # At other stages a checkpoint could not record that an evaluation is still due.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
         metrics = evaluation.evaluate(self.accelerator, loader, compute_losses, stopping)
         if self.signals.stopping:
@@ -310,7 +310,7 @@ class Run:
     ) -> None:
         """Log, print and save after an evaluation, with the same metrics on all processes.
 
-        The last predictions, with `metadata`, are written to predictions.safetensors.
+        The predictions of the last evaluation and `metadata` go to predictions.safetensors.
         """
         config, progress, length = self.config, self.progress, self.length
         predicted = check_predictions(predictions, metadata or {})
@@ -319,24 +319,24 @@ class Run:
         if progress.batch == length.steps_per_epoch:
             progress.epoch, progress.batch = progress.epoch + 1, 0
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
-        if progress.batch == 0:  # else the epoch goes on, perhaps after a resume
+        if progress.batch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
         is_best, unknown = best.update_best(config, progress), best.problem(config, progress)
         is_over = length.is_over(progress)
-        # Before the checkpoint, which says that this evaluation was made.
+        # Before the checkpoint, because that records this evaluation as done.
         self.results.write_evaluation(progress, predicted if is_over else None, is_best)
         due = not config.save_every or progress.step % config.save_every == 0
         if is_over or is_best or due or unknown:
             self.stage = "must save"
             self.save()
-        if unknown:  # only now: the epoch is not lost
+        if unknown:  # after saving, so that the epoch is not lost
             raise UsageError(unknown)
         self.prepared.note(progress.state)
 
     def finish(self, next_command: str = "") -> dict[str, float]:
         """Write the weights and DONE, draw the pictures; return the metrics of the last evaluation.
 
-        next_command is printed last: what a person may type now.
+        next_command is printed last, as the command that the user may run next.
         """
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)

@@ -1,13 +1,13 @@
-"""A model whose weights are sharded, that is, spread over the processes (FSDP2).
+"""Shard a model, that is, spread its weights over the processes (FSDP2), and save and load it.
 
-Accelerate shards the model, but accelerator.save_state is not used for its checkpoints: of a
-sharded model it writes the files of torch.distributed.checkpoint, and reading those unpickles
-.metadata without weights_only, which executes whatever a forged file asks for. So each process
-writes the rows that it has with torch.save: shard-00000.bin, shard-00001.bin, ..., which are read
-with weights_only. With fsdp_state_dict_type: FULL_STATE_DICT there is one such file, of all rows.
+Accelerate shards the model, but accelerator.save_state is not used for its checkpoints. For a
+sharded model it writes files of torch.distributed.checkpoint, and reading them unpickles .metadata
+without weights_only, so a forged file could execute code. Instead each process writes its rows with
+torch.save to shard-00000.bin, shard-00001.bin, ..., which are read with weights_only. With
+fsdp_state_dict_type: FULL_STATE_DICT there is one such file, with all rows.
 
-A run continues from either kind of checkpoint, whether it is sharded itself or not. Parameters that
-are frozen (requires_grad=False) are in no checkpoint: a resume compares their fingerprint.
+A sharded run and one that is not sharded can each continue from either kind of checkpoint. Frozen
+parameters (requires_grad=False) are not in checkpoints; a resume compares their fingerprint.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,9 +45,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
-    """Let accelerator.prepare(...) shard the model, if the launch asks for it. Call before that.
+    """Make accelerator.prepare(...) shard the model, if the launch asks for it. Call this first.
 
-    prepare then adds to `fingerprint` that of what is frozen, as it was in this process before.
+    prepare then adds the hashes of this process's frozen weights before sharding to `fingerprint`.
     """
     if not shards_wanted():
         return
@@ -62,11 +62,11 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
         )
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # Accelerate's own policy adds gradients up in bf16 too, and rounds inputs and outputs to it.
+    # Accelerate's own policy also sums gradients in bf16, and rounds inputs and outputs to it.
     bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     policy = MixedPrecisionPolicy(bf16, torch.float32, cast_forward_inputs=False)
     plugin.mixed_precision_policy, accelerator.state.fsdp_plugin = policy, plugin
-    # Set here, because Accelerate does not shard over CPU processes by itself.
+    # Set here because Accelerate does not shard over CPU processes by itself.
     for state in (PartialState(), accelerator.state):
         state.distributed_type = DistributedType.FSDP
     prepare = accelerator.prepare
@@ -75,14 +75,14 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
         for model in (each for each in objects if isinstance(each, nn.Module)):
             model.register_forward_hook(_share_buffers)
             for weight in model.parameters():
-                weight.data = weight.data.contiguous()  # FSDP2 takes no channels_last
+                weight.data = weight.data.contiguous()  # FSDP2 does not support channels_last
             if not plugin.cpu_ram_efficient_loading:  # else only the first process has weights
-                # Each process keeps some rows: where weights differ, the model would be a mixture.
+                # Each process keeps some rows: if weights differed, the model would be a mixture.
                 models = [*prepared_models(accelerator), model]
                 fingerprint.update(fingerprint_frozen(models) | fingerprint)
                 for value in state_of(model).values():  # as DDP does
                     value.copy_(broadcast(value.to(accelerator.device.type)))
-            if bf16:  # else each layer would round all it does to bf16
+            if bf16:  # otherwise each layer would compute everything in bf16
                 forward = torch.autocast(accelerator.device.type, bf16)(model.forward)
                 model.forward = convert_outputs_to_fp32(forward)
         with as_usage_error("the model cannot be sharded"):
@@ -92,15 +92,15 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
 
 
 def _share_buffers(model: nn.Module, *_: Any) -> None:
-    """Give all processes the buffers of the first, which are what DDP evaluates and saves."""
+    """Copy the buffers of the first process to all, because DDP evaluates and saves those."""
     for buffer in model.buffers() if model.training else ():
         torch.distributed.broadcast(buffer, 0)
 
 
 def gathered(tree: Any, keep: bool) -> Any:
-    """The tree with all rows of its tensors, on the host; without `keep` with None for them.
+    """Return the tree with all rows of its tensors, on the CPU; None for them without `keep`.
 
-    Every process must call this. Those that do not write need not keep what comes.
+    Every process must call this. A process that does not write the rows need not keep them.
     """
 
     def gather(value: torch.Tensor) -> torch.Tensor | None:
@@ -111,9 +111,9 @@ def gathered(tree: Any, keep: bool) -> Any:
 
 
 def join_rows(like: Any, *rows: Any) -> Any:
-    """The tensor that has these rows; if `like` is sharded, of it the rows of this process.
+    """Return the tensor of these rows, or only this process's rows of it if `like` is sharded.
 
-    Whatever is not a tensor with a shape is the same in all files: it is taken from the first.
+    Scalars and values that are not tensors are the same in all files and are taken from the first.
     """
     value = rows[0]
     if not getattr(value, "shape", ()):
@@ -128,19 +128,19 @@ def join_rows(like: Any, *rows: Any) -> Any:
 
 
 def frozen(model: nn.Module) -> Tensors:
-    """Its parameters that no step changes."""
+    """The parameters of a model that are frozen (requires_grad=False), by name."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: weight for name, weight in named if not weight.requires_grad}
 
 
 def state_of(model: nn.Module) -> Tensors:
-    """What a run changes of a model: its state without what is frozen."""
+    """The state of a model without its frozen parameters, by name."""
     left_out = frozen(model)
     return {name: value for name, value in model.state_dict().items() if name not in left_out}
 
 
 def start_from(accelerator: Accelerator, path: Path | None, model: nn.Module) -> tuple[str, str]:
-    """Load the weights of --start-from; return a line about it, and its SHA-256; "" without one.
+    """Load the weights of --start-from; return a line about it and its SHA-256, "" if not given.
 
     Every process must call this. Raises UsageError on all of them.
     """
@@ -156,7 +156,7 @@ def start_from(accelerator: Accelerator, path: Path | None, model: nn.Module) ->
 
 
 def fingerprint_frozen(models: Sequence[nn.Module]) -> dict[str, str]:
-    """A hash of all bytes of each frozen weight. Every process must call this; 12 GB a second."""
+    """Hash all bytes of each frozen weight, at 12 GB a second. Every process must call this."""
     found = {}
     for number, model in enumerate(models):
         for name, weight in frozen(model).items():
@@ -167,10 +167,10 @@ def fingerprint_frozen(models: Sequence[nn.Module]) -> dict[str, str]:
 
 
 def parts_of(accelerator: Accelerator, averages: Sequence[Tensors]) -> dict[str, Any]:
-    """What a checkpoint holds: tensors by name, or an optimizer or a schedule, by file name.
+    """The parts of a checkpoint by file name: tensors by name, an optimizer or a schedule.
 
     The names are those that accelerator.save_state gives its files, and average.safetensors. They
-    are made from numbers, never sorted: model_10 would come before model_2.
+    are made from numbers and never sorted, because model_10 would come before model_2.
     """
     kinds = {
         "average.safetensors": averages,
@@ -182,9 +182,10 @@ def parts_of(accelerator: Accelerator, averages: Sequence[Tensors]) -> dict[str,
 
 
 def before_save(averages: Sequence[Tensors], models: list, weights: list, folder: str) -> None:
-    """Leave out what is frozen, save a weight that has two names under both, and the averages.
+    """Leave out frozen weights, save tied weights under both names, and save the averages.
 
-    A hook of accelerator.save_state, which would leave one name out, and warn of it each time.
+    This is a hook of accelerator.save_state, which would leave out one of two tied names and warn
+    of it each time.
     """
     weights[:] = (separate(state_of(model)) for model in models)
     for number, average in enumerate(averages):
@@ -194,9 +195,9 @@ def before_save(averages: Sequence[Tensors], models: list, weights: list, folder
 def before_load(
     accelerator: Accelerator, averages: Sequence[Tensors], models: list, folder: str
 ) -> None:
-    """Refuse files that are not those of this run's models and optimizers; load the averages.
+    """Refuse files that do not match this run's models and optimizers; load the averages.
 
-    A hook of accelerator.load_state, which would pass over what is missing or left over.
+    This is a hook of accelerator.load_state, which would ignore missing and extra files.
     """
     parts = parts_of(accelerator, averages)
     others = {"scaler.pt", *(path.name for path in Path(folder).glob("random_states_*.pkl"))}
@@ -216,10 +217,10 @@ def before_load(
 
 
 def writer(accelerator: Accelerator, averages: Sequence[Tensors]) -> Callable[[Path], None]:
-    """A function that writes the state of a sharded run into a folder.
+    """Return a function that writes the state of a sharded run into a folder.
 
-    It does not communicate, so that it may fail: what it needs is gathered before. Every process
-    must call this.
+    That function does not communicate, so it may fail on one process alone: all data are gathered
+    here. Every process must call this.
     """
     rank = accelerator.process_index
     state: Any = [
@@ -240,10 +241,10 @@ def writer(accelerator: Accelerator, averages: Sequence[Tensors]) -> Callable[[P
 
 
 def read(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) -> None:
-    """Load what writer() wrote, or into a sharded run what accelerator.save_state wrote."""
+    """Load what writer() wrote, or what accelerator.save_state wrote, into a sharded run."""
     load = partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
     parts = parts_of(accelerator, averages)
-    # Their numbers have five digits, so the order of the names is that of the processes.
+    # Their numbers have five digits, so sorting the names gives the order of the processes.
     files = [load(path) for path in sorted(folder.glob("shard-*"))]
     if not files:
         files = [[(load_file if ".s" in name else load)(folder / name) for name in parts]]
@@ -257,10 +258,10 @@ def read(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) ->
 
 
 def _load_tensors(own: Tensors, saved: Sequence[Tensors]) -> None:
-    """Copy into `own` tensors of which each file has some rows, one by one."""
+    """Copy tensors into `own`, one by one; each file has some of their rows."""
     for name in own | saved[0]:
         value = join_rows(own.get(name), *(file[name] for file in saved))
-        _check_shape(name, own, value.shape)  # copy_ would repeat a shorter one
+        _check_shape(name, own, value.shape)  # copy_ would broadcast a smaller tensor
         own[name].copy_(value)
 
 

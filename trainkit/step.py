@@ -1,4 +1,4 @@
-"""The optimizer step that is being made: how many samples it has, its losses, its gradients."""
+"""The current optimizer step: its number of samples, its losses and its gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,22 +22,22 @@ from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
 
 
 class Step:
-    """What is known of the step that is being made. Run starts it and finishes it.
+    """The state of the current optimizer step. Run starts and finishes it.
 
     Attributes:
         seeds_host: making samples reseeds numpy and random, at times that depend on prefetching; so
             they are reseeded before every forward pass.
         rates: the learning rate of each optimizer in the step.
         position: the number of the step and its learning rate, for error messages.
-        num_samples: samples of the step, over all processes and micro-batches.
-        num_before: of them those in the micro-batches before the one at hand.
-        num_rows: samples of this process in the micro-batch at hand.
-        losses: this process's share of each mean of the micro-batch at hand, for the finite guard;
-            with mask= or weights= divided by num_samples until `factor` is known.
-        num_counted: how many values mask= selected so far in this process, or the sum of weights=;
-            None without both.
+        num_samples: samples in the step, over all processes and micro-batches.
+        num_before: how many of them are in micro-batches before the current one.
+        num_rows: samples of this process in the current micro-batch.
+        losses: this process's share of each mean of the current micro-batch, for FiniteGuard; with
+            mask= or weights= it is divided by num_samples until `factor` is known.
+        num_counted: how many values mask= has selected so far in this process, or the sum of
+            weights=; None if neither is given.
         factor: num_samples / num_counted of all processes; None before clip_and_check.
-        clipped, stepped: the optimizers that may be stepped now, and those that were.
+        clipped, stepped: the optimizers that may be stepped now, and those already stepped.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class Step:
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.optimizers = prepared_optimizers(accelerator)
         self.guard = FiniteGuard(accelerator)
-        self.size = config.batch_size // config.accumulate  # of a micro-batch, over all processes
+        self.size = (
+            config.batch_size // config.accumulate
+        )  # samples per micro-batch, over all processes
         self.key: tuple[int, ...] = ()
         self.position = Position()
         self.rates: dict[str, float] = {}
@@ -69,13 +71,13 @@ class Step:
             optimizer.optimizer.register_step_pre_hook(self.check_clipped)
         self.update_scale = None
         if accelerator.scaler is not None:
-            # Accelerate updates the loss scale after each optimizer's step: a second optimizer
-            # would then unscale by a scale that has just changed. finish() updates it, once.
+            # Accelerate updates the loss scale after the step of each optimizer, so a second
+            # optimizer would unscale by a changed scale. finish() updates it, once.
             self.update_scale = accelerator.scaler.update
             accelerator.scaler.update = lambda: None
 
     def start(self, progress: Progress) -> None:
-        """Start the step that follows this position of the run."""
+        """Start the step after this position of the run."""
         num_done = progress.batch * self.config.batch_size
         self.num_samples = min(self.config.batch_size, self.num_used - num_done)
         self.key = self.config.seed, progress.epoch, progress.batch
@@ -84,7 +86,7 @@ class Step:
         self.num_before, self.num_counted, self.factor = 0, None, None
 
     def start_micro_batch(self) -> None:
-        """Seed what the next forward pass draws, by its place in the step."""
+        """Seed the random numbers of the next forward pass by its place in the step."""
         first, self.num_rows = self.rows_of(self.accelerator.process_index)
         seed_dropout(self.dropouts, self.accelerator.device, self.num_before + first, *self.key)
         if self.seeds_host:
@@ -92,7 +94,7 @@ class Step:
         self.losses = []
 
     def rows_of(self, rank: int) -> tuple[int, int]:
-        """Where the rows of a process begin in the micro-batch at hand, and how many they are."""
+        """Return where the rows of a process start in the current micro-batch, and their number."""
         num, slots = self._num_here(), self.size // self.accelerator.num_processes
         start, stop = share_of_batch(num, self.size, rank * slots, (rank + 1) * slots)
         return min(start, num), max(0, min(stop, num) - start)
@@ -102,21 +104,21 @@ class Step:
     ) -> torch.Tensor:
         """This process's share of the mean of `values` in the step, for accelerator.backward.
 
-        The gradient becomes that of the mean over the whole step, of all processes and
-        micro-batches: DDP divides by the number of processes and Accelerate by that of
-        micro-batches, so both are multiplied in. A value that is not finite gives NaN gradients on
-        all processes.
+        The gradient becomes that of the mean over the whole step, over all processes and
+        micro-batches: DDP divides by the number of processes and Accelerate by the number of
+        micro-batches, so this multiplies by both. A value that is not finite gives NaN gradients
+        on all processes.
 
         Args:
             values: (samples, ...), the losses of this process's batch, with reduction="none".
             mask: bool, True for the values that count, such as the tokens of an answer.
-            weights: float, what each value weighs: the mean is sum(weights * values) / sum(weights)
-                over the whole step. With either, `values` may have any shape, the same as theirs.
-                The divisor is known only after the last backward: clip_and_check() divides the
-                gradients by it, so a step can have one such mean and no other. If nothing counts,
-                the gradient is 0.
+            weights: float, the weight of each value: the mean is sum(weights * values) /
+                sum(weights) over the whole step. With mask or weights, `values` may have any shape,
+                the same as theirs. The divisor is known only after the last backward, and
+                clip_and_check() divides the gradients by it, so a step can have only one mean if
+                that one has a mask or weights. If nothing counts, the gradient is 0.
 
-        Raises RuntimeError if values are reduced already, or not of this batch.
+        Raises RuntimeError if values are already reduced, or are not of this batch.
         """
         selects, selected_before = mask is not None or weights is not None, self.num_counted
         has_earlier_mean = bool(self.losses) or self.num_before > 0
@@ -130,22 +132,22 @@ class Step:
         if selects:
             total, counted = sum_and_count("run.step_mean(...)", values, mask, weights)
             self.num_counted = counted + (0 if selected_before is None else selected_before)
-            divisor = self.num_samples  # clip_and_check() corrects it, when all have counted
+            divisor = self.num_samples  # clip_and_check() corrects it once all are counted
         else:
             self.check_rows("run.step_mean(...)", values)
             total, divisor = sum_of(values), self.num_samples * values.shape[1:].numel()
         share = total.detach() / divisor
         self.losses.append(share)
-        # DDP divides by the processes and Accelerate by the micro-batches: both are multiplied in.
+        # DDP divides by the processes and Accelerate by the micro-batches; this undoes both.
         scale = self.accelerator.num_processes * self.config.accumulate / divisor
-        # 0 * share is 0, or NaN if it is not finite: an infinite loss can have finite gradients.
+        # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
         return total * (scale + 0 * share)
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
 
-        On a GPU that is noticed one step later, and always before a checkpoint. Several optimizers
-        in one call are clipped by the norm of all their gradients. Every process must call this.
+        On a GPU this is noticed one step later, but always before a checkpoint. Several optimizers
+        in one call are clipped by the joint norm of their gradients. Every process must call this.
         Raises RunFailure on all of them.
         """
         for each in optimizers:
@@ -155,9 +157,9 @@ class Step:
                     "did not return: prepare every optimizer, or a resume loses its state, and "
                     "hand over several as *optimizers"
                 )
-        # If another process died, a wait for the device would never end; these waits time out.
+        # If another process died, waiting for the device would never end; these waits time out.
         if self.accelerator.scaler is None:
-            self.signals.wait()  # the guard reads the norm of the step before
+            self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
         if self.num_counted is not None and self.factor is None:
@@ -172,7 +174,7 @@ class Step:
         self.guard.check(norm, self.losses, self.position)
 
     def finish_micro_batch(self, is_last: bool) -> None:
-        """Count its samples; is_last: an optimizer step followed it."""
+        """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
         self.num_before += self._num_here()
         if is_last and self.num_before < self.num_samples:
             raise RuntimeError(
@@ -193,12 +195,12 @@ class Step:
         return not skipped
 
     def check_weights(self) -> None:
-        """Raise RunFailure on all processes unless the weights are finite and everywhere equal."""
+        """Raise RunFailure on all processes unless the weights are finite and equal on all."""
         self.signals.barrier()
         self.guard.finish(*self.optimizers)
 
     def explain(self, error: BaseException) -> None:
-        """Add to an error of the body that this process had no sample, if that is so."""
+        """If this process has no sample, add a note about it to an error of the body."""
         if self.num_rows == 0:
             error.add_note(
                 "This process has no sample of this short batch, and a layer or a loss may refuse "
@@ -206,11 +208,11 @@ class Step:
             )
 
     def release(self) -> None:
-        """Let the model be an ordinary one again."""
+        """Turn the dropout layers of the models back into ordinary nn.Dropout."""
         release_dropout(self.dropouts)
 
     def check_clipped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise RuntimeError if an optimizer is stepped whose gradients were not clipped."""
+        """Raise RuntimeError if the gradients of an optimizer were not clipped before its step."""
         if optimizer not in self.clipped:
             raise RuntimeError(
                 "optimizer.step() must come after run.clip_and_check(optimizer), which makes its "
@@ -219,7 +221,7 @@ class Step:
         self.stepped.add(optimizer)
 
     def check_rows(self, call: str, values: torch.Tensor) -> None:
-        """Raise RuntimeError if these are not values of the samples of the micro-batch at hand."""
+        """Raise RuntimeError unless there is a row for each sample of the current micro-batch."""
         if values.ndim == 0 or values.shape[0] != self.num_rows:
             got = "a single number" if values.ndim == 0 else f"{len(values)} rows"
             raise RuntimeError(
@@ -229,11 +231,11 @@ class Step:
             )
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The rows of the whole batch, of all processes, and where those of this process begin.
+        """Return the rows of the whole batch, of all processes, and where this process's start.
 
-        For losses that compare the samples of a batch with each other. Gradients flow back to the
-        process that a row came from. Every process must call this. Raises UsageError with
-        --accumulate, RuntimeError for rows that are not those of this batch.
+        This is for losses that compare the samples of a batch with each other. Gradients flow back
+        to the process that a row came from. Every process must call this. Raises UsageError with
+        --accumulate above 1, and RuntimeError if the rows are not those of this batch.
 
         Args:
             rows: (samples, ...) of this process's batch.

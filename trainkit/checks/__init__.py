@@ -1,1 +1,1 @@
-"""What is refused: the order of calls, what was prepared, data, numbers that are not finite."""
+"""Checks of the order of calls, of what was prepared, of the data, and for NaN and infinity."""

@@ -1,10 +1,10 @@
-"""The order in which a script calls a Run: what each stage allows, and what comes next."""
+"""The order in which a script must call the methods of Run, stage by stage."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-# The stages of a run, and what comes next in each.
+# The stages of a run, and the call that comes next in each.
 NEXT = {
     "new": "`with Run(...) as run`",
     "entered": "run.load(load_data)",
@@ -33,9 +33,9 @@ def need(run: Any, call: str, *stages: str) -> None:
 
 
 def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Callable]:
-    """A method that may be called in these stages; the stage after it is `then`, if that is given.
+    """Decorate a method that may be called only in these stages; `then` is the stage after it.
 
-    A generator sets the stages after its first item itself.
+    Without `then` the stage does not change. A generator sets later stages itself.
     """
 
     def decorate(method: Callable) -> Callable:

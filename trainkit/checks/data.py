@@ -1,4 +1,4 @@
-"""Refuses data sets without an index, and makes the fingerprint that a resume compares."""
+"""Refuse data sets that have no index, and make the fingerprint that a resume compares."""
 
 import hashlib
 from typing import Any
@@ -14,11 +14,11 @@ from trainkit.launch import nodes
 from trainkit.loaders import InMemory, WholeBatches
 from trainkit.private import tree_leaves
 
-NUM_PROBED = 16  # samples that identify a data set which makes its samples one by one
+NUM_PROBED = 16  # samples hashed to identify a data set that makes its samples one by one
 
 
 def check_indexable(dataset: Any, name: str) -> None:
-    """Raise UsageError unless samples can be read by their index."""
+    """Raise UsageError unless samples can be read by index."""
     by_index = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if not (by_index and hasattr(dataset, "__len__")):
         raise UsageError(
@@ -29,10 +29,10 @@ def check_indexable(dataset: Any, name: str) -> None:
 
 
 def fingerprint_data(*sets: Dataset) -> str:
-    """Hexadecimal md5 that identifies data sets: of all tensors of an InMemory set.
+    """Return a hexadecimal md5 that identifies the data sets.
 
-    Of one with fingerprint(): of what that returns. Of any other: of its length and of NUM_PROBED
-    samples spread over it.
+    It covers all tensors of an InMemory set; for a set with fingerprint(), the value it returns;
+    for any other set, its length and NUM_PROBED samples spread over it.
     """
     digest = hashlib.md5(usedforsecurity=False)
     for dataset in sets:
@@ -57,7 +57,7 @@ def fingerprint_data(*sets: Dataset) -> str:
 def check_data(
     accelerator: Accelerator, config: TrainingConfig, train_set: Any, eval_set: Any
 ) -> str:
-    """The fingerprint of the two sets. Every process must call this.
+    """Return the fingerprint of the two sets. Every process must call this.
 
     Raises UsageError if they cannot be read by index, are too small, or differ between processes.
     """

@@ -1,4 +1,4 @@
-"""Numbers that are not finite end the run before they reach a checkpoint."""
+"""End the run if a loss, gradient or weight is not finite, before it reaches a checkpoint."""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from trainkit.errors import RunFailure
 from trainkit.optim import total_norm, weights_of
 
-MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip: 2**16 is 2**-14 then
-DIFFERENT = 1e-5  # relative, of norms: processes compute the same bits, other kinds of cards nearly
+MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip, so 2**16 has become 2**-14
+DIFFERENT = 1e-5  # relative difference of norms; equal GPUs give equal bits, others nearly
 REMEDY = "try a smaller --learning-rate, a longer --warmup or --clip-norm 1"
 
 
 @dataclass
 class Position:
-    """The step that is being made, and its learning rate: what an error message names."""
+    """The current step and its learning rate, for error messages."""
 
     step: int = 0
     learning_rate: float = 0.0
@@ -31,16 +31,16 @@ class Position:
 class FiniteGuard:
     """Stops all processes at the first step whose gradient is not finite.
 
-    Gradients are already averaged over the processes, so all of them see the same norm. On a card
-    the norm is read one step late, because reading it makes the host wait for the device: the
-    weights in memory may be lost by then, the checkpoints are not. Under fp16 an overflow is no
-    error, GradScaler skips the step; MAX_SKIPPED in a row are one.
+    Gradients are already averaged over the processes, so all of them see the same norm. On a GPU
+    the norm is read one step late, because reading it makes the host wait for the device. By then
+    the weights in memory may be lost, but the checkpoints are not. Under fp16 an overflow is not an
+    error, because GradScaler skips the step; MAX_SKIPPED skipped steps in a row are an error.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.position = Position()
-        # Norms and losses being copied to the host, the end of each copy, and the step.
+        # Norms and losses being copied to the host, an event for the end of each copy, the step.
         self.pending: list[tuple[torch.Tensor, torch.Event, Position]] = []
         self.num_skipped = 0  # in a row, under fp16
 
@@ -49,8 +49,8 @@ class FiniteGuard:
     ) -> None:
         """Call between backward and optimizer.step(), in every process, when gradients are synced.
 
-        `losses` are this process's shares: their sums over the processes are reported. Raises
-        RunFailure on all processes.
+        `losses` are this process's shares; error messages give their sums over the processes.
+        Raises RunFailure on all processes.
         """
         self._read_pending(before=position.step)
         self.position = position
@@ -72,7 +72,7 @@ class FiniteGuard:
             self._fail(torch.stack((torch.full_like(losses[0], math.inf), *losses)), self.position)
 
     def finish(self, *optimizers: AcceleratedOptimizer) -> None:
-        """Look at what is still on its way, and at the weights. Call before a checkpoint."""
+        """Check the norms still being copied, and the weights. Call before a checkpoint."""
         self._read_pending()
         for optimizer in optimizers:
             norm = total_norm(weights_of(optimizer))

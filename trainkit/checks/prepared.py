@@ -1,6 +1,6 @@
-"""What a script has prepared: refused before the first step if it could not be trained or resumed.
+"""Check what a script has prepared, and refuse what could not be trained or resumed.
 
-Each check raises RuntimeError, or UsageError, with one sentence that says what to do instead.
+Each check raises RuntimeError or UsageError, with one sentence that says what to do instead.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadat
 
 
 def check_prepared(accelerator: Accelerator, num_models: int) -> None:
-    """Refuse what could not be trained or resumed as accelerator.prepare was given it."""
+    """Raise RuntimeError if what accelerator.prepare was given could not be trained or resumed."""
     models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
     if num_models != len(models):
         raise RuntimeError("run.begin(...) needs every model that accelerator.prepare was given")
@@ -57,7 +57,7 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
     schedules = prepared_schedulers(accelerator)
     steered = [optimizer for schedule in schedules for optimizer in schedule.optimizers]
     for optimizer in optimizers:
-        # A schedule notes its first rate there.
+        # A schedule stores its initial rate there.
         if "initial_lr" in optimizer.param_groups[0] and optimizer not in steered:
             raise RuntimeError(
                 "a learning rate schedule was not given to accelerator.prepare, so a resume "
@@ -66,7 +66,7 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
 
 
 def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> EpochBatches:
-    """The batches of a loader of make_loaders(...), prepared, for training or for evaluation."""
+    """Return the batches of a loader; refuse any but the prepared one from make_loaders(...)."""
     batches = batches_of(loader)
     trains = batches is not None and batches.seed is not None
     if batches is not None and trains == training and loader in prepared_loaders(accelerator):
@@ -85,16 +85,16 @@ def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> Epoch
 
 
 class Prepared:
-    """What accelerator.prepare was given, and a refusal if it is changed while the run trains.
+    """What accelerator.prepare was given. It refuses changes made to it while the run trains.
 
-    A model all of which is in evaluation mode, as from_pretrained returns it, is put into training
-    mode; one that is put into evaluation mode later, or in part, stays as it is.
+    A model that is entirely in evaluation mode, as from_pretrained returns it, is put into training
+    mode here. A model that is partly in evaluation mode, or is put into it later, is not changed.
 
     Args:
-        given: what it returned for the model, or for each of them.
+        given: what accelerator.prepare returned for the model, or for each model.
 
     Attributes:
-        models: without the wrappers of DDP and torch.compile.
+        models: the models without the wrappers of DDP and torch.compile.
     """
 
     def __init__(self, accelerator: Accelerator, given: nn.Module | Sequence[nn.Module]):
@@ -107,10 +107,10 @@ class Prepared:
             if not any(layer.training for layer in model.modules()):
                 model.train()
         self.requires_grad = self._requires_grad()
-        self.saved: str | None = None  # schedules and run.state, as a checkpoint has them
+        self.saved: str | None = None  # schedules and run.state as in the checkpoint
 
     def batches_of(self, loader: Any) -> EpochBatches:
-        """The batches of the training loader; RuntimeError for any other."""
+        """Return the batches of the training loader; RuntimeError for any other loader."""
         return check_loader(self.accelerator, loader, training=True)
 
     def fix_bucket_order(self) -> None:
@@ -118,11 +118,11 @@ class Prepared:
         fix_bucket_order(*self.given)
 
     def note(self, state: dict[str, Any]) -> None:
-        """Remember the schedules and run.state: from here on they may not change until a step."""
+        """Remember the schedules and run.state, which must not change until the next step."""
         self.saved = self._schedules_and(state)
 
     def check_unchanged(self, state: dict[str, Any]) -> None:
-        """Raise RuntimeError if something was changed that a step, or a resume, relies on."""
+        """Raise RuntimeError if requires_grad, train mode, a schedule or run.state was changed."""
         if self.requires_grad != self._requires_grad():
             raise RuntimeError(
                 "other weights require gradients than when they were prepared, which is when "
@@ -149,7 +149,7 @@ class Prepared:
 
 
 def check_evaluated(accelerator: Accelerator, num_rows: dict[str, int], loader: DataLoader) -> None:
-    """Refuse a metric that does not have a row for each sample."""
+    """Raise RuntimeError if a metric does not have exactly one row for each sample."""
     num_samples = len(loader.dataset)
     counts = torch.tensor([*num_rows.values()], device=accelerator.device)
     counts = accelerator.reduce(counts, reduction="sum").tolist() if num_rows else []
@@ -162,7 +162,7 @@ def check_evaluated(accelerator: Accelerator, num_rows: dict[str, int], loader: 
 
 
 def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
-    """Refuse a row of metrics.jsonl that could not be told from others."""
+    """Refuse a row of metrics.jsonl that could not be recognised as an evaluation."""
     if "eval_loss" not in metrics or means.keys() & metrics.keys():
         raise RuntimeError(
             f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: eval_loss must be "
@@ -173,7 +173,7 @@ def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
 def check_predictions(
     predictions: dict[str, Any] | None, metadata: dict[str, Any]
 ) -> Predictions | None:
-    """The predictions as tensors; refused in the first epoch: at the end it would be too late."""
+    """Return the predictions as tensors. They are checked in every epoch, not only at the end."""
     with as_usage_error("run.end_epoch(...) got predictions, or metadata, that cannot be written"):
         tensors = {name: torch.as_tensor(value) for name, value in (predictions or {}).items()}
         to_safetensors({name: tensor.new_empty(0) for name, tensor in tensors.items()}, metadata)

@@ -1,4 +1,4 @@
-"""What a run prints: its plan, read from the objects that will carry it out, and its metrics."""
+"""Describe a run's plan, read from the objects that will carry it out, and format its metrics."""
 
 import shutil
 import sys
@@ -17,14 +17,14 @@ from trainkit.private import prepared_schedulers
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-# Of what an evaluation returns, what a person asks for first, by parts of names.
+# The metrics that a person looks at first, by the ends of their names.
 READ_FIRST = ("accuracy", "rmse", "r2")
 
 
 def fit(text: str) -> str:
-    """The text with long lines broken between words, if a terminal shows it; else as it is.
+    """Break long lines between words if the output is a terminal, else return the text unchanged.
 
-    Of a line of the plan the rest is indented to its column.
+    The rest of a broken line of the plan is indented to its column.
     """
     if not sys.stdout.isatty():
         return text
@@ -39,7 +39,7 @@ def fit(text: str) -> str:
 
 
 def describe(run: Any, plan: dict[str, str]) -> str:
-    """The plan of a Run that has its models and optimizers, with the script's own lines in it."""
+    """Return the plan of a Run that has models and optimizers, including the script's own lines."""
     config, accelerator, length = run.config, run.accelerator, run.length
     num_processes = accelerator.num_processes
     num_parts = num_processes * config.accumulate
@@ -72,13 +72,13 @@ def describe(run: Any, plan: dict[str, str]) -> str:
 
 
 class MetricsTable:
-    """A line for each evaluation below one header: the losses, then what else is evaluated."""
+    """Formats a line for each evaluation below one header: the losses, then other metrics."""
 
     def __init__(self):
         self.names: list[str] = []
 
     def line(self, epoch: str, metrics: dict[str, float], seconds: float, rate: float) -> str:
-        """The next line, the first time with the header above it."""
+        """Return the next line, the first time with the header above it."""
         header = ""
         if not self.names:
             losses = [name for name in ("train_loss", "eval_loss") if name in metrics]
@@ -93,20 +93,20 @@ class MetricsTable:
 
 
 def show(name: str, value: float) -> str:
-    """A metric with the digits that a person reads: an accuracy in percent."""
+    """Format a metric with a readable number of digits; an accuracy in percent."""
     if "accuracy" in name:
         return f"{100 * value:.2f} %"
     return f"{value:,.0f}" if abs(value) > 9999 else f"{value:.4g}"
 
 
 def by_interest(metrics: dict[str, float]) -> list[str]:
-    """Names of what an evaluation measured: an accuracy or an error in the target's unit first."""
+    """Return the names of an evaluation's metrics, those that end as in READ_FIRST first."""
     names = [name for name in metrics if name.startswith("eval_") and name != "eval_samples"]
     return sorted(names, key=lambda name: not name.endswith(READ_FIRST))
 
 
 def show_best(metrics: dict[str, float]) -> str:
-    """The two metrics of an evaluation that are read first, in words."""
+    """Return the first two metrics of an evaluation by interest, in words."""
     return ", ".join(f"{name} {show(name, metrics[name])}" for name in by_interest(metrics)[:2])
 
 
@@ -119,7 +119,7 @@ def describe_model(accelerator: Accelerator, model: nn.Module) -> str:
     compiled = ""
     if backend != DynamoBackend.NO:
         compiled = f", compiled with {backend.value.lower()} (the first step waits for it)"
-    name = type(model).__name__.removeprefix("FSDP")  # which torch puts before a sharded one's
+    name = type(model).__name__.removeprefix("FSDP")  # torch's prefix for sharded models
     return f"{name}, {num_parameters([model]):,} parameters{compiled}"
 
 

@@ -1,4 +1,4 @@
-"""Of which metrics a smaller value is better, and of which a larger one: for --keep-best."""
+"""Tell for --keep-best whether a smaller or a larger value of a metric is better."""
 
 import re
 
@@ -10,17 +10,17 @@ BETTER = {
     "meteor bertscore psnr ssim ndcg mrr reward margin",
 }
 DIRECTION = {name: direction for direction, names in BETTER.items() for name in names.split()}
-# With one of these in it a name says nothing: neg_loss, accuracy_gap, loss_std.
+# A name that contains one of these does not tell the direction: neg_loss, accuracy_gap, loss_std.
 UNCLEAR = "neg negative negated minus inv inverse inverted free rejected gap drop gain delta diff "
 UNCLEAR += "difference change ratio reduction improvement increase decrease std stdev var variance"
 
 
 def metric_and_direction(text: str) -> tuple[str, str]:
-    """The metric of --keep-best, and "min" or "max": said as NAME:min, else known by its name.
+    """Return the metric of --keep-best, and "min" or "max": given as NAME:min, or by the name.
 
-    A name is known by its parts between underscores and the like, which may end in digits:
-    eval_wer, eval_clean-loss, ndcg@10, map50. The direction is "" where nothing in it is known, or
-    where it speaks both ways.
+    A name is recognised by its parts between underscores and the like, which may end in digits:
+    eval_wer, eval_clean-loss, ndcg@10, map50. The direction is "" if no part is recognised, or if
+    the parts contradict each other.
     """
     name, _, said = text.rpartition(":")
     if name and said in ("min", "max"):

@@ -1,4 +1,4 @@
-"""What a run says while it trains: a bar or a line a minute, and one line for each evaluation."""
+"""Report on a run as it trains: a bar or a line a minute, and one line for each evaluation."""
 
 import time
 from contextlib import suppress
@@ -15,20 +15,20 @@ from trainkit.config import TrainingConfig
 from trainkit.metrics import RunningMeans
 from trainkit.run_dir.log import JsonlTracker
 
-QUIET_SECONDS = 60.0  # off a terminal, an epoch says where it is at least this often
+QUIET_SECONDS = 60.0  # off a terminal, an epoch prints its position about this often
 
 
 class RunBar(tqdm):
-    """A bar whose time left is at the mean speed since `first`: a step and when it began.
+    """A bar that estimates the time left from the mean speed since `first`, a step and its start.
 
-    A bar of tqdm alone would know its own epoch only, without evaluations and saves.
+    A plain tqdm bar would know only its own epoch, without evaluations and saves.
     """
 
     first: tuple[int, float] | None = None
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What tqdm puts into bar_format."""
+        """Return the fields that tqdm puts into bar_format."""
         fields = super().format_dict
         if self.first is not None:
             fields |= {"initial": self.first[0], "elapsed": time.perf_counter() - self.first[1]}
@@ -52,10 +52,10 @@ class Reporter:
             print(fit(printable(text)), flush=True)
 
     def start(self, progress: Progress, num_before: int, last_step: int) -> None:
-        """Steps of an epoch begin, of whose samples num_before were trained on before.
+        """Begin the steps of an epoch, of whose samples num_before were already trained on.
 
-        On a terminal there is a bar over the steps of the whole run. What is left is at the mean
-        speed since this process made its first step, evaluations and saves counted.
+        On a terminal there is a bar over the steps of the whole run. Its time left is estimated
+        from the mean speed since this process's first step, including evaluations and saves.
         """
         self.num_before, self.last_loss = num_before, ""
         self.said_at, self.started_at = time.monotonic(), time.perf_counter()
@@ -64,14 +64,14 @@ class Reporter:
             total=last_step,
             initial=progress.step,
             bar_format="{desc} {percentage:3.0f} %|{bar}| {remaining} left{postfix}",
-            smoothing=0,  # else the speed is that of the newest steps alone
+            smoothing=0,  # or the speed would be that of the newest steps alone
             leave=False,
             disable=None if self.accelerator.is_main_process else True,
         )
         self.first = self.bar.first = self.first or (progress.step, self.started_at)
 
     def log_window(self, progress: Progress, means: RunningMeans, rates: dict[str, float]) -> None:
-        """A row of metrics.jsonl: the losses since the last one."""
+        """Write a row of metrics.jsonl: the losses since the last one."""
         flushed = means.flush("train")
         losses = {name: mean for name, mean in flushed.items() if name.startswith("train_loss")}
         self.accelerator.log({"epoch": progress.epoch, **losses, **rates}, step=progress.step)
@@ -89,7 +89,7 @@ class Reporter:
             )
 
     def say_stopped(self, signal_name: str | None, step: int) -> None:
-        """Say that a signal has ended the run, after a checkpoint."""
+        """Print that a signal has ended the run, after a checkpoint."""
         self.bar.close()  # or the sentence would begin on its line
         with suppress(BrokenPipeError):  # of a tee that the same Ctrl-C has ended
             self.print(
@@ -98,7 +98,7 @@ class Reporter:
             )
 
     def stop(self) -> None:
-        """The steps are done; what comes now is the evaluation."""
+        """End the steps of an epoch; the evaluation comes next."""
         self.bar.close()
         self.train_seconds = time.perf_counter() - self.started_at
 
@@ -110,7 +110,10 @@ class Reporter:
         means: dict[str, float],
         metrics: dict[str, float],
     ) -> None:
-        """A row of metrics.jsonl and of timing.jsonl, and a line; num_done: samples so far."""
+        """Write a row of metrics.jsonl and of timing.jsonl, and print a line.
+
+        num_done: samples of this epoch that are done.
+        """
         check_metrics(means, metrics)
         progress.metrics = {"epoch": progress.epoch, **means, **metrics}
         progress.metrics_step, num_trained = progress.step, num_done - self.num_before

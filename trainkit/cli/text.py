@@ -6,12 +6,12 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped: a label from a data set could steer a terminal."""
+    """Escape control characters: a label from a data set could otherwise control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def check_json(what: str, values: dict[str, Any]) -> None:
-    """Raise RuntimeError unless JSON gives back the same: text keys, plain numbers, lists."""
+    """Raise RuntimeError unless JSON gives back equal values: text keys, plain numbers, lists."""
     for name, value in values.items():
         try:
             same = repr(json.loads(json.dumps({name: value}))) == repr({name: value})
@@ -25,18 +25,18 @@ def check_json(what: str, values: dict[str, Any]) -> None:
 
 
 def count(number: int, noun: str) -> str:
-    """A number and its noun: 1 process, 2 processes."""
+    """Return a number and its noun: 1 process, 2 processes."""
     plural = "es" if noun.endswith(("s", "batch")) else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def first_sentence(problem: BaseException) -> str:
-    """The kind of an exception and the first sentence of its message, on one line."""
+    """Return the type of an exception and the first sentence of its message, on one line."""
     lines = str(problem).strip().splitlines() or ["no reason given"]
     reason = lines[0].removeprefix("Error tokenizing data. ")  # pandas: row and column come next
     return f"{type(problem).__name__}: {reason.split('. ')[0]}"
 
 
 def shorten(names: Sequence[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)

@@ -1,4 +1,4 @@
-"""What a run runs on, in words and for run.json."""
+"""Describe the processes and hardware of a run, in words and for run.json."""
 
 import contextlib
 import importlib.metadata
@@ -17,7 +17,7 @@ from trainkit.config import TrainingConfig
 
 
 def describe_world(accelerator: Accelerator) -> str:
-    """One line: device, number of processes, precision and threads."""
+    """Return one line: number of processes, device, precision and threads."""
     device = accelerator.device.type
     threads = f", {count(torch.get_num_threads(), 'thread')} each" if device == "cpu" else ""
     if device == "cuda":
@@ -29,7 +29,7 @@ def describe_world(accelerator: Accelerator) -> str:
 
 
 def describe_run(accelerator: Accelerator, config: TrainingConfig) -> dict[str, Any]:
-    """What made a result: arguments, versions, revision, world and hardware."""
+    """Return what a result depends on: arguments, versions, revision, world and hardware."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -44,7 +44,7 @@ def describe_run(accelerator: Accelerator, config: TrainingConfig) -> dict[str, 
 
 
 def git_revision() -> str | None:
-    """The commit of the script's folder, "-dirty" if files were edited; None without git."""
+    """Return the commit of the script's folder, "-dirty" if files were edited; None without git."""
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):  # there is none
         said = subprocess.run(git, capture_output=True, check=False).stdout

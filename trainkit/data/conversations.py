@@ -1,4 +1,4 @@
-"""Conversations as tokens: what of them is learned, what is cut, and how an answer ends."""
+"""Turn conversations into tokens: which are learned, which are cut off, and what ends an answer."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ import torch
 from trainkit.errors import UsageError, as_usage_error
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # tokens, int64 (length,), and which are learned, bool
-# Columns of the formats that are read; of the first that a table has all the columns.
+# The columns of each format that is read. A row has the first format whose columns are all there.
 FORMATS = (
     ("messages",),
     ("prompt", "completion"),
@@ -24,13 +24,13 @@ MOST_SHOWN = 400  # characters of a sample
 
 
 class Conversation(NamedTuple):
-    """Turns as chat templates take them, or a text.
+    """The turns of a conversation, as chat templates take them, or one text.
 
     Attributes:
         turns: role and content; a turn that calls tools may have no content.
-        num_given: so many turns at the start are a prompt, in which no answer is learned.
-        tools: what the template is to say of tools, if anything.
-        text: in the place of turns: all of it is learned.
+        num_given: the number of turns at the start that are a prompt; no answer in it is learned.
+        tools: descriptions of tools for the template, if there are any.
+        text: used instead of turns; all of it is learned.
     """
 
     turns: list[dict[str, Any]]
@@ -40,9 +40,10 @@ class Conversation(NamedTuple):
 
 
 def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row and its place: of a JSON lines, JSON or Parquet file, a datasets folder or Hub id.
+    """Yield each row and its place.
 
-    Raises UsageError that names the line which is no JSON.
+    source: a JSON lines, JSON or Parquet file, a folder that `datasets` can load, or a Hub id.
+    Raises a UsageError that names the line if a line is not JSON.
     """
     path = Path(source)
     if path.suffix == ".parquet" and path.is_file():
@@ -74,9 +75,9 @@ def _read_lines(path: Path, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str]:
-    """The conversations of read_rows, each with its place; which columns they come from.
+    """Return the conversations of read_rows, each with its place, and the columns they come from.
 
-    Raises UsageError that names the first row without such columns, or without texts in them.
+    Raises a UsageError that names the first row that lacks such columns, or has no texts in them.
     """
     found: list[tuple[str, Conversation]] = []
     kinds: dict[str, None] = {}
@@ -96,7 +97,7 @@ def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str
 
 
 def _conversation(columns: tuple[str, ...], row: dict[str, Any]) -> Conversation:
-    """A row with the columns of one of the FORMATS."""
+    """Make a conversation of a row that has the columns of one of the FORMATS."""
     if columns == ("text",):
         return Conversation([], text=row["text"] + "")
     given, said = ([], row["messages"]) if len(columns) == 1 else (row[name] for name in columns)
@@ -116,16 +117,16 @@ def _turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(value: Any) -> Any:
-    """Without the nulls with which a table fills in what other rows have."""
+    """Remove the nulls that a table holds for fields that only other rows have."""
     if isinstance(value, dict):
         return {name: _filled(each) for name, each in value.items() if each is not None}
     return [_filled(each) for each in value] if isinstance(value, list) else value
 
 
 def find_end(tokenizer: Any, has_turns: bool = True) -> int | None:
-    """The token that ends an answer, by the chat template if there is one; None without such.
+    """Return the token that ends an answer, by the chat template if there is one; None: no token.
 
-    Raises UsageError for a template that leaves out what is said.
+    Raises UsageError if the template leaves out what is said.
     """
     if not tokenizer.chat_template or not has_turns:
         return tokenizer.eos_token_id
@@ -139,16 +140,17 @@ def find_end(tokenizer: Any, has_turns: bool = True) -> int | None:
 
 
 def num_positions(config: Any) -> int | None:
-    """How many tokens a model of transformers takes at once, by its config; None: not limited."""
+    """Return how many tokens a transformers model takes at once; None: its config sets no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[Sample], str]:
-    """Samples in which what the assistant says is learned, and what the template leaves out of it.
+    """Return samples in which what the assistant says is learned, and an answer that lost text.
 
-    One sample, or one for each answer where the template changes earlier turns once others follow,
-    as some do with what is between <think> and </think>: so nothing of a turn is lost. Answers that
-    begin after `size` tokens may be left out. Raises ValueError if answers cannot be told apart.
+    That answer is "" unless the template leaves something out of one. There is one sample, or one
+    for each answer if the template changes earlier turns when others follow them, as some do with
+    the text between <think> and </think>; this way nothing of a turn is lost. Answers that begin
+    after `size` tokens may be left out. Raises ValueError if answers cannot be told apart.
     """
     turns, end = conversation.turns, tokenizer.eos_token or ""
     if conversation.text is not None:
@@ -156,7 +158,7 @@ def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[
     if not tokenizer.chat_template:
         if [turn["role"] for turn in turns] != ["user", "assistant"]:
             raise ValueError("it has turns, and the tokenizer of --base has no chat template")
-        # The first token of an answer can be learned only after another one.
+        # A token is predicted from those before it, so the first one of an answer needs one too.
         start = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         ask = tokenizer(turns[0]["content"]).input_ids or [start] * (start is not None)
         answer = tokenizer(turns[1]["content"] + end, add_special_tokens=False).input_ids
@@ -177,14 +179,14 @@ def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[
 def _encode_turn(
     tokenizer: Any, conversation: Conversation, number: int
 ) -> tuple[list[int], tuple[int, int], bool]:
-    """The tokens up to the end of a turn, where it lies in them, and whether all of it is there."""
+    """Return the tokens up to a turn's end, the turn's span, and whether all its text is there."""
     turns, how = conversation.turns, {"tools": conversation.tools, "tokenize": False}
     given, said = turns[:number], turns[number]
     text = tokenizer.apply_chat_template([*given, said], **how)
-    ask = text[: text.find(str(said["content"]))]  # of what nobody has asked for
+    ask = text[: text.find(str(said["content"]))]  # used if no turn comes before the answer
     if given:
         ask = tokenizer.apply_chat_template(given, add_generation_prompt=True, **how)
-        # Some templates end a prompt in one way before an answer and in another without.
+        # Some templates write the end of a prompt differently if an answer follows it.
         same = text[: _num_equal(ask, text)]
         if _holds(ask, given[-1]) and not _holds(same, given[-1]):
             raise ValueError("the chat template changes the turn before an answer with the answer")
@@ -193,19 +195,22 @@ def _encode_turn(
 
 
 def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many items at the start are the same."""
+    """Return how many items at the start of both are the same."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _holds(text: str, turn: dict[str, Any]) -> bool:
-    """Does the text hold what is said in a turn? White space is not counted: templates strip it."""
+    """Return whether the text contains a turn's content. Templates strip white space: ignored."""
     content = turn["content"]
     return not isinstance(content, str) or "".join(content.split()) in "".join(text.split())
 
 
 def _sample(tokens: list[int], spans: list[tuple[int, int]]) -> Sample:
-    """The spans are learned, without any all; never the first token, which follows none."""
+    """Make a sample in which the spans are learned, or all of it if there are no spans.
+
+    The first token is never learned, because there is no token before it.
+    """
     learned = torch.full((len(tokens),), not spans)
     for start, stop in spans:
         learned[start:stop] = True
@@ -214,7 +219,7 @@ def _sample(tokens: list[int], spans: list[tuple[int, int]]) -> Sample:
 
 
 def show(tokenizer: Any, sample: Sample) -> str:
-    """A sample on one line, what is learned in double brackets."""
+    """Return a sample as one line of text, with what is learned in double brackets."""
     shown = ""
     for learned, pairs in groupby(zip(*(x.tolist() for x in sample), strict=True), lambda x: x[1]):
         text = repr(tokenizer.decode([token for token, _ in pairs]))[1:-1]
@@ -234,11 +239,11 @@ class Sets(NamedTuple):
 
 
 def make_sets(tokenizer: Any, source: str, max_tokens: int, limit: int | None = None) -> Sets:
-    """Samples to train on, and of a tenth of the rows to evaluate on; what a plan says of them.
+    """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
 
-    Samples are cut to max_tokens, or to `limit` if that is less; those of which no learned token is
-    left are dropped and counted. Raises UsageError if that leaves one of the sets without any, or
-    for what read_conversations or the chat template refuses, with its place.
+    Samples are cut to max_tokens, or to `limit` if that is less; samples with no learned token left
+    are dropped and counted. Raises UsageError if this leaves one of the sets empty, or for a row
+    that read_conversations or the chat template refuses, and names its place.
     """
     size = min(max_tokens, limit or max_tokens)
     why = f"--max-tokens {size}" if size == max_tokens else f"the model's {size} positions"

@@ -1,6 +1,6 @@
-"""Picture files of any kind as numbers, for all scripts alike.
+"""Read picture files of any kind as numbers, in the same way for all scripts.
 
-What was decoded is kept; a change of this file makes that useless.
+Decoded pictures are cached. After any change to this file they are all decoded again.
 """
 
 import warnings
@@ -14,30 +14,30 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainkit.errors import UsageError, as_usage_error
 
-# Kinds of files that are read by Pillow alone: it would start Ghostscript for an EPS file.
+# The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO")
-RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # modes that have none of their own
+RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # of modes that do not define one
 
 
 def open_picture(file: Path | BytesIO) -> Image.Image:
-    """One picture, upright. Whatever is wrong with the file is an exception that says it."""
+    """Open one picture and turn it upright. Raises an exception that says what is wrong with it."""
     try:
         with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
             picture = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
         raise ValueError(f"it is none of {', '.join(FORMATS)}") from None
     with picture:
-        # MPO: a JPEG of many phones, one photo and a small or brighter copy of it.
+        # MPO is a JPEG as many phones write it: one photo, and a small or brighter copy of it.
         if (number := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
             raise ValueError(f"it holds {number} pictures: save one of them")
         return ImageOps.exif_transpose(picture)
 
 
 def to_values(picture: Image.Image, mode: str) -> np.ndarray:
-    """Values 0 to 255 as float64 (channels, height, width), for mode "L" or "RGB".
+    """Return values 0 to 255 as float64 (channels, height, width), for mode "L" or "RGB".
 
-    Transparent pixels become background, which is white if what can be seen is dark, else black.
-    Raises ValueError for values beyond the range of the picture's own mode.
+    Transparent pixels become background, which is white if the visible pixels are dark, else black.
+    Raises ValueError for values outside the range of the picture's own mode.
     """
     transparent = picture.has_transparency_data
     if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
@@ -65,12 +65,12 @@ def to_values(picture: Image.Image, mode: str) -> np.ndarray:
 
 
 def to_grey(picture: Image.Image) -> np.ndarray:
-    """Grey values 0 to 255 as float64 (height, width). See to_values."""
+    """Return grey values 0 to 255 as float64 (height, width). See to_values."""
     return to_values(picture, "L")[0]
 
 
 def resize(values: np.ndarray, size: int) -> np.ndarray:
-    """Values, float64 (..., height, width), brought to uint8 (..., size, size)."""
+    """Resize values, float64 (..., height, width), to uint8 (..., size, size)."""
     if values.shape[-2:] == (size, size):
         return values.round().astype(np.uint8)
     if values.ndim > 2:  # one by one: torch would start threads for three small planes
@@ -83,7 +83,7 @@ def resize(values: np.ndarray, size: int) -> np.ndarray:
 def decode_pictures(
     cells: list, indices: list[int], size: int, mode: str, where: str
 ) -> dict[str, list]:
-    """The values of each file, channels * size * size, and what it holds. Raises UsageError."""
+    """Return each file's channels * size * size values, its size and mode. Raises UsageError."""
     pixels, kinds = [], []
     for cell, index in zip(cells, indices, strict=True):
         content, path = (cell or {}).get("bytes"), (cell or {}).get("path")

@@ -1,4 +1,4 @@
-"""Which files of a folder are read, as which split and class, and what they hold."""
+"""Find which files of a folder are read, with their splits and classes, and hash their content."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from trainkit.data.paths import is_read
 from trainkit.errors import UsageError
 
 SPLITS = {"train": "train", "test": "test", "val": "validation", "validation": "validation"}
-# How other tools call them: in names of tables and archives they say the split.
+# Other tools' words for the splits; they are looked for in the names of tables and archives.
 WORDS = {
     "train": "training|train",
     "test": "testing|test|evaluation|eval",
@@ -24,8 +24,8 @@ PICTURES = re.compile(
     r"\.(a?png|jp(e?g|e|2|f|x|c)|jfif|j2[kc]|mpo|gif|bmp|dib|p[pgbn]m|tiff?|webp|ico)", re.I
 )
 HOLDERS = re.compile(r"\.(parquet|arrow|zip|tar|tgz|gz|bz2|xz|zst|7z|rar)", re.I)
-LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of pictures' labels
-# Files that nobody takes for pictures, or that list them.
+LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # lists of the labels of pictures
+# Files that nobody would take for pictures, and files that list pictures.
 NO_DATA = re.compile(
     r"README|LICENSE|dataset_infos?\.json|metadata\.|Thumbs\.db|desktop\.ini|\.DS_Store", re.I
 )
@@ -36,10 +36,11 @@ class Folder:
     """The files of a folder of pictures, as relative paths in the order of their names.
 
     Attributes:
-        splits: "train", "test", "validation", as far as they are there, and the files of each.
-        classes: of each of these files the folder of its class. Empty if they are not pictures in
-            such folders, but tables, archives, or pictures and the list of their labels.
-        unread: what a person might take for data, but is in no split.
+        splits: the files of each of "train", "test" and "validation" that exists.
+        classes: for each of these files, the name of the folder that is its class. Empty if they
+            are not pictures in such folders, but tables, archives, or pictures with a list of
+            their labels.
+        unread: files that a person might take for data, but that are in no split.
     """
 
     splits: dict[str, list[Path]]
@@ -51,8 +52,8 @@ def find_files(folder: Path) -> Folder:
     """Look through a folder. Folders behind links are not followed. Raises UsageError.
 
     Classes are the subfolders, whatever the files are called, and deeper folders belong to the
-    class above them. Splits are folders called train, test, val or validation at the top alone;
-    those of tables and archives are words in their names, as `datasets` takes them.
+    class above them. Splits of pictures are folders called train, test, val or validation, at the
+    top level only; splits of tables and archives are words in their names, as for `datasets`.
     """
     paths = []
     for where, folders, names in os.walk(folder):
@@ -90,7 +91,7 @@ def find_files(folder: Path) -> Folder:
 
 
 def check_splits(folder: Path, pictures: list[Path]) -> None:
-    """Refuse a folder whose splits have names that would make them classes, or unread."""
+    """Refuse a folder whose splits have names that would make them classes, or not be read."""
     tops = {path.parts[0] for path in pictures if len(path.parts) > 1}
     words = re.compile("|".join(WORDS.values()), re.I)
     others = {top for top in tops if words.fullmatch(top)} - {*SPLITS}
@@ -102,7 +103,7 @@ def check_splits(folder: Path, pictures: list[Path]) -> None:
 
 
 def find_split(path: Path, is_picture: bool) -> str:
-    """The split that a relative path names, or nothing."""
+    """Return the split that a relative path names, or "" if it names none."""
     if is_picture:
         return SPLITS.get(path.parts[0], "") if len(path.parts) > 1 else ""
     for part in path.parts:
@@ -113,8 +114,8 @@ def find_split(path: Path, is_picture: bool) -> str:
 
 
 def find_classes(folder: Path, pictures: set[Path], found: dict) -> dict[Path, str]:
-    """The class of each picture. Raises UsageError for a picture that lies in none."""
-    depth = int({*found} != {""})  # of the folders of the classes: in those of the splits
+    """Return the class of each picture. Raises UsageError if a picture is in no class."""
+    depth = int({*found} != {""})  # of the class folders: 1 if they are in split folders
     if loose := [path for path in pictures if len(path.parts) < depth + 2]:
         raise UsageError(
             f"--dataset {folder}: {min(loose)} is in no class: pictures have one if each lies in "
@@ -134,7 +135,10 @@ def find_classes(folder: Path, pictures: set[Path], found: dict) -> dict[Path, s
 
 @functools.cache
 def hash_file(path: Path, *_: int) -> bytes:
-    """The xxh3 of what a file holds. Its size and times let a process read it once."""
+    """Return the xxh3 hash of a file's content.
+
+    The other arguments, its size and times, make a process read it again only if they change.
+    """
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while part := file.read(2**20):
@@ -143,9 +147,10 @@ def hash_file(path: Path, *_: int) -> bytes:
 
 
 def hash_files(folder: Path, paths: list[Path]) -> str:
-    """One key for what files hold and how they are called below the folder, read in threads.
+    """Return one hash of the content of files and of their paths below the folder.
 
-    Equal size and times say nothing: `rsync -a` and tar keep them.
+    Threads read the files. Equal sizes and times prove nothing, because `rsync -a` and tar keep
+    them.
     """
 
     def hash_one(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Which files of a folder are read: not the copies that other tools keep in it."""
+"""Tell which files of a folder are read: all but the hidden copies that other tools keep in it."""
 
 import re
 import sys
@@ -8,18 +8,18 @@ from functools import cache
 from trainkit.cli.text import count
 from trainkit.errors import is_main_rank
 
-# A part of the path that begins with . or _, as Spark and Hive hide them: .ipynb_checkpoints,
-# ._part, _temporary, _delta_log; but not _year=2020, which is a partition.
+# A part of the path that begins with . or _, by which Spark and Hive hide files, such as
+# .ipynb_checkpoints, ._part, _temporary and _delta_log; but not _year=2020, which is a partition.
 HIDDEN = re.compile(r"(^|/)(\.|_(?![^/]*=))")
 
 
 def is_read(path: str) -> bool:
-    """Whether a file is read, by its path within the folder that was named, with / in it."""
+    """Return whether a file is read. path: relative to the folder that was named, with / in it."""
     return not HIDDEN.search(path)
 
 
 def select_read(paths: Sequence[str], where: str) -> list[str]:
-    """Those that are read. How many are not is printed once, in a sentence that begins `where`."""
+    """Return the paths that are read. Prints once how many are not; `where` begins that line."""
     if hidden := [path for path in paths if not is_read(path)]:
         _tell(f"{where}: {count(len(hidden), 'hidden file')} not read, such as {hidden[0]}")
     return [path for path in paths if is_read(path)]

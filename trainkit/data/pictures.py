@@ -23,15 +23,15 @@ from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.loaders import InMemory
 from trainkit.private import fingerprint_of
 
-NUM_LOOKED_AT = 2000  # pictures of a split that tell if there is anything in them
+NUM_LOOKED_AT = 2000  # pictures of a split that are checked for content
 
 
 def open_dataset(name: str, tell: bool) -> dict[str, datasets.Dataset]:
-    """The splits of a folder or of a Hub data set. Raises UsageError.
+    """Return the splits of a folder or of a Hub data set. Raises UsageError.
 
-    The fingerprint of a split of a folder is that of what its files hold.
+    The fingerprint of a folder's split is computed from the content of its files.
 
-    tell: print what was not read of a folder: other kinds, hidden, behind a link.
+    tell: print which files of a folder are not read: other kinds, hidden files, files behind links.
     """
     datasets.disable_progress_bars()
     folder = Path(name)
@@ -57,7 +57,7 @@ def load_by_datasets(name: str, **options: Any) -> dict[str, datasets.Dataset]:
 
 
 def make_rows(folder: Path, paths: list[Path], classes: dict[Path, str]) -> datasets.Dataset:
-    """A row for each picture: where it lies, and the class that its folder is."""
+    """Make a row for each picture: its path, and the class that its folder stands for."""
     names = sorted({classes[path] for path in paths})
     numbers = {name: number for number, name in enumerate(names)}
     made = datasets.Dataset.from_dict(
@@ -71,7 +71,7 @@ def make_rows(folder: Path, paths: list[Path], classes: dict[Path, str]) -> data
 
 
 def load_tables(folder: Path, found: folders.Folder) -> dict[str, datasets.Dataset]:
-    """The rows of table files and archives, or of pictures with a list of labels, by `datasets`."""
+    """Read table files and archives, or pictures with a list of labels, by means of `datasets`."""
     schemas = set()
     for split, paths in found.splits.items():
         for path in [path for path in paths if path.suffix == ".parquet"]:
@@ -81,7 +81,7 @@ def load_tables(folder: Path, found: folders.Folder) -> dict[str, datasets.Datas
                 paths.remove(path)
         if not paths:
             raise UsageError(f"--dataset {folder}, split {split!r}: its files have no rows")
-    # datasets reads all files with the names of the classes, and their order, in the first one.
+    # For all files, datasets uses the class names of the first one, in their order there.
     if len(schemas) > 1:
         raise UsageError(
             f"--dataset {folder}: its files name other columns, or classes, than others"
@@ -90,7 +90,7 @@ def load_tables(folder: Path, found: folders.Folder) -> dict[str, datasets.Datas
     options: dict[str, Any] = {}
     card = folder / "README.md"
     if card.is_file() and "data_files:" in card.read_text(errors="replace"):
-        # A folder as on the Hub, which says itself which of its files are which split.
+        # A folder as on the Hub: its README.md says which of its files belong to which split.
         files_of_splits += [path for path in found.unread if (folder / path).is_file()]
     else:
         options["data_files"] = {
@@ -113,16 +113,17 @@ def read_split(
     classes: list[str] | None = None,
     num_held_out: int = 0,
 ) -> tuple[datasets.Dataset, torch.Tensor, list[str], torch.Tensor, str]:
-    """Return the pictures, labels, names of the classes, which rows are of the split, and `where`.
+    """Return the pictures, labels, class names, indices of the split's rows, and `where`.
 
-    The pictures are the only column. Raises UsageError, whose sentence begins with the last.
+    The pictures are the only column. Raises UsageError, whose sentence begins with `where`.
 
     Args:
-        split: "train" or "test". Without a test split that is the validation split; without that it
-            is held out from the training pictures.
-        label: column of the classes; None: the only one that there can be.
-        classes: those of another split, by which the labels of this one are numbered.
-        num_held_out: of the training pictures for "test", whatever else there is; 0: see split.
+        split: "train" or "test". If there is no test split, "test" means the validation split; if
+            there is no such split either, part of the training pictures is held out as "test".
+        label: column of the classes; None: the only column that can be one.
+        classes: the class names of another split, by which the labels of this one are numbered.
+        num_held_out: how many training pictures are held out as "test", whatever other splits
+            there are; 0: see split.
     """
     splits = open_dataset(name, split == "train")
     others = ["test", "validation"] if not num_held_out else []
@@ -153,10 +154,10 @@ def load_images(
 ) -> tuple[InMemory, list[str], tuple[torch.Tensor, Counter[str]]]:
     """Return the pictures and labels of a split, the names of its classes, and some pictures.
 
-    The last, for describe_pictures, are uint8 (n, size, size), with mode "RGB" (n, 3, size, size),
-    and what each file that was read holds. Decoded once; later runs read what was kept of that,
-    unless a file holds something else, or is decoded otherwise. For the options see read_split.
-    Raises UsageError.
+    The last are meant for describe_pictures: uint8 (n, size, size), or (n, 3, size, size) with mode
+    "RGB", and a count of the sizes and modes of all files that were read. Pictures are decoded once
+    and cached; they are decoded again if a file's content or the way of decoding changes. For the
+    options see read_split. Raises UsageError.
     """
     rows, labels, classes, chosen, where = read_split(name, split, *options)
     (image,) = rows.column_names
@@ -185,13 +186,13 @@ def load_images(
 
 
 def describe_pictures(size: int, *seen: tuple[torch.Tensor, Counter[str]]) -> dict[str, Any]:
-    """What the files of a run hold, as JSON. Raises UsageError if there is nothing in any of them.
+    """Describe the files of a run, as JSON. Raises UsageError if every picture is of one value.
 
-    read_as: in words, for example `32 x 32 RGB read as 28 x 28 grey`. shape: width and height, if
-    it is the same for all, else None.
+    read_as: in words, for example `32 x 32 RGB read as 28 x 28 grey`. shape: width and height if
+    they are the same for all files, else None.
 
     Args:
-        seen: what load_images returned last, of each split.
+        seen: the last of the values that load_images returned, for each split.
     """
     pixels, counts = zip(*seen, strict=True)
     if all((some == some[:, :1]).all() for some in (each.flatten(1) for each in pixels)):
@@ -210,9 +211,9 @@ def describe_pictures(size: int, *seen: tuple[torch.Tensor, Counter[str]]) -> di
 
 
 def describe_values(*seen: tuple[torch.Tensor, Counter[str]]) -> dict[str, str]:
-    """A line of the plan if many pictures are nearly of one shade, as a network sees them.
+    """Return a line of the plan if many pictures, as a network gets them, are nearly of one shade.
 
-    seen: what load_images returned last, of each split.
+    seen: the last of the values that load_images returned, for each split.
     """
     pictures = torch.cat([some.flatten(1) for some, _ in seen])
     low, high = pictures.aminmax(dim=1)
@@ -231,9 +232,9 @@ def describe_values(*seen: tuple[torch.Tensor, Counter[str]]) -> dict[str, str]:
 
 
 def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
-    """Indices of the pictures to evaluate on, or to train on: the same whatever the --seed.
+    """Return the indices of the pictures to evaluate on, or to train on: the same for any --seed.
 
-    number: of those to evaluate on; 0: a fifth of each class.
+    number: how many there are to evaluate on; 0: a fifth of each class.
     """
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     places = torch.arange(len(labels))
@@ -244,7 +245,7 @@ def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
 
 
 def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
-    """The column of the classes: `label`, or the only one that fits. Raises UsageError."""
+    """Return the column of the classes: `label`, or the only one that fits. Raises UsageError."""
     kinds = rows.features.items()
     found = [name for name, kind in kinds if isinstance(kind, datasets.ClassLabel)]
     fitting = [
@@ -264,9 +265,9 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
 def read_labels(
     rows: datasets.Dataset, where: str, label: str | None, classes: list[str] | None = None
 ) -> tuple[torch.Tensor, list[str]]:
-    """The classes of all rows as int64, and their names: of a ClassLabel, or the values, sorted.
+    """Return the class of each row, int64, and the names of the classes. Raises UsageError.
 
-    Raises UsageError.
+    The names are those of a ClassLabel, or the values of the column in sorted order.
     """
     column = choose_column(rows, where, label)
     values = rows.data.column(column).to_pandas(integer_object_nulls=True)
@@ -275,10 +276,10 @@ def read_labels(
         own = rows.features[column].names
         values = texts = values.map(dict(enumerate(own)))
     names = classes or own
-    # By name: another split may have them in another order.
+    # Classes are matched by name, because another split may have them in another order.
     numbers = pd.Index(names).get_indexer(texts)
     if (numbers < 0).any():
-        row = numbers.argmin()  # -1: none of them
+        row = numbers.argmin()  # the first -1: a label that is none of them
         raise UsageError(
             f"{where}, column {column!r}, row {row + 1}: the label {values[row]!r} is not one of "
             f"the {len(names)} classes {reprlib.repr(names)}"

@@ -1,8 +1,8 @@
 """Rows of Parquet files by index, from wherever fsspec reads: a folder, s3://, hf://, https://.
 
-Nothing is converted, and nothing downloaded as a whole. A row group is fetched when its first row
-is needed, or shortly before, and kept as an Arrow file in a bounded cache that all processes of a
-machine share.
+Nothing is converted, and no file is downloaded as a whole. A row group is fetched when its first
+row is needed, or shortly before, and is kept as an Arrow file in a cache of limited size that all
+processes of a machine share.
 """
 
 import math
@@ -35,16 +35,16 @@ from trainkit.loaders import Order
 from trainkit.private import tree_map_only
 from trainkit.rng import key, mix, permute, scramble
 
-WAITS = (1, 2, 4, None)  # seconds before a file is tried again; None: no more
+WAITS = (1, 2, 4, None)  # seconds before a file is tried again; None: give up
 SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it
-NUM_OPEN = 256  # row groups that a process has mapped
+NUM_OPEN = 256  # row groups that a process keeps mapped
 LANES, WINDOW = 8, 4
 TIMEOUT = ClientTimeout(sock_connect=20, sock_read=20)  # seconds
 fsspec.config.conf.setdefault("http", {"client_kwargs": {"timeout": TIMEOUT}})
 
 
 def tried(read: Callable) -> Callable:
-    """read(self, path, ...), again if it fails; LoneFailure if it does so too often."""
+    """Make read(self, path, ...) try again if it fails, and raise LoneFailure when it gives up."""
 
     def again(self: Any, path: str, *args: Any) -> Any:
         for wait in WAITS:
@@ -52,7 +52,7 @@ def tried(read: Callable) -> Callable:
                 return read(self, path, *args)
             except LoneFailure:
                 raise
-            except Exception as problem:  # each store has its own: not all are OSError
+            except Exception as problem:  # each store raises its own kinds: not all are OSError
                 cause = problem.__cause__ or problem  # fsspec calls each failure "not found"
                 missing = isinstance(cause, FileNotFoundError)
                 if wait is None or missing or getattr(cause, "status", 0) == 404:
@@ -65,16 +65,17 @@ def tried(read: Callable) -> Callable:
 
 
 class ParquetRows(Dataset):
-    """A sample is a tuple of these columns: tensors of numbers and of lists, Python's own else.
+    """A sample is a tuple of these columns: tensors of numbers and of lists, else Python objects.
 
-    Lists of one length make batches; for others see collate_fn of make_loaders.
+    Lists that all have one length make batches; for other lists see collate_fn of make_loaders.
 
     Args:
-        pattern: a file, a folder or a glob, as fsspec takes them; $NAME is replaced from the
-            environment, where credentials belong.
-        cache_bytes: about the most that row groups may take of the local disk.
+        pattern: a file, a folder or a glob, as fsspec takes them; $NAME is replaced by the
+            environment variable of that name, which is where credentials belong.
+        cache_bytes: roughly how much of the local disk row groups may take at most.
 
-    Raises UsageError for what must not be saved, LoneFailure for files that cannot be read.
+    Raises UsageError for a password or signature in the pattern, which would be saved with the run,
+    and for files without these columns; LoneFailure for files that cannot be read.
     """
 
     def __init__(self, pattern: str, *columns: str, cache_bytes: int = 2**34):
@@ -105,7 +106,7 @@ class ParquetRows(Dataset):
                 sizes.append(footer.row_group(within).num_rows)
         self.sizes = torch.tensor(sizes)
         self.ends = self.sizes.cumsum(0)
-        # The row group that comes after each, to be fetched ahead; loader workers see it.
+        # For each row group the one to fetch ahead after it; shared with the loader workers.
         self.after = torch.arange(len(sizes)).roll(-1).share_memory_()
 
     def __len__(self) -> int:
@@ -116,20 +117,20 @@ class ParquetRows(Dataset):
 
     def __getitems__(self, indices: list[int]) -> list[tuple]:
         columns = self._columns(torch.tensor(indices))
-        # A sample may be written to, which the mapped file may not.
+        # Callers may write to a sample, but nobody may write to the mapped file.
         return tree_map_only(torch.Tensor, torch.clone, [*zip(*columns, strict=True)])
 
     def make_batch(self, indices: torch.Tensor) -> list:
-        """What default_collate makes of these samples, without a copy of each before."""
+        """Return what default_collate makes of these samples, without copying each one first."""
         return [*map(default_collate, self._columns(indices))]
 
     def _columns(self, places: torch.Tensor) -> Iterator[tuple]:
-        """Of each column these samples: mapped tensors, or Python's own."""
+        """Yield these samples' values of each column: mapped tensors, or Python objects."""
         groups = torch.searchsorted(self.ends, places, right=True)
         numbers, rows = groups.tolist(), (places - self.ends[groups]).tolist()
         held = self._request(groups)
         parts = {number: held[number].get() for number in {*numbers}}
-        for _ in range(WINDOW):  # only now: the first batch would wait for these
+        for _ in range(WINDOW):  # only now, or the first batch would wait for these as well
             groups = self.after[groups]
             self._request(groups)
         while len(held) > NUM_OPEN:
@@ -141,7 +142,7 @@ class ParquetRows(Dataset):
             yield tuple(values)
 
     def _request(self, groups: torch.Tensor) -> dict:
-        """Begin to read those that are not held; all that are, by number."""
+        """Begin to read the row groups that are not held, and return all results by number."""
         pool, held = opened(self, os.getpid())
         for group in groups.tolist():
             if group not in held:
@@ -149,12 +150,12 @@ class ParquetRows(Dataset):
         return held
 
     def order(self, batch_size: int, seed: int) -> Order:
-        """An order for make_loaders in which each row group is fetched about once in an epoch.
+        """Return an order for make_loaders that fetches each row group about once in an epoch.
 
-        The row groups, shuffled, stand in a line, which is cut into lanes of equal length. Each
-        lane fills slots of its own in every batch, so that a process reads only what its slots
-        need. Within a lane the rows of about WINDOW row groups are mixed at a time. The end of the
-        line, which is no full batch, comes last.
+        The shuffled row groups form a line, which is cut into lanes of equal length. Each lane
+        fills its own slots in every batch, so that a process reads only what its slots need.
+        Within a lane the rows of about WINDOW row groups are mixed at a time. The end of the line,
+        which does not fill a batch, comes last.
         """
         lanes, num = math.gcd(batch_size, LANES), len(self.groups)
         share, span = batch_size // lanes, WINDOW * len(self) // num
@@ -179,7 +180,7 @@ class ParquetRows(Dataset):
         return order
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells for each file, by its name, whether it is still the same."""
+        """Return for each file, by its name, a version string that changes when the file does."""
         return {shown(path[self.start :]): known[0] for path, known in self.known.items()}
 
     def _files(self) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -202,7 +203,7 @@ class ParquetRows(Dataset):
 
     @tried
     def _footer(self, path: str) -> tuple[str, Path]:
-        """What tells whether the file has changed, and its footer, which is kept on this disk."""
+        """Return the file's version string, and the path of a local copy of its footer."""
         files, _ = self._files()
         files.invalidate_cache()  # it may have changed meanwhile
         info = files.info(path)
@@ -216,13 +217,13 @@ class ParquetRows(Dataset):
 
     @tried
     def _read(self, path: str, version: str, kept: Path, within: int) -> list:
-        """A row group's columns, mapped from the cache, where the first who asks puts them."""
+        """Return a row group's columns, mapped from the cache; the first caller puts them there."""
         local = f"{kept}-{within}-{tokenize(self.columns)}.arrow"
         with FileLock(f"{local}.lock"):
             if not Path(local).exists():
                 if self._footer(path)[0] != version:
                     raise LoneFailure(f"{shown(path)} has changed since this run opened it")
-                with self._files()[0].open(  # with the size, for which it would ask
+                with self._files()[0].open(  # with the size, or fsspec would ask the server for it
                     path, cache_type="none", size=int(version.split()[0])
                 ) as file:
                     parquet = pq.ParquetFile(file, metadata=pq.read_metadata(kept), pre_buffer=True)
@@ -239,8 +240,8 @@ class ParquetRows(Dataset):
         return [*map(tensor, columns)]
 
     def _make_room(self) -> None:
-        """Delete the row groups that were not asked for the longest."""
-        with suppress(OSError):  # another process was faster; Windows: it is open
+        """Delete the least recently used row groups if the cache has become too large."""
+        with suppress(OSError):  # another process deleted it, or has it open (Windows)
             left = self.cache_bytes
             for path in sorted(self.folder.glob("*.arrow*"), key=os.path.getmtime, reverse=True):
                 left -= path.stat().st_size
@@ -249,7 +250,7 @@ class ParquetRows(Dataset):
 
 
 def tensor(column: pa.Array) -> Any:
-    """Numbers, or lists of them, as what has a tensor for each row; the rest as it is."""
+    """Return numbers, or lists of them, so that each row is a tensor; other columns unchanged."""
     with suppress(pa.ArrowException):  # texts
         if not pa.types.is_nested(column.type):
             return torch.from_dlpack(column)
@@ -260,19 +261,19 @@ def tensor(column: pa.Array) -> Any:
 
 
 def shown(text: str) -> str:
-    """The text without passwords and signatures of URLs."""
+    """Return the text without the passwords and signatures of URLs."""
     return re.sub(r"(?<=//)[^/\s]*@|(?<=\w)\?[^\s'\"]*", "", text)
 
 
-@cache  # not by fsspec, which closes in a fork what it has inherited: that takes it a second
+@cache  # instead of fsspec's cache, which takes a second in a fork to close what was inherited
 def files_of(pattern: str, process: int, thread: int) -> tuple[fsspec.AbstractFileSystem, str]:
-    """fsspec's file system for a thread of this process: one is not to be used after a fork."""
+    """Return fsspec's file system for a thread of this process; do not use it after a fork."""
     return fsspec.url_to_fs(os.path.expandvars(pattern), skip_instance_cache=True)
 
 
 @cache
 def opened(rows: ParquetRows, process: int) -> tuple[ThreadPool, dict]:
-    """The threads that fetch for it, and their results: neither survives a fork."""
+    """Return the threads that fetch for `rows`, and their results: neither survives a fork."""
     held: dict = {}
     with suppress(AttributeError):  # Windows does not fork
         # A child that is forked while Arrow's threads read may hang, in Python before 3.11.10:

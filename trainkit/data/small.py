@@ -1,21 +1,21 @@
-"""The size of a run on a few pictures, and on many."""
+"""Choose other default hyperparameters for a small data set than for a large one."""
 
 from typing import Any
 
 from trainkit.cli.parse import flag
 
-SMALL = 10_000  # with fewer pictures, the sizes for a large set make too few steps
+SMALL = 10_000  # with fewer pictures, the values for a large set make too few steps
 
 
 def fit_to_size(
     config: Any, num_train: int, large: dict[str, float], small: dict[str, float] | None = None
 ) -> dict[str, str]:
-    """Choose the values that are UNSET by the number of training pictures; a line of the plan.
+    """Set the values that are UNSET by the number of training pictures; return a line of the plan.
 
-    On less than 10,000 the values for a large set would make a few steps, and leave out up to a
-    batch in each epoch: there are more epochs, with batches of 32, and what `small` says. What was
-    typed stays; with a --batch-size or --drop-last of the user's own, nothing is small. Returns a
-    line for the plan of a small set, else none.
+    With fewer than 10,000 pictures the values for a large set would give few steps, and leave out
+    up to a batch in each epoch; instead there are more epochs, batches of 32, and the values of
+    `small`. Values that the user typed stay. If the user chose --batch-size or --drop-last, no data
+    set counts as small. The line of the plan is returned for a small set only.
     """
     own = any(getattr(config, name) is not None for name in ("batch_size", "drop_last"))
     is_small, values = num_train < SMALL and not own, large

@@ -1,6 +1,6 @@
-"""Rows of a table as numbers, by rules that can be written down, saved and applied again.
+"""Turn rows of a table into numbers, by rules that can be printed, saved and applied again.
 
-`where` names the table: with it the sentence of a UsageError begins.
+`where` names the table; the sentence of a UsageError begins with it.
 """
 
 import csv
@@ -27,16 +27,16 @@ from trainkit.data.paths import select_read
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.loaders import InMemory
 
-# Each also with .gz behind it, but Parquet.
+# Each of them but Parquet may also be followed by .gz.
 KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
-INDEX = re.compile(r"Unnamed: \d[\d.]*|__index_level_\d+__")  # that pandas wrote with the table
-DATES = [True, "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y"]  # how they may be written; True: 2020-01-31
-# What was meant as a number: 1_200, 1,234.5, $0, 12 km, 88 m2, 10:30.
+INDEX = re.compile(r"Unnamed: \d[\d.]*|__index_level_\d+__")  # pandas' own
+DATES = [True, "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y"]  # formats of dates; True: 2020-01-31
+# Texts that were probably meant as numbers: 1_200, 1,234.5, $0, 12 km, 88 m2, 10:30.
 LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\d?\s*"
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 MAX_SHOWN = 30  # columns in a message
-# Missing values of columns of numbers and dates. In a column of texts only "" is one: None may be a
-# category.
+# Texts that mean a missing value in a column of numbers or dates. In a column of texts only ""
+# does, because None may be a category.
 MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]
 
 
@@ -47,7 +47,7 @@ def names(text: str) -> list[str]:
 
 
 def comma_separated(kind: type) -> PrimitiveConstructorSpec[list]:
-    """How a flag that is one word, a,b, becomes a list of this type."""
+    """Tell tyro how a flag that is one word, a,b, becomes a list of this type."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="A,B",
@@ -89,13 +89,13 @@ class Column:
     """How one column of a table becomes numbers.
 
     Attributes:
-        name: in the table.
-        categories: the texts it may hold, one 0/1 number each; a text that is none of them gives
+        name: its name in the table.
+        categories: the texts it may hold; each becomes one 0/1 number, and any other text gives
             zeros. None: the column holds one number.
-        fill: what stands in for a missing value. None: a missing value is an error.
-        days: it holds dates, written as this one of DATES says, which become days since 1970-01-01
-            (UTC).
-        words: texts that counted as missing values, "" among them, and how many cells held each.
+        fill: the value that replaces a missing one. None: a missing value is an error.
+        days: the format, from DATES, of its dates, which become days since 1970-01-01 (UTC);
+            False: it holds no dates.
+        words: texts that counted as missing values, including "", and how many cells held each.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Column:
     words: dict[str, int] | None = None
 
     def feature_names(self) -> list[str]:
-        """The names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
+        """Return the names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
         if not self.categories:
             return [self.name]
         return [f"{self.name}={category}" for category in self.categories]
@@ -124,12 +124,13 @@ def _list_counts(words: dict[str, int]) -> str:
 
 
 def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
-    """All rows of a table file, of a folder of such files or of a Hub data set.
+    """Read all rows of a table file, of a folder of such files or of a Hub data set.
 
-    As they are written: of text files texts, "" if missing. Raises UsageError.
+    Values stay as they are written: those of text files are texts, "" if missing. Raises
+    UsageError.
 
-    separator: None: the one that splits the first line most. encoding: None: UTF-8. More options
-    are those of older runs.
+    separator: None means the one that splits the first line most often. encoding: None means UTF-8.
+    Other options come from older runs.
     """
     path = Path(name)
     if not path.exists():
@@ -155,7 +156,7 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
                     f"{where}: {file.name} is not in UTF-8, or not in the --encoding that was "
                     "given: it is often --encoding cp1252 or utf-16"
                 ) from None
-            # The names of lists in JSON are 0, 1.
+            # If rows of JSON are lists, the names of the columns are the numbers 0, 1 and so on.
             table.columns = [*_unique([(str(name).strip(), 0) for name in table])]
         tables.append(table)
         if [*table] != [*tables[0]]:
@@ -173,7 +174,7 @@ def _kind(path: Path) -> str:
 def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any) -> pd.DataFrame:
     kind = _kind(path)
     if kind == ".parquet":
-        # With what pandas wrote as an index: it may be a column that somebody named.
+        # An index that pandas wrote is read too, because it may be a column that somebody named.
         table = pyarrow.parquet.ParquetFile(path).read()
         return table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
     with fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer") as file:
@@ -186,16 +187,16 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
         if not first.startswith(("sep=", '"sep=')):  # a line that Excel reads, above the names
             file.seek(0)
         separator = separator or max(",;\t|", key=first.count)
-        # The names as a row: of equal ones pandas would rename the second.
+        # The names are read as a row, because pandas would rename the second of two equal ones.
         rows = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, header=None)
     names = [*rows.iloc[0].str.strip()]
-    for i, name in enumerate(names):  # as pandas calls those without one
+    for i, name in enumerate(names):  # a missing name becomes the one pandas gives
         names[i] = name or f"Unnamed: {i}{'.0' * (f'Unnamed: {i}' in names)}"
     return rows[1:].set_axis(names, axis=1)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs of a name and a value; no name may come twice."""
+    """Return a dict of these pairs of name and value. Raises ValueError if a name comes twice."""
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):
         twice = max(names, key=names.count)
@@ -206,7 +207,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.DataFrame:
-    """These columns, with NaN in empty cells. Raises UsageError if one is missing or nested."""
+    """Return these columns, NaN in empty cells. Raises UsageError if one is missing or nested."""
     for name in names:
         if name not in table.columns:
             raise UsageError(
@@ -223,12 +224,12 @@ def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.
 
 
 def typed(*names: str) -> str:
-    """Names of columns as they are typed behind a flag: with a comma in two pairs of quotes."""
+    """Return column names as typed after a flag; one with a comma is in two pairs of quotes."""
     return shlex.quote(",".join(f'"{name}"' if "," in name else name for name in names))
 
 
 def parse(values: pd.Series, column: Column) -> pd.Series:
-    """The values as numbers, or as texts of a category; NaN where there is none."""
+    """Return the values as numbers, or as texts of a category; NaN where a value is neither."""
     if column.categories is not None:
         return values.astype(object).map(_as_text, na_action="ignore")
     if values.dtype.kind in "biuf" and not column.days:
@@ -246,7 +247,7 @@ def parse(values: pd.Series, column: Column) -> pd.Series:
 
 
 def _as_text(value: Any) -> str:
-    """One text for what readers of files make of it: 1 of 1.0 too, True of TRUE."""
+    """Return one text for all forms in which files give a value: 1 for 1.0, True for TRUE."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value)
@@ -254,13 +255,13 @@ def _as_text(value: Any) -> str:
 
 
 def learn_column(values: pd.Series, train: np.ndarray, config: TableConfig) -> Column | str:
-    """How a feature is encoded, learned from its training rows; or why it is left out.
+    """Learn from its training rows how a feature is encoded, or return why it is left out.
 
     It is a category if --categorical says so, or if no value reads as a number or as a date. A
     missing number becomes the mean, a missing category the most frequent one: with --missing
-    impute, and without --missing if a value of the column is missing. In a column of numbers or
-    dates the words of MISSING count as missing values, and all words without a digit if those are
-    in one of ten cells or in fewer.
+    impute, and also without --missing if the column lacks a value. In a column of numbers or dates
+    the words of MISSING count as missing values. Words without a digit do too, if at most one cell
+    in ten holds one.
     """
     if INDEX.fullmatch(values.name) and not config.features:
         return "left out: an index"
@@ -272,13 +273,13 @@ def learn_column(values: pd.Series, train: np.ndarray, config: TableConfig) -> C
             if read.count(max(read)) > 1:
                 return "left out: the day or the month may come first, so write 2020-01-31"
             column.days = DATES[np.argmax(read)]
-        elif not texts.str.fullmatch(LIKE_A_NUMBER).mean() >= 0.5:  # or NaN: there is no other text
+        elif not texts.str.fullmatch(LIKE_A_NUMBER).mean() >= 0.5:  # NaN if there are no texts
             column.categories = []
     parsed = parse(values, column)
     known, odd = parsed.iloc[train], values[parsed.isna()].astype(object).fillna("").astype(str)
     others = odd[~odd.isin(MISSING)]
     impute = config.missing == "impute" or (config.missing is None and len(odd) > 0)
-    # Without a digit: 1,234 is a number, though none that is read.
+    # Words with a digit are not missing values: 1,234 is a number, although it is not read as one.
     if impute and 9 * len(others) <= parsed.count() and not others.str.contains(r"\d").any():
         column.words = odd.value_counts().to_dict()
     counts = known.value_counts().sort_index()
@@ -289,7 +290,7 @@ def learn_column(values: pd.Series, train: np.ndarray, config: TableConfig) -> C
     elif len(counts) > MAX_CATEGORIES or len(counts) == known.count():
         return f"left out: {len(counts)} different texts in {len(train)} training rows"
     else:
-        # Of equally frequent ones the first in the alphabet: the same on every machine.
+        # Of equally frequent texts the first in the alphabet, which is the same on every machine.
         column.categories, fill = [*counts.index], counts.idxmax()
     column.fill = fill if impute else None
     return column
@@ -298,9 +299,9 @@ def learn_column(values: pd.Series, train: np.ndarray, config: TableConfig) -> C
 def encode(
     table: pd.DataFrame, columns: Sequence[Column]
 ) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-    """The table as float64 of shape (rows, features), in the order of `columns`.
+    """Return the table as float64 (rows, features), in the order of `columns`, and its problems.
 
-    And what is wrong: row, counted as the index of `table` does, column and a sentence.
+    A problem is a row, numbered as in the index of `table`, a column and a sentence.
     """
     blocks, problems = [], []
     for column in columns:
@@ -319,9 +320,9 @@ def encode(
 
 
 def load_table(config: TableConfig) -> tuple[pd.DataFrame, list[str], dict[str, Any]]:
-    """The table of --data, without the rows that are dropped; targets; what a reader must know.
+    """Return the table of --data without dropped rows, the targets, and how the table was read.
 
-    Its index holds row numbers from 0. Raises UsageError.
+    The index of the table holds row numbers from 0. Raises UsageError.
     """
     assert config.data is not None
     where = f"--data {config.data}"
@@ -355,11 +356,11 @@ def load_table(config: TableConfig) -> tuple[pd.DataFrame, list[str], dict[str, 
 def make_sets(
     table: pd.DataFrame, targets: list[str], known: dict[str, Any], config: TableConfig
 ) -> tuple[InMemory, InMemory, dict[str, Any]]:
-    """The training set (features, targets), the evaluation set (and row numbers), and `about`.
+    """Return the training set (features, targets), the evaluation set (with row numbers), `about`.
 
-    about: `known`, what a prediction for a new row must know, and the lines of the plan. What is
-    learned from rows (categories, means) is learned from the training rows alone. Raises UsageError
-    that judges all columns.
+    about: `known`, what a prediction for a new row needs, and the lines of the plan. What is
+    learned from rows (categories, means) is learned from the training rows alone. Raises a
+    UsageError that says of each column whether it can be used.
     """
     train, test = split_rows(len(table), config)
     learned = {
@@ -382,10 +383,10 @@ def make_sets(
         mean, std = rows.mean(0), rows.std(0)
         about[f"{kind}_range"] = np.stack((rows.min(0), rows.max(0)), 1).tolist()
         about[f"{kind}_whole"] = (rows == rows.round()).all(0).tolist()
-        about["baseline"] = mean.tolist()  # of the targets, which come last: what R2 compares with
+        about["baseline"] = mean.tolist()  # R2 compares with that of the targets, which come last
         if not np.ptp(rows, axis=0).all():
             raise UsageError(f"--data {config.data}: a {kind} is the same in all training rows")
-        if config.data is None:  # synthetic data stay as they are
+        if config.data is None:  # synthetic data are not standardised
             mean, std = np.zeros_like(mean), np.ones_like(std)
         tensors.append(torch.from_numpy((part - mean) / std).float())
         about |= {f"{kind}s": names, f"{kind}_mean": mean.tolist(), f"{kind}_std": std.tolist()}
@@ -407,7 +408,7 @@ def _plan(about: dict[str, Any], said: dict[str, str]) -> dict[str, str]:
 
 
 def _doubt(values: pd.Series) -> str:
-    """The question that a column of 850 and 1.180 asks."""
+    """Return a question about . if values have either no decimals or three, like 850 and 1.180."""
     if values.dtype.kind != "O":
         return ""
     texts = values[pd.to_numeric(values, errors="coerce").abs() >= 1].astype(str)
@@ -417,7 +418,7 @@ def _doubt(values: pd.Series) -> str:
 
 
 def _judge(learned: dict[str, Any], config: TableConfig) -> str:
-    """All columns in a table, those that are refused first, and a command that works."""
+    """Return a list of all columns, the refused ones first, and a command that works."""
     good = [name for name, column in learned.items() if isinstance(column, Column)]
     lines = [f"  {name}: {learned[name]}" for name in sorted(learned, key=good.__contains__)]
     text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
@@ -427,7 +428,7 @@ def _judge(learned: dict[str, Any], config: TableConfig) -> str:
 
 
 def split_rows(num_rows: int, config: TableConfig) -> tuple[np.ndarray, np.ndarray]:
-    """The positions of the training and of the test rows. Raises UsageError if one is empty."""
+    """Return the positions of the training and test rows. Raises UsageError if either is empty."""
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(config.data_seed))
     parts = order.tensor_split([round(config.test_fraction * num_rows)])
     test, train = (part.sort().values.numpy() for part in parts)

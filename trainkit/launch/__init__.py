@@ -1,1 +1,1 @@
-"""Processes and signals: what this process was started as, and how it ends."""
+"""How this process was launched, signals, and how it ends."""

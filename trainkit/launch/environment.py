@@ -1,6 +1,6 @@
-"""What this process was started as, and whether it can become that.
+"""Check that the launch asked for can be carried out.
 
-Launchers configure a process by environment variables. Accelerate ignores some of them silently.
+Launchers configure a process through environment variables. Accelerate silently ignores some.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from trainkit.cli.text import count
 from trainkit.errors import UsageError
 from trainkit.private import precision_of_notebook_launcher
 
-# What mpirun and srun, which Accelerate does not follow, say of how many processes they started.
+# Where mpirun and srun put the number of processes they started. Accelerate does not read these.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
 NO_SHARDS = (
@@ -24,9 +24,9 @@ NO_SHARDS = (
     "these scripts keep the whole model on each card: start them without it, with "
     "distributed_type: MULTI_GPU as in accelerate_configs/4gpu.yaml",
 )
-# Environment variables that would silently change what is trained: the values that are allowed, and
-# the remedy for all others. Accelerate 1.15 reads FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*,
-# ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only where one of these asks for it.
+# Environment variables that would silently change what is trained: the allowed values, and the
+# remedy for all others. Accelerate 1.15 reads FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*,
+# ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only if one of these variables asks for it.
 VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
     "ACCELERATE_USE_FSDP": (f"{TRUE}|{FALSE}", "use true or false"),
@@ -35,7 +35,7 @@ VARIABLES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
     "ACCELERATE_TORCH_DEVICE": ("", "choose cards by gpu_ids in the YAML"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
-        "(?!)",  # no value
+        "(?!)",  # matches no value
         "it would override --accumulate: use that",
     ),
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
@@ -47,7 +47,7 @@ IGNORED_FLAGS = re.compile(
 
 
 def check_ranks() -> None:
-    """Refuse one of several processes that would train alone: of mpirun, srun, debug_launcher."""
+    """Refuse a process of mpirun, srun or debug_launcher that would train without the others."""
     env = os.environ
     num_processes = int(env.get("WORLD_SIZE") or 1)
     for name in NUM_TASKS:
@@ -67,9 +67,9 @@ def check_ranks() -> None:
 
 
 def check_launch() -> str:
-    """Refuse a launch that cannot become what it asks for. Call before Accelerator(...).
+    """Refuse a launch that cannot be carried out as asked. Call before Accelerator(...).
 
-    Returns the mixed precision that it asks for. Raises UsageError on every process alike.
+    Returns the mixed precision that the launch asks for. Raises UsageError on every process alike.
     """
     check_ranks()
     check_launcher_flags()
@@ -78,7 +78,7 @@ def check_launch() -> str:
 
 
 def check_variables() -> str:
-    """Refuse variables that would silently change what is trained; return the mixed precision."""
+    """Refuse variables that would silently change the training; return the mixed precision."""
     env = dict(os.environ)
     if (precision := precision_of_notebook_launcher()) != "no":
         env["ACCELERATE_MIXED_PRECISION"] = precision
@@ -102,8 +102,8 @@ def check_devices() -> None:
     # A Slurm script or a cloud may set LOCAL_RANK and no LOCAL_WORLD_SIZE.
     local_size = int(env.get("LOCAL_WORLD_SIZE", int(env.get("LOCAL_RANK", "0")) + 1))
     num_devices = torch.accelerator.device_count()
-    # There are two signs of a CPU launch: accelerate's one-process launcher exports
-    # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all cards with gpu_ids.
+    # A CPU launch is recognised in two ways: accelerate's one-process launcher exports
+    # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all GPUs with gpu_ids.
     hidden = env.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
     use_cpu = hidden or str_to_bool(env.get("ACCELERATE_USE_CPU", "no"))
     if by_accelerate() and not use_cpu and num_devices == 0:
@@ -121,12 +121,12 @@ def check_devices() -> None:
 
 
 def by_accelerate() -> bool:
-    """True if `accelerate launch` started this process: it sets these, where a person sets one."""
+    """True if `accelerate launch` started this process: it sets both variables, a user sets one."""
     return {"ACCELERATE_DYNAMO_MODE", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
 
 
 def check_launcher_flags() -> None:
-    """Refuse flags of the launcher that it does not pass on."""
+    """Refuse flags of `accelerate launch` that it does not pass on."""
     if not by_accelerate():
         return
     import psutil  # 20 ms

@@ -1,7 +1,7 @@
-"""Is this the world that the YAML asked for, and are all its nodes alike?
+"""Check that this is the world that the YAML asks for, and that all its nodes are alike.
 
-Machines are installed and started one by one, so they can differ, and a run on machines that differ
-hangs, or silently trains wrong. A "node" is all processes that one launcher started.
+Machines are installed and started one by one, so they can differ. A run on machines that differ
+hangs, or silently trains wrong. A "node" is the group of all processes that one launcher started.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
 def deadline(timeout: timedelta) -> Iterator[None]:
     """End this process with one sentence if the body takes 5 seconds longer than timeout.
 
-    For meeting other processes: if one of them died, gloo waits five times its timeout for a first
-    connection with it, and no signal gets through meanwhile.
+    It is for the first connection with other processes: if one of them died, gloo waits for it five
+    times as long as its timeout, and signals are not handled meanwhile.
     """
 
     def give_up() -> None:
@@ -54,7 +54,7 @@ def deadline(timeout: timedelta) -> Iterator[None]:
 
 
 def check_world(accelerator: Accelerator) -> None:
-    """Refuse a world that is not the one the launcher announced. Call after Accelerator(...)."""
+    """Refuse a world other than the one the launcher announced. Call after Accelerator(...)."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != accelerator.num_processes:
         raise UsageError(
@@ -74,8 +74,8 @@ def first_on_each_node(accelerator: Accelerator, load: Callable[[], Any]) -> Any
     Every process must call this. A UsageError on any process is raised on all of them.
     """
     result, error = None, None
-    # Where machines share a disk rank 0 goes first, where they do not each machine's local rank 0.
-    # No exception may leave the body: the others wait at a barrier.
+    # If machines share a disk, rank 0 goes first; if not, local rank 0 of each machine. The body
+    # must not raise a UsageError, because the other processes wait at a barrier.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
             result = load()
@@ -99,7 +99,7 @@ def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
 
 
 def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
-    """Refuse a run whose nodes differ in what is described, by name.
+    """Refuse a run whose nodes differ in one of the described values.
 
     Every process must call this. Raises UsageError on all, with name, nodes and values.
     """
@@ -113,13 +113,13 @@ def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
 
 
 def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
-    """Refuse a run folder that is not one and the same for all processes.
+    """Refuse a run folder that is not the same folder for all processes.
 
     Every process must call this. Raises UsageError on all of them.
     """
     if accelerator.num_processes == 1:
         return
-    name, folder = "", run_dir.parent  # beside it, where the lock will lie
+    name, folder = "", run_dir.parent  # beside it, where the lock will be
     with failing_together(accelerator, f"{run_dir} cannot be used"):
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
@@ -140,11 +140,11 @@ def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
 
 
 def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]:
-    """The main process's metrics, by which all decide alike whether one is the best.
+    """Return the main process's metrics, so that all processes decide alike which is best.
 
-    Every process must call this. Raises RuntimeError on all of them if theirs are not about equal.
+    Every process must call this. Raises RuntimeError on all of them if theirs are not nearly equal.
     """
-    plain = {  # tensors and arrays of one number too
+    plain = {  # tensors and arrays of one number become numbers
         name: v.item() if math.prod(getattr(v, "shape", (0,))) == 1 else v
         for name, v in metrics.items()
     }
@@ -170,22 +170,22 @@ def gather_rows(rows: torch.Tensor, nums: Sequence[int]) -> torch.Tensor:
     """The rows of all processes, `nums` of each, with gradients. Every process must call this."""
     if len(nums) == 1:
         return rows
-    # All processes must send equally many rows: those that are missing are zeros.
+    # All processes must send equally many rows, so shorter shares are padded with zeros.
     padded = torch.cat((rows, rows.new_zeros(max(nums) - len(rows), *rows.shape[1:])))
-    from torch.distributed.nn.functional import all_gather  # imported late: a start is shorter
+    from torch.distributed.nn.functional import all_gather  # imported late for a faster start
 
     shares = all_gather(padded)
     return torch.cat([share[:num] for share, num in zip(shares, nums, strict=True)])
 
 
 def describe_node() -> dict[str, str]:
-    """What must be equal on all nodes whatever the script: launch, versions, revision, source."""
-    source = hashlib.md5(usedforsecurity=False)  # also where there is no git, and for edited files
+    """What must be equal on all nodes for any script: launch, versions and source files."""
+    source = hashlib.md5(usedforsecurity=False)  # works without git and covers uncommitted edits
     for path in [Path(sys.argv[0]), *sorted(Path(__file__).parents[1].rglob("*.py"))]:
         source.update(path.read_bytes() if path.is_file() else b"")
     return {
         "processes per node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
-        # What the launcher read from the YAML, for example mixed_precision.
+        # What the launcher read from the YAML, such as mixed_precision.
         **{name: os.environ[name] for name in sorted(os.environ) if name.startswith("ACCELERATE_")},
         **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
         "md5 of the source files": source.hexdigest(),
@@ -193,5 +193,5 @@ def describe_node() -> dict[str, str]:
 
 
 def node_name() -> str:
-    """The node this process is on, for people; its number too, as two nodes may share a host."""
+    """The node of this process, for messages. It has a number: two nodes may share a host."""
     return f"node {os.environ.get('GROUP_RANK', '0')} ({socket.gethostname()})"

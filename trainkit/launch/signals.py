@@ -14,22 +14,22 @@ from trainkit.launch.nodes import deadline
 
 
 def by_nohup(number: int) -> bool:
-    """True for SIGHUP where nohup has started this process: it is to go on without its terminal."""
+    """True for SIGHUP if nohup started this process, which must then outlive its terminal."""
     return signal.Signals(number).name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
 
 
 class Signals:
     """Tells all processes at the same step that one of them was asked to stop.
 
-    SIGTERM, SIGUSR1, Ctrl-C and SIGHUP (its terminal is gone) set a flag; a second Ctrl-C raises
-    KeyboardInterrupt at once. Before the first step, while data are loaded for example, the first
-    one does, and the others raise Stopped: there is nothing to save. The death of a launcher
-    arrives as SIGTERM (startup.end_with_launcher). Every process must build one, in its main
-    thread.
+    SIGTERM, SIGUSR1, Ctrl-C and SIGHUP (the terminal was closed) set a flag; a second Ctrl-C raises
+    KeyboardInterrupt at once. Before the first step, for example while data are loaded, nothing
+    needs saving, so the first Ctrl-C raises KeyboardInterrupt and the other signals raise Stopped.
+    The death of a launcher arrives as SIGTERM (startup.end_with_launcher). Every process must make
+    one of these objects, in its main thread.
 
-    With several processes the flags are summed on the CPU, over a gloo group of their own, while
-    the next step runs: no step waits for a device, and a dead or frozen process is noticed here
-    within `timeout` even if the device's own collectives never return.
+    With several processes the flags are summed on the CPU, in a gloo group of their own, while the
+    next step runs. So no step waits for a device, and a dead or frozen process is noticed here
+    within `timeout`, even if the device's own collectives never return.
     """
 
     def __init__(self, accelerator: Accelerator, timeout: timedelta):
@@ -47,7 +47,7 @@ class Signals:
     def requested(self) -> bool:
         """True on all processes or on none. Every process must call this after every step.
 
-        With one process the answer is about now; with several it is about the previous call.
+        With one process the result is current; with several it is from the previous call.
         """
         self.stepping = True
         if self.group is None:
@@ -60,29 +60,29 @@ class Signals:
         return self.stopping
 
     def wait(self) -> None:
-        """Wait until all processes have come to the last call of requested().
+        """Wait until all processes have reached the last call of requested().
 
-        Call it before waiting for the device: it ends in time if another process is lost.
+        Call this before waiting for the device: it times out if another process is lost.
         """
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
 
     def barrier(self) -> None:
-        """Wait until all processes have come here; every process must call this.
+        """Wait until all processes have reached this call. Every process must call this.
 
-        Call it, instead of wait, before the host waits for the device: a lost peer raises here
-        instead of hanging in a GPU sync.
+        Call this instead of wait() before the host waits for the device: a lost process then raises
+        an error here instead of letting a GPU sync hang.
         """
         self.wait()
         if self.group is not None:
             torch.distributed.all_reduce(torch.zeros(1), group=self.group)
 
     def ignore(self, number: int) -> None:
-        """Let this signal do nothing from here on: the run is ending and has a message to print.
+        """Ignore this signal from here on: the run is ending and still has a message to print.
 
-        One more Ctrl-C would change the exit code or leave a traceback. A notebook, which goes on
-        after the run, has Python's own handler of it and gets that back.
+        Another Ctrl-C would change the exit code or print a traceback. A notebook continues after
+        the run; it had Python's own handler for Ctrl-C, and restore() puts that back.
         """
         if self.previous[number] is not signal.default_int_handler:
             self.previous[number] = signal.SIG_IGN
@@ -91,7 +91,7 @@ class Signals:
     def restore(self) -> None:
         """Put back the handlers that were there before."""
         for number, handler in self.previous.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again, name = self.signal_name is not None, signal.Signals(number).name
@@ -107,10 +107,10 @@ class Signals:
 
 
 def outlive_signals(worker: int) -> None:
-    """What stops the run (Ctrl-C, Slurm, pkill -f) must not kill the workers of its last steps."""
+    """Keep a loader worker alive during a stop (Ctrl-C, Slurm, pkill -f), for the last steps."""
     for number in {*SIGNALS} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # neither on Windows nor on a Mac
+    if hasattr(signal, "sigwaitinfo"):  # not on Windows or macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_wait_for_parent, daemon=True).start()
     if hasattr(os, "setpgid"):  # not on Windows
@@ -118,7 +118,7 @@ def outlive_signals(worker: int) -> None:
 
 
 def _wait_for_parent() -> None:
-    """End this worker when the training process, which would else wait for it, sends SIGTERM."""
+    """End this worker if the training process sends SIGTERM, because that then waits for it."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

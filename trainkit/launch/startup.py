@@ -1,8 +1,8 @@
-"""Every setting of the whole process, one function each, and how a script ends.
+"""All settings that affect the whole process, one function each, and how a script ends.
 
-run(main) applies them before main. What is about safety or numbers, refuse_pickled_code and
-compute_float32_in_full, is applied by Run, so that it holds in a notebook too. What each saves is
-measured by `python -m benchmarks.time_to_accuracy --compare startup`.
+run(main) applies them before main. The two that affect safety or numbers, refuse_pickled_code and
+compute_float32_in_full, are applied by Run, so that they also hold in a notebook. To measure what
+each setting saves, run `python -m benchmarks.time_to_accuracy --compare startup`.
 """
 
 import atexit
@@ -39,17 +39,17 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def run(main: Callable[[], Any]) -> None:
-    """Call main and turn its errors for people into one line on each machine.
+    """Call main, and print its errors for the user as one line on each machine.
 
-    UsageError ends with exit code 2, RunFailure with 1, a signal before the first step with 75, a
-    second Ctrl-C with 130. Other exceptions leave a traceback and exit code 1, and below it one
-    sentence if it is known what happened to this process alone (a lost peer, a dead loader worker,
-    no memory). No process waits for peers that may never come.
+    The exit code is 2 after UsageError, 1 after RunFailure, 75 after a signal before the first step
+    and 130 after a second Ctrl-C. After other exceptions it is 1, with a traceback, and below that
+    one sentence if it is known what happened to this process only (a lost peer, a dead loader
+    worker, no memory). No process waits for others that may never come.
     """
     keep_memory()
     skip_the_compiler()
     fork_at_rest()
-    atexit.register(_ignore_signals)  # the teardown has no handlers: the exit code would change
+    atexit.register(_ignore_signals)  # a signal in the teardown would change the exit code
     try:
         end_with_launcher()
         main()
@@ -80,11 +80,11 @@ def _ignore_signals() -> None:
 
 
 def finish(code: int) -> NoReturn:
-    """End with this code; a signal ends it at once, as a thread of the script may keep it waiting.
+    """Exit with this code, or at once on a signal, as waiting for a thread of the script may hang.
 
-    It goes without the interpreter's teardown. That takes 0.4 to 0.7 s once torch is imported; and
-    in it a thread of gloo that still holds tensors asks for the interpreter, which aborts a process
-    that is done, seen in 1 of some 200 (pytorch/pytorch pull request 179291).
+    This skips the interpreter's teardown, which takes 0.4 to 0.7 s once torch is imported. During
+    the teardown a gloo thread that still holds tensors may ask for the interpreter, which aborts a
+    process that had finished: seen in 1 of some 200 (pytorch/pytorch pull request 179291).
     """
     for number in SIGNALS:
         with contextlib.suppress(ValueError):  # not in the main thread
@@ -96,34 +96,35 @@ def finish(code: int) -> NoReturn:
 
 
 def refuse_pickled_code() -> None:
-    """Every torch.load of this process, accelerate's included, refuses to unpickle code."""
-    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # torch refuses to load with both
+    """Make every torch.load of this process, also those in accelerate, refuse to unpickle code."""
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # with both set, torch refuses to load
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 
 
 def compute_float32_in_full() -> None:
-    """float32 is float32 on every device: torch lets a GPU's convolutions round to TF32, 10 bits.
+    """Compute float32 in full: torch lets convolutions on a GPU round to TF32, which has 10 bits.
 
-    Whoever wants speed picks a bf16 YAML, which is faster still and says so.
+    For speed choose a bf16 YAML, which is faster than TF32 and names its precision.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
 
 def end_with_launcher() -> None:
-    """Let the death of the launcher reach this process as SIGTERM, which saves and ends the run.
+    """Send this process SIGTERM when its launcher dies, so that the run saves and ends.
 
-    Only under a launcher: `nohup python train_mnist.py &` must outlive its shell. Linux only.
+    Only under a launcher, because `nohup python train_mnist.py &` must outlive its shell. Linux
+    only.
     """
     if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or by_accelerate()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def fork_at_rest() -> None:
-    """Fork no loader worker while gloo's threads still end a collective: it may hang at its start.
+    """Wait 10 ms before each fork: a loader worker forked during a collective of gloo may hang.
 
-    In Python before 3.11.10 (https://github.com/python/cpython/issues/112275) that was met by 8 of
-    14,634 forks made at once after collectives, and by none of 14,229 that waited 10 ms.
+    In Python before 3.11.10 (https://github.com/python/cpython/issues/112275), 8 of 14,634 workers
+    forked right after a collective hung at their start, and none of 14,229 forked after 10 ms.
     """
     if sys.platform == "linux" and sys.version_info < (3, 11, 10):
         os.register_at_fork(before=lambda: time.sleep(0.01))
@@ -132,11 +133,12 @@ def fork_at_rest() -> None:
 def keep_memory() -> None:
     """Keep the memory of freed tensors: wide trains 11 to 17 % faster, small models up to a third.
 
-    glibc would give large tensors back to the kernel in every step and wait for new, zeroed pages
-    in the next. So none is mapped on its own, the heap grows by 64 MB and shrinks only from 2 GB.
+    By default glibc returns large tensors to the kernel in every step and waits for new, zeroed
+    pages in the next. With this, tensors are not mapped one by one, and the heap grows by 64 MB at
+    a time and shrinks only if 2 GB are free.
 
-    A sharded run gives back what has a megabyte or more: the layers that it gathers and frees all
-    the time leave holes in the heap, which grew to four times the model.
+    A sharded run still returns blocks of a megabyte or more: it gathers and frees layers all the
+    time, which left holes in the heap until that was four times as large as the model.
     """
     mapped = (M_MMAP_THRESHOLD, 2**20) if shards_wanted() else (M_MMAP_MAX, 0)
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):

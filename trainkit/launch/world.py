@@ -1,4 +1,4 @@
-"""The world that the YAML asks for: devices, processes, precision, sharding; or one sentence."""
+"""Set up the devices, processes, precision and sharding that the YAML asks for, or refuse."""
 
 import signal
 import sys
@@ -29,10 +29,10 @@ def timeout_of(config: TrainingConfig) -> timedelta:
 def start_accelerator(
     config: TrainingConfig, project: str, tracker: JsonlTracker, frozen: dict[str, str]
 ) -> Accelerator:
-    """Meet the other processes and check that they are those that were asked for, started alike.
+    """Connect to the other processes and check that all were started as asked for, and alike.
 
-    Every process must call this. Raises UsageError, on all of them. `frozen` is filled later, by
-    accelerator.prepare in a sharded run: see shards.shard.
+    Every process must call this. Raises UsageError on all of them. In a sharded run,
+    accelerator.prepare fills `frozen` later: see shards.shard.
     """
     refuse_pickled_code()
     compute_float32_in_full()
@@ -42,7 +42,7 @@ def start_accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision=precision,
             gradient_accumulation_steps=max(1, config.accumulate),
-            # A batch is split over the processes: --batch-size is the same under every YAML.
+            # A batch is split over the processes, so --batch-size means the same under every YAML.
             dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout_of(config))],
             log_with=make_trackers(config, tracker, project),
@@ -57,9 +57,9 @@ def start_accelerator(
 def leave_processes(
     accelerator: Accelerator, signals: Signals, error: BaseException | None, is_over: bool
 ) -> None:
-    """End what the processes did together. After an error nothing collective: some may be gone."""
+    """End the joint work of the processes; no collectives after an error: some may be gone."""
     if error is not None and accelerator.num_processes > 1:
-        # The launcher sends it to all when the first has left: their sentence comes before.
+        # The launcher sends it to all others when the first leaves; they must print first.
         signals.ignore(signal.SIGTERM)
     if is_over:
         signals.wait()

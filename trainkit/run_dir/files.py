@@ -1,4 +1,4 @@
-"""A run folder belongs to one run at a time, and what is written into it survives a crash."""
+"""Lock a run folder for one run at a time, and write files that survive a crash."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError, failing_together
 
 LOCK_WAIT_SECONDS = 10.0
-# What a run writes, at its end and before.
+# What a run writes at its end, and before that.
 END_OF_A_RUN = ("DONE", "*.safetensors", "curves.png")
 RUN = ("run.json", "metrics.jsonl", "timing.jsonl", "checkpoints/step-*")
 
@@ -21,18 +21,19 @@ RUN = ("run.json", "metrics.jsonl", "timing.jsonl", "checkpoints/step-*")
 def open_run(accelerator: Accelerator, config: TrainingConfig) -> BaseFileLock | None:
     """Lock --run-dir for this run until the returned lock is released or the process ends.
 
-    An earlier run in the folder is moved aside to `RUN_DIR.1`, `.2`, ... without --resume, or if it
-    is done and its checkpoints are gone; nothing is deleted. Every process must call this. Raises
-    UsageError on all of them if the folder cannot be written or another process is using it.
+    Without --resume, or if an earlier run in the folder has ended and its checkpoints are gone,
+    that run is moved aside to `RUN_DIR.1`, `.2`, ...; nothing is deleted. Every process must call
+    this. Raises UsageError on all of them if the folder cannot be written or another process is
+    using it.
     """
     run_dir, held, moved_to = config.run_dir, None, None
     with failing_together(accelerator, f"--run-dir {run_dir} cannot be used"):
         if accelerator.is_main_process:
-            # It may be moved aside: --run-dir .. would take the repository with it.
+            # It may be moved aside, and --run-dir .. would move the repository too.
             if Path.cwd().is_relative_to(run_dir.resolve()):
                 raise UsageError(f"--run-dir {run_dir}: choose a folder that you are not in")
             no_steps = not _holds(run_dir, "checkpoints/step-*")
-            if config.resume == "latest" and no_steps:  # before anything is made
+            if config.resume == "latest" and no_steps:  # before anything is created
                 raise UsageError(f"--resume latest: there is no checkpoint in {run_dir}")
             held = lock(run_dir, LOCK_WAIT_SECONDS if config.resume is not None else 0.0)
             over = config.resume == "auto" and no_steps and _holds(run_dir, *END_OF_A_RUN)
@@ -47,12 +48,12 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> BaseFileLock |
 
 
 def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
-    """The lock of a run folder, held until it is released or the process ends.
+    """Lock a run folder; the lock is held until it is released or the process ends.
 
-    It lies beside the folder, RUN_DIR.lock, so that the folder can be moved aside. UsageError is
-    raised if another process has it.
+    Its file is RUN_DIR.lock, beside the folder, so that the folder can be moved aside. Raises
+    UsageError if another process holds the lock.
     """
-    real = run_dir.resolve()  # whatever link it was reached by
+    real = run_dir.resolve()  # the same path through any link
     path = real.with_name(f"{real.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     held = FileLock(path)
@@ -67,7 +68,7 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace `path` in one step: after a crash it holds the old bytes or the new ones."""
+    """Replace `path` atomically: after a crash it holds either the old bytes or the new ones."""
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.unlink(missing_ok=True)  # it may be a link that somebody left there
     with open(temporary, "wb") as file:
@@ -87,7 +88,7 @@ def sync(path: Path) -> None:
     """Make the bytes of a file, or the names inside a folder, durable."""
     folder = path.is_dir()
     try:
-        # Windows syncs no file that is open only for reading, and opens no folder.
+        # Windows cannot sync a file that is open only for reading, and cannot open a folder.
         handle = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
     except PermissionError:
         if folder:
@@ -100,9 +101,9 @@ def sync(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder so that a crash leaves either all of it or nothing under its name.
+    """Remove a folder so that after a crash either all of it is there or nothing has its name.
 
-    What a crash leaves has a name that begins with .tmp-.
+    The name of anything left over by a crash begins with .tmp-.
     """
     trash = path.with_name(f".tmp-del-{path.name.removeprefix('.tmp-')}")
     os.rename(path, trash)
@@ -114,7 +115,7 @@ def _holds(run_dir: Path, *names: str) -> bool:
 
 
 def rename_free(path: Path, name: str) -> Path:
-    """Rename to `name` in the same folder, or to the first of NAME.1, NAME.2, ... that is free."""
+    """Rename to `name` in the same folder, or to the first free one of NAME.1, NAME.2, ..."""
     new, number = path.with_name(name), 0
     while new.exists():
         number += 1

@@ -1,4 +1,4 @@
-"""What a run measured: metrics.jsonl as an Accelerate tracker."""
+"""The tracker for Accelerate that writes metrics.jsonl."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from trainkit.errors import UsageError
 
 
 class JsonlTracker(GeneralTracker):
-    """Rows of reproducible numbers in RUN_DIR/metrics.jsonl, one JSON object a line.
+    """Write rows of reproducible numbers to RUN_DIR/metrics.jsonl, one JSON object per line.
 
     Two runs of one experiment write the same bytes. Seconds go to timing.jsonl instead.
     """
@@ -43,7 +43,7 @@ class JsonlTracker(GeneralTracker):
             return file.tell()
 
     def cut(self, num_bytes: int) -> None:
-        """Forget every row after the first num_bytes bytes. Main process only."""
+        """Remove every row after the first num_bytes bytes. Main process only."""
         with open(self.path, "ab") as file:
             if file.tell() < num_bytes:
                 raise UsageError(

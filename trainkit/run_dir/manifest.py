@@ -1,4 +1,4 @@
-"""Which checkpoint folder is whole? Its MANIFEST.json lists size and hash of every file."""
+"""Find complete checkpoints: MANIFEST.json lists the size and hash of every file."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from trainkit.run_dir.files import sync
 
 FORMAT = 3
 STEP_NAME = re.compile(r"step-\d{10}")
-# What save_state writes of models, optimizers and schedules, of which there may be several.
+# The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
     r"trainer\.json|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.bin)"
@@ -20,14 +20,14 @@ FILE_NAME = re.compile(
 
 
 def steps_in(directory: Path) -> list[Path]:
-    """The checkpoints in a folder, the oldest first; the numbers in their names are padded."""
+    """The checkpoints in a folder, oldest first; the numbers in their names are zero-padded."""
     return sorted(p for p in directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
 
 
 def choose(directory: Path, wanted: str | None, notices: list[str]) -> Path | None:
-    """The checkpoint in `directory` that --resume names, verified, or None for a new run.
+    """Return the checkpoint in `directory` that --resume names, verified, or None for a new run.
 
-    Raises UsageError if it is not whole, or where none is.
+    Raises UsageError if that checkpoint is not complete, or if none of several is.
     """
     if wanted is None:
         return None
@@ -58,9 +58,9 @@ def choose(directory: Path, wanted: str | None, notices: list[str]) -> Path | No
 
 
 def write_manifest(folder: Path) -> None:
-    """Make all files below `folder` durable, and write down their sizes and hashes.
+    """Make all files below `folder` durable, and write their sizes and hashes to MANIFEST.json.
 
-    Raises RunFailure if there is a file that a resume would refuse.
+    Raises RunFailure if it finds a file that a resume would refuse.
     """
     files = describe(folder)
     for name in files:
@@ -73,13 +73,13 @@ def write_manifest(folder: Path) -> None:
     manifest = folder / "MANIFEST.json"
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(sync, [folder / name for name in files]))  # raises what went wrong there
+        list(pool.map(sync, [folder / name for name in files]))  # list() raises their errors
     for path in (manifest, *{(folder / name).parent for name in files}, folder):
         sync(path)
 
 
 def verify(path: Path) -> str | None:
-    """Why a folder is not a whole checkpoint, or None if every file is the one that was saved."""
+    """Say why a folder is not a complete checkpoint; None if every file is as it was saved."""
     file = path / "MANIFEST.json"
     if not file.is_file():
         return "it has no MANIFEST.json"
@@ -95,18 +95,18 @@ def verify(path: Path) -> str | None:
                 return f"{name} does not belong there"
             if files[name] != there[name]:
                 return f"{name} was changed"
-    except Exception as problem:  # whatever a forged manifest makes a reader raise
+    except Exception as problem:  # a forged manifest may raise anything
         return f"MANIFEST.json cannot be read ({type(problem).__name__})"
     return None
 
 
 def describe(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of each file below a folder but its manifest; none of a link or a pipe."""
+    """Size and hash of each file below a folder except its manifest; empty for links and pipes."""
     paths = [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
     plain = {p for p in paths if p.is_file() and not p.is_symlink()}
     names = {p.relative_to(folder).as_posix(): p for p in paths if p.name != "MANIFEST.json"}
     return {
-        # A pipe has no bytes either, and reading it would never end.
+        # Links and pipes are not read: reading a pipe would never end.
         name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} if p in plain else {}
         for name, p in names.items()
     }

@@ -1,4 +1,4 @@
-"""The folder of a finished run that from_pretrained of transformers, or of peft, opens."""
+"""Write a folder of a finished run that from_pretrained of transformers, or of peft, can load."""
 
 import shlex
 from typing import Any
@@ -9,7 +9,7 @@ from trainkit.run_dir.records import read_run_json
 
 
 def stop_at(model: Any, token: int | None) -> None:
-    """Let model.generate(...) stop after this token too, here and in the folder that is written."""
+    """Make model.generate(...) also stop after this token, here and in the written folder."""
     config = model.generation_config
     known = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
     if token is not None and token not in (known or []):
@@ -19,15 +19,15 @@ def stop_at(model: Any, token: int | None) -> None:
 def write_pretrained(run: Any, tokenizer: Any, base: str) -> None:
     """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
 
-    Of a PeftModel it holds the adapter. Call it after `with Run(...)`, on any process: the main
-    one writes, from the file, so that nothing has to be gathered. The first model of the run has
-    save_pretrained; the tokenizer may be any processor that has it.
+    For a PeftModel it holds the adapter. Call this after `with Run(...)`, on any process; the main
+    process writes the weights from the file, so nothing has to be gathered. The first model of the
+    run must have save_pretrained; the tokenizer may be any processor that has it.
     """
     if not run.accelerator.is_main_process:
         return
     config, model, folder = run.config, run.models[0], run.config.run_dir / "pretrained"
     model.save_pretrained(folder, state_dict=load_file(config.run_dir / "model.safetensors"))
-    if hasattr(model, "peft_config"):  # whose save_pretrained writes no generation settings
+    if hasattr(model, "peft_config"):  # its save_pretrained omits the generation settings
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     about = read_run_json(config.run_dir)

@@ -1,4 +1,4 @@
-"""Readers of a run folder: what the run was, what it measured, what it predicted."""
+"""Read the files of a run folder: its description, its metrics and its predictions."""
 
 import json
 import subprocess
@@ -39,13 +39,13 @@ def last_evaluation(run_dir: Path) -> dict[str, Any]:
 
 
 def follow(run_dir: Path, process: subprocess.Popen) -> Iterator[dict[str, Any]]:
-    """Each evaluation of a run as it comes, the earlier ones first, until this process has ended.
+    """Yield each evaluation of a run, the earlier ones first, until this process has ended.
 
-    One that is repeated after a resume comes once. Raises UsageError.
+    An evaluation that is repeated after a resume is yielded once. Raises UsageError.
     """
     num, is_over = 0, False
     while not is_over:
-        time.sleep(2)  # it reads the whole file, which grows with the run
+        time.sleep(2)  # each turn reads the whole file, which grows
         is_over = process.poll() is not None
         found = read_evaluations(run_dir)
         yield from found[num:]
@@ -69,6 +69,6 @@ def load_predictions(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What a safetensors file of a run says beside its tensors. Raises UsageError."""
+    """Read the metadata of a safetensors file of a run. Raises UsageError."""
     with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
         return json.loads((file.metadata() or {}).get("trainkit", "{}"))

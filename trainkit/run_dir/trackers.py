@@ -1,9 +1,9 @@
-"""TensorBoard, trackio and W&B: Accelerate's own trackers, beside metrics.jsonl.
+"""TensorBoard, trackio and W&B through Accelerate's own trackers, in addition to metrics.jsonl.
 
-A killed run has logged steps that its newest checkpoint does not know and that are made again. So
-at each start a tracker is told all rows of metrics.jsonl anew, which a resume has cut by then.
-TensorBoard drops what it had (purge_step); trackio and W&B begin a run of the same name, whose
-curves are whole.
+A run that was killed has logged steps after its newest checkpoint, which a resume repeats. So at
+each start all rows of metrics.jsonl, already cut by the resume, are sent to the tracker again.
+TensorBoard drops its earlier rows (purge_step); trackio and W&B start another run of the same name,
+with complete curves.
 """
 
 import importlib.util
@@ -19,13 +19,13 @@ from trainkit.run_dir.records import read_rows
 
 
 class Tracker(GeneralTracker):
-    """What the three have in common; Accelerate's class is the next base."""
+    """What the three trackers have in common; Accelerate's class is the next base class."""
 
     history: JsonlTracker
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the arguments, and all rows so far."""
-        if self.name != "tensorboard":  # Accelerate would make them a run of their own there
+        if self.name != "tensorboard":  # there Accelerate would log them as a run of their own
             super().store_init_configuration(values)
         for row in read_rows(self.history.path):
             self.log(row, row["step"])
@@ -39,7 +39,7 @@ class Tracker(GeneralTracker):
 def make_trackers(
     config: TrainingConfig, history: JsonlTracker, project: str
 ) -> list[GeneralTracker]:
-    """The trackers of a run for Accelerator(log_with=...): metrics.jsonl and what --tracker names.
+    """The trackers for Accelerator(log_with=...): metrics.jsonl and the one that --tracker names.
 
     Raises UsageError if a package is missing.
     """

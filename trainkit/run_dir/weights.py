@@ -20,28 +20,28 @@ def numbered(name: str, number: int) -> str:
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
     """Write a safetensors file that loads in plain PyTorch.
 
-    Its metadata have one entry, "trainkit", `metadata` as JSON: one, because safetensors writes
-    several in random order.
+    `metadata` is saved as JSON in one entry, "trainkit", because safetensors writes several entries
+    in random order.
     """
     write_durably(path, to_safetensors(tensors, metadata))
 
 
 def to_safetensors(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> bytes:
-    """What write_tensors writes."""
+    """Return the bytes that write_tensors writes."""
     return save(separate(tensors), metadata={"trainkit": json.dumps(metadata)})
 
 
 def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, copied where two share memory, as tied weights do: safetensors refuses that."""
+    """Copy tensors that share memory, as tied weights do, because safetensors refuses those."""
     by_memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
     own = {*by_memory.values()}
     return {n: (t if n in own else t.clone()).contiguous() for n, t in tensors.items()}
 
 
 def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of a safetensors file that fit the model, and a line about what did not.
+    """The tensors of a safetensors file that fit the model, and a line about those that do not.
 
-    They fit by name, shape and kind of number. Raises UsageError if none does.
+    They must match in name, shape and kind of number. Raises UsageError if none does.
     """
 
     def kind(value: torch.Tensor) -> tuple:

@@ -1,1 +1,1 @@
-"""What uses a finished run: pictures, predictions, a page to draw on, a folder for the Hub."""
+"""Tools for finished runs: plots, predictions, a page to draw on, a folder for the Hub."""

@@ -1,4 +1,4 @@
-"""What the page shows of one input: of a picture probabilities and pixels, of a row curves."""
+"""Explain one prediction on the page: probabilities and pixels for a picture, curves for a row."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -21,9 +21,10 @@ MAX_DRAWN = 4  # targets, one below the other
 
 @torch.inference_mode()
 def occlusion_map(model: nn.Module, picture: torch.Tensor, answer: int) -> torch.Tensor:
-    """How much each place of a picture speaks for the answer, (size, size), from -1 to 1.
+    """Return how much each place of a picture supports the answer, (size, size), from -1 to 1.
 
-    It is what the log of the answer's probability loses if 6 x 6 pixels there are blackened.
+    This is how much the log of the answer's probability falls if 6 x 6 pixels there are blackened,
+    divided by the largest change.
     """
     size, places = len(picture), torch.arange(0.5, len(picture), 2)
     near = (torch.arange(size) - places[:, None]).abs() <= 3
@@ -39,10 +40,10 @@ def occlusion_map(model: nn.Module, picture: torch.Tensor, answer: int) -> torch
 def describe(
     predictor: Any, picture: torch.Tensor, doubt: str = ""
 ) -> tuple[str, dict[str, float], list[tuple[np.ndarray, str]]]:
-    """The answer as HTML, the probabilities, and two pictures with captions.
+    """Return the answer as HTML, the probabilities, and two pictures with captions.
 
     picture: uint8 (size, size). doubt: what makes it unlike the training pictures, if anything;
-    the answer is then unsure.
+    the answer is then called unsure.
     """
     classes, probabilities = predictor.metadata["classes"], predictor(picture[None, None])[0]
     number = int(probabilities.argmax())
@@ -67,9 +68,9 @@ def draw_curves(
     span: tuple[float, float],
     targets: Sequence[str],
 ) -> "Figure":
-    """Each target along one feature, the others as in the row, which is a dot.
+    """Draw each target along one feature, the other features as in the row; a dot marks the row.
 
-    outputs: rows of features to targets, (n, targets). feature: its number and name. span: the
+    outputs: maps rows of features to targets, (n, targets). feature: its number and name. span: the
     first and the last value that is drawn.
     """
     number, name = feature

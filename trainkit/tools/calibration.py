@@ -1,4 +1,4 @@
-"""How sure a classifier may say it is, learned from pictures that it was not trained on."""
+"""Calibrate the probabilities of a classifier on pictures that it was not trained on."""
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +8,11 @@ UNSURE_SHARE = 0.05  # of the held-out pictures: those of which the model is lea
 
 
 def calibrate(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """What the outputs for held-out pictures, (n, classes), say about how sure a model may be.
+    """Learn a temperature and a threshold from the logits for held-out pictures, (n, classes).
 
-    temperature: divides logits, so that of answers said with 92 % some 92 % are right (Guo et al.,
-    2017). threshold: a picture whose answer is less probable than this is called unsure.
+    temperature: logits are divided by it, so that predictions made with 92 % confidence are right
+    about 92 % of the time (Guo et al., 2017). threshold: a picture whose answer is less probable
+    than this is called unsure.
     """
     losses = [F.cross_entropy(logits / value, targets) for value in TEMPERATURES]
     temperature = TEMPERATURES[torch.stack(losses).argmin()].item()

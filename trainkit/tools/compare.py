@@ -1,4 +1,4 @@
-"""Runs side by side: what differs, last metrics, seconds, and whether a difference is chance."""
+"""Compare runs: different settings, last metrics, seconds, and if a difference may be chance."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from trainkit.run_dir.records import (
     read_seconds,
 )
 
-# They are no part of the experiment.
+# Settings that are not part of the experiment.
 NEVER_SHOWN = (
     "command run_dir resume keep save_every log_every timeout tracker pictures not_the_experiment "
     "target_accuracy target_r2"
@@ -28,11 +28,11 @@ NEVER_SHOWN = (
 
 
 def compare_runs(run_dirs: Sequence[Path]) -> str:
-    """A table of what differs, the last metrics and the seconds, and McNemar's test of each pair.
+    """Return a table of what differs, the last metrics and seconds, and McNemar's test per pair.
 
     Raises UsageError if a file cannot be read.
     """
-    import pandas as pd  # here: it takes 0.4 s, and a run that trains compares nothing
+    import pandas as pd  # here: it takes 0.4 s, and is not needed to train
 
     settings = pd.json_normalize([read_run_json(run_dir) for run_dir in run_dirs]).T.map(_text)
     settings.index = settings.index.str.removeprefix("arguments.")
@@ -45,7 +45,7 @@ def compare_runs(run_dirs: Sequence[Path]) -> str:
 
 
 class McNemar(evaluate.Comparison):
-    """Which pictures one of two classifiers alone gets right, and mcnemar's p-value of that."""
+    """How many pictures only one of two classifiers gets right, and the p-value by mcnemar()."""
 
     def _info(self) -> evaluate.ComparisonInfo:
         names = ("references", "predictions1", "predictions2")
@@ -59,11 +59,11 @@ class McNemar(evaluate.Comparison):
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p-value of McNemar's test.
+    """Return the exact two-sided p-value of McNemar's test (McNemar 1947, in the binomial form).
 
-    only_first, only_second: samples that one of two classifiers alone got right. How often does a
-    fair coin, thrown once for each of them, give as uneven a result? (McNemar 1947; the binomial
-    form.)
+    only_first, only_second: the number of samples that only one of two classifiers got right. The
+    p-value is how often a fair coin, thrown once for each of them, gives a result at least as
+    uneven.
     """
     num = only_first + only_second
     tail = sum(math.comb(num, k) for k in range(min(only_first, only_second) + 1))
@@ -71,7 +71,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def _mcnemar_line(first: Path, second: Path) -> str:
-    """What the difference of two accuracies means, two lines; none unless both are classifiers."""
+    """Return two lines on what the difference of two accuracies means; "" unless both classify."""
     (a, about_a), (b, about_b) = (
         load_predictions(run_dir / PREDICTIONS) for run_dir in (first, second)
     )

@@ -1,4 +1,4 @@
-"""What runs measured over their steps, as one picture, drawn from metrics.jsonl alone."""
+"""Draw what a run measured over its steps, from its metrics.jsonl and timing.jsonl alone."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 
 
 def draw_run(run_dir: Path) -> list[Path]:
-    """Draw curves.png into a run folder and return its path."""
+    """Draw curves.png into a run folder and return its path, in a list."""
     return [save(draw_curves(run_dir), run_dir / "curves.png")]
 
 
 def draw_curves(run_dir: Path) -> "Figure":
-    """Loss, accuracy or error if there is one, and learning rate over the steps of a run."""
+    """Draw the loss, the accuracy or error if there is one, and the learning rate of a run."""
     rows = read_rows(run_dir / "metrics.jsonl")
     measured = {name for row in rows for name in row}
     score = next((name for name in SCORES if f"eval_{name}" in measured), None)
@@ -38,7 +38,7 @@ def draw_curves(run_dir: Path) -> "Figure":
         (score, f"eval_{score}", "evaluation", held_out),
         ("rate", "learning_rate", "", train),
     ):
-        # An evaluation has a train_loss too, the mean of its epoch: only the steps' are drawn.
+        # An evaluation has a train_loss too, the mean of its epoch; only those of steps are drawn.
         without = "eval_loss" if metric == "train_loss" else None
         points = [
             (row["step"], row[metric]) for row in rows if metric in row and without not in row
@@ -69,14 +69,14 @@ def save(figure: "Figure", path: Path) -> Path:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """A figure of so many inches that no window and no global state knows of."""
+    """Make a figure, in inches, that has no window and is not in matplotlib's global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
 def legend_above(axes: "Axes", **options: Any) -> None:
-    """Outside the axes, where no line can run beneath it."""
+    """Put the legend above the axes, where it cannot cover a line."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),

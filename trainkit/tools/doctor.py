@@ -1,9 +1,10 @@
-"""Can these processes train together? Start it like a training script, before the first run.
+"""Check if these processes can train together. Start it like a training script before a first run.
 
 accelerate launch --config_file accelerate_configs/2cpu.yaml -m trainkit.tools.doctor
 
-It makes the checks with which a run begins, then says how fast each process is and whether sums
-over all processes are right. Exit code 2: a check refused; 1: what the last lines say; 0: ready.
+It makes the same checks as a run does at its start, then measures how fast each process is and
+whether sums over all processes are right. Exit code 2: a check failed; 1: the last lines printed
+say what is wrong; 0: ready.
 """
 
 import statistics
@@ -27,7 +28,7 @@ from trainkit.launch import environment, nodes
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_MATMULS = 100  # on a CPU half a second: several turns of a busy core's scheduler
 ALL_REDUCES = {4 * 2**10: 50, 4 * 2**20: 10, 100 * 2**20: 3}  # bytes: repetitions
-SLOW = 0.6  # of the median rate; a process that shares its core with one other has 0.5
+SLOW = 0.6  # of the median rate; a process that shares its core with another reaches 0.5
 GLOO_SECONDS = 20
 
 
@@ -40,9 +41,9 @@ class Config:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Examine and print; exit code 1 if these processes cannot train together.
+    """Check and measure, and print the results; exit code 1 if the processes cannot train together.
 
-    Raises UsageError, on all of them, if they were not started alike or do not share --run-dir.
+    Raises UsageError on all processes if they were not started alike or do not share --run-dir.
     """
     config, precision = parse(Config, argv), environment.check_launch()
     timeout = timedelta(seconds=config.timeout)
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def find_slow(accelerator: Accelerator) -> list[str]:
-    """Print a line for each process with its rate of matrix products; name those that are slow."""
+    """Print how fast each process multiplies matrices; return a sentence for each slow process."""
     device = accelerator.device
     size, dtype = 384 if device.type == "cpu" else 4096, PRECISIONS[accelerator.mixed_precision]
     a, b = torch.ones(2, size, size, dtype=dtype, device=device)
@@ -88,7 +89,7 @@ def find_slow(accelerator: Accelerator) -> list[str]:
 
 
 def find_gloo_problem(accelerator: Accelerator) -> list[str]:
-    """Open the gloo group that training opens beside NCCL; a sentence if that fails anywhere."""
+    """Open the gloo group that training opens beside NCCL; return a sentence if that fails."""
     reason = ""
     try:
         torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=GLOO_SECONDS))
@@ -106,9 +107,9 @@ def find_gloo_problem(accelerator: Accelerator) -> list[str]:
 
 
 def find_wrong_sum(accelerator: Accelerator, num_bytes: int, repetitions: int) -> list[str]:
-    """Sum float32 tensors over all processes: is it right, and how long does it take?
+    """Sum float32 tensors over all processes; print the time and return a sentence if it is wrong.
 
-    The rate is what each link carries if the sum is made in a ring: 2 (n - 1) / n times the bytes.
+    The rate is that of each link if the sum is made in a ring: 2 (n - 1) / n times the bytes.
     """
     num, tensor = accelerator.num_processes, torch.zeros(num_bytes // 4, device=accelerator.device)
     seconds = mean_seconds(accelerator, lambda: torch.distributed.all_reduce(tensor), repetitions)
@@ -124,7 +125,7 @@ def find_wrong_sum(accelerator: Accelerator, num_bytes: int, repetitions: int) -
 
 
 def mean_seconds(accelerator: Accelerator, work: Callable[[], object], repetitions: int) -> float:
-    """Seconds of one call, on all processes at the same time, after a first one."""
+    """Return the mean seconds of a call, made by all processes at once, after a first call."""
     for num in (1, repetitions):  # the first loads kernels and makes connections
         accelerator.wait_for_everyone()
         started_at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Export a finished run as a folder that answers without this repository, and upload it."""
+"""Export a finished run as a folder that works without this repository, and upload it."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ TASKS = {"picture": "image-classification", "table": "tabular-regression"}
 def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> Path:
     """Write RUN_DIR/export/: model.onnx, weights, an example, a model card. Return the folder.
 
-    predictor: what predict.load_run returns. license: of the weights, as the Hub abbreviates it.
+    predictor: what predict.load_run returns. license: that of the weights, in the Hub's short form.
     Raises UsageError if a package is missing or the run is incomplete, RunFailure if onnxruntime
     gives other outputs than PyTorch.
     """
@@ -35,7 +35,7 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     with as_usage_error(f"{run_dir} is not complete"):
         run, metrics = read_run_json(run_dir), last_evaluation(run_dir)
         num_samples = metrics["eval_samples"]
-        # Of a path from the root, the home folder or the parent only the name is published.
+        # Of paths from the root, the home folder or the parent, only the last part is published.
         words = [re.sub(r"^(.*=)?(/|~|\.\.|\w:).*[/\\]", r"\1", word) for word in run["command"]]
     folder = run_dir / "export"
     folder.mkdir(exist_ok=True)
@@ -62,9 +62,9 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
 
 @torch.inference_mode()
 def write_onnx(predictor: Any, path: Path) -> None:
-    """Write an ONNX program, preprocessing inside, if it gives the predictor's outputs.
+    """Write an ONNX program with the preprocessing inside, if it gives the predictor's outputs.
 
-    Raises RunFailure otherwise, and leaves the file that was there.
+    Otherwise raises RunFailure and leaves the previous file in place.
     """
     import onnxruntime
 
@@ -81,7 +81,7 @@ def write_onnx(predictor: Any, path: Path) -> None:
     )
     program.model.metadata_props["trainkit"] = json.dumps(predictor.metadata)
     for node in program.model.graph:
-        node.metadata_props.clear()  # where this machine keeps its files
+        node.metadata_props.clear()  # they name paths of this machine
     program.save(temporary)
     session = onnxruntime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
     expected = predictor(inputs).numpy()
@@ -99,7 +99,7 @@ def write_onnx(predictor: Any, path: Path) -> None:
 
 @torch.inference_mode()
 def describe_example(predictor: Any, folder: Path) -> dict[str, Any]:
-    """Write the first evaluated sample; return what the card says of it, and of the model."""
+    """Write the first evaluated sample; return what the card says about it and about the model."""
     about, evaluated = predictor.metadata, predictor.evaluated
     is_picture = about["input"] == "picture"
     names = about["classes" if is_picture else "targets"]
@@ -130,7 +130,7 @@ def describe_example(predictor: Any, folder: Path) -> dict[str, Any]:
 
 
 def write_card(facts: dict[str, Any], path: Path) -> None:
-    """Write the model card: the facts in the words of card.md."""
+    """Write the model card from the facts and the template card.md."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     task = TASKS[facts["input"]]
@@ -150,7 +150,7 @@ def write_card(facts: dict[str, Any], path: Path) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder as the model OWNER/NAME of the Hub, and return its address. UsageError."""
+    """Upload a folder to the Hub as the model OWNER/NAME; return its address. Raises UsageError."""
     from huggingface_hub import HfApi
 
     with as_usage_error(f"--push {name}"):

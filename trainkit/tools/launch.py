@@ -1,8 +1,8 @@
-"""`accelerate launch` that ends with the exit code of the script; its own is 1 for every failure.
+"""Run `accelerate launch` and exit with the code of the script; its own is 1 for every failure.
 
 python -m trainkit.tools.launch --config_file accelerate_configs/2cpu.yaml train_mnist.py
 
-For what decides by exit codes whether to start again, such as docs/kubernetes/train.yaml.
+For a scheduler that decides by the exit code whether to restart: docs/kubernetes/train.yaml.
 """
 
 import sys
@@ -14,5 +14,5 @@ try:
     main()
 except ChildFailedError as error:
     sys.exit(error.get_first_failure()[1].exitcode)
-except SignalException:  # it came to this launcher, which has passed it on and waited
+except SignalException:  # sent to this launcher, which passed it on and waited
     sys.exit(75)

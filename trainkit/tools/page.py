@@ -1,7 +1,7 @@
-"""A page in the browser, made of gradio's own parts, that asks a trained model.
+"""A page in the browser, made of gradio's own components, that shows predictions of a model.
 
-Nothing comes from another machine. What is sent to the page is kept in a temporary folder that is
-removed when the page ends.
+Nothing is loaded from another machine. What is sent to the page is kept in a temporary folder that
+is removed when the server ends.
 """
 
 import importlib.util
@@ -25,13 +25,13 @@ from trainkit.run_dir.records import last_evaluation
 from trainkit.tools import answers, plots
 from trainkit.tools.photos import read_photo
 
-MAX_FILE = "16mb"  # of a picture
+MAX_FILE = "16mb"  # of a picture file
 MAX_PIXELS = 25_000_000  # of a picture once it is decoded
-MAX_SHOWN = 20  # test pictures, one of a class
+MAX_SHOWN = 20  # test pictures, one of each class
 
 
 def find_shelves(predictor: Any) -> dict[str, tuple[torch.Tensor, list[str]]]:
-    """Pictures to choose from, with captions: a test picture of each class, the worst mistakes."""
+    """Return pictures to choose from, with captions: one test picture per class, worst mistakes."""
     tensors, classes = predictor.evaluated, predictor.metadata["classes"]
     if "image" not in tensors:
         return {}
@@ -48,7 +48,7 @@ def find_shelves(predictor: Any) -> dict[str, tuple[torch.Tensor, list[str]]]:
 
 
 def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
-    """What is shown of a picture file: the answer as HTML, the probabilities, two views."""
+    """Return what is shown for a picture file: the answer as HTML, the probabilities, two views."""
     if file is None:
         return "", None, None
     path = Path(file) if isinstance(file, str) else file
@@ -61,7 +61,7 @@ def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
 
 
 def answer_drawing(predictor: Any, drawn: dict[str, Any] | None) -> tuple:
-    """What is shown of what was drawn on the pad, which is read as a picture file is."""
+    """Return what is shown for a drawing on the pad, which is read like a picture file."""
     if drawn is None or drawn["composite"] is None or drawn["composite"].min() == 255:
         return "", None, None
     file = io.BytesIO()
@@ -72,7 +72,7 @@ def answer_drawing(predictor: Any, drawn: dict[str, Any] | None) -> tuple:
 def add_shelf(
     predictor: Any, label: str, pictures: torch.Tensor, captions: list[str], shown: list
 ) -> None:
-    """Pictures of which one can be chosen, and is then answered."""
+    """Add pictures of which the user can choose one to see its prediction."""
     import gradio
 
     def choose(chosen: gradio.SelectData) -> tuple:
@@ -86,7 +86,7 @@ def add_shelf(
 
 
 def build_picture_page(page: Any, predictor: Any) -> None:
-    """A pad to draw on, a place for a picture file, and pictures to choose from."""
+    """Build a pad to draw on, a place for a picture file, and pictures to choose from."""
     import gradio
 
     script = Path(__file__).with_name("page.js").read_text()
@@ -123,7 +123,7 @@ def build_picture_page(page: Any, predictor: Any) -> None:
 
 
 def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float, float]:
-    """First and last value, start and step of a slider: over the training rows, in round steps."""
+    """Return a slider's first, last and initial value and its step: round, from training rows."""
     number = metadata["features"].index(name)
     mean, std = metadata["feature_mean"][number], metadata["feature_std"][number]
     low, high = metadata["feature_range"][number]
@@ -137,7 +137,7 @@ def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float,
 def answer_row(
     predictor: Any, names: list[str], spans: dict[str, tuple], touched: str, *given: Any
 ) -> tuple:
-    """The targets of a row as HTML, and their curves along the number that was touched last."""
+    """Return the targets of a row as HTML, and their curves along the number changed last."""
     metadata = predictor.metadata
     features, targets = metadata["features"], metadata["targets"]
 
@@ -158,7 +158,7 @@ def answer_row(
 
 
 def build_table_page(page: Any, predictor: Any) -> None:
-    """A slider for each column of numbers, a list for each of texts."""
+    """Build a slider for each column of numbers and a list for each column of texts."""
     import gradio
 
     fields: dict[str, Any] = {}
@@ -187,16 +187,17 @@ BUILDERS: dict[str, Callable] = {"picture": build_picture_page, "table": build_t
 
 
 def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> None:
-    """Show a page until Ctrl-C or SIGTERM. port None: the first free one from 7860 on. UsageError.
+    """Show a page until Ctrl-C or SIGTERM. Raises UsageError.
 
-    predictor: what predict.load_run returns for run_dir.
+    predictor: what predict.load_run returns for run_dir. port: None means the first free one from
+    7860 on.
     """
     if importlib.util.find_spec("gradio") is None:
         raise UsageError("app.py needs the package gradio, not installed here: pip install gradio")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
-        import gradio  # here: it takes seconds, and reads its settings once
+        import gradio  # here: it takes seconds, and reads the variables above once
 
         Image.MAX_IMAGE_PIXELS = MAX_PIXELS
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Prepare a picture file, or a photo, so that it looks like the pictures of the training."""
+"""Prepare a picture file, or a photo, so that it looks like the training pictures."""
 
 import math
 from io import BytesIO
@@ -13,15 +13,16 @@ from PIL import Image, ImageFilter
 from trainkit.data.files import open_picture, resize, to_grey, to_values
 from trainkit.errors import UsageError, as_usage_error
 
-MAX_SIDE = 240  # pixels of a photo in which the ink is looked for
-NUM_LOOKED_AT = 2000  # pictures that tell how all of them are framed
+MAX_SIDE = 240  # pixels, of the small copy of a photo in which ink is found
+NUM_LOOKED_AT = 2000  # pictures from which the framing of all is learned
 
 
 def describe_looks(pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How pictures, uint8 (n, size, size), look, as fractions; NaN for a picture without contrast.
+    """Measure pictures, uint8 (n, size, size), as fractions; NaN for a picture without contrast.
 
-    border: where the border lies between the darkest and the brightest value. side: of the square
-    that holds the ink. x, y: the ink's centre of mass. amount: of ink, over the whole picture.
+    border: where the border's value lies between the darkest (0) and the brightest (1). side: that
+    of the square that holds the ink. x, y: the ink's centre of mass. amount: the mean of the ink
+    over the whole picture.
     """
     values, size = pixels.float(), pixels.shape[-1]
     edge = torch.cat((values[:, 0], values[:, -1], values[:, :, 0], values[:, :, -1]), 1)
@@ -38,10 +39,10 @@ def describe_looks(pixels: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def learn_framing(pictures: torch.Tensor) -> dict[str, Any]:
-    """What pictures, uint8 (n, 1, size, size), have in common.
+    """Learn what pictures, uint8 (n, 1, size, size), have in common.
 
-    border: the lowest and the highest of describe_looks. frame: side, x and y, or None if they
-    differ from picture to picture. most_ink: the amount that few exceed.
+    border: the lowest and the highest border of describe_looks. frame: side, x and y, or None if
+    they differ from picture to picture. most_ink: an amount that few pictures exceed.
     """
     looks = describe_looks(pictures[:: math.ceil(len(pictures) / NUM_LOOKED_AT), 0])
     border = looks["border"][~looks["border"].isnan()]
@@ -58,11 +59,11 @@ def learn_framing(pictures: torch.Tensor) -> dict[str, Any]:
 def read_photo(
     path: Path | BytesIO, size: int, framing: dict[str, Any], as_is: bool = False
 ) -> tuple[torch.Tensor, str]:
-    """A picture file as the training pictures are, and what makes it unlike them, if anything.
+    """Make a picture file look like the training pictures, and return what still differs.
 
-    If inverting the picture makes its border more like theirs, it is inverted. A picture of
-    another width and height than theirs is taken for a photo if their ink is framed alike: then
-    its ink is found and framed as theirs is. Raises UsageError.
+    If inverting the picture makes its border more like theirs, it is inverted. If the ink of all
+    training pictures is framed alike, a picture of another width and height than theirs is taken
+    for a photo: its ink is found, and framed like theirs. Raises UsageError.
 
     Args:
         framing: what learn_framing returned, and "shape", the width and height of all training
@@ -96,10 +97,10 @@ def read_photo(
 
 
 def find_ink(picture: Image.Image, grey: np.ndarray) -> np.ndarray:
-    """Where a photo differs from the light on the paper, 0 to 1, at most MAX_SIDE pixels a side.
+    """Return where a photo differs from the lit paper, 0 to 1, at most MAX_SIDE pixels a side.
 
-    Of grey, red, green and blue that channel is taken in which it does so most, so that red ink is
-    seen on green paper.
+    Of grey, red, green and blue the channel is used in which it differs most, so that red ink is
+    found on green paper.
     """
     colours = [] if picture.mode[0] in "1LIF" else [*to_values(picture, "RGB")]
     planes = [Image.fromarray(values.round().astype(np.uint8)) for values in (grey, *colours)]
@@ -107,7 +108,7 @@ def find_ink(picture: Image.Image, grey: np.ndarray) -> np.ndarray:
     found = np.zeros((1, 1))
     for plane in (plane.crop(box) for plane in planes):
         plane.thumbnail((MAX_SIDE, MAX_SIDE))
-        # The median of a wide neighbourhood is that of the paper: strokes cover less than half.
+        # The median of a wide neighbourhood is the paper's, because strokes cover less than half.
         light = plane.resize((48, 48)).filter(ImageFilter.MedianFilter(31)).resize(plane.size)
         off = np.asarray(plane.filter(ImageFilter.BoxBlur(1)), float) - np.asarray(light, float)
         off = off if off.max() > -off.min() else -off
@@ -117,11 +118,11 @@ def find_ink(picture: Image.Image, grey: np.ndarray) -> np.ndarray:
 
 
 def find_paper(grey: Image.Image) -> tuple[float, float, float, float]:
-    """The box that holds the paper: all of a photo, or what is unlike the table at its border."""
+    """Return the box that holds the paper: the whole photo, or what differs from its border."""
     small = np.asarray(grey.resize((48, 48)), float)
     edge = np.concatenate((small[0], small[-1], small[:, 0], small[:, -1]))
     is_paper = np.abs(small - np.median(edge)) > 50
-    if is_paper.mean() < 0.3:  # what is written covers less than a sheet of paper would
+    if is_paper.mean() < 0.3:  # this is the writing: a sheet of paper would cover more
         return (0, 0, *grey.size)
     rows, columns = np.nonzero(is_paper)
     x, y = (side / 48 for side in grey.size)
@@ -129,7 +130,7 @@ def find_paper(grey: Image.Image) -> tuple[float, float, float, float]:
 
 
 def choose_groups(ink: np.ndarray) -> tuple[np.ndarray, int]:
-    """The ink without specks and what runs off the picture, and the number of separate groups."""
+    """Return the ink without specks and without what runs off the picture, and the group count."""
     is_ink = torch.from_numpy(ink > 0.35)[None, None].double()
     near = F.max_pool2d(is_ink, 5, 1, 2)
     numbers, before = torch.arange(1.0, near.numel() + 1).view(near.shape) * near, None
@@ -147,7 +148,7 @@ def choose_groups(ink: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def frame_ink(ink: np.ndarray, size: int, side: float, x: float, y: float) -> np.ndarray:
-    """Ink, 0 to 1, bright on black in a square, uint8 (size, size); see describe_looks."""
+    """Draw ink, 0 to 1, bright on black, uint8 (size, size). side, x and y: see describe_looks."""
     rows, columns = np.nonzero(ink > 0.35)
     ink = ink[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
     length = max(ink.shape) / side

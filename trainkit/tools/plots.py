@@ -1,7 +1,7 @@
-"""Pictures of finished runs, drawn from the files in their folders and nothing else.
+"""Draw the plots of a finished run, or compare runs, from the files in their folders alone.
 
-python -m trainkit.tools.plots runs/mnist         draws the pictures of one run again
-python -m trainkit.tools.plots runs/a runs/b      compares runs: what differs, what was measured
+python -m trainkit.tools.plots runs/mnist         draws the plots of one run again
+python -m trainkit.tools.plots runs/a runs/b      compares the settings and the metrics of runs
 """
 
 import math
@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # imported where it is used, because it takes a second
     from matplotlib.figure import Figure
 
 NUM_MISTAKES = 24
-MAX_CELLS = 32  # classes for which confusion.png has room for the numbers and every name
+MAX_CELLS = 32  # classes up to which confusion.png has room for all numbers and names
 
 
 def worst_mistakes(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the wrong predictions with the highest probability, highest first; and that."""
+    """Return indices and probabilities of the most confident wrong predictions, highest first."""
     wrong = (tensors["prediction"] != tensors["target"]).nonzero().flatten()
     probability = tensors["logits"][wrong].softmax(1).amax(1)
     worst = probability.argsort(descending=True, stable=True)[:NUM_MISTAKES]
@@ -39,13 +39,13 @@ def worst_mistakes(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torc
 def confusion_matrix(
     prediction: torch.Tensor, target: torch.Tensor, num_classes: int
 ) -> torch.Tensor:
-    """Counts, int64: rows are the truth, columns the prediction."""
+    """Return counts, int64: rows are the truth, columns the prediction."""
     pairs = target * num_classes + prediction
     return pairs.bincount(minlength=num_classes**2).view(num_classes, num_classes)
 
 
 def draw_run(run_dir: Path) -> list[Path]:
-    """Draw every picture that the files of a run folder allow and return their paths."""
+    """Draw every plot for which a run folder has the files, and return the paths."""
     figures: dict[str, Figure] = {}
     tensors, metadata = load_predictions(run_dir / PREDICTIONS)
     known = {"prediction", "target"} <= tensors.keys()  # else a script has saved others
@@ -61,9 +61,9 @@ def draw_run(run_dir: Path) -> list[Path]:
 
 
 def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
-    """Counts and row percentages; errors are shaded as strongly as they are frequent in a row.
+    """Draw counts and row percentages; the more frequent in its row, the darker a cell.
 
-    With more than MAX_CELLS classes only the shades and some of the names.
+    With more than MAX_CELLS classes there are only the shades and some of the names.
     """
     from matplotlib.colors import PowerNorm
 
@@ -101,7 +101,7 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
 
 
 def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
-    """The most confident errors: picture, predicted and true class, probability."""
+    """Draw the most confident errors: picture, predicted and true class, probability."""
     worst, probability = worst_mistakes(tensors)
     images = tensors["image"][worst].permute(0, 2, 3, 1).numpy()  # channels last
     num, rows = len(images), max(1, math.ceil(len(images) / 6))
@@ -121,7 +121,7 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "
 
 
 def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Figure":
-    """Predicted against true and the residuals, per target; the line itself for one feature."""
+    """Draw predicted against true values, and residuals, per target; for one feature the line."""
     prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
     targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
     features = tensors.get("feature")
@@ -161,7 +161,7 @@ class Config:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the pictures of one run folder, or compare several."""
+    """Draw the plots of one run folder, or compare several."""
     run_dirs = parse(Config, argv).run_dirs
     for run_dir in run_dirs:
         if not (run_dir / "metrics.jsonl").exists():

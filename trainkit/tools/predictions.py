@@ -1,4 +1,4 @@
-"""A table with a column for each prediction, written beside the table it is about."""
+"""Write a copy of a table, with a column of predictions for each target, beside the table."""
 
 import re
 from collections.abc import Callable
@@ -14,10 +14,11 @@ from trainkit.data import tables
 from trainkit.errors import UsageError
 from trainkit.run_dir.files import write_durably
 
-# What a spreadsheet would run: = + - @ first, but no number; or a tab or line break first.
+# Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers, or begin with
+# a tab or line break.
 FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
 
-WRITTEN: dict[Path, Path] = {}  # by this process: from which table
+WRITTEN: dict[Path, Path] = {}  # by this process: each file and the table it was made from
 
 
 def add_predictions(
@@ -28,12 +29,13 @@ def add_predictions(
 ) -> str:
     """Write TABLE_predictions.csv, the rows of a table and a column for each target.
 
-    Returns its path, in brackets what is strange, which rows have no prediction and why, and the
-    first rows. A text that a spreadsheet would run as a formula gets an apostrophe in front. Raises
-    UsageError, also if no row can be predicted. encoding: None: that of the training table.
+    Returns a text: its path, categories that training did not have, which rows have no prediction
+    and why, and the first rows. A text that a spreadsheet would run as a formula gets an apostrophe
+    in front. Raises UsageError, also if no row can be predicted. encoding: None means that of the
+    training table.
     """
     where = str(path)
-    path = path if path.stem.strip(".") else path.resolve()  # . has no name to write beside
+    path = path if path.stem.strip(".") else path.resolve()  # . has no name of its own
     if not path.exists():
         raise UsageError(f"{where} cannot be read: there is no such file")
     options = about.get("read_options", {}) | ({"encoding": encoding} if encoding else {})
@@ -68,13 +70,13 @@ def add_predictions(
     shown = rows.head().to_string(
         index=False, max_cols=6, max_colwidth=20, line_width=79, float_format="{:.6g}".format
     )
-    rows = rows.astype(object).where(rows.notna(), "")  # else map makes floats of ids and NaN
+    rows = rows.astype(object).where(rows.notna(), "")  # or map would turn ids into floats
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
     write_durably(output, rows.to_csv(index=False).encode())
     return f"{output}{notes}\n{shown}"
 
 
 def _not_a_formula(value: Any) -> Any:
-    if isinstance(value, str):  # the writer would not put \r into quotes
+    if isinstance(value, str):  # the CSV writer does not quote \r
         return re.sub(FORMULA, r"'\g<0>", value.replace("\r", "\n"))
     return value

@@ -2,10 +2,10 @@
 
 python -m trainkit.tools.ray --workers 2 runs/mnist train_mnist.py --epochs 20
 
---cpus and --gpus are those of one worker. RAY_ADDRESS says where the cluster is; without it Ray
-starts one on this machine. The repository and the run folder, the first word, have the same path
-on all nodes. A run that stops or breaks is started again up to --retries times and goes on from
-its newest checkpoint; exit codes 0, 2 (refused) and 3 (--target-accuracy missed) are final.
+--cpus and --gpus are per worker. RAY_ADDRESS says where the cluster is; without it Ray starts one
+on this machine. The repository and the run folder, the first argument, must have the same path on
+all nodes. A run that stops or fails is restarted up to --retries times and continues from its
+newest checkpoint; exit codes 0, 2 (refused) and 3 (--target-accuracy missed) are final.
 """
 
 import argparse
@@ -34,20 +34,21 @@ args = parser.parse_args()
 def work() -> int:
     """Run one process of the script and report its evaluations to Ray.
 
-    Ray calls this in a thread, where Python gets no signals, hence a process of its own. When
-    Ray's worker dies, it gets SIGTERM and saves, because TORCHELASTIC_RUN_ID is set.
+    Ray calls this in a thread, where Python receives no signals, so the script has a process of its
+    own. When Ray's worker dies, that process gets SIGTERM and saves, because TORCHELASTIC_RUN_ID is
+    set.
     """
     env = os.environ | {
         "MASTER_PORT": broadcast_from_rank_zero(str(get_free_port())),  # Ray itself uses the other
         "TORCHELASTIC_RUN_ID": "ray",
     }
-    del env["ACCELERATE_TORCH_DEVICE"]  # a run goes by LOCAL_RANK
+    del env["ACCELERATE_TORCH_DEVICE"]  # a run uses LOCAL_RANK instead
     command = [sys.executable, *args.script, "--run-dir", args.run_dir, "--resume=auto"]
     script = subprocess.Popen(command, env=env, cwd=folder)
     with tempfile.TemporaryDirectory() as empty:  # Ray keeps no metrics without a checkpoint
         for metrics in follow(args.run_dir, script):
             train.report(metrics, train.Checkpoint(empty))
-    # That of rank 0, for which all wait: it may still save when the others have ended.
+    # The exit code of rank 0, for which all wait: it may still save when the others have ended.
     code = broadcast_from_rank_zero(script.returncode)
     if code not in (0, 2, 3):
         raise RuntimeError(f"exit code {code}: a new start goes on from the newest checkpoint")
