@@ -22,7 +22,7 @@ class Config:
     run_dir: Positional[Path] = Path("runs/mnist")
     """of a finished run"""
     script: Path | None = None
-    """that made the run, if it is not beside predict.py or in examples/"""
+    """the script that made the run, if it is not beside predict.py or in examples/"""
     host: str | None = None
     """0.0.0.0: for other machines too (default: GRADIO_SERVER_NAME, or 127.0.0.1)"""
     port: int | None = None

@@ -183,7 +183,7 @@ class Config:
     files: Positional[list[Path]] = field(default_factory=list)
     """pictures, or tables, of any kind that trains"""
     script: Path | None = None
-    """that made the run, if it is not beside predict.py or in examples/"""
+    """the script that made the run, if it is not beside predict.py or in examples/"""
     as_is: bool = False
     """pictures look like the training pictures: resize them, no more"""
     encoding: str | None = None

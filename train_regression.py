@@ -182,11 +182,8 @@ def validate(
         "prediction": torch.from_numpy(prediction),
         "target": torch.from_numpy(target),
     }
-    return (
-        metrics,
-        predictions,
-        {"targets": metadata["targets"], "feature": metadata["features"][0]},
-    )
+    names = {"targets": metadata["targets"], "feature": metadata["features"][0]}
+    return metrics, predictions, names
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
