@@ -64,6 +64,53 @@ def tried(read: Callable) -> Callable:
     return again
 
 
+class LaneOrder:
+    """The rows of Parquet files in an order that is a pure function of (seed, epoch, place).
+
+    The shuffled row groups form a line, which is cut into lanes of equal length. Each lane fills
+    its own slots in every batch, so that a process reads only what its slots need. Within a lane
+    the rows of about WINDOW row groups are mixed at a time. The end of the line, which does not
+    fill a batch, comes last. With batches of 10 there are 2 lanes. Row groups a to f of 6 rows:
+
+        lane 0    d d d d d d b b b b b b f f f    fills slots 0 to 4 of the 3 full batches
+        lane 1    f f f e e e e e e a a a a a a    fills slots 5 to 9
+        end       c c c c c c                      is the last, short batch
+
+    Args:
+        sizes: the number of rows of each row group, int64.
+    """
+
+    def __init__(self, sizes: torch.Tensor, batch_size: int, seed: int):
+        self.sizes, self.batch_size, self.seed = sizes, batch_size, seed
+        self.ends = sizes.cumsum(0)
+        self.num_rows = int(self.ends[-1])
+        self.num_lanes = math.gcd(batch_size, LANES)
+        self.share = batch_size // self.num_lanes  # slots of a lane in each batch
+        self.lane = self.num_rows // batch_size * self.share  # rows of a lane
+        self.window = WINDOW * self.num_rows // len(sizes)  # rows that are mixed at a time
+
+    def groups(self, epoch: int) -> torch.Tensor:
+        """Return the line: the numbers of the row groups, shuffled."""
+        num = len(self.sizes)
+        return permute(torch.arange(num), num, key(self.seed, epoch))
+
+    def __call__(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """Return the rows at the places start <= place < stop of an epoch, int64."""
+        places, line = torch.arange(start, stop), self.groups(epoch)
+        batch, slot = places // self.batch_size, places % self.batch_size
+        in_lane = places < self.lane * self.num_lanes  # else at the end of the line
+        first = torch.where(in_lane, slot // self.share, self.num_lanes) * self.lane
+        last = torch.where(in_lane, first + self.lane, self.num_rows)
+        spot = torch.where(in_lane, first + batch * self.share + slot % self.share, places)
+        window = spot // self.window * self.window
+        begin, end = torch.maximum(window, first), torch.minimum(window + self.window, last)
+        number = mix(begin + key(self.seed, epoch))
+        mixed = begin + scramble(spot - begin, end - begin, number)  # a place in the line
+        ends = self.sizes[line].cumsum(0)
+        nth = torch.searchsorted(ends, mixed, right=True)
+        return self.ends[line[nth]] - ends[nth] + mixed
+
+
 class ParquetRows(Dataset):
     """A sample is a tuple of these columns: tensors of numbers and of lists, else Python objects.
 
@@ -150,32 +197,13 @@ class ParquetRows(Dataset):
         return held
 
     def order(self, batch_size: int, seed: int) -> Order:
-        """Return an order for make_loaders that fetches each row group about once in an epoch.
+        """Return an order for make_loaders that fetches each row group about once in an epoch."""
+        rows_of = LaneOrder(self.sizes, batch_size, seed)
 
-        The shuffled row groups form a line, which is cut into lanes of equal length. Each lane
-        fills its own slots in every batch, so that a process reads only what its slots need.
-        Within a lane the rows of about WINDOW row groups are mixed at a time. The end of the line,
-        which does not fill a batch, comes last.
-        """
-        lanes, num = math.gcd(batch_size, LANES), len(self.groups)
-        share, span = batch_size // lanes, WINDOW * len(self) // num
-        each = len(self) // batch_size * share
-
-        def order(epoch: int, first: int = 0, last: int = len(self)) -> torch.Tensor:
-            number, places = key(seed, epoch), torch.arange(first, last)
-            line = permute(torch.arange(num), num, number)
-            self.after[line] = line.roll(-1)
-            whole = places < each * lanes  # in a full batch
-            slot = places % batch_size
-            start = torch.where(whole, slot // share, lanes) * each
-            stop = torch.where(whole, start + each, len(self))
-            spot = torch.where(whole, start + places // batch_size * share + slot % share, places)
-            window = spot // span * span
-            begin, end = torch.maximum(window, start), torch.minimum(window + span, stop)
-            mixed = begin + scramble(spot - begin, end - begin, mix(begin + number))
-            ends = self.sizes[line].cumsum(0)
-            nth = torch.searchsorted(ends, mixed, right=True)
-            return self.ends[line[nth]] - ends[nth] + mixed
+        def order(epoch: int, start: int = 0, stop: int = len(self)) -> torch.Tensor:
+            line = rows_of.groups(epoch)
+            self.after[line] = line.roll(-1)  # what to fetch ahead: no number depends on it
+            return rows_of(epoch, start, stop)
 
         return order
 
