@@ -186,18 +186,6 @@ class TrainingConfig:
         if problems := self.find_problems(num_processes):
             raise UsageError("; ".join(problems))
 
-    def check_size(self, num_train: int, num_eval: int) -> None:
-        """Raise UsageError if there are no samples, or no step for them."""
-        if num_train < 1 or num_eval < 1:
-            raise UsageError(
-                f"there are {num_train} samples to train on and {num_eval} to evaluate on"
-            )
-        if self.drop_last and self.batch_size > num_train:
-            raise UsageError(
-                f"--batch-size {self.batch_size} is larger than the {num_train} training samples: "
-                "with --drop-last no step would be left"
-            )
-
 
 def _notes_of(kind: type) -> Iterator[tuple[str, Any]]:
     """What is said of each field in Annotated, in its own class or in one that it comes from."""

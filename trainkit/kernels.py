@@ -8,10 +8,8 @@ import torch
 
 from trainkit.errors import UsageError
 
-
-def kernel_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group that choose between torch's optimizer implementations."""
-    return {name: group[name] for name in ("fused", "foreach", "capturable") if name in group}
+# The options of a parameter group that choose between torch's implementations of an optimizer.
+KERNEL = ("fused", "foreach", "capturable")
 
 
 @contextmanager
@@ -21,13 +19,16 @@ def keeping_kernels(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Non
     A saved parameter group also records whether it was fused, which depends on the precision of the
     run that saved it.
     """
-    wanted = [[kernel_of(group) for group in each.param_groups] for each in optimizers]
+
+    def groups() -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        return [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+
+    wanted = [{name: group[name] for name in KERNEL if name in group} for _, group in groups()]
     yield
-    for optimizer, kernels in zip(optimizers, wanted, strict=True):
-        for group, kernel in zip(optimizer.param_groups, kernels, strict=True):
-            group.update(kernel)
-            for weight in group["params"]:
-                fit_state(optimizer.state.get(weight, {}), weight, kernel)
+    for (optimizer, group), kernel in zip(groups(), wanted, strict=True):
+        group.update(kernel)
+        for weight in group["params"]:
+            fit_state(optimizer.state.get(weight, {}), weight, kernel)
 
 
 def fit_state(state: dict[str, Any], weight: torch.Tensor, kernel: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Exact means over all processes. Adding a value does not wait for the device."""
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -18,14 +19,15 @@ class RunningMeans:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         # Since the last flush. Two tensors per name: adding to both is faster than stacking them.
-        self.sums: dict[str, torch.Tensor] = {}
-        self.counts: dict[str, int | torch.Tensor] = {}
+        self.sums: dict[str, torch.Tensor] = defaultdict(
+            lambda: torch.zeros((), device=accelerator.device)
+        )
+        self.counts: dict[str, int | torch.Tensor] = defaultdict(int)
         self.totals: dict[str, tuple[float, float]] = {}  # sum and count of the epoch, flushed
 
     def add(self, name: str, total: torch.Tensor, count: int | torch.Tensor) -> None:
         """Add the sum of `count` values of this process, a scalar on the device."""
-        if name not in self.sums:
-            self._open(name)
+        self.totals.setdefault(name, (0.0, 0.0))
         self.sums[name] += total
         self.counts[name] += count
 
@@ -34,7 +36,8 @@ class RunningMeans:
         window = self._reduce()
         for name, pair in window.items():
             self.totals[name] = add_pairs(self.totals[name], pair)
-            self._open(name)
+        self.sums.clear()
+        self.counts.clear()
         return divide(prefix, window)
 
     def compute(self, prefix: str) -> dict[str, float]:
@@ -42,14 +45,13 @@ class RunningMeans:
 
         It flushes nothing, so an evaluation does not change the rounding of later means.
         """
-        window = self._reduce()
-        return divide(prefix, {n: add_pairs(self.totals[n], window[n]) for n in window})
+        window = self._reduce().items()
+        return divide(prefix, {name: add_pairs(self.totals[name], pair) for name, pair in window})
 
     def clear(self) -> None:
         """Start a new epoch."""
-        for name in self.sums:
-            self._open(name)
-            self.totals[name] = 0.0, 0.0
+        for each in (self.sums, self.counts, self.totals):
+            each.clear()
 
     def state(self) -> dict[str, Any]:
         """Return the whole state, as JSON. Every process must call this."""
@@ -64,23 +66,17 @@ class RunningMeans:
         else:
             row = rows.sum(0) * accelerator.is_main_process
         self.totals = {name: tuple(pair) for name, pair in state["totals"].items()}
-        pairs = dict(zip(sorted(self.totals), row.view(-1, 2), strict=True))
-        for name in self.totals:
-            total, count = pairs[name]
+        pairs = row.view(len(self.totals), 2)
+        for name, (total, count) in zip(sorted(self.totals), pairs, strict=True):
             self.sums[name] = total.float().to(accelerator.device)
             self.counts[name] = int(count) if count.item().is_integer() else count.item()
-
-    def _open(self, name: str) -> None:
-        self.sums[name] = torch.zeros((), device=self.accelerator.device)
-        self.counts[name] = 0
-        self.totals.setdefault(name, (0.0, 0.0))
 
     def _row(self) -> torch.Tensor:
         """Sum and count of each name, sorted by name; float64, because a count may exceed 2**24.
 
         Every process must call this. Raises RuntimeError if their names differ.
         """
-        names = sorted(self.sums)
+        names = sorted(self.totals)
         if self.accelerator.num_processes > 1:
             everybody = gather_object([names])
             if others := [theirs for theirs in everybody if theirs != names]:
@@ -97,8 +93,8 @@ class RunningMeans:
 
     def _reduce(self) -> dict[str, tuple[float, float]]:
         row = self.accelerator.reduce(self._row(), reduction="sum").tolist()
-        pairs = dict(zip(sorted(self.sums), zip(row[::2], row[1::2], strict=True), strict=True))
-        return {name: pairs[name] for name in self.sums}
+        pairs = dict(zip(sorted(self.totals), zip(row[::2], row[1::2], strict=True), strict=True))
+        return {name: pairs[name] for name in self.totals}
 
 
 def add_pairs(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:

@@ -63,7 +63,15 @@ def check_data(
     """
     check_indexable(train_set, "training set")
     check_indexable(eval_set, "evaluation set")
-    config.check_size(len(train_set), len(eval_set))
+    num_train, num_eval = len(train_set), len(eval_set)
+    if num_train < 1 or num_eval < 1:
+        raise UsageError(f"there are {num_train} samples to train on and {num_eval} to evaluate on")
+    if config.drop_last and config.batch_size > num_train:
+        raise UsageError(
+            f"--batch-size {config.batch_size} is larger than the {num_train} training samples, "
+            "and --drop-last leaves out a batch that is not full: use a smaller --batch-size, or "
+            "--no-drop-last"
+        )
     fingerprint = fingerprint_data(train_set, eval_set)
     nodes.check_same(accelerator, {"the data's md5": fingerprint})
     return fingerprint

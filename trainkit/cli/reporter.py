@@ -2,7 +2,6 @@
 
 import time
 from contextlib import suppress
-from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
@@ -18,31 +17,13 @@ from trainkit.run_dir.log import JsonlTracker
 QUIET_SECONDS = 60.0  # off a terminal, an epoch prints its position about this often
 
 
-class RunBar(tqdm):
-    """A bar that estimates the time left from the mean speed since `first`, a step and its start.
-
-    A plain tqdm bar would know only its own epoch, without evaluations and saves.
-    """
-
-    first: tuple[int, float] | None = None
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        """Return the fields that tqdm puts into bar_format."""
-        fields = super().format_dict
-        if self.first is not None:
-            fields |= {"initial": self.first[0], "elapsed": time.perf_counter() - self.first[1]}
-        return fields
-
-
 class Reporter:
     """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl."""
 
     def __init__(self, accelerator: Accelerator, config: TrainingConfig, tracker: JsonlTracker):
         self.accelerator, self.config, self.tracker = accelerator, config, tracker
-        self.bar, self.table = RunBar(disable=True), MetricsTable()
+        self.bar, self.table = tqdm(disable=True), MetricsTable()
         self.num_before = 0  # samples of this epoch that were trained on before
-        self.first: tuple[int, float] | None = None  # steps done before the first bar, its start
         self.started_at = self.train_seconds = self.said_at = 0.0
         self.last_loss = ""
 
@@ -54,21 +35,24 @@ class Reporter:
     def start(self, progress: Progress, num_before: int, last_step: int) -> None:
         """Begin the steps of an epoch, of whose samples num_before were already trained on.
 
-        On a terminal there is a bar over the steps of the whole run. Its time left is estimated
+        On a terminal there is one bar over the steps of the whole run. Its time left is estimated
         from the mean speed since this process's first step, including evaluations and saves.
         """
         self.num_before, self.last_loss = num_before, ""
         self.said_at, self.started_at = time.monotonic(), time.perf_counter()
-        self.bar = RunBar(
-            desc=f"epoch {progress.epoch + 1}/{self.config.epochs}",
-            total=last_step,
-            initial=progress.step,
-            bar_format="{desc} {percentage:3.0f} %|{bar}| {remaining} left{postfix}",
-            smoothing=0,  # or the speed would be that of the newest steps alone
-            leave=False,
-            disable=None if self.accelerator.is_main_process else True,
-        )
-        self.first = self.bar.first = self.first or (progress.step, self.started_at)
+        desc = f"epoch {progress.epoch + 1}/{self.config.epochs}"
+        if self.bar.total is None:
+            self.bar = tqdm(
+                desc=desc,
+                total=last_step,
+                initial=progress.step,
+                bar_format="{desc} {percentage:3.0f} %|{bar}| {remaining} left{postfix}",
+                smoothing=0,  # or the speed would be that of the newest steps alone
+                miniters=1,  # else tqdm's thread may draw the bar into an evaluation
+                leave=False,
+                disable=None if self.accelerator.is_main_process else True,
+            )
+        self.bar.set_description_str(desc)
 
     def log_window(self, progress: Progress, means: RunningMeans, rates: dict[str, float]) -> None:
         """Write a row of metrics.jsonl: the losses since the last one."""
@@ -98,8 +82,8 @@ class Reporter:
             )
 
     def stop(self) -> None:
-        """End the steps of an epoch; the evaluation comes next."""
-        self.bar.close()
+        """End the steps of an epoch; the evaluation comes next, and prints where the bar was."""
+        self.bar.clear()
         self.train_seconds = time.perf_counter() - self.started_at
 
     def log_evaluation(

@@ -90,11 +90,9 @@ def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
 
     Every process must call this, before any other collective. Raises UsageError on all of them.
     """
-    described = describe_node()
-    for name, value in vars(config).items():
-        if name not in config.nodes_may_differ:
-            described[flag(name)] = value
-    check_same(accelerator, described)
+    values, may_differ = vars(config).items(), config.nodes_may_differ
+    flags = {flag(name): value for name, value in values if name not in may_differ}
+    check_same(accelerator, describe_node() | flags)
     check_shared_folder(accelerator, config.run_dir)
 
 
