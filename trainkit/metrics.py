@@ -55,8 +55,7 @@ class RunningMeans:
 
     def state(self) -> dict[str, Any]:
         """Return the whole state, as JSON. Every process must call this."""
-        rows = self.accelerator.gather(self._row()[None])
-        return {"rows": rows.tolist(), "totals": self.totals}
+        return {"rows": gather_object([self._row().tolist()]), "totals": self.totals}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore state(), which may come from a run with another number of processes."""
