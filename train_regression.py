@@ -115,7 +115,7 @@ class Config(tables.TableConfig):
     def find_problems(self, num_processes: int) -> list[str]:
         problems = super().find_problems(num_processes)
         if self.data is None and (self.target or self.features):
-            problems.append("--target and --features are columns of --data: which table is it?")
+            problems.append("--target and --features name columns of --data: give that as well")
         return problems
 
 

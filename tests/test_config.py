@@ -82,13 +82,13 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--schedule constant --min-learning-rate 1e-4", "is for --schedule onecycle and cosine"),
+        ("--schedule constant --min-learning-rate 1e-4", "needs --schedule onecycle or cosine"),
         ("--learning-rate 1e-4 --min-learning-rate 1e-4", "must be below the peak of 0.0001"),
         (
             "--learning-rate 0.1 --schedule cosine --scale-lr 1024 --min-learning-rate 0.01",
             "below the peak of 0.003125",
         ),
-        ("--target y", "are columns of --data"),
+        ("--target y", "name columns of --data"),
         ("--accumulate 2", "use --accumulate 1, or dynamo_mode: default"),
         ("--learning-rate 2e-4 --min-learning-rate 1e-4 --keep-best eval_loss --patience 1", ""),
     ],

@@ -41,7 +41,7 @@ ILL = [
     ("slow", 1, "problem: process 1 on node 0 "),
     ("network", 1, "the gloo group that training opens beside gloo failed on node 0 ("),
     ("sum", 1, "problem: an all-reduce of 4096 bytes is wrong on processes [0, 1]"),
-    ("absent", 1, "error: process 0 lost contact with another process of this run, or never met"),
+    ("absent", 1, "error: process 0 lost contact with another process of this run, or never reac"),
 ]
 
 

@@ -87,7 +87,7 @@ REFUSED = [
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", 0, "STEPS=4: .*--accumulate"),
     ("ACCELERATE_MIXED_PRECISION=fp8", 1, "PRECISION=fp8: use bf16, fp16 or no"),
     ("ACCELERATE_DYNAMO_BACKEND=tensorrt", 0, "inductor"),
-    (f"{LAUNCHED}fp16", 0, "asks for 1 GPU and torch sees none here: repair"),
+    (f"{LAUNCHED}fp16", 0, "asks for 1 GPU, but torch sees none here: check"),
     (WORLD, 1, "2 processes.*has 1 GPU: use a YAML with num_processes: 1"),
 ]
 
@@ -162,7 +162,7 @@ STARTED = [
     ("ACCELERATE_MIXED_PRECISION=bf16", f"{TORCHRUN} 1", "1 process on cpu, bf16"),
     ("", "-m torch.distributed.launch --nproc-per-node 1", "arguments: --local-rank=0"),
     ("", f"{ACCELERATE} --cpu", "1 process on cpu, float32"),
-    ("", f"{ACCELERATE} --cpu --num_processes 2", "only this one was started"),
+    ("", f"{ACCELERATE} --cpu --num_processes 2", "only this process was started"),
     ("HF_HOME={home}", ACCELERATE, "1 process on cpu, bf16"),
     ("", "2cpu --mixed_precision fp16", "on cpu Accelerate trains in float32"),
     ("", "2cpu --use_megatron_lm", "USE_MEGATRON_LM=true"),
@@ -274,4 +274,4 @@ def test_a_process_that_waits_too_long_for_the_others_ends_in_one_sentence(
     waiting = fork_main(str(tmp_path / "wait.py"), timeout=25)
     assert waiting.returncode == 1
     (line,) = waiting.stderr.splitlines()
-    assert line.startswith("error: process 0 did not meet the other processes within")
+    assert line.startswith("error: process 0 could not reach the other processes within")

@@ -170,7 +170,7 @@ def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path: Path) -> None:
 
 
 pyarrow.parquet.write_table(pyarrow.table([[1]] * 3, ["a", "y", "a"]), twice := io.BytesIO())
-NO_NUMBER = r"  a: row {}: '{}' is no number, as 1234\.5"
+NO_NUMBER = r"  a: row {}: '{}' is not a number like 1234\.5"
 REFUSED = {
     **{f"a column of {value}": ("t.csv", rows("a", [value, value.replace("0", "7")]), [],
                                 NO_NUMBER.format(1, re.escape(value)))
@@ -189,9 +189,9 @@ REFUSED = {
     "a stray text": ("t.csv", b"a,b,y\n1,2,3\nx2,1,5\n" + b"2,3,4\n3,4,5\n" * 5, [],
                      NO_NUMBER.format(2, "x2")),
     "a stray date": ("t.csv", rows("a", ["2020-01-10", "2020-01-11", "2020-13-10"]), [],
-                     "a: row 3: '2020-13-10' is no date, as in training"),
+                     "a: row 3: '2020-13-10' is not a date as in training"),
     "decimal commas in the target": ("t.csv", b"a;y\n" + b"1;2,5\n2;3,5\n" * 9, [],
-                                     "y: row 1: '2,5' is no number(?s:.*)no currency"),
+                                     "y: row 1: '2,5' is not a number(?s:.*)without currency"),
     "infinite": ("t.csv", b"a,y\n1,2\n2,inf\n3,4\n", [], r"y: row 2: 'inf' .*at most 1e38"),
     "beyond float32": ("t.csv", b"a,y\n1,2\n2,2\n-1e300,4\n", [], "a: row 3: '-1e300' .*1e38"),
     "missing": ("t.csv", b"a,b,y\n" + b"1,,3\n2,2,4\n3,4,5\n" * 5, ["--missing", "refuse"],
@@ -208,7 +208,7 @@ REFUSED = {
     "constant target": ("t.csv", b"a,y\n" + b"".join(b"%d,3\n" % i for i in range(9)), [],
                         "a target is the same in all training rows"),
     "constant features": ("t.csv", b"a,y\n1,2\n1,3\n1,4\n", [], "a: left out: always the same"),
-    "flags without a table": (None, None, ["--features", "a"], "are columns of --data"),
+    "flags without a table": (None, None, ["--features", "a"], "name columns of --data"),
 }  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def test_a_folder_of_unlike_tables_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"b\.csv has other columns than a\.csv"):
         load("--data", tmp_path, "--target", "y")
     (tmp_path / "b.csv").rename(tmp_path / "b.json")
-    with pytest.raises(UsageError, match="files of one kind"):
+    with pytest.raises(UsageError, match="must be of one kind"):
         load("--data", tmp_path, "--target", "y")
 
 
@@ -352,7 +352,7 @@ def test_what_a_prediction_cannot_know_is_said(
     assert "not in the training rows" not in model.predict_file(path, "cp1252")
     for change, sentence in (
         ({"predicted_y": 1}, "has a column 'predicted_y' already"),
-        ({"area": "$1"}, r"no row can be predicted: row 1 \(column 'area': '\$1' is no"),
+        ({"area": "$1"}, r"no row can be predicted: row 1 \(column 'area': '\$1' is not"),
     ):
         frame(5).assign(**change).to_csv(path, index=False)
         with pytest.raises(UsageError, match=sentence):
@@ -369,7 +369,7 @@ def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(
     table.loc[[0, 2, 3], "area"] = [1e300, "NA", "$1"]
     table.to_csv(path, index=False)
     said = model.predict_file(path).splitlines()[1]
-    assert said.startswith("no prediction for row 1 (column 'area': '1e+300' is no number")
+    assert said.startswith("no prediction for row 1 (column 'area': '1e+300' is not a number")
     assert "row 3 (column 'area': the value is missing), row 4" in said and "--" not in said
     written = predicted(model, path).predicted_y
     assert written.isna().tolist() == [True, False, True, True, False]
@@ -407,7 +407,7 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(
         load(*typed[1:])
     lines = str(raised.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:4]] == ["area", "far", "note"]
-    assert "row 6: 'about 30' is no number" in lines[1] and "row 1: '12 km'" in lines[2]
+    assert "row 6: 'about 30' is not a number" in lines[1] and "row 1: '12 km'" in lines[2]
     assert "  year: number, filled in where missing: 2 '?', 2 'unknown'" in lines
     command = shlex.split(lines[-1].removeprefix("This works: python train_regression.py "))
     _, _, about = load(*command)

@@ -69,7 +69,7 @@ class TrainingConfig:
     run_dir: MayChange[Path] = Path("runs/run")
     """folder of this run; an earlier run in it is moved aside, never deleted"""
     resume: MayChange[str | None] = None
-    """auto: from the newest whole checkpoint, if any; latest: refuse without; a path: from it"""
+    """auto: the newest complete checkpoint, if any; latest: the same, or fail; or a checkpoint"""
 
     optimizer: Optimizer = "adamw"
     """fused, except under fp16"""
@@ -90,7 +90,7 @@ class TrainingConfig:
     scale_lr: Count | None = None
     """a reference batch size: multiply the learning rate by --batch-size / this"""
     clip_norm: Annotated[float, Rule(lambda value: value > 0, "above 0")] = math.inf
-    """largest norm of the gradient; inf: any"""
+    """largest norm of the gradient; inf: do not clip"""
     ema: Annotated[float, Rule(lambda value: 0 < value < 1, "above 0 and below 1")] | None = None
     """evaluate and write a moving average of the weights, with this decay per step"""
     drop_last: bool = False
@@ -107,7 +107,7 @@ class TrainingConfig:
     patience: MayChange[Count | None] = None
     """end the run after this many evaluations in a row that are not the best by --keep-best"""
     start_from: MayChange[Path | None] = None
-    """begin with the weights in this safetensors file, by name; with --resume a checkpoint wins"""
+    """initial weights, a safetensors file, matched by name; a checkpoint of --resume comes first"""
     stop_after_steps: MayChange[Count | None] = None
     """end the run after this many optimizer steps as if it were done"""
     pictures: MayChange[bool] = True
@@ -121,7 +121,7 @@ class TrainingConfig:
     accumulate: MayChange[Count] = 1
     """micro-batches per optimizer step: less memory, the same numbers"""
     tracker: MayChange[Literal["tensorboard", "trackio", "wandb"] | None] = None
-    """log there as well"""
+    """also log to this tracker"""
     num_workers: MayChange[NonNegative[int]] = 0
     """loader processes per training process"""
     timeout: MayChange[Count] = 300
@@ -161,13 +161,13 @@ class TrainingConfig:
             problems.append("--patience needs --keep-best METRIC, the metric to watch")
         if self.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
             problems.append(
-                f"--accumulate {self.accumulate} would add up gradients where the CUDA graphs of "
-                "dynamo_mode reduce-overhead write the next ones: use --accumulate 1, or "
-                "dynamo_mode: default in the YAML"
+                f"--accumulate {self.accumulate} does not work with dynamo_mode: reduce-overhead, "
+                "whose CUDA graphs overwrite the gradients that are being added up: use "
+                "--accumulate 1, or dynamo_mode: default in the YAML"
             )
         peak = self.peak_learning_rate
         if self.min_learning_rate > 0 and self.schedule not in ("onecycle", "cosine"):
-            problems.append("--min-learning-rate is for --schedule onecycle and cosine")
+            problems.append("--min-learning-rate needs --schedule onecycle or cosine")
         elif 0 < peak <= self.min_learning_rate:
             problems.append(
                 f"--min-learning-rate must be below the peak of {peak:g}, which is --learning-rate "

@@ -31,15 +31,15 @@ LATE_START_SECONDS = 60.0
 # Messages of torch, safetensors, gloo, NCCL and the system when something happens to one process
 # only, and what they mean. Each pattern is searched in the exception's type and message.
 FAILURES = {
-    "OutOfMemoryError|DefaultCPUAllocator: can't": "ran out of memory: where it trains, try a "
-    "larger --accumulate or a smaller --batch-size, else a smaller model or less data",
+    "OutOfMemoryError|DefaultCPUAllocator: can't": "ran out of memory: if that was in training, "
+    "use a larger --accumulate or a smaller --batch-size, otherwise a smaller model or less data",
     "DataLoader worker|DataLoader timed out|shared memory": "got no batch from a loader worker "
-    "(see its output): if /dev/shm is full give it more (docker run --shm-size) or use fewer "
-    "--num-workers, if batches take long raise --timeout",
+    "(see its output): if /dev/shm is full, enlarge it (docker run --shm-size) or use fewer "
+    "--num-workers; if batches take long, raise --timeout",
     "No space left|File too large|quota exceeded|iostream error|fail at inline_container": "found "
     "the disk full",
     r"Dist\w*Error|RuntimeError: (\[[^\]]*gloo/|(?i:gloo |nccl ))": "lost contact with another "
-    "process of this run, or never met it (see its output, or start trainkit.tools.doctor)",
+    "process of this run, or never reached it: read its output, or run trainkit.tools.doctor",
 }
 
 

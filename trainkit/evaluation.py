@@ -42,7 +42,7 @@ def evaluate(
             for name, value in values.items():
                 if value.ndim == 0:
                     raise RuntimeError(
-                        f"{CALL} got a single number for {name}: let it be one value for each "
+                        f"{CALL} got a single number for {name}: return one value for each "
                         'sample, as losses with reduction="none" are'
                     )
                 if not counted:

@@ -77,8 +77,8 @@ def clip_gradients(
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     if not gradients:
         raise RuntimeError(
-            "run.clip_and_check(...) found no gradient: it comes after accelerator.backward(...), "
-            "and zero_grad() after optimizer.step()"
+            "run.clip_and_check(...) found no gradient: call it after "
+            "accelerator.backward(...), and zero_grad() after optimizer.step()"
         )
     norm = total_norm(gradients)
     if max_norm < math.inf:  # multiplying by 1 would take time

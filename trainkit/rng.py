@@ -101,7 +101,7 @@ class Dropout(nn.Dropout):
             return super().forward(inputs)
         if self.drawn:
             raise RuntimeError(
-                "Dropout was used twice for a batch, or outside of run.steps(): use "
+                "trainkit's Dropout was called twice for a batch, or outside of run.steps(): use "
                 "nn.Dropout there"
             )
         self.drawn = True

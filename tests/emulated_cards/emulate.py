@@ -147,6 +147,9 @@ class Card(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.elem.untyped_storage()
 
+    def data_ptr(self) -> int:
+        return self.elem.data_ptr()
+
 
 def unwrap(value: Any) -> Any:
     return value.elem if isinstance(value, Card) else value

@@ -22,9 +22,9 @@ def check_indexable(dataset: Any, name: str) -> None:
     by_index = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if not (by_index and hasattr(dataset, "__len__")):
         raise UsageError(
-            f"the {name} is a {type(dataset).__name__}, whose samples have no index: an exact "
-            "resume begins in the middle of an epoch, so use what has len() and reads by index: a "
-            "list, numpy.memmap, datasets.Dataset, an index of files"
+            f"the {name} is a {type(dataset).__name__}, whose samples have no index, but an "
+            "exact resume begins in the middle of an epoch: use a data set that has len() and is "
+            "read by index, such as a list, numpy.memmap, datasets.Dataset or an index of files"
         )
 
 
@@ -65,7 +65,10 @@ def check_data(
     check_indexable(eval_set, "evaluation set")
     num_train, num_eval = len(train_set), len(eval_set)
     if num_train < 1 or num_eval < 1:
-        raise UsageError(f"there are {num_train} samples to train on and {num_eval} to evaluate on")
+        raise UsageError(
+            f"there are {num_train} samples to train on and {num_eval} to evaluate on: at least "
+            "one of each is needed"
+        )
     if config.drop_last and config.batch_size > num_train:
         raise UsageError(
             f"--batch-size {config.batch_size} is larger than the {num_train} training samples, "

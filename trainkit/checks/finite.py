@@ -89,7 +89,7 @@ class FiniteGuard:
                 raise RunFailure(
                     f"the weights or learning rates differ between the processes after "
                     f"{self.position}, norms of the weights {min(norms):.4g} to {max(norms):.4g}: "
-                    "whatever changes them must do so on every process"
+                    "change them in the same way on every process"
                 )
 
     def _read_pending(self, before: int | None = None) -> None:

@@ -31,11 +31,13 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
     """Raise RuntimeError if what accelerator.prepare was given could not be trained or resumed."""
     models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
     if num_models != len(models):
-        raise RuntimeError("run.begin(...) needs every model that accelerator.prepare was given")
+        raise RuntimeError(
+            "run.begin(...) needs all models that accelerator.prepare was given, as a list"
+        )
     if any(batches_of(loader) is None for loader in prepared_loaders(accelerator)):
         raise RuntimeError(
             "accelerator.prepare was given a loader that make_loaders(...) did not make: "
-            "Accelerate may give some of its samples twice"
+            "make it so, because Accelerate may give some samples of others twice"
         )
     if not optimizers:
         raise RuntimeError("accelerator.prepare was given no optimizer: prepare every one")
@@ -47,7 +49,9 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         )
     weights = Counter(weights_of(*optimizers))
     if twice := [weight for weight, num in weights.items() if num > 1]:
-        raise RuntimeError(f"{len(twice)} of the weights are in two optimizers, or twice in one")
+        raise RuntimeError(
+            f"{len(twice)} of the weights are in two optimizers, or twice in one: list each once"
+        )
     if strange := weights.keys() - {w for model in models for w in model.parameters()}:
         raise RuntimeError(
             f"{len(strange)} of the optimizers' weights are in no model that "
@@ -75,12 +79,12 @@ def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> Epoch
     if training:
         raise RuntimeError(
             f"run.steps(...) {got} whose order cannot be resumed: give it the training loader that "
-            "make_loaders(...) made and accelerator.prepare returned (for a sampler of your own "
-            "see its weights=)"
+            "make_loaders(...) made and accelerator.prepare returned (in place of a sampler of "
+            "your own use its weights= or order=)"
         )
     raise RuntimeError(
-        f"run.evaluate(...) {got} that is not the evaluation loader of make_loaders(...), "
-        "prepared: it may give a sample twice, or not at all"
+        f"run.evaluate(...) {got} that is not the evaluation loader of make_loaders(...) as "
+        "prepared: give it that one, because others may give a sample twice or not at all"
     )
 
 
@@ -125,19 +129,19 @@ class Prepared:
         """Raise RuntimeError if requires_grad, train mode, a schedule or run.state was changed."""
         if self.requires_grad != self._requires_grad():
             raise RuntimeError(
-                "other weights require gradients than when they were prepared, which is when "
-                "DistributedDataParallel looks: to unfreeze weights start a new run with "
+                "requires_grad of a weight was changed after accelerator.prepare(...), which "
+                "DistributedDataParallel does not notice: to unfreeze weights start a new run with "
                 "--start-from, or keep them trainable from the start, in a group with lr=0"
             )
         if not all(model.training for model in self.models):
             raise RuntimeError(
                 "a model is in evaluation mode: call model.train() before run.steps(...), then "
-                "eval() of the layers that are to stay in it"
+                "eval() on the layers that should stay in it"
             )
         if self.saved not in (None, self._schedules_and(state)):
             raise RuntimeError(
                 "a learning rate schedule was stepped, or run.state changed, after run.save() or "
-                "run.end_epoch(...), whose checkpoint does not hold it: do that before"
+                "run.end_epoch(...), so the checkpoint lacks the change: do that before"
             )
 
     def _requires_grad(self) -> list[bool]:
@@ -156,8 +160,8 @@ def check_evaluated(accelerator: Accelerator, num_rows: dict[str, int], loader: 
     for name, num in zip(num_rows, counts, strict=True):
         if num != num_samples:
             raise RuntimeError(
-                f"run.evaluate(...) got {num} rows of {name} for {num_samples} samples: let "
-                "it be one value for each sample, or say which values count with mask="
+                f"run.evaluate(...) got {num} rows of {name} for {num_samples} samples: "
+                "return one value for each sample, or say with mask= which values count"
             )
 
 
@@ -165,8 +169,8 @@ def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
     """Refuse a row of metrics.jsonl that could not be recognised as an evaluation."""
     if "eval_loss" not in metrics or means.keys() & metrics.keys():
         raise RuntimeError(
-            f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: eval_loss must be "
-            f"among them, by which a row is known, and not {', '.join(means)}"
+            f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be "
+            f"eval_loss, which marks a row as an evaluation, and none of {', '.join(means)}"
         )
 
 

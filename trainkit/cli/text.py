@@ -19,8 +19,8 @@ def check_json(what: str, values: dict[str, Any]) -> None:
             same = False
         if not same:
             raise RuntimeError(
-                f"{what} holds {name!r}: {value!r}, which JSON does not give back: use texts as "
-                "keys, lists instead of tuples, and float(...) or .tolist() of what is not Python's"
+                f"{what} holds {name!r}: {value!r}, which JSON does not preserve: use strings "
+                "as keys, lists instead of tuples, and float(...) or .tolist() for other types"
             )
 
 

@@ -128,8 +128,8 @@ class ParquetRows(Dataset):
     def __init__(self, pattern: str, *columns: str, cache_bytes: int = 2**34):
         if "$" not in pattern and shown(pattern) != pattern:
             raise UsageError(
-                f"{shown(pattern)}: a password or signature would be saved with the run: write "
-                "$NAME in its place, and set that variable"
+                f"{shown(pattern)}: a password or signature in it would be saved with the run: "
+                "write $NAME in its place, and set the environment variable NAME"
             )
         self.pattern, self.columns, self.cache_bytes = pattern, columns, cache_bytes
         self.folder = Path(HF_HOME, "rows")
@@ -250,7 +250,9 @@ class ParquetRows(Dataset):
         with FileLock(f"{local}.lock"):
             if not Path(local).exists():
                 if self._footer(path)[0] != version:
-                    raise LoneFailure(f"{shown(path)} has changed since this run opened it")
+                    raise LoneFailure(
+                        f"{shown(path)} has changed since this run opened it: start a new run"
+                    )
                 with self._files()[0].open(  # with the size, or fsspec would ask the server for it
                     path, cache_type="none", size=int(version.split()[0])
                 ) as file:
@@ -264,7 +266,9 @@ class ParquetRows(Dataset):
             with pa.memory_map(local) as file:
                 columns = pa.ipc.open_file(file).get_batch(0).select(self.columns).columns
         if any(x.null_count or getattr(x, "values", x).null_count for x in columns):
-            raise LoneFailure(f"{shown(path)} has nulls in its row group {within}")
+            raise LoneFailure(
+                f"{shown(path)} has nulls in its row group {within}: write it without"
+            )
         return [*map(tensor, columns)]
 
     def _make_room(self) -> None:

@@ -144,7 +144,7 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     kinds = {*map(_kind, files)}
     if len(kinds) > 1 or not kinds <= {*KINDS}:
         raise UsageError(
-            f"{where} is not a table: there must be files of one kind of {', '.join(KINDS)}"
+            f"{where} is not a table: all files must be of one kind, one of {', '.join(KINDS)}"
         )
     tables = []
     for file in files:
@@ -153,14 +153,17 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
                 table = _read_file(file, **options)
             except UnicodeError:
                 raise UsageError(
-                    f"{where}: {file.name} is not in UTF-8, or not in the --encoding that was "
-                    "given: it is often --encoding cp1252 or utf-16"
+                    f"{where}: {file.name} is not in UTF-8, or not in the given "
+                    "--encoding: try --encoding cp1252 or utf-16"
                 ) from None
             # If rows of JSON are lists, the names of the columns are the numbers 0, 1 and so on.
             table.columns = [*_unique([(str(name).strip(), 0) for name in table])]
         tables.append(table)
         if [*table] != [*tables[0]]:
-            raise UsageError(f"{where}: {file.name} has other columns than {files[0].name}")
+            raise UsageError(
+                f"{where}: {file.name} has other columns than {files[0].name}: all "
+                "files of a folder must have the same"
+            )
     table = pd.concat(tables, ignore_index=True)
     if files != [path]:
         table.attrs["files"] = f" ({shorten([file.name for file in files])})"
@@ -201,7 +204,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({*names}) < len(names):
         twice = max(names, key=names.count)
         raise ValueError(
-            f"two columns are called {twice!r}: rename one, or write a first line of names"
+            f"two columns are called {twice!r}: rename one, or add a first line of names"
         )
     return dict(pairs)
 
@@ -216,8 +219,8 @@ def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.
         values = table[name]
         if values.dtype == object and {*map(type, values)} & {bytes, dict, list, np.ndarray}:
             raise UsageError(
-                f"{where}: column {name!r} holds bytes or lists of values in its cells, and is no "
-                "column of numbers or texts: choose others by --features"
+                f"{where}: column {name!r} holds bytes or lists of values, which are neither "
+                "numbers nor texts: choose other columns with --features"
             )
     chosen = table[[*dict.fromkeys(names)]]
     return chosen.mask(chosen.isin([""]))
@@ -311,8 +314,10 @@ def encode(
         if column.fill is not None:
             numbers = numbers.fillna(column.fill)
         for row in table.index[wrong | numbers.isna()]:
-            wanted = "date, as in training" if column.days else "number, as 1234.5 (at most 1e38)"
-            why = f"'{values[row]!s:.40}' is no {wanted}" if wrong[row] else "the value is missing"
+            wanted = "date as in training" if column.days else "number like 1234.5 (at most 1e38)"
+            why = (
+                f"'{values[row]!s:.40}' is not a {wanted}" if wrong[row] else "the value is missing"
+            )
             problems.append((row, column.name, why))
         block = numbers.to_numpy()[:, None]
         blocks.append(block == column.categories if column.categories else block)
@@ -423,7 +428,9 @@ def _judge(learned: dict[str, Any], config: TableConfig) -> str:
     lines = [f"  {name}: {learned[name]}" for name in sorted(learned, key=good.__contains__)]
     text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
     if not good or {*(config.target or [])} & learned.keys():
-        return f"{text}\nWrite numbers as 1234.5: no currency, unit, % or thousands separator"
+        return (
+            f"{text}\nWrite numbers like 1234.5, without currency, unit, % or thousands separator"
+        )
     return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
 
 

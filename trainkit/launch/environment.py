@@ -21,8 +21,8 @@ NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_S
 TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
 NO_SHARDS = (
     FALSE,
-    "these scripts keep the whole model on each card: start them without it, with "
-    "distributed_type: MULTI_GPU as in accelerate_configs/4gpu.yaml",
+    "these scripts do not support it: use distributed_type: MULTI_GPU, or FSDP to shard the model, "
+    "as in accelerate_configs/",
 )
 # Environment variables that would silently change what is trained: the allowed values, and the
 # remedy for all others. Accelerate 1.15 reads FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*,
@@ -33,10 +33,10 @@ VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
     "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
-    "ACCELERATE_TORCH_DEVICE": ("", "choose cards by gpu_ids in the YAML"),
+    "ACCELERATE_TORCH_DEVICE": ("", "choose the GPUs with gpu_ids in the YAML"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "(?!)",  # matches no value
-        "it would override --accumulate: use that",
+        "it would override --accumulate: use that flag",
     ),
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
 }
@@ -53,16 +53,16 @@ def check_ranks() -> None:
     for name in NUM_TASKS:
         if (size := env.get(name, "1")).isdecimal() and int(size) > num_processes:
             raise UsageError(
-                f"{name}={size}, and this process is one of {num_processes}: start the script with "
-                "accelerate launch or torchrun on each node, under Slurm as in "
-                f"docs/slurm/train.sbatch, or, if these are separate runs, unset {name}"
+                f"{name}={size}, but this process is one of {num_processes}: start the script with "
+                "accelerate launch or torchrun on each node (under Slurm as in "
+                f"docs/slurm/train.sbatch), or, if these are separate runs, unset {name}"
             )
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in env]
     if missing and (num_processes > 1 or env.keys() & {"RANK", "LOCAL_RANK"}):
         raise UsageError(
-            f"no launcher started this process ({missing[0]} is not set), but it is one of several "
-            "by RANK, LOCAL_RANK or WORLD_SIZE: start it with accelerate launch, notebook_launcher "
-            "or torchrun, or unset them"
+            f"by RANK, LOCAL_RANK or WORLD_SIZE this process is one of several, but {missing[0]} "
+            "is not set, so no launcher started it: start it with accelerate launch, torchrun or "
+            "notebook_launcher, or unset them"
         )
 
 
@@ -89,9 +89,9 @@ def check_variables() -> str:
     # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
     if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
         raise UsageError(
-            f"MASTER_ADDR={env['MASTER_ADDR']} is set but only this one was started: for several "
-            "processes use MULTI_GPU as in accelerate_configs/2cpu.yaml (distributed_type NO and "
-            "MULTI_CPU start one), for one unset MASTER_ADDR"
+            f"MASTER_ADDR={env['MASTER_ADDR']} is set, but only this process was started: for "
+            "several use MULTI_GPU as in accelerate_configs/2cpu.yaml (distributed_type NO and "
+            "MULTI_CPU start one), for a single one unset MASTER_ADDR"
         )
     return env.get("ACCELERATE_MIXED_PRECISION", "no")
 
@@ -108,8 +108,8 @@ def check_devices() -> None:
     use_cpu = hidden or str_to_bool(env.get("ACCELERATE_USE_CPU", "no"))
     if by_accelerate() and not use_cpu and num_devices == 0:
         raise UsageError(
-            f"this launch asks for {count(local_size, 'GPU')} and torch sees none here: repair the "
-            "driver (nvidia-smi), or use the CPU: start with `python` and no launcher, with "
+            f"this launch asks for {count(local_size, 'GPU')}, but torch sees none here: check the "
+            "driver (nvidia-smi), or train on the CPU: with `python` and no launcher, with "
             "accelerate launch --cpu, or with accelerate_configs/2cpu.yaml or 1cpu_bf16.yaml"
         )
     if not use_cpu and 0 < num_devices < local_size:

@@ -39,8 +39,9 @@ def deadline(timeout: timedelta) -> Iterator[None]:
 
     def give_up() -> None:
         print(
-            f"error: process {os.environ.get('RANK', '0')} did not meet the other processes within "
-            f"{timeout.total_seconds():.0f} s (see their output, or start trainkit.tools.doctor)",
+            f"error: process {os.environ.get('RANK', '0')} could not reach the other processes "
+            f"within {timeout.total_seconds():.0f} s: read their output, or run "
+            "trainkit.tools.doctor",
             file=sys.stderr,
         )
         os._exit(1)
@@ -107,7 +108,10 @@ def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
         nodes = {theirs.get(name, "not set"): node for node, theirs in reversed(everybody)}
         if len(nodes) > 1:
             values = (f"{value} on {node}" for value, node in reversed(nodes.items()))
-            raise UsageError(f"the nodes of this run differ: {name} is {', and '.join(values)}")
+            raise UsageError(
+                f"the nodes of this run differ: {name} is {', and '.join(values)}: start all of "
+                "them with the same command, code, packages and data"
+            )
 
 
 def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
@@ -150,16 +154,16 @@ def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]
     for name, value in (pair for theirs in everybody for pair in theirs.items()):
         if name in ("step", "epoch") or not isinstance(value, int | float):
             raise RuntimeError(
-                f"run.end_epoch(...) got {name}: {value!r}: a metric is a number, and has another "
-                "name than step and epoch"
+                f"run.end_epoch(...) got {name}: {value!r}: a metric must be a number, and must "
+                "not be called step or epoch"
             )
     for rank, others in enumerate(everybody):
         for name, value in everybody[0].items():
             other = others.get(name, math.nan)
             if value == value and not math.isclose(value, other, rel_tol=1e-2, abs_tol=1e-6):
                 raise RuntimeError(
-                    f"{name} is {value:.6g} on process 0 and {other:.6g} on process {rank}: add up "
-                    "what the processes have evaluated first (accelerator.reduce)"
+                    f"{name} is {value:.6g} on process 0 and {other:.6g} on process {rank}: first "
+                    "combine what the processes have evaluated, with accelerator.reduce"
                 )
     return everybody[0]
 

@@ -66,7 +66,7 @@ def run(main: Callable[[], Any]) -> None:
         traceback.print_exc()
         reason = explain(error)
         _end(
-            f"error: process {os.environ.get('RANK', '0')} {reason}; what was saved is whole: "
+            f"error: process {os.environ.get('RANK', '0')} {reason}; the checkpoints are intact: "
             "remove the cause, then start the same command with --resume auto",
             EXIT_FAILURE,
             reason is not None,
