@@ -10,13 +10,11 @@ import accelerate
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from conftest import forget_accelerator, rows
+from conftest import rows
 from faults import digests
+from test_run import Numbers, changed
 
 import trainkit.launch.world
-from trainkit.config import TrainingConfig
-from trainkit.loaders import InMemory, make_loaders
-from trainkit.optim import make_optimizer, make_scheduler
 from trainkit.run import Run
 from trainkit.step import Step
 
@@ -90,54 +88,42 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
     assert checkpoint(run_dir, LAST) == whole and digests(run_dir) == files
 
 
-def train_two(tmp_path: Path, order: str, overflows: tuple[int, ...] = ()) -> list[float]:
+def scaled_float32(**options: Any) -> accelerate.Accelerator:
+    """A loss scale without the rounding of fp16."""
+    options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
+    return accelerator_in_fp16(**options)
+
+
+class Still(Numbers):
+    """The same samples in every epoch."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.tensor([index / 8, 1.0])
+        return {"x": x, "y": x[:1].sin()}
+
+
+def train_two(run_dir: Path, order: str, overflows: tuple[int, ...] = ()) -> list[float]:
     """Two models and optimizers that are clipped and stepped in this order; losses by step.
 
     In the batches of these numbers the gradients of both overflow.
     """
-    forget_accelerator()
-    args = TrainingConfig(
-        run_dir=tmp_path / "run",
-        batch_size=8,
-        epochs=4,
-        learning_rate=0.03,
-        clip_norm=0.1,
-        pictures=False,
-    )
-    losses, numbers = [], itertools.count()
-    with Run(args, "test") as run:
-        x = torch.linspace(-1, 1, 64)[:, None]
-        train_set, eval_set = run.load(lambda args: [InMemory(x, x.sin())] * 2)
-        loaders = make_loaders(run.accelerator, train_set, eval_set, args)
-        models = torch.nn.Linear(1, 8), torch.nn.Linear(8, 1)
-        optimizers = [make_optimizer(run.accelerator, m.parameters(), args) for m in models]
-        schedulers = [make_scheduler(each, args, run.steps_per_epoch) for each in optimizers]
-        first, second, *both, train_loader, _ = run.accelerator.prepare(
-            *models, *optimizers, *schedulers, *loaders
-        )
-        optimizers = both[:2]
-        run.begin((first, second), {})
-        for _ in run.epochs():
-            for x, y, _ in run.steps(train_loader):
-                with run.accelerator.accumulate(first, second):
-                    loss = (second(first(x).tanh()) - y).square()
-                    overflow = next(numbers) in overflows
-                    run.accelerator.backward(run.step_mean(loss * (1e38 if overflow else 1)))
-                    for word in order.split():
-                        each = optimizers[int(word[-1])]
-                        run.clip_and_check(each) if word[:-1] == "clip" else each.step()
-                    for each in both[2:]:
-                        each.step()
-                    for each in optimizers:
-                        each.zero_grad()
-                assert [each.step_was_skipped for each in optimizers] == [overflow] * 2
-                losses += [] if overflow else [loss.mean().item()]
-                run.add(loss=loss)
-                if run.must_save():
-                    run.save()
-            run.end_epoch({"eval_loss": 0.0})
-        run.finish()
-    return losses
+
+    def clip_and_step(run: Run, optimizers: list[AcceleratedOptimizer], number: int) -> None:
+        for word in order.split():
+            each = optimizers[int(word[-1])]
+            run.clip_and_check(each) if word[:-1] == "clip" else each.step()
+        assert [each.step_was_skipped for each in optimizers] == [number in overflows] * 2
+
+    edits = [
+        (r"body\(run, next\(numbers\)\)", "number = next(numbers)"),
+        (r"step_mean\(loss\)", "step_mean(loss * (1e38 if number in overflows else 1))"),
+        (r"for optimizer in optimizers:\n +run.clip.*", "clip_and_step(run, optimizers, number)"),
+        (r"\(\*optimizers, \*schedules\)", "schedules"),
+        (r"losses.append.*", "losses += [] if number in overflows else [loss.mean().item()]"),
+    ]
+    names = {"overflows": overflows, "clip_and_step": clip_and_step, "Numbers": Still}
+    flags = "--drop-last --epochs 7 --learning-rate 0.03 --clip-norm 0.1 --run-dir"
+    return changed(*edits, **names)(*flags.split(), run_dir)
 
 
 @pytest.mark.parametrize("order", ["clip0 step0 clip1 step1", "clip0 clip1 step0 step1"])
@@ -146,13 +132,8 @@ def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
 ) -> None:
     """Every batch is the same, so that it does not matter which ones are skipped."""
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
-    plain = train_two(tmp_path, order)
-
-    def scaled_float32(**options: Any) -> accelerate.Accelerator:
-        options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
-        return accelerator_in_fp16(**options)
-
+    plain = train_two(tmp_path / "run", order)
     monkeypatch.setattr(trainkit.launch.world, "Accelerator", scaled_float32)
-    scaled = train_two(tmp_path, order, overflows=(0, 5, 6, 13))
-    assert len(scaled) == len(plain) - 4
+    scaled = train_two(tmp_path / "run", order, overflows=(1, 6, 7, 14))
+    assert len(scaled) == len(plain) - 4 > 30
     assert scaled == pytest.approx(plain[:-4], abs=1e-5)

@@ -24,12 +24,10 @@ from trainkit.rng import (
 )
 
 
-def test_epochs_and_seeds_differ_and_repeat() -> None:
+def test_epochs_and_seeds_differ() -> None:
     batches = EpochBatches(50, 10, seed=1)
-    assert torch.equal(batches.order(3), EpochBatches(50, 25, seed=1).order(3))
-    assert not torch.equal(batches.order(3), batches.order(4))
-    assert not torch.equal(batches.order(3), EpochBatches(50, 10, seed=2).order(3))
-    assert torch.equal(EpochBatches(50, 10).order(3), torch.arange(50))
+    for other in (batches.order(4), EpochBatches(50, 10, seed=2).order(3)):
+        assert not torch.equal(batches.order(3), other)
 
 
 def test_keyed_uniform_numbers_look_random() -> None:

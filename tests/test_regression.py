@@ -19,7 +19,6 @@ from torch.optim import lr_scheduler
 
 import train_regression
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.loaders import EpochBatches, InMemory
 
 
@@ -216,14 +215,6 @@ def test_an_mlp_learns_what_a_line_cannot(tmp_path: Path, run_main: Callable) ->
     with pytest.raises(SystemExit) as ended:
         run_main("train_regression", *f"{mlp} --target-r2 0.999 --resume latest".split())
     assert ended.value.code == 3
-
-
-def test_bad_flags_are_named_at_once(tmp_path: Path, run_main: Callable) -> None:
-    flags = f"--run-dir {tmp_path} --target x --noise -1 --test-fraction 1 --hidden 8,0"
-    with pytest.raises(UsageError) as raised:
-        run_main("train_regression", *f"{flags} --batch-size 0".split())
-    for part in ("--target", "--noise -1", "--test-fraction 1", "--hidden [8, 0]", "--batch-size"):
-        assert part in str(raised.value)
 
 
 def test_r2_of_a_target_that_does_not_vary_is_0_or_if_it_is_met_1() -> None:

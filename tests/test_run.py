@@ -24,7 +24,7 @@ from conftest import ROOT, forget_accelerator, linux_only, posix_only, rows
 from faults import Nursery, digests
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from trainkit.config import TrainingConfig, parse
 from trainkit.errors import UsageError
@@ -427,9 +427,36 @@ class Expanded(nn.Linear):
         self.register_buffer("scale", torch.ones(2).expand(2, 2))
 
 
+class Stream(IterableDataset):
+    """Data without an index."""
+
+    __iter__ = iter
+
+
 # What a script has in the place of a text of `train`, and what it is told.
+BODY, OTHER = "body(run, next(numbers))", "torch.utils.data.DataLoader(Numbers())"
 MISTAKES = [
     ("(Numbers(), Numbers())", "([], [1])", "there are 0 samples to train on and 1 to evaluate on"),
+    ("(Numbers(), Numbers())", "(Stream(), Numbers())",
+     "the training set is a Stream, whose samples have no index, .*numpy.memmap"),
+    ("run.steps(loaders[0]", f"run.steps({OTHER}",
+     r"whose order cannot be resumed: .*make_loaders\(...\) made"),
+    ("run.steps(loaders[0]", "run.steps(loaders[1]", "whose order cannot be resumed"),
+    ("loaders[1],", f"{OTHER},", "is not the evaluation loader"),
+    (BODY, "run.step_mean(torch.ones((), requires_grad=True))",
+     r"step_mean.* got a single number for a batch of 4 samples: .*reduction=\"none\""),
+    (BODY, "run.step_mean(torch.ones(7))", "step_mean.* got 7 rows for a batch of 4 .*mask="),
+    (BODY, "run.step_mean(torch.ones(4), mask=torch.ones(4, 2) > 0)",
+     r"values of shape \(4,\), with mask= or weights= of shape \(4, 2\) .* same shape, a mask"),
+    (BODY, "run.step_mean(torch.ones(4), weights=torch.ones(4, requires_grad=True))",
+     "float32: give it one of the two, .* weights as float without a gradient"),
+    (BODY, "[run.step_mean(torch.ones(4), mask=torch.ones(4) > 0) for _ in range(2)]",
+     "only one mean with mask= or weights=, .*add up the losses"),
+    (BODY, "run.add(loss=torch.ones(8).mean())",
+     r"run.add\(loss=...\) got a single number for a batch of 4 samples"),
+    (BODY, "run.gather(torch.ones(4, 1))", r"--accumulate 2: this loss .*--accumulate 1"),
+    (BODY, "run.config.accumulate = 1; run.gather(torch.ones(3, 2))",
+     r"run.gather\(...\) got 3 rows for a batch of 4 samples"),
     ("m.parameters()", "[*m.parameters(), nn.Parameter(torch.ones(1))]",
      "2 of the optimizers' weights are in no model that accelerator.prepare was given"),
     ("m.parameters()", "models[0].parameters()", "2 of the weights are in two optimizers"),
@@ -445,8 +472,8 @@ MISTAKES = [
     ('{"pictures": "test"}', "{'classes': {1}}", "the metadata of run.begin.* holds 'classes'"),
     ("nn.Linear(4, 1)", "Extra(4, 1)", "_extra_state of a model is not a tensor with its own"),
     ("nn.Linear(4, 1)", "Expanded(4, 1)", "scale of a model .* clone what expand returns"),
-    ("body(run, next(numbers))", "break", r"run.evaluate.* what comes next is accelerator.back"),
-    ("body(run, next(numbers))", "continue", "the next batch .* next is accelerator.backward"),
+    (BODY, "break", r"run.evaluate.* what comes next is accelerator.back"),
+    (BODY, "continue", "the next batch .* next is accelerator.backward"),
     ("run.add(loss=loss)", "continue", "the next batch .* next is .*must_save"),
     ("run.save()", "pass", "the next batch .* next is run.save.., because run.must_save.. retu"),
     ("run.save()", "run.save(); schedules[0].scheduler.step()", r"stepped, .* after run.save.. or"),

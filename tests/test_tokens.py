@@ -13,25 +13,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
 import weighted
-from conftest import forget_accelerator, rows, saved
+from conftest import rows, saved
 from faults import Nursery, Outcome
-from test_fp16 import accelerator_in_fp16
-from test_run import Numbers, make_config, train
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+from test_fp16 import scaled_float32
+from test_run import Numbers, make_config
+from torch.utils.data import default_collate
 
 import trainkit.launch.world
 from examples import gpt, two_towers
 from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.loaders import EpochBatches, make_loaders
-from trainkit.optim import make_optimizer
 from trainkit.orders import weighted as drawn_by_weight
-from trainkit.run import Run
 
 WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 20, 24
 TINY = f"--layers 1 --width 32 --epochs 5 --batch-size {BATCH} --eval-batch-size 7 --log-every 1"
@@ -171,10 +168,6 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num))
     expected = run("unscaled")
 
-    def scaled_float32(**options: Any) -> accelerate.Accelerator:
-        options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
-        return accelerator_in_fp16(**options)
-
     monkeypatch.setattr(trainkit.launch.world, "Accelerator", scaled_float32)
     num_calls = itertools.count()
     found = run("scaled", overflows=(0, 3, 4))
@@ -252,93 +245,6 @@ def test_a_loss_that_couples_samples_sees_those_of_all_processes(
     assert [row["eval_samples"] for row in rows(tmp_path, "epochs")] == [101, 101]
     metrics = rows(tmp_path, "epochs")[-1]
     assert 0.02 < metrics["eval_accuracy"] < 1
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield torch.ones(1)
-
-
-MASK = torch.ones(8, 2, dtype=torch.bool)
-REFUSALS = {
-    "a mean": (
-        lambda run: run.step_mean(torch.ones((), requires_grad=True)),
-        r"step_mean.* got a single number for a batch of 8 samples: .*reduction=\"none\"",
-    ),
-    "too few rows": (
-        lambda run: run.step_mean(torch.ones(7)),
-        r"step_mean.* got 7 rows for a batch of 8 samples: .*mask=",
-    ),
-    "a mask of another shape": (
-        lambda run: run.step_mean(torch.ones(8), mask=MASK),
-        r"values of shape \(8,\), with mask= or weights= of shape \(8, 2\) .* same shape, a mask",
-    ),
-    "weights that learn": (
-        lambda run: run.step_mean(torch.ones(8, 2), weights=torch.ones(8, 2, requires_grad=True)),
-        r"float32: give it one of the two, .* weights as float without a gradient",
-    ),
-    "two means with a mask": (
-        lambda run: [run.step_mean(torch.ones(8, 2), mask=MASK) for _ in range(2)],
-        "only one mean with mask= or weights=, .*add up the losses",
-    ),
-    "a mean to add": (
-        lambda run: run.add(loss=torch.ones(8).mean()),
-        r"run.add\(loss=...\) got a single number for a batch of 8 samples",
-    ),
-    "rows to gather": (
-        lambda run: run.gather(torch.ones(3, 2)),
-        r"run.gather\(...\) got 3 rows for a batch of 8 samples",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_no_value_of_this_batch_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
-    call, sentence = REFUSALS[case]
-    forget_accelerator()
-    with pytest.raises(RuntimeError, match=sentence):
-        train("--run-dir", tmp_path, body=lambda run, number: call(run) and None)
-
-
-def test_a_gather_inside_of_accumulation_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    forget_accelerator()
-    flags = ["--accumulate", "2", "--batch-size", "8", "--run-dir", tmp_path]
-    with pytest.raises(UsageError, match=r"--accumulate 2: this loss .*--accumulate 1"):
-        train(*flags, body=lambda run, number: run.gather(torch.ones(4, 1)) and None)
-
-
-@pytest.mark.parametrize("foreign", ["loader", "evaluation"])
-def test_a_loader_whose_order_cannot_be_resumed_is_refused_in_a_sentence(
-    tmp_path: Path, foreign: str
-) -> None:
-    forget_accelerator()
-    sentence = r"whose order cannot be resumed: .*make_loaders\(...\) made"
-    with (
-        pytest.raises(RuntimeError, match=sentence),
-        Run(make_config("--run-dir", tmp_path), "t") as run,
-    ):
-        sets = run.load(lambda args: (Numbers(), Numbers()))
-        mine = DataLoader(sets[0], batch_size=8, sampler=RandomSampler(sets[0]))
-        model = torch.nn.Linear(2, 1)
-        optimizer = make_optimizer(run.accelerator, model.parameters(), run.config)
-        model, _, *loaders = run.accelerator.prepare(
-            model, optimizer, *make_loaders(run.accelerator, *sets, run.config)
-        )
-        run.begin(model, {})
-        with pytest.raises(RuntimeError, match="is not the evaluation loader"):
-            run.evaluate(mine, lambda batch: {"loss": batch["y"]})
-        next(run.epochs())
-        next(run.steps(loaders[1] if foreign == "evaluation" else mine))
-
-
-def test_data_without_an_index_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    forget_accelerator()
-    sentence = "the training set is a Stream, whose samples have no index: .*numpy.memmap"
-    with (
-        pytest.raises(UsageError, match=sentence),
-        Run(make_config("--run-dir", tmp_path), "t") as run,
-    ):
-        run.load(lambda args: (Stream(), Numbers()))
 
 
 @pytest.fixture(scope="session")
