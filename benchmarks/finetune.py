@@ -2,20 +2,32 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.finetune
     OMP_NUM_THREADS=1 python -m benchmarks.finetune --lora 8
+    OMP_NUM_THREADS=1 python -m benchmarks.finetune chats
+    OMP_NUM_THREADS=1 python -m benchmarks.finetune memory
 
     loop      examples/finetune.py: it also logs, counts, checks and follows its schedule
-    bare      the same model, batches, loss and clipping, and nothing else: the limit
+    pack      the same with --pack
+    bare      the same model, loss and clipping on batches in random order, with all logits
     trainer   the same under Transformers' Trainer
     sft       the same under TRL's SFTTrainer (pip install trl), which also measures accuracy
+    sft pack  the same with its packing
 
-All train a Llama of 7.3 million parameters on 16 samples of 128 tokens a step, and take turns in
-one process; peers also learn the prompts, at the same cost. The CPU time from one optimizer step to
-the next is measured, as in tokens.py.
+All train a Llama of 7.3 million parameters, and take turns in one process. First come 16 samples of
+128 tokens a step: the CPU time from one optimizer step to the next, as in tokens.py. `chats` has
+256 samples of lengths as chats have them, of which an answer is the last two thirds, and counts the
+tokens that are not padding in all of the CPU time from the first forward pass to the last optimizer
+step; packed rows have 2,048 tokens, one a step. `memory` starts a process for each way, in which a
+smaller model has a vocabulary of 128,000, and prints its highest resident memory.
 """
 
+import contextlib
+import io
 import json
+import resource
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +36,16 @@ from trainkit import startup
 
 import torch
 from datasets import Dataset
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from benchmarks._runs import in_process, table
+from benchmarks._runs import execute, in_process, in_turn, spread, table
 from benchmarks.tokens import compare
 from examples import docstrings, finetune
 from trainkit.config import parse
 
-BATCH, LENGTH = 16, 128
+BATCH, LENGTH, LONGEST = 16, 128, 2048
 PAIR = {"prompt": "def question(of_what): " * 9, "answer": "What it does with it. " * 99}  # cut
 
 
@@ -39,48 +53,146 @@ def bare(flags: list[str]) -> None:
     args = parse(finetune.Config, flags)
     model, (samples, *_) = finetune.make_model(args), finetune.load_data(args)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for batch in DataLoader(samples, BATCH, shuffle=True, collate_fn=finetune.collate):
-        values = finetune.compute_losses(model, batch)
-        values["loss"][values["mask"]].mean().backward()
+    loader = DataLoader(samples, args.batch_size, shuffle=True, collate_fn=finetune.collate)
+    for tokens, learned in loader:
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        targets = tokens[:, 1:].where(learned[:, 1:], -100)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def peer(trainer: Any, options: Any, flags: list[str]) -> None:
+def peer(trainer: str, flags: list[str], pack: bool = False) -> None:
+    import transformers
+    import trl
+
     args = parse(finetune.Config, flags)
     model, (samples, *_) = finetune.make_model(args), finetune.load_data(args)
-    rows = [{"input_ids": row, "labels": row} for row, _ in samples]
+    rows = [{"input_ids": row, "labels": row.where(on, -100)} for row, on in samples]
+    more: dict[str, Any] = {"max_length": args.max_tokens, "packing": pack}
+    kind, options = transformers.Trainer, transformers.TrainingArguments
+    if trainer == "sft":
+        kind, options = trl.SFTTrainer, trl.SFTConfig
     how = options(
-        tempfile.gettempdir(),
-        per_device_train_batch_size=BATCH,
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=1 if pack else args.batch_size,
         num_train_epochs=1,
         use_cpu=True,
         bf16=False,  # unlike SFTTrainer's default
         gradient_checkpointing=False,
         save_strategy="no",
+        report_to="none",
+        **more if trainer == "sft" else {},
     )
-    trainer(model, how, train_dataset=Dataset.from_list(rows)).train()
+    collator = {} if trainer == "sft" else {"data_collator": collate_labels}
+    kind(model, how, train_dataset=Dataset.from_list(rows), **collator).train()
+
+
+def collate_labels(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    tokens = pad([torch.tensor(row["input_ids"]) for row in rows])
+    labels = pad([torch.tensor(row["labels"]) for row in rows], padding_value=-100)
+    return {"input_ids": tokens, "labels": labels}
+
+
+def packed(flags: list[str]) -> None:
+    in_process(finetune, *flags, "--pack", "--batch-size", "1")
+
+
+WAYS: dict[str, Callable[[list[str]], Any]] = {
+    "loop": lambda flags: in_process(finetune, *flags),
+    "pack": packed,
+    "bare": bare,
+    "trainer": partial(peer, "trainer"),
+    "sft": partial(peer, "sft"),
+    "sft pack": partial(peer, "sft", pack=True),
+}
+
+
+def make_base(folder: str, *sizes: str) -> list[str]:
+    docstrings.main(["--folder", folder, *sizes])
+    config = Path(folder, "base", "config.json")
+    known = json.loads(config.read_text())
+    config.write_text(json.dumps(known | {"max_position_embeddings": LONGEST}))
+    return f"--base {folder}/base --epochs 1".split()
+
+
+def make_chats(folder: str, num: int, longest: int) -> list[str]:
+    """Write pairs with lengths as chats have them: median 100, mean 162, at most `longest`."""
+    lengths = torch.randn(num, generator=torch.Generator().manual_seed(0)).add(4.6).exp()
+    parts = [(n // 3, n - n // 3 - 5) for n in lengths.clamp(8, longest).long().tolist()]
+    rows = [{"prompt": " x" * a, "answer": " y" * b} for a, b in parts]
+    Path(folder, "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return f"--data {folder}/pairs.jsonl --max-tokens {longest} --batch-size {BATCH}".split()
+
+
+def same_lengths(flags: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        more = make_base(folder, "--layers", "8", "--width", "256")
+        data = Path(folder, "pairs.jsonl")
+        data.write_text(f"{json.dumps(PAIR)}\n" * 143)  # 8 steps, and a tenth to evaluate on
+        flags = [*more, "--data", str(data), "--max-tokens", str(LENGTH), *flags]
+        names = ("loop", "bare", "trainer", "sft")
+        rates = compare({name: partial(WAYS[name], flags) for name in names}, 5, BATCH * LENGTH)
+    table(f"{' | '.join(names)} | loop / bare", [rates])
+
+
+def rate(way: Callable[[list[str]], Any], flags: list[str]) -> float:
+    """Return tokens that are no padding, a second of CPU time up to the last optimizer step."""
+    starts: list[float] = []
+    stamps: list[float] = []
+
+    def start(*_: Any) -> None:
+        starts.extend([time.process_time()] * (not starts))
+
+    hooks = (
+        register_module_forward_pre_hook(start),
+        register_optimizer_step_post_hook(lambda *_: stamps.append(time.process_time())),
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        way(flags)
+    for hook in hooks:
+        hook.remove()
+    samples, *_ = finetune.load_data(parse(finetune.Config, flags))
+    return sum(len(tokens) for tokens, _ in samples) / (stamps[-1] - starts[0])
+
+
+def chats(rounds: int, num: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        flags = make_base(folder, "--layers", "8", "--width", "256")
+        flags += make_chats(folder, num * 10 // 9, LONGEST)
+        rates = in_turn({name: partial(rate, way, flags) for name, way in WAYS.items()}, rounds)
+    table(" | ".join(WAYS), [map(spread, rates.values())])
+
+
+def memory() -> None:
+    """The highest resident memory of a process for each way, in MiB."""
+    code = "from benchmarks import finetune as f; f.one_way({!r}, {!r})"
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        flags = make_base(folder, "--layers", "2", "--vocabulary", "128000")
+        flags += make_chats(folder, 60, 256)
+        flags[flags.index("--batch-size") + 1] = "4"
+        for name in WAYS:
+            ended = execute("-c", code.format(name, flags), cwd=Path.cwd())
+            found.append(float(ended.lines[-1][1]))
+    table(" | ".join(WAYS), [found])
+
+
+def one_way(name: str, flags: list[str]) -> None:
+    startup.run(lambda: WAYS[name](flags) and None)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
 def main() -> None:
-    import transformers
-    import trl
-
-    ways = {
-        "loop": lambda flags: in_process(finetune, *flags),
-        "bare": bare,
-        "trainer": partial(peer, transformers.Trainer, transformers.TrainingArguments),
-        "sft": partial(peer, trl.SFTTrainer, trl.SFTConfig),
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        docstrings.main(["--folder", folder, "--layers", "8", "--width", "256"])
-        data = Path(folder, "pairs.jsonl")
-        data.write_text(f"{json.dumps(PAIR)}\n" * 143)  # 8 steps, and a tenth to evaluate on
-        flags = f"--base {folder}/base --data {data} --max-tokens {LENGTH} --epochs 1".split()
-        calls = {name: partial(way, flags + sys.argv[1:]) for name, way in ways.items()}
-        rates = compare(calls, 5, BATCH * LENGTH)
-    table(f"{' | '.join(ways)} | loop / bare", [rates])
+    match sys.argv[1:]:
+        case ["chats", *numbers]:
+            chats(*map(int, numbers or ("3", "256")))
+        case ["memory"]:
+            memory()
+        case flags:
+            same_lengths(flags)
 
 
 if __name__ == "__main__":

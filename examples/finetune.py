@@ -6,25 +6,25 @@ python examples/finetune.py --base runs/finetune/pretrained --lora 8 --run-dir r
 python examples/finetune.py --base HuggingFaceTB/SmolLM2-135M-Instruct --data pairs.parquet
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.cli.text import first_sentence
 from trainkit.config import Count, MayChange, Schedule, TrainingConfig, parse
 from trainkit.data import conversations
+from trainkit.data.conversations import answer
+from trainkit.data.packing import check_apart, pack_sets
 from trainkit.errors import as_usage_error
+from trainkit.orders import by_length
 from trainkit.run_dir.pretrained import stop_at, write_pretrained
+from trainkit.token_losses import allow_parts, token_losses
 
 
 @dataclass
@@ -32,7 +32,11 @@ class Config(TrainingConfig):
     base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
     data: MayChange[str] = "runs/docstrings/pairs.jsonl"  # or Parquet, a datasets folder, a Hub id
     lora: Count | None = None  # rank: freeze the model and train matrices beside it
+    merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
+    system: str | None = None  # system turn of the conversations that have none
+    prompt: MayChange[tuple[str, ...]] = ()  # answered at each evaluation, instead of a sample's
     max_tokens: Count = 512  # of prompt and answer: what is over is cut
+    pack: bool = False  # rows of --max-tokens, filled with whole samples: a row counts as a sample
     checkpointing: MayChange[bool] = False  # less memory, more time, the same numbers
     run_dir: Path = Path("runs/finetune")
     epochs: int = 3
@@ -45,20 +49,22 @@ class Config(TrainingConfig):
 
 
 def load_data(config: Config) -> tuple:
-    """Return samples (tokens, which are learned) to train and evaluate on, end token, plan."""
+    """Return samples (tokens, which are learned) to train and evaluate on, and Sets' others."""
     with as_usage_error("this example needs `pip install transformers`"):
         from transformers import AutoConfig, AutoTokenizer
     with as_usage_error(f"--base {config.base} or --data {config.data} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(config.base)
         limit = conversations.num_positions(AutoConfig.from_pretrained(config.base))
-        sets = conversations.make_sets(tokenizer, config.data, config.max_tokens, limit)
+        ask = config.system, config.prompt
+        sets = conversations.make_sets(tokenizer, config.data, config.max_tokens, limit, *ask)
+    if config.pack:
+        sets = pack_sets(sets, config.max_tokens)
     return *sets, tokenizer
 
 
 def collate(samples: list) -> tuple[torch.Tensor, ...]:
-    """Return tokens, and which are learned, as two tensors (n, longest), padded on the right."""
-    tokens, learned = (pad_sequence(each, batch_first=True) for each in zip(*samples, strict=True))
-    return tokens, learned
+    """Return tokens, which are learned, and positions if packed: (n, longest), padded with 0."""
+    return tuple(pad_sequence(each, batch_first=True) for each in zip(*samples, strict=True))
 
 
 def make_model(config: Config) -> torch.nn.Module:
@@ -67,6 +73,7 @@ def make_model(config: Config) -> torch.nn.Module:
     dtype = "auto" if config.lora else torch.float32  # what is trained is float32
     # Memory-mapped, so that the processes of a machine share the frozen weights.
     model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
+    allow_parts(model)
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora:
@@ -78,39 +85,27 @@ def make_model(config: Config) -> torch.nn.Module:
 
 
 def compute_losses(model: torch.nn.Module, batch: tuple) -> dict[str, torch.Tensor]:
-    """Return the loss of each token after the first, and a mask of the tokens that are learned."""
-    tokens, learned = batch
-    # A process may get zero rows, which these models refuse; it then uses one dummy row.
-    inputs = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
+    """Return the loss of each token that is learned, and a mask that counts all of them."""
+    # A process may get zero rows, which these models refuse; it then uses a row with no answer.
+    rows = batch if len(batch[0]) else [each.new_zeros(1, *each.shape[1:]) for each in batch]
+    tokens, learned, *positions = rows
+    where = {"position_ids": positions[0][:, :-1]} if positions else {}
+    counted = learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
-    logits = model(input_ids=inputs[:, :-1], use_cache=False).logits[: len(tokens)]
-    targets = tokens[:, 1:]
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return {"loss": losses.view_as(targets), "mask": learned[:, 1:]}
-
-
-def answer(model: Any, tokenizer: Any, sample: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """Return the greedy answer to the prompt of a sample. Every process must call this."""
-    tokens, first = sample[0], int(sample[1].nonzero()[0])
-    prompt = tokens[None, :first].to(model.device)
-    num_new = min(50, (conversations.num_positions(model.config) or math.inf) - first)
-    options = {"max_new_tokens": num_new, "do_sample": False}
-    model.eval()
-    try:
-        found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
-        return tokenizer.decode(found[0, first:], skip_special_tokens=True)
-    except Exception as problem:  # this is only shown: it must not end the run
-        return f"none, because of {first_sentence(problem)}"
-    finally:
-        model.train()
+    inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": counted, "use_cache": False} | where
+    losses = token_losses(model, tokens[:, 1:][counted], **inputs)
+    return {"loss": losses, "mask": torch.ones_like(losses, dtype=torch.bool)}
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, answer a prompt and write the folders; return the last metrics."""
     with Run(config := parse(Config, argv), "finetune") as run:
         accelerator = run.accelerator
-        train_set, eval_set, end, plan, tokenizer = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config, collate)
+        train_set, eval_set, end, plan, prompts, tokenizer = run.load(load_data)
+        order = by_length([len(tokens) for tokens, *_ in train_set], config.batch_size, config.seed)
+        train_loader, eval_loader = make_loaders(
+            accelerator, train_set, eval_set, config, collate, order=order
+        )
         model = make_model(config)
         stop_at(model, end)
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
@@ -122,6 +117,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         metadata = {"script": Path(__file__).stem, "lora": config.lora}
         run.begin(model, metadata, plan, save_frozen=not config.lora)  # the base lies in --base
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
+        if config.pack:
+            check_apart(run.models[0])
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
@@ -134,10 +131,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 run.add(**values)
                 if run.must_save():
                     run.save()
-            run.print(f"answer: {answer(run.models[0], tokenizer, eval_set[0])}")
+            for name, tokens in prompts.items():
+                run.print(f"{name}: {answer(run.models[0], tokenizer, tokens)}")
             run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
         metrics = run.finish()
-    write_pretrained(run, tokenizer, config.base)
+    write_pretrained(run, tokenizer, config.base, config.merge)
     return metrics
 
 

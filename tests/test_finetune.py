@@ -22,6 +22,7 @@ from trainkit.config import parse
 from trainkit.data import conversations
 from trainkit.errors import UsageError
 from trainkit.loaders import EpochBatches
+from trainkit.orders import by_length
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
@@ -29,8 +30,9 @@ MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.gen
 # 270 pairs: 11 steps of 24 and one of 6, which leaves some processes without a sample.
 FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 20 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
-# --lora, a number of processes without sharding or two that shard in this way, --accumulate.
-WAYS = itertools.product((None, 4), (1, 2, 3, *KINDS), (1, 4))
+PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
+# --lora, a number of processes without sharding or two that shard in this way, --accumulate, pack.
+WAYS = itertools.product((None, 4), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
 
 
 def quick(ways: Iterable[tuple], chosen: list[tuple]) -> list[Any]:
@@ -77,22 +79,29 @@ def start(nursery: Any, flags: list[str]) -> Callable[..., Any]:
     return call
 
 
-def make_model(flags: list[str], lora: int | None) -> tuple[Any, Any]:
-    args = parse(finetune.Config, [*flags, *(["--lora", str(lora)] if lora else [])])
+def make_model(flags: list[str], lora: int | None, *more: str) -> tuple[Any, Any]:
+    args = parse(finetune.Config, [*flags, *(["--lora", str(lora)] if lora else []), *more])
     torch.manual_seed(0)
     return args, finetune.make_model(args)
 
 
-def plain(flags: list[str], lora: int | None) -> list[float]:
-    """Losses of a loop of plain PyTorch around the loss of transformers, its mask and its shift."""
-    args, model = make_model(flags, lora)
-    samples, *_ = finetune.load_data(args)
+def plain(flags: list[str], lora: int | None, *more: str) -> list[float]:
+    """Losses of a loop of plain PyTorch around the loss of transformers, its mask and its shift.
+
+    The samples of packed rows are taken apart and padded.
+    """
+    args, model = make_model(flags, lora, *more)
+    train_set, *_ = finetune.load_data(args)
     adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
-    order, losses = EpochBatches(len(samples), args.batch_size, seed=0), []
-    for epoch in range(2):
+    lengths = [len(tokens) for tokens, *_ in train_set]
+    sorts = by_length(lengths, args.batch_size, seed=0)
+    order, losses = EpochBatches(len(train_set), args.batch_size, order=sorts), []
+    for epoch in range(args.epochs):
         order.set_position(epoch, 0)
         for batch in order:
-            chosen = [samples[index] for index in batch.values.tolist()]
+            chosen = [train_set[index] for index in batch.values.tolist()]
+            if args.pack:
+                chosen = [train_set.samples[i] for n in batch.values for i in train_set.rows[n]]
             tokens, learned = finetune.collate(chosen)
             lengths = torch.tensor([[len(row)] for row, _ in chosen])
             mask = (torch.arange(tokens.shape[1]) < lengths).long()
@@ -111,7 +120,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("lora", "way", "accumulate"), quick(WAYS, [(None, KINDS[0], 4), (4, 2, 4)])
+    ("lora", "way", "accumulate", "packed"),
+    quick(WAYS, [(None, KINDS[0], 4, []), (4, 2, 4, PACKED)]),
 )
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start: Callable,
@@ -120,12 +130,13 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     lora: int | None,
     way: Any,
     accumulate: int,
+    packed: list[str],
 ) -> None:
-    more = ["--accumulate", accumulate, *(["--ema", 0.9] if way != 1 else [])]
+    more = ["--accumulate", accumulate, *(["--ema", 0.9] if way != 1 else []), *packed]
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True).output
     losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
-    assert losses == pytest.approx(plain(in_double, lora), abs=SAME)
-    assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == 4
+    assert losses == pytest.approx(plain(in_double, lora, *packed), abs=SAME)
+    assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (6 if packed else 4)
     args, model = make_model(in_double, lora)
     before, folder = logits(model), tmp_path / "pretrained"
     missing = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
@@ -228,7 +239,7 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
         return
     Dataset.from_list(given * 3).save_to_disk(tmp_path / "saved")
     for source in (path, tmp_path / "saved"):
-        train_set, _, _, plan = conversations.make_sets(tokenizer, str(source), 64, 99)
+        train_set, _, _, plan, _ = conversations.make_sets(tokenizer, str(source), 64, 99)
         texts = [tokenizer.decode(tokens[where]) for tokens, where in train_set]
         assert texts[: len(learned)] == learned and all(texts)
         assert plan.keys() == {"data", "end", "first", *said}

@@ -1,6 +1,7 @@
 """Turn conversations into tokens: which are learned, which are cut off, and what ends an answer."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import torch
 
+from trainkit.cli.text import first_sentence
 from trainkit.errors import UsageError, as_usage_error
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # tokens, int64 (length,), and which are learned, bool
@@ -158,9 +160,7 @@ def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[
     if not tokenizer.chat_template:
         if [turn["role"] for turn in turns] != ["user", "assistant"]:
             raise ValueError("it has turns, and the tokenizer of --base has no chat template")
-        # A token is predicted from those before it, so the first one of an answer needs one too.
-        start = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        ask = tokenizer(turns[0]["content"]).input_ids or [start] * (start is not None)
+        ask = ask_tokens(tokenizer, turns[0]["content"])
         answer = tokenizer(turns[1]["content"] + end, add_special_tokens=False).input_ids
         return [_sample(ask + answer, [(len(ask), len(ask + answer))])], ""
     pieces: list[list[int]] = []
@@ -174,6 +174,26 @@ def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[
     if pieces and all(pieces[-1][: len(tokens)] == tokens for tokens in pieces):
         return [_sample(pieces[-1], spans)], lost
     return [_sample(*piece) for piece in zip(pieces, ([span] for span in spans), strict=True)], lost
+
+
+def ask_tokens(tokenizer: Any, prompt: str, system: str | None = None) -> list[int]:
+    """Return the tokens up to where the answer to a prompt begins."""
+    if tokenizer.chat_template:
+        turns = with_system(Conversation([{"role": "user", "content": prompt}]), system).turns
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    # A token is predicted from those before it, so the first one of an answer needs one too.
+    start = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return tokenizer(prompt).input_ids or [start] * (start is not None)
+
+
+def with_system(conversation: Conversation, system: str | None) -> Conversation:
+    """Return the conversation with this text as a system turn, if it has turns and none of it."""
+    turns, num_given = conversation.turns, conversation.num_given
+    if not system or not turns or turns[0]["role"] == "system":
+        return conversation
+    turns = [{"role": "system", "content": system}, *turns]
+    return conversation._replace(turns=turns, num_given=num_given + 1)
 
 
 def _encode_turn(
@@ -230,24 +250,57 @@ def show(tokenizer: Any, sample: Sample) -> str:
 
 
 class Sets(NamedTuple):
-    """What make_sets returns."""
+    """What make_sets returns; pack_sets makes other samples of it."""
 
-    train_set: list[Sample]
-    eval_set: list[Sample]
+    train_set: Sequence[Any]  # of Sample
+    eval_set: Sequence[Any]  # sorted by length, so that its batches have little padding
     end: int | None  # the token that ends an answer
     plan: dict[str, str]  # lines to print
+    prompts: dict[str, list[int]]  # what to answer at an evaluation, by the name to print
 
 
-def make_sets(tokenizer: Any, source: str, max_tokens: int, limit: int | None = None) -> Sets:
+def make_sets(
+    tokenizer: Any,
+    source: str,
+    max_tokens: int,
+    limit: int | None = None,
+    system: str | None = None,
+    prompts: Sequence[str] = (),
+) -> Sets:
     """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
 
     Samples are cut to max_tokens, or to `limit` if that is less; samples with no learned token left
-    are dropped and counted. Raises UsageError if this leaves one of the sets empty, or for a row
-    that read_conversations or the chat template refuses, and names its place.
+    are dropped and counted. `system` begins conversations without a system turn, and the prompts.
+    Raises UsageError if one of the sets is left empty, or for a row that read_conversations or the
+    chat template refuses, and names its place.
     """
     size = min(max_tokens, limit or max_tokens)
     why = f"--max-tokens {size}" if size == max_tokens else f"the model's {size} positions"
     rows, columns = read_conversations(source)
+    if system and not tokenizer.chat_template:
+        raise UsageError("--system needs a chat template, and the tokenizer of --base has none")
+    rows = [(place, with_system(row, system)) for place, row in rows]
+    sets, said = _encode_all(tokenizer, rows, size, why)
+    if len(rows) > 1 and not all(sets):
+        raise UsageError(
+            f"none of the samples to {'evaluate' if sets[0] else 'train'} on has an answer, or a "
+            f"token of one within {why}: shorten the prompts"
+            f"{' or give a larger --max-tokens' * (size == max_tokens)}"
+        )
+    end = find_end(tokenizer, any(row.turns for _, row in rows))
+    plan = {"data": f"{len(rows)} rows of {columns}", "end": _describe_end(tokenizer, end, sets)}
+    plan |= said | ({"first": show(tokenizer, sets[0][0])} if sets[0] else {})
+    ask = {prompt: ask_tokens(tokenizer, prompt, system) for prompt in prompts}
+    if not ask and sets[1]:
+        tokens, learned = sets[1][0]
+        ask["answer"] = tokens[: int(learned.nonzero()[0])].tolist()
+    return Sets(sets[0], sorted(sets[1], key=lambda sample: len(sample[0])), end, plan, ask)
+
+
+def _encode_all(
+    tokenizer: Any, rows: Sequence[tuple[str, Conversation]], size: int, why: str
+) -> tuple[tuple[list[Sample], list[Sample]], dict[str, str]]:
+    """Return the samples to train and evaluate on, and lines about what was left out of them."""
     sets: tuple[list[Sample], list[Sample]] = ([], [])
     num_cut = num_dropped = 0
     changed = []
@@ -261,26 +314,18 @@ def make_sets(tokenizer: Any, source: str, max_tokens: int, limit: int | None = 
             is_left = bool(learned[:size].any())
             sets[number % 10 == 0].extend([(tokens[:size], learned[:size])] * is_left)
             num_dropped += not is_left
-    if len(rows) > 1 and not all(sets):
-        raise UsageError(
-            f"none of the samples to {'evaluate' if sets[0] else 'train'} on has an answer, or a "
-            f"token of one within {why}: shorten the prompts"
-            f"{' or give a larger --max-tokens' * (size == max_tokens)}"
-        )
-    end = find_end(tokenizer, any(row.turns for _, row in rows))
-    plan = {"data": f"{len(rows)} rows of {columns}", "end": _describe_end(tokenizer, end, sets)}
     num_samples = sum(map(len, sets)) + num_dropped
-    plan |= {"cut": f"{num_cut} of {num_samples} samples, to {why}"} if num_cut else {}
+    said = {"cut": f"{num_cut} of {num_samples} samples, to {why}"} if num_cut else {}
     if num_dropped:
-        plan["dropped"] = (
+        said["dropped"] = (
             f"{num_dropped} of {num_samples} samples, which have no learned token left"
         )
     if changed:
-        plan["template"] = (
+        said["template"] = (
             f"leaves out or changes parts of answers in {len(changed)} of {len(rows)} rows, which "
             f"are learned without: the first begins {changed[0][:30]!r}"
         )
-    return Sets(*sets, end, plan | {"first": show(tokenizer, sets[0][0])} if sets[0] else plan)
+    return sets, said
 
 
 def _describe_end(tokenizer: Any, end: int | None, sets: tuple[list[Sample], list[Sample]]) -> str:
@@ -289,3 +334,18 @@ def _describe_end(tokenizer: Any, end: int | None, sets: tuple[list[Sample], lis
     ended = [end in tokens[learned].tolist() for samples in sets for tokens, learned in samples]
     name = tokenizer.convert_ids_to_tokens(end)
     return f"{name} after an answer, learned in {sum(ended)} of {len(ended)} samples"
+
+
+def answer(model: Any, tokenizer: Any, prompt: list[int]) -> str:
+    """Return the greedy answer to the tokens of a prompt. Every process must call this."""
+    tokens = torch.tensor([prompt], device=model.device)
+    num_new = min(50, (num_positions(model.config) or math.inf) - len(prompt))
+    options = {"max_new_tokens": num_new, "do_sample": False}
+    model.eval()
+    try:
+        found = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
+        return tokenizer.decode(found[0, len(prompt) :], skip_special_tokens=True)
+    except Exception as problem:  # this is only shown: it must not end the run
+        return f"none, because of {first_sentence(problem)}"
+    finally:
+        model.train()

@@ -1,6 +1,7 @@
 """Write a folder of a finished run that from_pretrained of transformers, or of peft, can load."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
@@ -16,10 +17,11 @@ def stop_at(model: Any, token: int | None) -> None:
         config.eos_token_id = [*(known or []), token]
 
 
-def write_pretrained(run: Any, tokenizer: Any, base: str) -> None:
+def write_pretrained(run: Any, tokenizer: Any, base: str, merge: bool = False) -> None:
     """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
 
-    For a PeftModel it holds the adapter. Call this after `with Run(...)`, on any process; the main
+    For a PeftModel it holds the adapter; with `merge` RUN_DIR/merged has the whole model too, with
+    the adapter added to its weights. Call this after `with Run(...)`, on any process; the main
     process writes the weights from the file, so nothing has to be gathered. The first model of the
     run must have save_pretrained; the tokenizer may be any processor that has it.
     """
@@ -38,3 +40,17 @@ def write_pretrained(run: Any, tokenizer: Any, base: str) -> None:
     head = f"---\nlibrary_name: {library}\n---\n# {config.run_dir.name}\n\n| | |\n| --- | --- |\n"
     (folder / "README.md").write_text(head + table, encoding="utf-8")
     print(f"for from_pretrained: {folder}", flush=True)
+    if merge and library == "peft":
+        _write_merged(model.generation_config, tokenizer, base, folder)
+
+
+def _write_merged(settings: Any, tokenizer: Any, base: str, adapter: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    model.generation_config, folder = settings, adapter.with_name("merged")
+    for each in (model, tokenizer):
+        each.save_pretrained(folder)
+    print(f"with the adapter added to its weights: {folder}", flush=True)

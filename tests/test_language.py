@@ -1,0 +1,167 @@
+"""Rows filled with samples, batches of similar lengths and losses in parts change no number."""
+
+import itertools
+from typing import Any
+
+from trainkit import token_losses as losses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples import finetune
+from trainkit.data.packing import Packed, best_fit, check_apart
+from trainkit.errors import UsageError
+from trainkit.orders import WINDOW, by_length
+
+transformers = pytest.importorskip("transformers")
+
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = WIDTHS | {"intermediate_size": 64, "num_key_value_heads": 2}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0}
+# Positions that turn, are learned, slide over 4 tokens; logits that are capped, scaled.
+KINDS = {
+    "llama": LLAMA,
+    "gpt2": GPT2 | {"attn_pdrop": 0},
+    "mistral": LLAMA | {"sliding_window": 4},
+    "gemma2": LLAMA | {"head_dim": 16},
+    "cohere": LLAMA,
+    "granite": LLAMA | {"logits_scaling": 8.0},
+}
+
+
+def make(kind: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": 64} | options
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.CONFIG_MAPPING[kind](**options)
+    )
+    with torch.no_grad():  # so that no two tokens are about equally likely
+        model.get_output_embeddings().weight.mul_(20)
+    losses.allow_parts(model)
+    return model
+
+
+def make_samples(num: int, longest: int = 20) -> list:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, longest + 1, (num,), generator=generator).tolist()
+    tokens = [torch.randint(1, 64, (length,), generator=generator) for length in lengths]
+    learned = [torch.rand(length, generator=generator) < 0.5 for length in lengths]
+    for each in learned:
+        each[:2] = torch.tensor([False, True])
+    return list(zip(tokens, learned, strict=True))
+
+
+def gradients(model: Any, batch: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses, sorted, and all gradients of the sum of their squares."""
+    model.zero_grad()
+    found = finetune.compute_losses(model, batch)["loss"]
+    found.square().sum().backward()
+    grads = [weight.grad.flatten() for weight in model.parameters()]
+    return found.detach().sort().values, torch.cat(grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
+    kind: str, float64_default: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "float32", torch.float64)  # which some models ask for
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    model, samples = make(kind, **KINDS[kind]), make_samples(9)
+    check_apart(model)
+    rows = Packed(samples, 40)
+    assert 1 < len(rows) < 5
+    packed = finetune.collate([rows[n] for n in range(len(rows))])
+    alone = [gradients(model, finetune.collate([sample])) for sample in samples]
+    expected = torch.cat([each for each, _ in alone]).sort().values, sum(each for _, each in alone)
+    head = model.get_output_embeddings()
+    assert head.may_have_parts == (kind not in ("gemma2", "cohere", "granite"))
+    for most in (2**24, 1000, 1):  # all at once, 15 tokens at a time, one
+        monkeypatch.setattr(losses, "MAX_LOGITS", most)
+        for batch in (packed, finetune.collate(samples)):
+            for found, wanted in zip(gradients(model, batch), expected, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_a_head_may_be_frozen_have_a_bias_and_be_rounded_to_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = make("phi", **WIDTHS, intermediate_size=64), finetune.collate(make_samples(4))
+    head, results = model.get_output_embeddings(), []
+    assert head.may_have_parts and head.bias is not None
+    for frozen, most in itertools.product((False, True), (2**24, 500)):
+        monkeypatch.setattr(losses, "MAX_LOGITS", most)
+        for weight in head.parameters():
+            weight.requires_grad_(not frozen).grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            found = finetune.compute_losses(model, batch)["loss"]
+        found.sum().backward()
+        assert found.dtype == torch.float32
+        results.append((found, *(x.grad for x in head.parameters())))
+    for one, other in (results[:2], results[2:]):
+        for a, b in zip(one, other, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (a - b).norm() < 0.02 * a.norm()
+
+
+@pytest.mark.parametrize("kind", ["opt", "bloom", "mamba"])
+def test_a_model_in_which_samples_of_a_row_see_each_other_is_refused(kind: str) -> None:
+    sizes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "bloom": {}, "mamba": {}}
+    names = {"bloom": {"n_layer": 2, "n_head": 2, "hidden_size": 32}}.get(kind, WIDTHS)
+    model = make(kind, **names, **sizes[kind])
+    with pytest.raises(UsageError, match=r"--pack needs a model that .* which .* does not"):
+        check_apart(model)
+    assert model.training
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=300))
+def test_each_sample_is_in_one_row_and_no_row_is_too_long_or_could_have_been_spared(
+    lengths: list[int],
+) -> None:
+    rows = best_fit(lengths, 50)
+    assert sorted(itertools.chain(*rows)) == [*range(len(lengths))]
+    sums = [sum(lengths[index] for index in row) for row in rows]
+    assert max(sums) <= 50
+    assert all(a + b > 50 for a, b in itertools.combinations(sums, 2))
+    assert len(rows) <= 11 / 9 * -(-sum(lengths) // 50) * 2 + 1
+
+
+def test_rows_are_full_with_lengths_as_chats_have_them() -> None:
+    lengths = torch.randn(5000, generator=torch.Generator().manual_seed(0)).add(4.6).exp()
+    rows = best_fit(lengths.clamp(8, 2048).long().tolist(), 2048)
+    assert lengths.clamp(8, 2048).long().sum() / (len(rows) * 2048) > 0.99
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=50)
+@given(st.integers(1, 700), st.integers(1, 8), st.integers(0, 3))
+def test_each_sample_comes_once_and_in_the_same_place_whatever_is_asked_for(
+    num: int, batch_size: int, epoch: int
+) -> None:
+    order = by_length(torch.arange(num) % 37, batch_size, 0)
+    whole = order(epoch, 0, num)
+    assert torch.equal(whole.sort().values, torch.arange(num))
+    other = by_length(torch.arange(num) % 37, batch_size, 0)
+    other(epoch + 1, 0, num)
+    assert torch.equal(torch.cat([other(epoch, 0, num // 3), other(epoch, num // 3, num)]), whole)
+    if num > 20:
+        assert not torch.equal(order(epoch + 1, 0, num), whole)
+        assert not torch.equal(
+            by_length(torch.arange(num) % 37, batch_size, 1)(epoch, 0, num), whole
+        )
+
+
+def test_a_batch_has_similar_lengths_and_neither_batches_nor_the_short_one_are_sorted() -> None:
+    num, size = 4007, 8
+    lengths = torch.randint(1, 1000, (num,), generator=torch.Generator().manual_seed(0))
+    order = by_length(lengths, size, 0)
+    found = lengths[order(0, 0, num)]
+    full = found[: num // size * size].view(-1, size)
+    assert (full[:, -1] - full[:, 0]).float().mean() < 2 * 1000 / WINDOW
+    means = full.float().mean(1)
+    assert abs(torch.corrcoef(torch.stack((means[1:], means[:-1])))[0, 1]) < 0.15
+    short = torch.stack([lengths[order(n, num - 7, num)].float().mean() for n in range(60)])
+    assert abs(short.mean() - 500) < 5 * 288 / (7 * 60) ** 0.5
+    assert F.mse_loss(means.mean(), lengths.float().mean()) < 4

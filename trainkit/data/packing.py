@@ -1,0 +1,87 @@
+"""Pack samples of tokens into rows of one length, so that nothing is computed for padding."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from trainkit.data.conversations import Sample, Sets
+from trainkit.errors import UsageError
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return the indices of the samples in each row, so that no row is longer than `size`.
+
+    The longest sample is placed first, each in the row in which it leaves the least room; among
+    equals the lower index comes first. So the rows depend on the lengths alone. No sample may be
+    longer than `size`.
+    """
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # what is free in each row, and its number, sorted
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect_left(rooms, (lengths[index], 0))
+        if place == len(rooms):
+            rooms.append((size, len(rows)))
+            rows.append([])
+        room, row = rooms.pop(place)
+        rows[row].append(index)
+        insort(rooms, (room - lengths[index], row))
+    return rows
+
+
+class Packed(Dataset):
+    """Rows of whole samples. An item is (tokens, learned, positions), each of shape (length,).
+
+    The positions, int64, start anew with each sample. From this transformers sees where a sample
+    begins and lets no token attend to another sample. Nothing is learned of a sample's first token,
+    so no token is predicted from another sample.
+    """
+
+    def __init__(self, samples: Sequence[Sample], size: int):
+        self.samples = samples
+        self.rows = best_fit([len(tokens) for tokens, _ in samples], size)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, ...]:
+        samples = [self.samples[index] for index in self.rows[row]]
+        tokens, learned = (torch.cat(parts) for parts in zip(*samples, strict=True))
+        return tokens, learned, torch.cat([torch.arange(len(each)) for each, _ in samples])
+
+
+def pack_sets(sets: Sets, size: int) -> Sets:
+    """Pack both sets into rows of at most `size` tokens, and say in the plan how full they are."""
+    train_set, eval_set = (Packed(each, size) for each in sets[:2])
+    num_samples, num_rows = len(sets.train_set), len(train_set)
+    share = sum(len(tokens) for tokens, _ in sets.train_set) / (size * max(1, num_rows))
+    line = f"{num_samples} samples in {num_rows} rows of {size} tokens, {share:.1%} full"
+    return sets._replace(train_set=train_set, eval_set=eval_set, plan=sets.plan | {"packed": line})
+
+
+@torch.no_grad()
+def check_apart(model: Any) -> None:
+    """Raise UsageError unless this model keeps the samples of a row apart by their positions.
+
+    It changes the first of two samples and compares how far the logits of the second move: as one
+    sample, and as two. Every process must call this if the model is sharded.
+    """
+    tokens = torch.arange(8, device=next(model.parameters()).device).repeat(2, 1)
+    others = torch.cat([tokens[:, 4:], tokens[:, 4:]], dim=1)
+    apart = {"position_ids": tokens % 4, "use_cache": False}
+    modes = {layer: layer.training for layer in model.modules()}
+    model.eval()
+    moved = [
+        (model(input_ids=tokens, **how).logits - model(input_ids=others, **how).logits)[:, 4:]
+        for how in (apart, {"use_cache": False})
+    ]
+    for layer, mode in modes.items():
+        layer.training = mode
+    # It is 0 in most models; with experts the rounding depends on which tokens go to the same one.
+    if moved[0].abs().max() > moved[1].abs().max() / 10:
+        raise UsageError(
+            f"--pack needs a model that keeps the samples of a row apart by their position_ids, "
+            f"which {type(model).__name__} does not: leave --pack out"
+        )
