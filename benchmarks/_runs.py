@@ -100,11 +100,16 @@ def execute(
     return Ended(time.perf_counter() - started_at, lines, memory)
 
 
+def read_timing(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of timing.jsonl about epochs: others are about saves and resumes."""
+    return [row for row in read_rows(run_dir / "timing.jsonl") if "train_seconds" in row]
+
+
 def one_run(*words: object, **how: Any) -> Ended:
     """Call execute() on a script in a new run folder, and read the rows that it wrote there."""
     with tempfile.TemporaryDirectory() as folder:
         ended = execute(*words, "--run-dir", folder, **how)
-        ended.timing = read_rows(Path(folder, "timing.jsonl"))
+        ended.timing = read_timing(Path(folder))
         ended.metrics = read_rows(Path(folder, "metrics.jsonl"))
     return ended
 
@@ -117,7 +122,7 @@ def in_process(script: ModuleType, *flags: object, precision: str = "no") -> flo
     GradientState._reset_state()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         script.main([*map(str, flags), "--no-pictures", "--run-dir", folder])
-        last = read_rows(Path(folder, "timing.jsonl"))[-1]
+        last = read_timing(Path(folder))[-1]
     return last["train_samples"] / last["train_seconds"]
 
 

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import types
@@ -132,7 +133,7 @@ def newest(run_dir: Path) -> int:
 
 
 def acknowledged(run_dir: Path) -> int:
-    """Step of the last save that returned, or -1: the children of the nursery write it down."""
+    """Step of the last save known to be durable, or -1: the children write it down."""
     path = Path(f"{run_dir}.saved")
     steps = path.read_text().split() if path.exists() else []  # empty: killed before it wrote
     return int(steps[-1]) if steps else -1
@@ -300,7 +301,7 @@ def _log_indices(script: Any, path: str) -> None:
 
 
 def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
-    """Write down each save that returned; let one fault happen in this process.
+    """Write down each save that is durable; let one fault happen in this process.
 
     fault: save (which save of the process, from 1), event (which I/O event of it, from 1; 0 only
     counts) and how: "kill" before the event, "tear" kills after it and leaves a written file half
@@ -316,8 +317,9 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
 
     from trainkit.checkpoint import Checkpoints, Progress
     from trainkit.launch.signals import Signals
+    from trainkit.run_dir.commit import Commits
 
-    saves, events, armed = 0, 0, False
+    saves, events, armed, in_save, saved = 0, 0, False, False, 0
 
     def watch(holder: Any, name: str, written: Callable[..., Any] | None = None) -> None:
         original = getattr(holder, name)
@@ -326,7 +328,8 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         def watched(*args: Any, **kwargs: Any) -> Any:
             nonlocal events
             path = written(*args, **kwargs) if written else None
-            if not armed or (written and path is None):
+            by_save = in_save or threading.current_thread() is not threading.main_thread()
+            if not (armed and by_save) or (written and path is None):
                 return original(*args, **kwargs)
             events += 1
             strikes = events == fault.get("event")
@@ -348,7 +351,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         return file if set(mode) & set("wx") else None  # a log that grows is not torn
 
     if fault:
-        # Not unlink and rmdir: a thread frees pruned checkpoints, at a time of its own.
+        # Not unlink and rmdir: what they remove has lost its name before.
         for name in ("mkdir", "rename", "replace", "fsync"):
             watch(os, name)
         watch(io, "open", opened)
@@ -357,31 +360,37 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         watch(accelerate.utils.other, "safe_save_file", lambda value, file, **kwargs: file)
         watch(shards, "save_file", lambda value, file: file)
 
-    save = Checkpoints.save
+    save, wait = Checkpoints.save, Commits.wait
 
     def saving(self: Checkpoints, progress: Progress) -> None:
-        nonlocal saves, armed
-        saves += 1
-        armed = saves == fault.get("save")
+        nonlocal saves, in_save, saved
+        saves, in_save = saves + 1, True
         save(self, progress)
-        if rank == 0:
-            with open(f"{self.directory.parent}.saved", "a") as file:
-                file.write(f"{progress.step}\n")
-        if armed:
-            armed = False
-            Path(f"{self.directory.parent}.events").write_text(str(events))
+        in_save, saved = False, progress.step
 
-    Checkpoints.save = saving
+    def waiting(self: Commits) -> None:
+        """Write down a save once it is known to be durable; the fault is in all of the save."""
+        nonlocal armed
+        run_dir, is_pending = self.tracker.path.parent, bool(self.jobs)
+        wait(self)
+        if rank == 0 and is_pending:
+            with open(f"{run_dir}.saved", "a") as file:
+                file.write(f"{saved}\n")
+        if armed:
+            Path(f"{run_dir}.events").write_text(str(events))
+        armed = in_save and saves == fault.get("save")
+
+    Checkpoints.save, Commits.wait = saving, waiting
     if "signal" in fault:
         (step, number), steps = fault["signal"], itertools.count(1)
         requested = Signals.requested
 
-        def requesting(self: Signals) -> bool:
+        def requesting(self: Signals, failed: bool = False) -> bool:
             # Not those of an evaluation.
             after_step = sys._getframe(1).f_code.co_name == "_finish_step"
             if after_step and next(steps) == step:
                 os.kill(os.getpid(), number)
-            return requested(self)
+            return requested(self, failed)
 
         Signals.requested = requesting
     if "nan" in fault:

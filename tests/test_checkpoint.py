@@ -19,7 +19,7 @@ from trainkit import shards
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import forget_accelerator, linux_only
+from conftest import forget_accelerator, linux_only, wait_until
 
 from trainkit.checkpoint import Checkpoints, Progress
 from trainkit.ema import EMA
@@ -28,7 +28,7 @@ from trainkit.launch.startup import refuse_pickled_code
 from trainkit.metrics import RunningMeans
 from trainkit.run_dir import files
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import sha256_of, verify
+from trainkit.run_dir.manifest import describe, hash_of, verify
 from trainkit.run_dir.records import read_rows
 
 FINGERPRINT = {"model": "small", "seed": 0, "learning_rate": 0.1}
@@ -71,6 +71,7 @@ class Run:
             self.progress.batch += 1
             self.tracker.log({"train_loss": loss.item()}, step=self.progress.step)
             self.checkpoints.save(self.progress)
+        self.checkpoints.commits.wait()
 
     def weights(self) -> list[torch.Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
@@ -106,7 +107,10 @@ def reforge(path: Path) -> None:
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != "MANIFEST.json")
     manifest = json.loads((path / "MANIFEST.json").read_text())
     manifest["files"] = {
-        p.relative_to(path).as_posix(): {"bytes": p.stat().st_size, "sha256": sha256_of(p)}
+        p.relative_to(path).as_posix(): {
+            "bytes": p.stat().st_size,
+            "xxh3_128": hash_of(p, "xxh3_128"),
+        }
         for p in files
     }
     (path / "MANIFEST.json").write_text(json.dumps(manifest))
@@ -155,6 +159,7 @@ def test_of_twelve_models_each_gets_its_own_state_back(tmp_path: Path) -> None:
     with ema.trained_weights():
         before = train(1)
         checkpoints.save(Progress(step=1))
+        checkpoints.commits.wait()
         read = partial(shards.read, accelerator, ema.values, step(tmp_path, 1) / "state")
         for load in (lambda: checkpoints.resume("auto"), read):  # of a sharded run
             assert train(2) != before
@@ -384,6 +389,65 @@ def test_a_failed_save_names_the_folder_and_leaves_the_older_ones(
     assert older.items() <= contents(saved / "checkpoints").items()
     assert Run(saved).checkpoints.resume("latest").step == 3
     assert contents(saved / "checkpoints") == older
+
+
+def test_a_save_returns_before_its_thread_and_has_the_log_and_sums_of_its_step(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, fsync, go_on = Run(saved), os.fsync, threading.Event()
+    run.progress = run.checkpoints.resume("latest")
+    older, size, sums = contents(saved / "checkpoints"), run.tracker.size(), run.means.state()
+    run.progress.step += 1
+    monkeypatch.setattr(os, "fsync", lambda handle: (go_on.wait(60), fsync(handle)))
+    run.checkpoints.save(run.progress)
+    with monkeypatch.context() as training:
+        training.setattr(run.checkpoints, "save", lambda progress: None)
+        training.setattr(run.checkpoints.commits, "wait", lambda: None)
+        run.train(3)
+        run.means.clear()
+    assert not step(saved, 4).exists()  # a resume would take step 3
+    assert older.items() <= contents(saved / "checkpoints").items()
+    go_on.set()
+    run.checkpoints.commits.wait()
+    assert verify(step(saved, 4)) is None
+    trainer = json.loads((step(saved, 4) / "trainer.json").read_text())
+    assert (trainer["progress"]["step"], trainer["log_bytes"]) == (4, size)
+    assert trainer["sums"] == json.loads(json.dumps(sums))
+    (row,) = [row for row in read_rows(saved / "timing.jsonl") if row.get("saved", "")[-1:] == "4"]
+    assert 0 < row["blocked_seconds"] < row["save_seconds"]
+
+
+def test_a_failure_of_the_thread_ends_the_next_save_and_a_run_that_ends_first_says_it(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    run = Run(saved)
+    run.progress = run.checkpoints.resume("latest")
+    commits, words = run.checkpoints.commits, r"step-0000000004 failed.*untouched.*disk full"
+    for last in (lambda: run.checkpoints.save(Progress(step=9)), commits.wait, commits.close):
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fsync", partial(full, "No space left on device"))
+            run.checkpoints.save(Progress(step=4))
+            wait_until(commits.failed)
+        with pytest.raises(RunFailure, match=words) if last != commits.close else ExitStack():
+            last()
+        assert not step(saved, 4).exists()
+        shutil.rmtree(saved / "checkpoints" / ".tmp-step-0000000004")
+        run.checkpoints.saved_step = 3
+    assert "step-0000000004 failed, the older checkpoints are untouched" in capfd.readouterr().out
+
+
+def full(message: str, *args: object) -> None:
+    raise OSError(message)
+
+
+def test_a_checkpoint_of_format_3_with_its_other_hash_is_complete(saved: Path) -> None:
+    path = step(saved, 3)
+    manifest = {"format": 3, "files": describe(path, 3)}
+    assert {*manifest["files"]["trainer.json"]} == {"bytes", "sha256"}
+    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+    assert Run(saved).checkpoints.resume(str(path)).step == 3
+    os.truncate(path / "state" / "model.safetensors", 100)
+    assert verify(path) == "state/model.safetensors was changed"
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])

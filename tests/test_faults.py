@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import rows
 from faults import SCRIPTS, Nursery, Outcome, acknowledged, digests, incomplete, newest
 
 SAVE = 4  # the save that is broken: the first whose pruning removes a checkpoint
@@ -27,7 +28,7 @@ class Row:
     script: str
     world: int
     tried: int = 0
-    lost: int = 0  # saves that had returned and were not there afterwards
+    lost: int = 0  # saves known to be durable that were not there afterwards
     incomplete: int = 0  # folders under a final name that are not whole
     different: int = 0  # resumed runs whose final bytes are not those of an undisturbed run
     hung: int = 0
@@ -132,6 +133,18 @@ def test_a_fault_inside_a_save_loses_nothing(
     for event in range(min(stride, 4), sweep.count_events(rank) + 1, stride):
         sweep.break_one_save(row, event, how, rank)
     assert row.good(), row
+
+
+def test_what_the_thread_of_one_process_meets_ends_all_at_the_next_step(
+    nursery: Nursery, arguments: dict, tmp_path: Path
+) -> None:
+    """Long before the next save, which would find it too."""
+    args = [*arguments["train_mnist"], "--epochs", 99, "--save-every", 100, "--run-dir", tmp_path]
+    fault = {"rank": 1, "save": 1, "event": 3, "how": "enospc"}  # after torch.save and one fsync
+    outcome = nursery.run("train_mnist", *args, world=2, fault=fault)
+    assert outcome.codes == [1, 1] and "Traceback" not in outcome.output, outcome.output
+    assert outcome.output.count("error: saving ") == 1 and "found the disk full" in outcome.output
+    assert newest(tmp_path) == -1 and 100 <= rows(tmp_path)[-1]["step"] < 190
 
 
 def test_a_folder_that_cannot_be_written_is_refused(

@@ -22,7 +22,7 @@ from trainkit.config import TrainingConfig
 from trainkit.loaders import EpochBatches
 from trainkit.optim import make_scheduler
 from trainkit.rng import key, keyed_uniform
-from trainkit.run_dir.manifest import verify, write_manifest
+from trainkit.run_dir.manifest import make_durable, verify, write_manifest
 
 # The same examples in every run, so that a change that has nothing to do with them cannot fail.
 FIXED = settings(
@@ -219,7 +219,7 @@ def write_checkpoint(where: Path) -> Path:
     (folder / "state").mkdir(parents=True)
     for number, name in enumerate(NAMES):
         (folder / name).write_bytes(bytes(range(7 + number)))
-    write_manifest(folder)
+    write_manifest(folder, make_durable(folder, 0))
     assert verify(folder) is None
     return folder
 

@@ -3,12 +3,12 @@
     checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
         state/                      the files that accelerator.save_state writes
         trainer.json                position of the run, running sums, size of the log
-        MANIFEST.json               size and SHA-256 of every file
+        MANIFEST.json               size and hash of every file
 
 save() calls accelerator.save_state and resume() calls accelerator.load_state. This module adds
-three things to them: the files are durable; their hashes are compared before any file is read; and
-two hooks in shards.py save the averages of --ema and refuse missing and extra files. Four things
-that load_state restores are not used:
+three things to them: the files become durable while the training continues (run_dir/commit.py);
+their hashes are compared before any file is read; and two hooks in shards.py save the averages of
+--ema and refuse missing and extra files. Four things that load_state restores are not used:
 
 * Objects registered with Accelerate. It unpickles them without weights_only, so a forged file could
   execute code. A checkpoint with a file of such an object is neither written nor read.
@@ -24,8 +24,8 @@ shards.py explains why, and reads and writes those checkpoints.
 
 import json
 import math
-import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -47,9 +47,10 @@ from trainkit.loaders import num_used
 from trainkit.metrics import RunningMeans
 from trainkit.private import prepared_optimizers
 from trainkit.rng import seed_host
+from trainkit.run_dir.commit import Commits
 from trainkit.run_dir.files import remove_tree, rename_free, sync
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import choose, steps_in, write_manifest
+from trainkit.run_dir.manifest import choose, steps_in
 
 
 @dataclass
@@ -137,9 +138,9 @@ class Checkpoints:
         averages: Sequence[dict[str, torch.Tensor]] = (),
     ):
         self.accelerator, self.directory = accelerator, config.run_dir / "checkpoints"
-        self.tracker, self.means, self.keep = tracker, means, config.keep
-        self.averages = averages
+        self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
+        self.commits = Commits(accelerator, tracker, config.keep)
         self.saved_step = -1  # the step of the newest checkpoint
         written = averages if accelerator.is_main_process else ()
         accelerator.register_save_state_pre_hook(partial(shards.before_save, written))
@@ -148,32 +149,36 @@ class Checkpoints:
     def save(self, progress: Progress) -> None:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
 
-        Once this returns, the checkpoint survives a crash. Raises RunFailure on all processes if
-        any of them fails, and RuntimeError if run.state does not survive a round trip through JSON.
-        Older checkpoints are not touched.
+        This returns when the files are written. A thread makes them durable and gives the
+        checkpoint its name; the next save waits for that, and so does commits.wait(). Raises
+        RunFailure on all processes if any of them fails, or if the previous save did, and
+        RuntimeError if run.state does not survive a round trip through JSON. Older checkpoints are
+        not touched.
         """
         check_json("run.state", progress.state)
         if progress.step == self.saved_step:
             return  # same weights; a resume repeats what was done since, for example an evaluation
-        accelerator, main = self.accelerator, self.accelerator.is_main_process
+        self.commits.wait()
+        started_at, accelerator = time.monotonic(), self.accelerator
         final = self.directory / f"step-{progress.step:010d}"
         temporary = self.directory / f".tmp-{final.name}"
-        sums, write_shard = self.means.state(), None
-        if accelerator.is_fsdp2:
-            write_shard = shards.writer(accelerator, self.averages)
+        trainer = {
+            "progress": asdict(progress),
+            "sums": self.means.state(),
+            "log_bytes": self.tracker.size(),
+            "fingerprint": self.fingerprint,
+            "world": describe_world(accelerator),
+        }
+        sharded = accelerator.is_fsdp2
+        write = shards.writer(accelerator, self.averages) if sharded else accelerator.save_state
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
-            if main:
+            if accelerator.is_main_process:
                 temporary.mkdir()  # without parents: the run folder may have been moved away
                 (temporary / "state").mkdir()
         with failing_together(accelerator, what, RunFailure):
-            if write_shard is not None:
-                write_shard(temporary / "state")
-            else:
-                accelerator.save_state(temporary / "state")
-        with failing_together(accelerator, what, RunFailure):
-            if main:
-                self._commit(temporary, final, progress, sums)
+            write(temporary / "state")
+        self.commits.start(temporary, final, trainer, what, started_at)
         self.saved_step = progress.step
 
     def resume(self, wanted: str | None, last_step: int = sys.maxsize) -> Progress:
@@ -249,19 +254,3 @@ class Checkpoints:
                     "--epochs or --stop-after-steps, or resume from an older checkpoint"
                 )
         return trainer
-
-    def _commit(self, temporary: Path, final: Path, progress: Progress, sums: dict) -> None:
-        trainer = {
-            "progress": asdict(progress),
-            "sums": sums,
-            "log_bytes": self.tracker.sync(),
-            "fingerprint": self.fingerprint,
-            "world": describe_world(self.accelerator),
-        }
-        (temporary / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
-        write_manifest(temporary)
-        os.rename(temporary, final)
-        sync(self.directory)
-        for old in steps_in(self.directory)[: -self.keep]:
-            if old.name != f"step-{progress.best_step:010d}":
-                remove_tree(old)

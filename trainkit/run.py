@@ -142,6 +142,7 @@ class Run:
         self.means, self.ema = RunningMeans(accelerator), EMA(self.models, config.ema)
         parts = self.log.tracker, self.means, self.ema.values
         self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)
+        self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
         if self.progress.step == 0 and started_from:
@@ -275,7 +276,7 @@ class Run:
         if length.is_over(progress):
             return False
         due = every and progress.step % every == 0 and not length.must_evaluate(progress)
-        return self.signals.requested() or bool(due)
+        return self.signals.requested(self.checkpoints.commits.failed()) or bool(due)
 
     @allowed("must save", then="counted")
     def save(self) -> None:
@@ -285,6 +286,7 @@ class Run:
             self.checkpoints.save(self.progress)
         self.prepared.note(self.progress.state)
         if self.signals.stopping:
+            self.checkpoints.commits.wait()
             self.stage = "over"
             leave_stopped(self.signals, self.log, self.progress.step)
 
@@ -330,6 +332,7 @@ class Run:
             self.stage = "must save"
             self.save()
         if unknown:  # after saving, so that the epoch is not lost
+            self.checkpoints.commits.wait()
             raise UsageError(unknown)
         self.prepared.note(progress.state)
 
@@ -340,6 +343,7 @@ class Run:
         """
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)
+        self.checkpoints.commits.wait()
         self.print(self.results.finish(self.progress, self.ema, next_command))
         self.stage = "over"
         return dict(self.progress.metrics)

@@ -38,7 +38,7 @@ from trainkit.private import (
     tree_map,
     tree_map_only,
 )
-from trainkit.run_dir.manifest import sha256_of
+from trainkit.run_dir.manifest import hash_of
 from trainkit.run_dir.weights import numbered, read_weights, separate
 
 Tensors = dict[str, torch.Tensor]
@@ -148,7 +148,7 @@ def start_from(accelerator: Accelerator, path: Path | None, model: nn.Module) ->
         return "", ""
     with failing_together(accelerator, f"--start-from {path} cannot be read"):
         tensors, line = read_weights(path, model)
-        fingerprint = sha256_of(path)
+        fingerprint = hash_of(path)
     own = model.state_dict()
     rows = {name: join_rows(own[name], value) for name, value in tensors.items()}
     model.load_state_dict(rows, strict=False)

@@ -44,18 +44,19 @@ class Signals:
         self.stepping = False  # true from the first step on, when there is something to save
         self.previous = {n: signal.signal(n, self._on_signal) for n in SIGNALS if not by_nohup(n)}
 
-    def requested(self) -> bool:
+    def requested(self, failed: bool = False) -> bool:
         """True on all processes or on none. Every process must call this after every step.
 
+        `failed` says that this process has lost a checkpoint, which stops the run like a signal.
         With one process the result is current; with several it is from the previous call.
         """
         self.stepping = True
         if self.group is None:
-            self.stopping = self.signal_name is not None
+            self.stopping = self.signal_name is not None or failed
             return self.stopping
         self.wait()
         self.stopping = self.flag.item() > 0
-        self.flag.fill_(self.signal_name is not None)
+        self.flag.fill_(self.signal_name is not None or failed)
         self.pending = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
         return self.stopping
 

@@ -36,11 +36,14 @@ class JsonlTracker(GeneralTracker):
         with open(self.timing_path, "a") as file:
             file.write(json.dumps(values) + "\n")
 
-    def sync(self) -> int:
-        """Make the rows durable and return their size in bytes. Main process only."""
+    def size(self) -> int:
+        """The size of the rows so far, in bytes."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def sync(self) -> None:
+        """Make the rows durable. Main process only."""
         with open(self.path, "ab") as file:
             os.fsync(file.fileno())
-            return file.tell()
 
     def cut(self, num_bytes: int) -> None:
         """Remove every row after the first num_bytes bytes. Main process only."""

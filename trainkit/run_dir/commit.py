@@ -1,0 +1,125 @@
+"""Make a checkpoint that was written durable, and give it its name, while the training continues.
+
+The names of checkpoints are only given by the main process, and nothing here communicates but by
+files, because a collective in a thread would mix with those of the training. Each process syncs and
+hashes its own files and leaves their hashes beside them, in part-00001.json. The main process waits
+for these parts, writes MANIFEST.json and renames the folder.
+"""
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from trainkit.cli.text import first_sentence
+from trainkit.errors import RunFailure, failing_together
+from trainkit.run_dir.files import remove_tree, sync, write_json
+from trainkit.run_dir.log import JsonlTracker
+from trainkit.run_dir.manifest import make_durable, steps_in, write_manifest
+
+# How long the main process waits, after an error, for the parts of others, which may be dead.
+LAST_SECONDS = 10.0
+
+
+class Commits:
+    """The thread of this process that makes its checkpoints durable, one at a time."""
+
+    def __init__(self, accelerator: Accelerator, tracker: JsonlTracker, keep: int):
+        self.accelerator, self.tracker, self.keep, self.what = accelerator, tracker, keep, ""
+        self.thread = ThreadPoolExecutor(1, "checkpoint")  # the interpreter joins it at its end
+        self.jobs: list[Future] = []
+        self.leaving = threading.Event()
+
+    def start(
+        self, folder: Path, final: Path, trainer: dict[str, Any], what: str, started_at: float
+    ) -> None:
+        """Make `folder` durable in the thread, rename it to `final`, remove older checkpoints.
+
+        Every process must call this, when all have written their files.
+
+        Args:
+            trainer: the content of trainer.json.
+            what: begins the message if this fails.
+            started_at: when the save began, on the clock time.monotonic().
+        """
+        self.what, rank = what, self.accelerator.process_index
+        text = json.dumps(trainer, indent=2) + "\n"  # now, because the training changes its values
+        best, blocked = f"step-{trainer['progress']['best_step']:010d}", since(started_at)
+
+        def finish_own_files() -> dict[str, Any]:
+            if rank == 0:
+                (folder / "trainer.json").write_text(text)
+                self.tracker.sync()
+            files = make_durable(folder, rank)
+            if rank != 0:
+                write_json(_part(folder, rank), files)
+            return files
+
+        def commit() -> None:
+            files = own.result()
+            for other in range(1, self.accelerator.num_processes):
+                files |= self._read_part(_part(folder, other))
+            write_manifest(folder, files)
+            os.rename(folder, final)
+            sync(final.parent)
+            for old in steps_in(final.parent)[: -self.keep]:
+                if old.name != best:
+                    remove_tree(old)
+            seconds = {"blocked_seconds": blocked, "save_seconds": since(started_at)}
+            self.tracker.log_timing({"saved": final.name, **seconds})
+
+        own = self.thread.submit(finish_own_files)
+        self.jobs = [own, self.thread.submit(commit if rank == 0 else own.result)]
+
+    def failed(self) -> bool:
+        """Has this process found that the newest checkpoint cannot be made durable?"""
+        return any(job.done() and job.exception() is not None for job in self.jobs)
+
+    def wait(self) -> None:
+        """Wait until the newest checkpoint is durable.
+
+        Every process must call this. Raises RunFailure on all of them if any has failed.
+        """
+        jobs, self.jobs = self.jobs, []
+        try:
+            for job in jobs:
+                with failing_together(self.accelerator, self.what, RunFailure):
+                    job.result()
+        except RunFailure:
+            self.leaving.set()
+            raise
+
+    def close(self) -> None:
+        """Wait for this process and, for a short time, for the others, some of which may be dead.
+
+        This does not communicate: it is for the end of a run after an error. It prints a line if
+        the newest checkpoint could not be made durable.
+        """
+        wait(self.jobs[:1])
+        wait(self.jobs, LAST_SECONDS)
+        self.leaving.set()
+        self.thread.shutdown()
+        for problem in filter(None, [job.exception() for job in self.jobs][-1:]):
+            print(f"{self.what}: {first_sentence(problem)}", flush=True)
+
+    def _read_part(self, path: Path) -> dict[str, Any]:
+        while not path.exists():
+            if self.leaving.wait(0.01):
+                raise RunFailure("another process has not made its files durable")
+        files = json.loads(path.read_text())
+        path.unlink()
+        return files
+
+
+def since(started_at: float) -> float:
+    """Seconds since a reading of time.monotonic()."""
+    return round(time.monotonic() - started_at, 6)
+
+
+def _part(folder: Path, rank: int) -> Path:
+    return folder / f"part-{rank:05d}.json"
