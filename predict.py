@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainkit import startup
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from tyro.conf import Positional
 
@@ -37,44 +39,66 @@ from trainkit.tools.photos import learn_framing, read_photo
 FOLDERS = (Path(__file__).parent, Path(__file__).parent / "examples")  # of training scripts
 
 
-class PicturePredictor(nn.Module):
-    """Maps grey values, uint8 (n, 1, size, size), to class probabilities, (n, classes).
+class Predictor(nn.Module):
+    """A trained model that takes inputs as they are in files, and answers as a person reads it.
+
+    A kind of input is added by a subclass and its entry in KINDS. trainkit/tools/page.py and
+    trainkit/tools/export.py each have one place more where a kind may say how it is shown.
 
     Args:
-        model: the trained model, for pictures standardised by metadata["mean"] and ["std"].
+        model: the trained model.
         metadata: what is saved with the weights.
-        evaluated: the tensors of predictions.safetensors. They serve to calibrate the probabilities
-            and to learn what the pictures have in common; runs of earlier versions have both in the
-            metadata.
+        evaluated: the tensors of predictions.safetensors.
     """
 
-    options = ("as_is",)  # arguments of predict_file that are flags
+    options: tuple[str, ...] = ()  # arguments of predict_file that are flags of predict.py
+    weights = "model.safetensors"  # the file in the run folder that has all weights
 
     def __init__(
         self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
     ):
         super().__init__()
         self.model, self.metadata, self.evaluated = model, metadata, evaluated
-        self.calibration = {"temperature": 1.0, "threshold": 0.0} | metadata.get("calibration", {})
-        self.framing = {"border": [0.0, 1.0], "frame": None} | metadata["pictures"]
-        if "logits" in evaluated:
-            self.calibration = calibrate(evaluated["logits"], evaluated["target"])
-            self.framing |= learn_framing(evaluated["image"])
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        mean, std = self.metadata["mean"], self.metadata["std"]
-        images = images.to(torch.float32, copy=True).sub_(255 * mean).mul_(1 / (255 * std))
-        logits = self.model(images.contiguous(memory_format=torch.channels_last))
-        return (logits / self.calibration["temperature"]).softmax(1)
 
     def example_inputs(self) -> torch.Tensor:
-        size = self.metadata["size"]
-        return torch.randint(0, 256, (64, 1, size, size), dtype=torch.uint8)
+        """Return random inputs of forward, with which an exported model is checked."""
+        raise NotImplementedError
 
-    def predict_file(self, path: Path, as_is: bool = False) -> str:
-        """Return a picture's most probable classes, or say that it is unsure. Raises UsageError."""
-        pixels, doubt = read_photo(path, self.metadata["size"], self.framing, as_is)
-        probabilities = self(pixels)[0]
+    def predict_file(self, path: Path) -> str:
+        """Return what the model says of a file. Raises UsageError."""
+        raise NotImplementedError
+
+
+class Classifier(Predictor):
+    """Maps inputs to class probabilities, (n, classes), calibrated on the evaluated samples.
+
+    A subclass says how a file is read, and how inputs are prepared for the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
+    ):
+        super().__init__(model, metadata, evaluated)
+        self.calibration = {"temperature": 1.0, "threshold": 0.0} | metadata.get("calibration", {})
+        if "logits" in evaluated:
+            self.calibration = calibrate(evaluated["logits"], evaluated["target"])
+
+    def read(self, path: Path) -> tuple[torch.Tensor, str]:
+        """Return a file as inputs of forward, n = 1, and a doubt about it or "". UsageError."""
+        raise NotImplementedError
+
+    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the inputs as the model takes them."""
+        return inputs
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits = self.model(self.prepare(inputs))
+        return (logits / self.calibration["temperature"]).softmax(1)
+
+    def predict_file(self, path: Path, **options: Any) -> str:
+        """Return the most probable classes, or say that the model is unsure. Raises UsageError."""
+        inputs, doubt = self.read(path, **options)
+        probabilities = self(inputs)[0]
         best = zip(*probabilities.topk(min(3, len(probabilities))), strict=True)
         first, *others = (f"{self.metadata['classes'][number]} {p:.2%}" for p, number in best)
         if doubt or probabilities.max() < self.calibration["threshold"]:
@@ -82,7 +106,61 @@ class PicturePredictor(nn.Module):
         return f"{path}: {first}" + (f"  (then {', '.join(others)})" if others else "")
 
 
-class TablePredictor(nn.Module):
+class PicturePredictor(Classifier):
+    """Classifies grey values, uint8 (n, 1, size, size): small pictures that are much alike."""
+
+    options = ("as_is",)
+
+    def __init__(
+        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
+    ):
+        super().__init__(model, metadata, evaluated)
+        self.framing = {"border": [0.0, 1.0], "frame": None} | metadata["pictures"]
+        if "logits" in evaluated:
+            self.framing |= learn_framing(evaluated["image"])
+
+    def read(self, path: Path | BytesIO, as_is: bool = False) -> tuple[torch.Tensor, str]:
+        return read_photo(path, self.metadata["size"], self.framing, as_is)
+
+    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+        mean, std = self.metadata["mean"], self.metadata["std"]
+        inputs = inputs.to(torch.float32, copy=True).sub_(255 * mean).mul_(1 / (255 * std))
+        return inputs.contiguous(memory_format=torch.channels_last)
+
+    def example_inputs(self) -> torch.Tensor:
+        size = self.metadata["size"]
+        return torch.randint(0, 256, (64, 1, size, size), dtype=torch.uint8)
+
+
+class PhotoPredictor(Classifier):
+    """Classifies photos in colour, uint8 (n, 3, size, size)."""
+
+    weights = "pretrained/model.safetensors"  # with --freeze the other file has the last layer only
+
+    def __init__(
+        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
+    ):
+        super().__init__(model, metadata, evaluated)
+        for name in ("mean", "std"):
+            values = 255 * torch.tensor(metadata[name], dtype=torch.float32)
+            self.register_buffer(name, values.view(3, 1, 1), persistent=False)
+
+    def read(self, path: Path | BytesIO) -> tuple[torch.Tensor, str]:
+        from trainkit.data.pictures import read_photo_pixels  # here: `datasets` takes a second
+
+        with as_usage_error(f"{path} cannot be read as a picture"):
+            pixels = read_photo_pixels(path, self.metadata["resize"], self.metadata["size"])
+        return pixels[None], ""
+
+    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs.float() - self.mean) / self.std
+
+    def example_inputs(self) -> torch.Tensor:
+        size = self.metadata["size"]
+        return torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
+
+
+class TablePredictor(Predictor):
     """Maps features, float64 (n, features), to targets, (n, targets), both in their own units.
 
     The features are float64 because float32 cannot tell ids or times in milliseconds apart.
@@ -93,8 +171,7 @@ class TablePredictor(nn.Module):
     def __init__(
         self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
     ):
-        super().__init__()
-        self.model, self.metadata, self.evaluated = model, metadata, evaluated
+        super().__init__(model, metadata, evaluated)
         for name in ("feature_mean", "feature_std", "target_mean", "target_std"):
             self.register_buffer(name, torch.tensor(metadata[name], dtype=torch.float64))
 
@@ -112,7 +189,12 @@ class TablePredictor(nn.Module):
         return add_predictions(path, self.metadata, lambda inputs: self(inputs).numpy(), encoding)
 
 
-KINDS: dict[str, Any] = {"picture": PicturePredictor, "table": TablePredictor}
+# What a script may give as "input" in its metadata, and what then uses its model.
+KINDS: dict[str, type[Predictor]] = {
+    "picture": PicturePredictor,
+    "photo": PhotoPredictor,
+    "table": TablePredictor,
+}
 
 
 def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
@@ -126,26 +208,27 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
     with as_usage_error(f"{path} is not a model of these scripts"):
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {})["trainkit"])
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         evaluated, said = records.load_predictions(run_dir / records.PREDICTIONS)
         metadata |= {name: said[name] for name in said if name == "calibration"}
-        for name, kind in (("pictures", "picture"), ("columns", "table")):
+        for name, input_kind in (("pictures", "picture"), ("columns", "table")):
             if name in metadata:
-                metadata.setdefault("input", kind)  # runs of earlier versions do not say it
+                metadata.setdefault("input", input_kind)  # runs of earlier versions do not say it
         script = load_script(script_path or find_script(metadata["script"]))
-        if metadata.get("input") not in KINDS or not hasattr(script, "make_model"):
+        kind = KINDS.get(metadata.get("input", ""))
+        if kind is None or not hasattr(script, "make_model"):
             raise UsageError(
                 f"{metadata['script']}.py made the run, and predict.py needs two things of it: "
                 'make_model(metadata), and "input" in what it gives run.begin, one of '
                 f"{', '.join(KINDS)} (docs/your_own.md)"
             )
+        weights = load_file(run_dir / kind.weights)
         # The model that the metadata describe is compared with the weights before it takes memory.
         with contextlib.suppress(RuntimeError), torch.device("meta"):
             if shapes(script.make_model(metadata).state_dict()) != shapes(weights):
                 raise ValueError("its weights are not those of the model that it names")
         model = script.make_model(metadata)
         model.load_state_dict(weights)
-        return KINDS[metadata["input"]](model, metadata, evaluated).eval()
+        return kind(model, metadata, evaluated).eval()
 
 
 def find_script(name: str) -> Path:

@@ -214,7 +214,7 @@ def test_a_script_that_predict_cannot_use_gets_one_sentence(run_dir: Path, tmp_p
             predict.load_run(forged, script)
     with pytest.raises(UsageError, match=r"--script .* is not a Python file"):
         predict.load_run(forged, tmp_path / "absent.py")
-    with pytest.raises(UsageError, match="one of picture, table"):
+    with pytest.raises(UsageError, match="one of picture, photo, table"):
         predict.load_run(forge(run_dir, tmp_path / "sound", input="sound"))
 
 
