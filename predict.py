@@ -15,8 +15,9 @@ import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,10 @@ FOLDERS = (Path(__file__).parent, Path(__file__).parent / "examples")  # of trai
 class Predictor(nn.Module):
     """A trained model that takes inputs as they are in files, and answers as a person reads it.
 
-    A kind of input is added by a subclass and its entry in KINDS. trainkit/tools/page.py and
-    trainkit/tools/export.py each have one place more where a kind may say how it is shown.
+    A kind of input is a subclass and its entry in KINDS: forward maps inputs (n, ...) to outputs;
+    predict_file returns what the model says of a file, or raises UsageError; example_inputs makes
+    random inputs, with which an exported model is checked. How a kind is shown is said by BUILDERS
+    in trainkit/tools/page.py and by describe_example in trainkit/tools/export.py.
 
     Args:
         model: the trained model.
@@ -53,6 +56,8 @@ class Predictor(nn.Module):
 
     options: tuple[str, ...] = ()  # arguments of predict_file that are flags of predict.py
     weights = "model.safetensors"  # the file in the run folder that has all weights
+    example_inputs: Callable[[], torch.Tensor]
+    predict_file: Callable[..., str]
 
     def __init__(
         self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
@@ -60,35 +65,30 @@ class Predictor(nn.Module):
         super().__init__()
         self.model, self.metadata, self.evaluated = model, metadata, evaluated
 
-    def example_inputs(self) -> torch.Tensor:
-        """Return random inputs of forward, with which an exported model is checked."""
-        raise NotImplementedError
-
-    def predict_file(self, path: Path) -> str:
-        """Return what the model says of a file. Raises UsageError."""
-        raise NotImplementedError
+    def keep(self, *names: str, shape: tuple[int, ...] = (-1,), scale: float = 1) -> None:
+        """Make numbers of the metadata attributes: tensors, which an exported model has inside."""
+        for name in names:
+            values = scale * torch.tensor(self.metadata[name], dtype=torch.float64)
+            self.register_buffer(name, values.view(shape), persistent=False)
 
 
 class Classifier(Predictor):
     """Maps inputs to class probabilities, (n, classes), calibrated on the evaluated samples.
 
-    A subclass says how a file is read, and how inputs are prepared for the model.
+    In a subclass, read returns a file as inputs of forward (n = 1) and what is doubtful about it or
+    "", or raises UsageError; prepare returns the inputs as the model takes them.
     """
 
-    def __init__(
-        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
-    ):
-        super().__init__(model, metadata, evaluated)
-        self.calibration = {"temperature": 1.0, "threshold": 0.0} | metadata.get("calibration", {})
-        if "logits" in evaluated:
-            self.calibration = calibrate(evaluated["logits"], evaluated["target"])
+    read: Callable[..., tuple[torch.Tensor, str]]
 
-    def read(self, path: Path) -> tuple[torch.Tensor, str]:
-        """Return a file as inputs of forward, n = 1, and a doubt about it or "". UsageError."""
-        raise NotImplementedError
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.calibration = {"temperature": 1.0, "threshold": 0.0}
+        self.calibration |= self.metadata.get("calibration", {})
+        if "logits" in self.evaluated:
+            self.calibration = calibrate(self.evaluated["logits"], self.evaluated["target"])
 
     def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the inputs as the model takes them."""
         return inputs
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -106,44 +106,43 @@ class Classifier(Predictor):
         return f"{path}: {first}" + (f"  (then {', '.join(others)})" if others else "")
 
 
-class PicturePredictor(Classifier):
-    """Classifies grey values, uint8 (n, 1, size, size): small pictures that are much alike."""
+class PixelClassifier(Classifier):
+    """Classifies pictures, uint8 (n, channels, size, size)."""
 
-    options = ("as_is",)
-
-    def __init__(
-        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
-    ):
-        super().__init__(model, metadata, evaluated)
-        self.framing = {"border": [0.0, 1.0], "frame": None} | metadata["pictures"]
-        if "logits" in evaluated:
-            self.framing |= learn_framing(evaluated["image"])
-
-    def read(self, path: Path | BytesIO, as_is: bool = False) -> tuple[torch.Tensor, str]:
-        return read_photo(path, self.metadata["size"], self.framing, as_is)
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.keep("mean", "std", shape=(-1, 1, 1), scale=255)
 
     def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
-        mean, std = self.metadata["mean"], self.metadata["std"]
-        inputs = inputs.to(torch.float32, copy=True).sub_(255 * mean).mul_(1 / (255 * std))
+        inputs = ((inputs - self.mean) / self.std).float()
         return inputs.contiguous(memory_format=torch.channels_last)
 
     def example_inputs(self) -> torch.Tensor:
         size = self.metadata["size"]
-        return torch.randint(0, 256, (64, 1, size, size), dtype=torch.uint8)
+        return torch.randint(0, 256, (4, len(self.mean), size, size), dtype=torch.uint8)
 
 
-class PhotoPredictor(Classifier):
-    """Classifies photos in colour, uint8 (n, 3, size, size)."""
+class PicturePredictor(PixelClassifier):
+    """Classifies small grey pictures that are much alike; photos are made to look like them."""
+
+    options = ("as_is",)
+
+    @cached_property
+    def framing(self) -> dict[str, Any]:
+        """What the evaluated pictures have in common."""
+        framing = {"border": [0.0, 1.0], "frame": None} | self.metadata["pictures"]
+        if "logits" in self.evaluated:
+            framing |= learn_framing(self.evaluated["image"])
+        return framing
+
+    def read(self, path: Path | BytesIO, as_is: bool = False) -> tuple[torch.Tensor, str]:
+        return read_photo(path, self.metadata["size"], self.framing, as_is)
+
+
+class PhotoPredictor(PixelClassifier):
+    """Classifies photos in colour of any size."""
 
     weights = "pretrained/model.safetensors"  # with --freeze the other file has the last layer only
-
-    def __init__(
-        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
-    ):
-        super().__init__(model, metadata, evaluated)
-        for name in ("mean", "std"):
-            values = 255 * torch.tensor(metadata[name], dtype=torch.float32)
-            self.register_buffer(name, values.view(3, 1, 1), persistent=False)
 
     def read(self, path: Path | BytesIO) -> tuple[torch.Tensor, str]:
         from trainkit.data.pictures import read_photo_pixels  # here: `datasets` takes a second
@@ -151,13 +150,6 @@ class PhotoPredictor(Classifier):
         with as_usage_error(f"{path} cannot be read as a picture"):
             pixels = read_photo_pixels(path, self.metadata["resize"], self.metadata["size"])
         return pixels[None], ""
-
-    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
-        return (inputs.float() - self.mean) / self.std
-
-    def example_inputs(self) -> torch.Tensor:
-        size = self.metadata["size"]
-        return torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
 
 
 class TablePredictor(Predictor):
@@ -168,12 +160,9 @@ class TablePredictor(Predictor):
 
     options = ("encoding",)
 
-    def __init__(
-        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
-    ):
-        super().__init__(model, metadata, evaluated)
-        for name in ("feature_mean", "feature_std", "target_mean", "target_std"):
-            self.register_buffer(name, torch.tensor(metadata[name], dtype=torch.float64))
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.keep("feature_mean", "feature_std", "target_mean", "target_std")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = self.model(((inputs - self.feature_mean) / self.feature_std).float())
