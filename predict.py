@@ -217,7 +217,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
                 raise ValueError("its weights are not those of the model that it names")
         model = script.make_model(metadata)
         model.load_state_dict(weights)
-        return kind(model, metadata, evaluated).eval()
+        return kind(model, metadata, evaluated).eval().requires_grad_(False)
 
 
 def find_script(name: str) -> Path:
@@ -268,7 +268,6 @@ class Config:
     """with --export: of the weights, such as mit"""
 
 
-@torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict files, export the run, or do both."""
     config = parse(Config, argv)

@@ -60,7 +60,6 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     return folder
 
 
-@torch.inference_mode()
 def write_onnx(predictor: Any, path: Path) -> None:
     """Write an ONNX program with the preprocessing inside, if it gives the predictor's outputs.
 
@@ -97,7 +96,6 @@ def write_onnx(predictor: Any, path: Path) -> None:
     print(f"{path}: onnxruntime and PyTorch differ by {difference:.1g} on {len(inputs)} inputs")
 
 
-@torch.inference_mode()
 def describe_example(predictor: Any, folder: Path) -> dict[str, Any]:
     """Write the first evaluated sample; return what the card says about it and about the model."""
     about, evaluated = predictor.metadata, predictor.evaluated
