@@ -15,8 +15,10 @@ import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from trainkit import startup
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from tyro.conf import Positional
 
@@ -37,44 +40,65 @@ from trainkit.tools.photos import learn_framing, read_photo
 FOLDERS = (Path(__file__).parent, Path(__file__).parent / "examples")  # of training scripts
 
 
-class PicturePredictor(nn.Module):
-    """Maps grey values, uint8 (n, 1, size, size), to class probabilities, (n, classes).
+class Predictor(nn.Module):
+    """A trained model that takes inputs as they are in files, and answers as a person reads it.
+
+    A kind of input is a subclass and its entry in KINDS: forward maps inputs (n, ...) to outputs;
+    predict_file returns what the model says of a file, or raises UsageError; example_inputs makes
+    random inputs, with which an exported model is checked. How a kind is shown is said by BUILDERS
+    in trainkit/tools/page.py and by describe_example in trainkit/tools/export.py.
 
     Args:
-        model: the trained model, for pictures standardised by metadata["mean"] and ["std"].
+        model: the trained model.
         metadata: what is saved with the weights.
-        evaluated: the tensors of predictions.safetensors. They serve to calibrate the probabilities
-            and to learn what the pictures have in common; runs of earlier versions have both in the
-            metadata.
+        evaluated: the tensors of predictions.safetensors.
     """
 
-    options = ("as_is",)  # arguments of predict_file that are flags
+    options: tuple[str, ...] = ()  # arguments of predict_file that are flags of predict.py
+    weights = "model.safetensors"  # the file in the run folder that has all weights
+    example_inputs: Callable[[], torch.Tensor]
+    predict_file: Callable[..., str]
 
     def __init__(
         self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
     ):
         super().__init__()
         self.model, self.metadata, self.evaluated = model, metadata, evaluated
-        self.calibration = {"temperature": 1.0, "threshold": 0.0} | metadata.get("calibration", {})
-        self.framing = {"border": [0.0, 1.0], "frame": None} | metadata["pictures"]
-        if "logits" in evaluated:
-            self.calibration = calibrate(evaluated["logits"], evaluated["target"])
-            self.framing |= learn_framing(evaluated["image"])
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        mean, std = self.metadata["mean"], self.metadata["std"]
-        images = images.to(torch.float32, copy=True).sub_(255 * mean).mul_(1 / (255 * std))
-        logits = self.model(images.contiguous(memory_format=torch.channels_last))
+    def keep(self, *names: str, shape: tuple[int, ...] = (-1,), scale: float = 1) -> None:
+        """Make numbers of the metadata attributes: tensors, which an exported model has inside."""
+        for name in names:
+            values = scale * torch.tensor(self.metadata[name], dtype=torch.float64)
+            self.register_buffer(name, values.view(shape), persistent=False)
+
+
+class Classifier(Predictor):
+    """Maps inputs to class probabilities, (n, classes), calibrated on the evaluated samples.
+
+    In a subclass, read returns a file as inputs of forward (n = 1) and what is doubtful about it or
+    "", or raises UsageError; prepare returns the inputs as the model takes them.
+    """
+
+    read: Callable[..., tuple[torch.Tensor, str]]
+
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.calibration = {"temperature": 1.0, "threshold": 0.0}
+        self.calibration |= self.metadata.get("calibration", {})
+        if "logits" in self.evaluated:
+            self.calibration = calibrate(self.evaluated["logits"], self.evaluated["target"])
+
+    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits = self.model(self.prepare(inputs))
         return (logits / self.calibration["temperature"]).softmax(1)
 
-    def example_inputs(self) -> torch.Tensor:
-        size = self.metadata["size"]
-        return torch.randint(0, 256, (64, 1, size, size), dtype=torch.uint8)
-
-    def predict_file(self, path: Path, as_is: bool = False) -> str:
-        """Return a picture's most probable classes, or say that it is unsure. Raises UsageError."""
-        pixels, doubt = read_photo(path, self.metadata["size"], self.framing, as_is)
-        probabilities = self(pixels)[0]
+    def predict_file(self, path: Path, **options: Any) -> str:
+        """Return the most probable classes, or say that the model is unsure. Raises UsageError."""
+        inputs, doubt = self.read(path, **options)
+        probabilities = self(inputs)[0]
         best = zip(*probabilities.topk(min(3, len(probabilities))), strict=True)
         first, *others = (f"{self.metadata['classes'][number]} {p:.2%}" for p, number in best)
         if doubt or probabilities.max() < self.calibration["threshold"]:
@@ -82,7 +106,53 @@ class PicturePredictor(nn.Module):
         return f"{path}: {first}" + (f"  (then {', '.join(others)})" if others else "")
 
 
-class TablePredictor(nn.Module):
+class PixelClassifier(Classifier):
+    """Classifies pictures, uint8 (n, channels, size, size)."""
+
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.keep("mean", "std", shape=(-1, 1, 1), scale=255)
+
+    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = ((inputs - self.mean) / self.std).float()
+        return inputs.contiguous(memory_format=torch.channels_last)
+
+    def example_inputs(self) -> torch.Tensor:
+        size = self.metadata["size"]
+        return torch.randint(0, 256, (4, len(self.mean), size, size), dtype=torch.uint8)
+
+
+class PicturePredictor(PixelClassifier):
+    """Classifies small grey pictures that are much alike; photos are made to look like them."""
+
+    options = ("as_is",)
+
+    @cached_property
+    def framing(self) -> dict[str, Any]:
+        """What the evaluated pictures have in common."""
+        framing = {"border": [0.0, 1.0], "frame": None} | self.metadata["pictures"]
+        if "logits" in self.evaluated:
+            framing |= learn_framing(self.evaluated["image"])
+        return framing
+
+    def read(self, path: Path | BytesIO, as_is: bool = False) -> tuple[torch.Tensor, str]:
+        return read_photo(path, self.metadata["size"], self.framing, as_is)
+
+
+class PhotoPredictor(PixelClassifier):
+    """Classifies photos in colour of any size."""
+
+    weights = "pretrained/model.safetensors"  # with --freeze the other file has the last layer only
+
+    def read(self, path: Path | BytesIO) -> tuple[torch.Tensor, str]:
+        from trainkit.data.pictures import read_photo_pixels  # here: `datasets` takes a second
+
+        with as_usage_error(f"{path} cannot be read as a picture"):
+            pixels = read_photo_pixels(path, self.metadata["resize"], self.metadata["size"])
+        return pixels[None], ""
+
+
+class TablePredictor(Predictor):
     """Maps features, float64 (n, features), to targets, (n, targets), both in their own units.
 
     The features are float64 because float32 cannot tell ids or times in milliseconds apart.
@@ -90,13 +160,9 @@ class TablePredictor(nn.Module):
 
     options = ("encoding",)
 
-    def __init__(
-        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
-    ):
-        super().__init__()
-        self.model, self.metadata, self.evaluated = model, metadata, evaluated
-        for name in ("feature_mean", "feature_std", "target_mean", "target_std"):
-            self.register_buffer(name, torch.tensor(metadata[name], dtype=torch.float64))
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.keep("feature_mean", "feature_std", "target_mean", "target_std")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = self.model(((inputs - self.feature_mean) / self.feature_std).float())
@@ -112,7 +178,12 @@ class TablePredictor(nn.Module):
         return add_predictions(path, self.metadata, lambda inputs: self(inputs).numpy(), encoding)
 
 
-KINDS: dict[str, Any] = {"picture": PicturePredictor, "table": TablePredictor}
+# What a script may give as "input" in its metadata, and what then uses its model.
+KINDS: dict[str, type[Predictor]] = {
+    "picture": PicturePredictor,
+    "photo": PhotoPredictor,
+    "table": TablePredictor,
+}
 
 
 def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
@@ -126,26 +197,27 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
     with as_usage_error(f"{path} is not a model of these scripts"):
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {})["trainkit"])
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         evaluated, said = records.load_predictions(run_dir / records.PREDICTIONS)
         metadata |= {name: said[name] for name in said if name == "calibration"}
-        for name, kind in (("pictures", "picture"), ("columns", "table")):
+        for name, input_kind in (("pictures", "picture"), ("columns", "table")):
             if name in metadata:
-                metadata.setdefault("input", kind)  # runs of earlier versions do not say it
+                metadata.setdefault("input", input_kind)  # runs of earlier versions do not say it
         script = load_script(script_path or find_script(metadata["script"]))
-        if metadata.get("input") not in KINDS or not hasattr(script, "make_model"):
+        kind = KINDS.get(metadata.get("input", ""))
+        if kind is None or not hasattr(script, "make_model"):
             raise UsageError(
                 f"{metadata['script']}.py made the run, and predict.py needs two things of it: "
                 'make_model(metadata), and "input" in what it gives run.begin, one of '
                 f"{', '.join(KINDS)} (docs/your_own.md)"
             )
+        weights = load_file(run_dir / kind.weights)
         # The model that the metadata describe is compared with the weights before it takes memory.
         with contextlib.suppress(RuntimeError), torch.device("meta"):
             if shapes(script.make_model(metadata).state_dict()) != shapes(weights):
                 raise ValueError("its weights are not those of the model that it names")
         model = script.make_model(metadata)
         model.load_state_dict(weights)
-        return KINDS[metadata["input"]](model, metadata, evaluated).eval()
+        return kind(model, metadata, evaluated).eval().requires_grad_(False)
 
 
 def find_script(name: str) -> Path:
@@ -196,7 +268,6 @@ class Config:
     """with --export: of the weights, such as mit"""
 
 
-@torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict files, export the run, or do both."""
     config = parse(Config, argv)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import colours
 import numpy as np
 import pytest
 import torch
@@ -70,8 +71,8 @@ def open_page(browser: Any) -> Iterator[Callable]:
         pytest.skip("the page is ended by SIGTERM, which Windows does not have")
     started, hosts, problems = [], set(), []
 
-    def open_page(run_dir: Path) -> Any:
-        started.append(start("app.py", run_dir))
+    def open_page(*arguments: Any) -> Any:
+        started.append(start("app.py", *arguments))
         lines = (re.search(r"http://[\w.]+:\d+", line) for line in started[0].stdout)
         address = next(filter(None, lines))[0]
         tab = browser.new_page()
@@ -92,10 +93,10 @@ def open_page(browser: Any) -> Iterator[Callable]:
         kill_all(started[0])
 
 
-def seen(tab: Any) -> np.ndarray:
-    """The pixels of what the network sees."""
-    source = tab.locator("#why img").first.get_attribute("src")
-    return np.asarray(Image.open(io.BytesIO(tab.request.get(source).body())).convert("L"))
+def seen(tab: Any, number: int = 0) -> np.ndarray:
+    """The pixels of what the network sees, or (number 1) of what speaks for the answer."""
+    source = tab.locator("#why img").nth(number).get_attribute("src")
+    return np.asarray(Image.open(io.BytesIO(tab.request.get(source).body())))
 
 
 def test_a_seven_that_is_drawn_is_framed_and_its_bars_are_the_models(
@@ -125,6 +126,27 @@ def test_a_seven_that_is_drawn_is_framed_and_its_bars_are_the_models(
     (run_dir / "photo.png").write_text("not a picture")
     tab.set_input_files("#file input[type=file]", run_dir / "photo.png")
     tab.wait_for_function("document.querySelector('.said').innerText.includes('PNG or JPEG')")
+
+
+def test_a_photo_is_uploaded_and_shown_in_colour_with_what_was_confused(
+    tmp_path: Path, open_page: Callable
+) -> None:
+    run_dir = colours.make_run(tmp_path / "photos")
+    tab = open_page(run_dir, "--script", colours.__file__)
+    assert not tab.locator("#pad").count()
+    photo = colours.photograph(tmp_path, "green", 0.9)
+    tab.set_input_files("#file input[type=file]", photo)
+    tab.wait_for_selector("#why img")
+    assert tab.locator(".said h2").inner_text() == "green"
+    sees, why = seen(tab, 0), seen(tab, 1)
+    assert sees.shape == (64, 64, 3) and sees[32, 32].argmax() == 1
+    assert why[32, 32, 0] > 100 > why[32, 32, 2]  # orange: the middle speaks for it
+    tab.locator(".shelf").last.locator("button img").first.click()
+    tab.wait_for_function("document.querySelector('#why').innerText.includes('a smaller copy')")
+    assert tab.locator(".said h2").inner_text() == "green"  # an evaluated photo, called red
+    assert "red, taken for green" in tab.locator(".shelf").last.inner_text()
+    tab.get_by_text("confusions").click()
+    tab.wait_for_selector("img[src^='data:image']")
 
 
 def test_sliders_and_lists_of_a_table_are_answered(table_dir: Path, open_page: Callable) -> None:
@@ -157,17 +179,19 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_dir:
 def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(run_dir: Path) -> None:
     predictor = predict.load_run(run_dir)
     shelves = page.find_shelves(predictor)
-    pictures, captions = shelves["test pictures"]
+    numbers, captions = shelves["test pictures"]
     assert captions == [*"0123456789"]
+    assert predictor.evaluated["target"][numbers].tolist() == [*range(10)]
     assert all(re.fullmatch(r"\d, taken for \d", text) for text in shelves["worst mistakes"][1])
-    said, shares, views = answers.describe(predictor, pictures[7])
+    seven = predictor.evaluated["image"][numbers[7]]
+    said, shares, views = answers.describe(predictor, seven)
     assert max(shares, key=shares.get) in said and list(shares) == captions
-    assert (views[0][0] == pictures[7].numpy()).all()
+    assert (views[0][0] == seven[0].numpy()).all()
     overlay = views[1][0].astype(int)
     assert (overlay[..., 0] - overlay[..., 2]).max() > 100  # orange: some pixels speak for it
     predictor.metadata["classes"] = ["<b>x"] * 10
     predictor.calibration["threshold"] = 1.1
-    said, *_ = answers.describe(predictor, pictures[7], "")
+    said, *_ = answers.describe(predictor, seven)
     assert said.startswith("<h2>unsure, perhaps &lt;b&gt;x</h2>") and "95 in 100" in said
     for drawn in (None, {"composite": np.full((280, 280), 255, np.uint8)}):
         assert page.answer_drawing(predictor, drawn) == ("", None, None)

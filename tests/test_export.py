@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import colours
 import numpy as np
 import pytest
 import torch
@@ -70,6 +71,13 @@ def test_the_card_says_what_was_measured_and_how_the_model_was_made(
         assert card.data.license == license and (license or "none was given") in card.text
 
 
+@pytest.fixture(scope="module")
+def photo_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = colours.make_run(tmp_path_factory.mktemp("runs") / "photos")
+    predict.main([str(folder), "--script", colours.__file__, "--export"])
+    return folder
+
+
 STRANGER = """import contextlib, os, sys
 os.chdir(folder)
 sys.path[:] = [path for path in sys.path if path != root]
@@ -79,7 +87,7 @@ with open("said", "w") as file, contextlib.redirect_stdout(file):
 """
 
 
-@pytest.mark.parametrize("kind", ["run_dir", "table_dir"])
+@pytest.mark.parametrize("kind", ["run_dir", "table_dir", "photo_dir"])
 def test_a_stranger_who_follows_the_card_gets_what_it_says(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, in_fresh_process: Callable
 ) -> None:
@@ -94,11 +102,28 @@ def test_a_stranger_who_follows_the_card_gets_what_it_says(
     said = (folder / "said").read_text().strip()
     assert said and f"It prints: {said}\n" in card
     if kind == "run_dir":
-        with torch.inference_mode():
-            answer = predict.load_run(request.getfixturevalue(kind)).predict_file(
-                folder / "example.png"
-            )
-        assert f"{said} " in answer + " "
+        predictor = predict.load_run(request.getfixturevalue(kind))
+        assert f"{said} " in predictor.predict_file(folder / "example.png") + " "
+
+
+def test_the_card_reads_a_photo_as_predict_does_and_timm_gets_what_it_needs(
+    photo_dir: Path, tmp_path: Path, in_fresh_process: Callable
+) -> None:
+    folder = shutil.copytree(photo_dir / "export", tmp_path / "export")
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "timm" and "pretrained=True" in card.text
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (photo_dir / "pretrained" / name).read_bytes()
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    photo = colours.photograph(folder, "green", 0.2)
+    piece = code.replace("example.png", photo.name)
+    names = {"folder": str(folder), "root": str(ROOT), "hidden": {"torch"}, "piece": piece}
+    in_fresh_process(STRANGER, **names)
+    predictor = predict.load_run(photo_dir, Path(colours.__file__))
+    name, share = (folder / "said").read_text().split(maxsplit=1)
+    probability, number = predictor(predictor.read(photo)[0])[0].max(0)
+    assert name == predictor.metadata["classes"][number] == "green"
+    assert float(share.strip().rstrip("%")) == pytest.approx(100 * probability.item(), abs=0.5)
 
 
 def test_the_program_agrees_with_pytorch_on_every_evaluated_sample(

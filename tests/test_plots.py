@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import colours
 import pytest
 import torch
 from conftest import NUM_TEST, rows, saved
@@ -149,14 +150,16 @@ def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: 
     assert line.get_xlabel() == "area"
 
 
-def test_mistakes_are_shown_in_colour_if_they_have_colours() -> None:
-    images = torch.arange(3 * 20 * 20, dtype=torch.uint8).view(1, 3, 20, 20)
-    said, truth = torch.tensor([[0, 1], [1, 1]])
-    logits = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
-    tensors = {"prediction": said, "target": truth, "logits": logits}
-    tensors["image"] = images.expand(2, -1, -1, -1)
-    axes, *_ = plots.draw_mistakes(tensors, ["top left", "top right"]).axes
-    assert axes.get_title() == "predicted top left, 90.00%\ntrue top right"
-    (shown,) = axes.images
-    assert shown.get_array().shape == (20, 20, 3)
-    assert torch.equal(torch.from_numpy(shown.get_array().data), images[0].permute(1, 2, 0))
+def test_mistakes_are_shown_in_colour_if_there_is_a_picture_of_them(tmp_path: Path) -> None:
+    run_dir = colours.make_run(tmp_path / "photos")
+    tensors, about = saved(run_dir, "predictions")
+    shown = tensors["shown"].tolist()
+    worst, probability = plots.worst_mistakes(tensors)
+    assert worst.tolist() == [40, 11] and probability[0] > probability[1]
+    axes, *_ = plots.draw_mistakes(tensors, about["classes"]).axes
+    assert axes.get_title() == f"predicted green, {probability[0]:.2%}\ntrue red"
+    drawn = axes.images[0].get_array()
+    assert (drawn == tensors["image"][shown.index(40)].permute(1, 2, 0).numpy()).all()
+    assert (drawn[24, 24].argmax(), drawn.shape) == (1, (48, 48, 3))
+    tensors["shown"], tensors["image"] = tensors["shown"][1:], tensors["image"][1:]
+    assert plots.worst_mistakes(tensors)[0].tolist() == [11]

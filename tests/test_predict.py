@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import colours
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
@@ -214,7 +215,7 @@ def test_a_script_that_predict_cannot_use_gets_one_sentence(run_dir: Path, tmp_p
             predict.load_run(forged, script)
     with pytest.raises(UsageError, match=r"--script .* is not a Python file"):
         predict.load_run(forged, tmp_path / "absent.py")
-    with pytest.raises(UsageError, match="one of picture, table"):
+    with pytest.raises(UsageError, match="one of picture, photo, table"):
         predict.load_run(forge(run_dir, tmp_path / "sound", input="sound"))
 
 
@@ -307,3 +308,35 @@ def test_a_table_gets_its_predictions_beside_its_rows(
         predict.main([str(run_dir), str(path.with_name("absent.csv"))])
     with pytest.raises(UsageError, match="--as-is means nothing to a model whose input is a table"):
         predict.main([str(run_dir), "--as-is", str(path)])
+
+
+def test_a_photo_is_answered_in_colour_and_called_unsure_if_it_is_faint(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run_dir = colours.make_run(tmp_path / "photos")
+    flags = [str(run_dir), "--script", colours.__file__]
+    (tmp_path / "text.jpg").write_text("not a picture")
+    shares = [("red", 0.9), ("green", 0.8), ("blue", 0.9), ("blue", 0.02)]
+    paths = [str(colours.photograph(tmp_path, *share)) for share in shares]
+    predict.main([*flags, *paths])
+    said = capsys.readouterr().out.splitlines()
+    for path, (name, _), text in zip(paths[:3], shares, said, strict=False):
+        assert text.startswith(f"{path}: {name} 99.")
+    assert said[3].startswith(f"{paths[3]}: unsure, perhaps ")
+    with pytest.raises(UsageError, match=r"text\.jpg cannot be read as a picture: ValueError"):
+        predict.main([*flags, str(tmp_path / "text.jpg")])
+    with pytest.raises(UsageError, match="--as-is means nothing to a model whose input is a photo"):
+        predict.main([*flags, paths[0], "--as-is"])
+    (run_dir / "pretrained" / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"FileNotFoundError: .*pretrained"):
+        predict.main([*flags, paths[0]])
+
+
+def test_photos_are_given_the_numbers_of_their_evaluation(tmp_path: Path) -> None:
+    predictor = predict.load_run(colours.make_run(tmp_path / "run"), Path(colours.__file__))
+    temperature = predictor.calibration["temperature"]
+    expected = (predictor.evaluated["logits"] / temperature).softmax(1)
+    for number in (0, 20, 49):
+        path = colours.photograph(tmp_path, colours.CLASSES[number % 3], 0.1 + number / 70)
+        pixels, doubt = predictor.read(path)
+        assert torch.allclose(predictor(pixels)[0], expected[number], atol=1e-5) and not doubt

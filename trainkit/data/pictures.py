@@ -5,6 +5,7 @@ import re
 import reprlib
 import sys
 from collections import Counter
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import PIL
+import PIL.Image
 import pyarrow.parquet as pq
 import torch
 import xxhash
@@ -285,3 +287,20 @@ def read_labels(
             f"the {len(names)} classes {reprlib.repr(names)}"
         )
     return torch.from_numpy(numbers.astype(np.int64)), names
+
+
+def read_photo_pixels(file: Path | BytesIO, resize: int, size: int) -> torch.Tensor:
+    """Read a photo as an evaluation does: uint8 (3, size, size), the centre of the picture.
+
+    Transparent pixels become white. resize: the short side of the whole picture, in pixels.
+    """
+    picture = files.open_picture(file)
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        picture = PIL.Image.alpha_composite(PIL.Image.new("RGBA", picture.size, "white"), picture)
+    side = min(picture.size) * size / resize
+    left, top = ((length - side) / 2 for length in picture.size)
+    centre = picture.convert("RGB").resize(
+        (size, size), PIL.Image.Resampling.BICUBIC, (left, top, left + side, top + side)
+    )
+    return torch.from_numpy(np.array(centre)).permute(2, 0, 1)

@@ -11,16 +11,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from trainkit.cli.text import shorten
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.run_dir.files import write_json
 from trainkit.run_dir.records import last_evaluation, read_run_json
+from trainkit.tools import plots
 
 TOLERANCE = 1e-5  # between PyTorch and onnxruntime, relative to the largest output
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-TASKS = {"picture": "image-classification", "table": "tabular-regression"}
+TASKS = {  # the Hub's name of what a model does, by the "input" of the metadata
+    "picture": "image-classification",
+    "photo": "image-classification",
+    "table": "tabular-regression",
+}
 
 
 def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> Path:
@@ -40,27 +45,32 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     folder = run_dir / "export"
     folder.mkdir(exist_ok=True)
     write_onnx(predictor, folder / "model.onnx")
-    names = ("model.safetensors", "confusion.png", "fit.png", "curves.png")
-    copied = [name for name in names if (run_dir / name).exists()]
-    for name in copied:
-        shutil.copyfile(run_dir / name, folder / name)
-    values = {name: metrics[name] for name in metrics if name.startswith("eval_")}
+    # In pretrained/, beside the weights of a photo's network, is what timm needs to load them.
+    weights = [predictor.weights, str(Path(predictor.weights).with_name("config.json"))]
+    copied = []
+    for name in (*weights, "confusion.png", "fit.png", "curves.png"):
+        if (run_dir / name).exists():
+            copied.append(shutil.copyfile(run_dir / name, folder / Path(name).name).name)
     facts = {
         **{name: run[name] for name in ("world", "machine")},
         **describe_example(predictor, folder),
         "title": one_line(run_dir.resolve().name),
         "num_samples": f"{num_samples:,}",
-        "metrics": {name[5:]: value for name, value in values.items() if name != "eval_samples"},
+        "metrics": {
+            name[5:]: metrics[name]
+            for name in metrics
+            if name.startswith("eval_") and name != "eval_samples"
+        },
         "command": one_line(shlex.join(["python", *words])),
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
-        "pictures": copied[1:],
+        "is_timm": "config.json" in copied,
+        "pictures": [name for name in copied if name.endswith(".png")],
         "license": license,
     }
     write_card(facts, folder / "README.md")
     return folder
 
 
-@torch.inference_mode()
 def write_onnx(predictor: Any, path: Path) -> None:
     """Write an ONNX program with the preprocessing inside, if it gives the predictor's outputs.
 
@@ -97,36 +107,41 @@ def write_onnx(predictor: Any, path: Path) -> None:
     print(f"{path}: onnxruntime and PyTorch differ by {difference:.1g} on {len(inputs)} inputs")
 
 
-@torch.inference_mode()
 def describe_example(predictor: Any, folder: Path) -> dict[str, Any]:
-    """Write the first evaluated sample; return what the card says about it and about the model."""
+    """Write an evaluated sample; return what the card says about it and about the model."""
     about, evaluated = predictor.metadata, predictor.evaluated
-    is_picture = about["input"] == "picture"
-    names = about["classes" if is_picture else "targets"]
     facts = {
         "input": about["input"],
-        "model": type(predictor.model).__name__,
+        "model": about.get("model", type(predictor.model).__name__),
         "num_parameters": f"{sum(p.numel() for p in predictor.parameters()):,}",
-        "names": one_line(shorten(names, 20)),
     }
-    inputs = evaluated.get("image" if is_picture else "feature", predictor.example_inputs())[:1]
-    output = predictor(inputs)[0]
-    if is_picture:
-        Image.fromarray(inputs[0, 0].numpy()).save(folder / "example.png")
-        return facts | {
-            "shape": f"(n, {', '.join(map(str, inputs.shape[1:]))})",
-            "read_as": about["pictures"]["read_as"],
-            "threshold": f"{predictor.calibration['threshold']:.2%}",
-            "answer": one_line(f"{names[output.argmax()]} {output.max():.2%}"),
-        }
-    write_json(
-        folder / "example.json", dict(zip(about["features"], inputs[0].tolist(), strict=True))
-    )
-    ranges = zip(about["features"], about["feature_range"], strict=True)
-    return facts | {
-        "ranges": one_line(", ".join(f"{n} {low:.6g} to {high:.6g}" for n, (low, high) in ranges)),
-        "answer": one_line(" ".join(f"{n} {x:,.6g}" for n, x in zip(names, output, strict=True))),
-    }
+    if about["input"] == "table":
+        names, inputs = about["targets"], evaluated.get("feature", predictor.example_inputs())[:1]
+        row = dict(zip(about["features"], inputs[0].tolist(), strict=True))
+        write_json(folder / "example.json", row)
+        spans = zip(about["features"], about["feature_range"], strict=True)
+        facts["ranges"] = one_line(", ".join(f"{n} {a:.6g} to {b:.6g}" for n, (a, b) in spans))
+        answers = zip(names, predictor(inputs)[0], strict=True)
+        answer = " ".join(f"{name} {value:,.6g}" for name, value in answers)
+    else:
+        names, size = about["classes"], about["size"]
+        # Of photos the last one has the smallest loss.
+        *_, pixels = [*plots.saved_pictures(evaluated).values()] or predictor.example_inputs()
+        picture = Image.fromarray(plots.to_array(pixels))
+        picture.save(folder / "example.png")
+        facts["read_as"] = f"{size} x {size} in colour"
+        inputs = pixels[None]
+        if about["input"] == "picture":
+            facts["read_as"] = about["pictures"]["read_as"]
+        else:  # as the card does it
+            bleed = (1 - size / about["resize"]) / 2
+            fitted = np.array(ImageOps.fit(picture, (size, size), bleed=bleed))
+            inputs = torch.from_numpy(fitted).permute(2, 0, 1)[None]
+        facts["shape"] = f"(n, {', '.join(map(str, inputs.shape[1:]))})"
+        facts["threshold"] = f"{predictor.calibration['threshold']:.2%}"
+        share, number = predictor(inputs)[0].max(0)
+        answer = f"{names[number]} {share:.2%}"
+    return facts | {"names": one_line(shorten(names, 20)), "answer": one_line(answer)}
 
 
 def write_card(facts: dict[str, Any], path: Path) -> None:
@@ -137,6 +152,7 @@ def write_card(facts: dict[str, Any], path: Path) -> None:
     data = ModelCardData(
         model_name=facts["title"],
         license=facts["license"],
+        library_name="timm" if facts["is_timm"] else None,
         pipeline_tag=task,
         tags=["onnx", "safetensors", "accelerate"],
         metrics=[*facts["metrics"]],

@@ -6,7 +6,6 @@ is removed when the server ends.
 
 import importlib.util
 import io
-import math
 import os
 import signal
 import tempfile
@@ -23,28 +22,27 @@ from PIL import Image
 from trainkit.errors import UsageError
 from trainkit.run_dir.records import last_evaluation
 from trainkit.tools import answers, plots
-from trainkit.tools.photos import read_photo
 
-MAX_FILE = "16mb"  # of a picture file
-MAX_PIXELS = 25_000_000  # of a picture once it is decoded
+MAX_FILE = "32mb"  # of a picture file
+MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 or 48 million
 MAX_SHOWN = 20  # test pictures, one of each class
 
 
-def find_shelves(predictor: Any) -> dict[str, tuple[torch.Tensor, list[str]]]:
-    """Return pictures to choose from, with captions: one test picture per class, worst mistakes."""
+def find_shelves(predictor: Any) -> dict[str, tuple[list[int], list[str]]]:
+    """Return which evaluated pictures can be chosen, with captions: one of each class, mistakes."""
     tensors, classes = predictor.evaluated, predictor.metadata["classes"]
-    if "image" not in tensors:
+    numbers = [*plots.saved_pictures(tensors)]
+    if not numbers:
         return {}
-    images, said, truth = (tensors[name] for name in ("image", "prediction", "target"))
-    numbers = truth.unique()[:MAX_SHOWN]
-    first = torch.stack([(truth == number).nonzero()[0, 0] for number in numbers])
-    worst, _ = plots.worst_mistakes(tensors)
-    wrong = [f"{classes[truth[i]]}, taken for {classes[said[i]]}" for i in worst]
+    said, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
+    last = {truth[number]: number for number in numbers}  # photos come in falling order of loss
+    ordered = [name for name in classes if name in last][:MAX_SHOWN]
+    worst = plots.worst_mistakes(tensors)[0].tolist()
     shelves = {
-        "test pictures": (images[first, 0], [classes[number] for number in numbers]),
-        "worst mistakes": (images[worst, 0], wrong),
+        "test pictures": ([last[name] for name in ordered], ordered),
+        "worst mistakes": (worst, [f"{truth[n]}, taken for {said[n]}" for n in worst]),
     }
-    return {label: shelf for label, shelf in shelves.items() if shelf[1]}
+    return {label: shelf for label, shelf in shelves.items() if shelf[0]}
 
 
 def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
@@ -53,11 +51,11 @@ def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
         return "", None, None
     path = Path(file) if isinstance(file, str) else file
     try:
-        picture, doubt = read_photo(path, predictor.metadata["size"], predictor.framing)
+        pictures, doubt = predictor.read(path)
     except UsageError as problem:
         said = escape(str(problem).replace(str(path), "The picture"))
         return f"{said}. Save it as PNG or JPEG.", None, None
-    return answers.describe(predictor, picture[0, 0], doubt)
+    return answers.describe(predictor, pictures[0], doubt)
 
 
 def answer_drawing(predictor: Any, drawn: dict[str, Any] | None) -> tuple:
@@ -70,68 +68,71 @@ def answer_drawing(predictor: Any, drawn: dict[str, Any] | None) -> tuple:
 
 
 def add_shelf(
-    predictor: Any, label: str, pictures: torch.Tensor, captions: list[str], shown: list
+    predictor: Any, label: str, numbers: list[int], captions: list[str], shown: list
 ) -> None:
-    """Add pictures of which the user can choose one to see its prediction."""
+    """Add evaluated pictures of which the user can choose one to see its prediction."""
     import gradio
 
-    def choose(chosen: gradio.SelectData) -> tuple:
-        return answers.describe(predictor, pictures[chosen.index])
+    pictures = plots.saved_pictures(predictor.evaluated)
+    logits = predictor.evaluated["logits"] / predictor.calibration["temperature"]
 
-    named = [*zip(pictures.numpy(), captions, strict=True)]
+    def choose(chosen: gradio.SelectData) -> tuple:
+        number = numbers[chosen.index]
+        return answers.describe(predictor, pictures[number], "", logits[number].softmax(0))
+
+    named = [(plots.to_array(pictures[n]), text) for n, text in zip(numbers, captions, strict=True)]
     shelf = gradio.Gallery(
-        named, label=label, columns=10, format="png", allow_preview=False, elem_classes="pixels"
+        named, label=label, format="png", allow_preview=False, elem_classes="shelf"
     )
     shelf.select(choose, None, shown, show_progress="hidden")
 
 
 def build_picture_page(page: Any, predictor: Any) -> None:
-    """Build a pad to draw on, a place for a picture file, and pictures to choose from."""
+    """Build a place for a picture file, a pad to draw on if that fits, and evaluated pictures."""
     import gradio
 
     script = Path(__file__).with_name("page.js").read_text()
+    quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
     with gradio.Row():
         with gradio.Column(min_width=320):
-            pad = gradio.Sketchpad(
-                canvas_size=(280, 280),
-                fixed_canvas=True,
-                height=380,
-                image_mode="L",
-                layers=False,
-                transforms=(),
-                buttons=[],
-                elem_id="pad",
-                label="draw here",
-                brush=gradio.Brush(default_size=11, colors=["#000000"], color_mode="fixed"),
-            )
-            file = gradio.File(file_types=["image"], elem_id="file", label="or a picture file")
+            if has_pad := predictor.metadata["input"] == "picture":
+                pad = gradio.Sketchpad(
+                    canvas_size=(280, 280),
+                    fixed_canvas=True,
+                    height=380,
+                    image_mode="L",
+                    layers=False,
+                    transforms=(),
+                    buttons=[],
+                    elem_id="pad",
+                    label="draw here",
+                    brush=gradio.Brush(default_size=11, colors=["#000000"], color_mode="fixed"),
+                )
+            file = gradio.File(file_types=["image"], elem_id="file", label="a picture file")
+            why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why")
         with gradio.Column(min_width=320):
-            shown = [
-                gradio.HTML(elem_classes="said"),
-                gradio.Label(num_top_classes=10, show_heading=False, label="probabilities"),
-                gradio.Gallery(
-                    columns=2, format="png", elem_classes="pixels", elem_id="why", label="why"
-                ),
-            ]
-    quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
-    pad.change(partial(answer_drawing, predictor), pad, shown, **quick)
+            said = gradio.HTML(elem_classes="said")
+            shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
+    shown = [said, shares, why]
     file.change(partial(answer_file, predictor), file, shown, **quick)
+    if has_pad:
+        pad.change(partial(answer_drawing, predictor), pad, shown, **quick)
+        pad.clear(None, js=script)
+        page.load(None, js=script)
     for label, shelf in find_shelves(predictor).items():
         add_shelf(predictor, label, *shelf, shown)
-    pad.clear(None, js=script)
-    page.load(None, js=script)
+    if "prediction" in predictor.evaluated:
+        with gradio.Accordion("confusions", open=False):
+            classes = predictor.metadata["classes"]
+            gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
 
 
-def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float, float]:
-    """Return a slider's first, last and initial value and its step: round, from training rows."""
+def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float, float | None]:
+    """Return a slider's first, last and initial value and its step, from the training rows."""
     number = metadata["features"].index(name)
-    mean, std = metadata["feature_mean"][number], metadata["feature_std"][number]
     low, high = metadata["feature_range"][number]
-    step = 1.0 if metadata["feature_whole"][number] else 10.0 ** math.floor(math.log10(std / 20))
-    values = (
-        step * num for num in (math.floor(low / step), math.ceil(high / step), round(mean / step))
-    )
-    return *map(partial(round, ndigits=9), values), step
+    is_whole, mean = metadata["feature_whole"][number], metadata["feature_mean"][number]
+    return low, high, round(mean) if is_whole else float(f"{mean:.3g}"), 1.0 if is_whole else None
 
 
 def answer_row(
@@ -141,7 +142,6 @@ def answer_row(
     metadata = predictor.metadata
     features, targets = metadata["features"], metadata["targets"]
 
-    @torch.inference_mode()
     def outputs(rows: np.ndarray) -> np.ndarray:
         return predictor(torch.from_numpy(rows)).numpy()
 
@@ -162,7 +162,7 @@ def build_table_page(page: Any, predictor: Any) -> None:
     import gradio
 
     fields: dict[str, Any] = {}
-    spans: dict[str, tuple[float, float, float, float]] = {}
+    spans: dict[str, tuple] = {}
     with gradio.Row():
         with gradio.Column(min_width=320):
             for column in predictor.metadata["columns"]:
@@ -183,7 +183,12 @@ def build_table_page(page: Any, predictor: Any) -> None:
         ask(answer, inputs, shown, show_progress="hidden", trigger_mode="always_last")
 
 
-BUILDERS: dict[str, Callable] = {"picture": build_picture_page, "table": build_table_page}
+# How each kind of input is shown: the "input" of the metadata, and what builds its page.
+BUILDERS: dict[str, Callable] = {
+    "picture": build_picture_page,
+    "photo": build_picture_page,
+    "table": build_table_page,
+}
 
 
 def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> None:

@@ -28,9 +28,24 @@ NUM_MISTAKES = 24
 MAX_CELLS = 32  # classes up to which confusion.png has room for all numbers and names
 
 
+def to_array(picture: torch.Tensor) -> np.ndarray:
+    """Return a picture, uint8 (channels, size, size), as (size, size) or (size, size, 3)."""
+    return picture.permute(1, 2, 0).squeeze(2).numpy()
+
+
+def saved_pictures(tensors: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the pictures of predictions.safetensors by their numbers among the evaluated ones."""
+    images = tensors.get("image", torch.zeros(0))
+    return dict(zip(tensors.get("shown", torch.arange(len(images))).tolist(), images, strict=True))
+
+
 def worst_mistakes(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and probabilities of the most confident wrong predictions, highest first."""
-    wrong = (tensors["prediction"] != tensors["target"]).nonzero().flatten()
+    """Return indices and probabilities of the most confident wrong predictions, highest first.
+
+    Only those are returned of which there is a picture.
+    """
+    shown = torch.tensor([*saved_pictures(tensors)])
+    wrong = shown[tensors["prediction"][shown] != tensors["target"][shown]]
     probability = tensors["logits"][wrong].softmax(1).amax(1)
     worst = probability.argsort(descending=True, stable=True)[:NUM_MISTAKES]
     return wrong[worst], probability[worst]
@@ -102,20 +117,17 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
 
 def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
     """Draw the most confident errors: picture, predicted and true class, probability."""
-    worst, probability = worst_mistakes(tensors)
-    images = tensors["image"][worst].permute(0, 2, 3, 1).numpy()  # channels last
-    num, rows = len(images), max(1, math.ceil(len(images) / 6))
+    pictures, (worst, probability) = saved_pictures(tensors), worst_mistakes(tensors)
+    rows, font = max(1, math.ceil(len(worst) / 6)), 9 if max(map(len, classes)) < 6 else 7
     figure = new_figure(9, 0.4 + 1.9 * rows)
-    grid = figure.subplots(rows, 6, squeeze=False)
-    for axes in grid.flat:
+    for axes in figure.subplots(rows, 6, squeeze=False).flat:
         axes.set_axis_off()
-    for axes, image, index, share in zip(grid.flat, images, worst, probability, strict=False):
-        axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
+    for axes, index, share in zip(figure.axes, worst.tolist(), probability, strict=False):
+        axes.imshow(to_array(pictures[index]), cmap="gray", vmin=0, vmax=255)
         said, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
-        text = f"predicted {said}, {share:.2%}\ntrue {true}"
-        axes.set_title(text, fontsize=9 if max(map(len, classes)) < 6 else 7)
+        axes.set_title(f"predicted {said}, {share:.2%}\ntrue {true}", fontsize=font)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
-    shown = f"the {num} most confident of " if num < all_mistakes else ""
+    shown = f"the {len(worst)} most confident of " if len(worst) < all_mistakes else ""
     figure.suptitle(f"{shown}{all_mistakes} mistake{'s' * (all_mistakes != 1)}", fontsize=11)
     return figure
 
