@@ -29,6 +29,17 @@ assert faults() < 500, "a freed tensor of 64 MB was given back"
 """)
 
 
+def test_accelerate_searches_for_no_package_in_a_step(in_fresh_process: Callable) -> None:
+    in_fresh_process("""
+import importlib.machinery
+from accelerate import optimizer
+from trainkit.launch import startup
+startup.skip_searches()
+importlib.machinery.PathFinder.find_spec = None  # a search would fail
+assert not optimizer.is_lomo_available()
+""")
+
+
 def test_settings_about_numbers_and_safety_hold_however_main_was_started(
     in_fresh_process: Callable,
 ) -> None:

@@ -29,14 +29,21 @@ def training_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("model", ["compact", pytest.param("lenet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "clip"), [("compact", 1.2), pytest.param("lenet", 0.45, marks=pytest.mark.slow)]
+)
 def test_the_loop_is_plain_pytorch(
-    model: str, small_mnist: Path, tmp_path: Path, train_in_double: Callable, float64_default: None
+    model: str,
+    clip: float,
+    small_mnist: Path,
+    tmp_path: Path,
+    train_in_double: Callable,
+    float64_default: None,
 ) -> None:
     data = f"--dataset {small_mnist} --run-dir {tmp_path}/run --model {model} --no-augment "
     data += "--epochs 1 --batch-size 96 --accumulate 3 --no-drop-last --label-smoothing 0.1"
     optimizer = "--optimizer sgd --learning-rate 0.05 --schedule constant --warmup 0"
-    rest = "--clip-norm 1.2 --log-every 1"
+    rest = f"--clip-norm {clip} --log-every 1"
     train_in_double("train_mnist", *f"{data} {optimizer} {rest}".split())
     images, labels, num_classes = training_tensors(small_mnist)
     torch.manual_seed(0)
@@ -47,12 +54,12 @@ def test_the_loop_is_plain_pytorch(
         logits = net((images[indices].double() / 255 - 0.1307) / 0.3081)
         loss = F.cross_entropy(logits, labels[indices], label_smoothing=0.1)
         loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1.2))
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip))
         optimizer.step()
         optimizer.zero_grad()
         smoothed.append(loss.item())
         losses.append(F.cross_entropy(logits, labels[indices]).item())
-    assert min(norms) < 1.2 < max(norms), norms  # some steps are clipped
+    assert min(norms) < clip < max(norms), norms  # some steps are clipped
     logged = rows(tmp_path / "run", "steps")
     assert len(logged) == 11
     assert [row["train_loss"] for row in logged] == pytest.approx(losses, rel=SAME)
@@ -245,7 +252,8 @@ def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(
 
 @pytest.mark.slow
 def test_the_default_run_reaches_what_the_readme_says(tmp_path: Path) -> None:
-    result = run("train_mnist.py", "--run-dir", tmp_path / "run", env={"OMP_NUM_THREADS": "2"})
+    threads = {"OMP_NUM_THREADS": "2"}
+    result = run("train_mnist.py", "--run-dir", tmp_path / "run", env=threads, timeout=900)
     assert result.returncode == 0, result.stderr
     (*_, last) = rows(tmp_path / "run", "epochs")
     assert 0.993 <= last["eval_accuracy"] < 0.998 and last["eval_samples"] == 10_000

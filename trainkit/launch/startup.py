@@ -8,6 +8,7 @@ each setting saves, run `python -m benchmarks.time_to_accuracy --compare startup
 import atexit
 import contextlib
 import ctypes
+import importlib.util
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ def run(main: Callable[[], Any]) -> None:
     keep_memory()
     skip_the_compiler()
     fork_at_rest()
+    skip_searches()
     atexit.register(_ignore_signals)  # a signal in the teardown would change the exit code
     try:
         end_with_launcher()
@@ -128,6 +130,16 @@ def fork_at_rest() -> None:
     """
     if sys.platform == "linux" and sys.version_info < (3, 11, 10):
         os.register_at_fork(before=lambda: time.sleep(0.01))
+
+
+def skip_searches() -> None:
+    """Tell Python once that lomo_optim is not installed, which Accelerate asks twice in each step.
+
+    With None in place of the module there is no search for it: each takes 45 us, which makes 6 to
+    8 % of the CPU time of `train_regression.py --epochs 100`.
+    """
+    if importlib.util.find_spec("lomo_optim") is None:
+        sys.modules["lomo_optim"] = None  # type: ignore[assignment]
 
 
 def keep_memory() -> None:
