@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainkit.config import Count, MayChange, Schedule, TrainingConfig, parse
 from trainkit.data import conversations
 from trainkit.data.conversations import answer
-from trainkit.data.packing import check_apart, pack_sets
+from trainkit.data.packing import attend_by_sample, check_apart, pack_sets
 from trainkit.errors import as_usage_error
 from trainkit.orders import by_length
 from trainkit.run_dir.pretrained import stop_at, write_pretrained
@@ -74,6 +74,8 @@ def make_model(config: Config) -> torch.nn.Module:
     # Memory-mapped, so that the processes of a machine share the frozen weights.
     model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
     allow_parts(model)
+    if config.pack:
+        attend_by_sample(model)
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora:

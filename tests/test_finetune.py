@@ -176,11 +176,17 @@ TEMPLATES = {
     "thinks last": CHATML.replace("each.content", THINKS_LAST),
     "no end": "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}",
     "none": None,
+    "alternates": "{% for each in messages %}"
+    "{% if each.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% if (each.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ each.role }}]{{ each.content }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
 }
 SHORT, LONG = {"prompt": "a", "answer": "4"}, {"prompt": "x = 1 ; " * 90, "answer": "4"}
 ASK, SAY = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
 TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
 TOOL = SAY | {"content": None, "tool_calls": [{"function": {"name": "f"}}]}
+ODD, PART = "\u00e9 e\u0301 \u4f60\U0001f468\u200d\U0001f469 \u202e", {"type": "text", "text": "4"}
 FOUR, NOT_LEFT = (
     "4<|im_end|>\n",
     "on has an answer, or a token of one .* 64: .* larger",
@@ -215,6 +221,36 @@ CASES = [
     ("chatml", [{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
     ("chatml", [{"messages": [ASK]}], [], f"train {NOT_LEFT}"),
     ("none", [{"messages": [*TALK, *TALK]}], [], "line 1 of .* no chat template"),
+    (
+        "chatml",
+        [{"messages": [ASK | {"content": ""}, SAY | {"content": " "}]}],
+        [" <|im_end|>\n"],
+        {"empty": "3 of 3"},
+    ),
+    (
+        "chatml",
+        [{"messages": TALK}, {"messages": [SAY | {"role": "system"}]}],
+        [FOUR],
+        {"dropped": "3 of 6"},
+    ),
+    ("chatml", [{"messages": TALK}, {"messages": []}], [FOUR], {"dropped": "3 of 6"}),
+    ("chatml", [{"messages": [*TALK, SAY]}], [FOUR * 2], {}),
+    ("alternates", [{"messages": [*TALK, SAY]}], [], "line 1 of .* must alternate"),
+    ("alternates", [{"messages": [SAY | {"role": "system"}, *TALK]}], [], "line 1 .* no system"),
+    ("chatml", [{"messages": [ASK, SAY | {"content": ODD}]}], [f"{ODD}<|im_end|>\n"], {}),
+    ("chatml", [{"messages": TALK}, {"messages": TALK * 5000}], [FOUR * 3], {"cut": "3 of 6"}),
+    (
+        "chatml",
+        [{"messages": [ASK | {"content": [PART]}, SAY | {"content": [PART, PART]}]}],
+        [f"44{FOUR[1:]}"],
+        {},
+    ),
+    (
+        "chatml",
+        [{"messages": [ASK | {"content": [PART, {"type": "image"}]}, SAY]}],
+        [],
+        "line 1 of .* holds image",
+    ),
     ("chatml", [{"question": "2?"}], [], "line 1 of .* has not the columns"),
     ("chatml", [{"messages": [{"role": "assistant"}]}], [], "line 1 of .* has no text"),
 ]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import finetune
-from trainkit.data.packing import Packed, best_fit, check_apart
+from trainkit.data.packing import Packed, attend_by_sample, best_fit, check_apart
 from trainkit.errors import UsageError
 from trainkit.orders import WINDOW, by_length
 
@@ -76,6 +76,9 @@ def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
     packed = finetune.collate([rows[n] for n in range(len(rows))])
     alone = [gradients(model, finetune.collate([sample])) for sample in samples]
     expected = torch.cat([each for each, _ in alone]).sort().values, sum(each for _, each in alone)
+    attend_by_sample(model)
+    assert (model.config._attn_implementation == "by_sample") == (kind != "gemma2")
+    check_apart(model)
     head = model.get_output_embeddings()
     assert head.may_have_parts == (kind not in ("gemma2", "cohere", "granite"))
     for most in (2**24, 1000, 1):  # all at once, 15 tokens at a time, one

@@ -94,6 +94,8 @@ def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str
             found.append((place, _conversation(columns, row)))
         except (TypeError, KeyError, AttributeError) as problem:
             raise UsageError(f"{place} has no text, or no turns, in {names}") from problem
+        except UsageError as problem:
+            raise UsageError(f"{place}: {problem}") from problem
         kinds[names] = None
     return found, "; ".join(kinds)
 
@@ -113,7 +115,11 @@ def _conversation(columns: tuple[str, ...], row: dict[str, Any]) -> Conversation
 
 def _turn(turn: dict[str, Any]) -> dict[str, Any]:
     content = turn["content"] or "" if turn.get("tool_calls") else turn["content"]
-    if not isinstance(turn["role"], str) or not isinstance(content, str | list):
+    if isinstance(content, list):  # most templates would write it as Python does
+        if others := [part["type"] for part in content if part["type"] != "text"]:
+            raise UsageError(f"a turn holds {others[0]}, and only text can be learned from")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(turn["role"], str) or not isinstance(content, str):
         raise TypeError
     return _filled(turn) | {"content": content}
 
@@ -302,9 +308,10 @@ def _encode_all(
 ) -> tuple[tuple[list[Sample], list[Sample]], dict[str, str]]:
     """Return the samples to train and evaluate on, and lines about what was left out of them."""
     sets: tuple[list[Sample], list[Sample]] = ([], [])
-    num_cut = num_dropped = 0
+    num_cut = num_dropped = num_empty = 0
     changed = []
     for number, (place, conversation) in enumerate(rows):
+        num_empty += _has_empty_answer(conversation)
         with as_usage_error(f"{place} cannot be made into tokens"):
             samples, lost = encode(tokenizer, conversation, size)
         changed += [lost] * bool(lost)
@@ -320,12 +327,23 @@ def _encode_all(
         said["dropped"] = (
             f"{num_dropped} of {num_samples} samples, which have no learned token left"
         )
+    if num_empty:
+        said["empty"] = (
+            f"{num_empty} of {len(rows)} rows have an answer without text, which is learned: the "
+            "model says nothing there"
+        )
     if changed:
         said["template"] = (
             f"leaves out or changes parts of answers in {len(changed)} of {len(rows)} rows, which "
             f"are learned without: the first begins {changed[0][:30]!r}"
         )
     return sets, said
+
+
+def _has_empty_answer(conversation: Conversation) -> bool:
+    answers = conversation.turns[conversation.num_given :]
+    answers = [turn for turn in answers if turn["role"] == "assistant"]
+    return any(not turn["content"].strip() and not turn.get("tool_calls") for turn in answers)
 
 
 def _describe_end(tokenizer: Any, end: int | None, sets: tuple[list[Sample], list[Sample]]) -> str:

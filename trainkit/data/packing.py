@@ -61,6 +61,54 @@ def pack_sets(sets: Sets, size: int) -> Sets:
     return sets._replace(train_set=train_set, eval_set=eval_set, plan=sets.plan | {"packed": line})
 
 
+def attend_by_sample(model: Any) -> None:
+    """Let a model that attends by PyTorch's own function do so one sample of a row after the other.
+
+    On a CPU that function computes what the mask then leaves out: of a row of 2,048 tokens with
+    samples of 160 about nine tenths. Elsewhere, and without packed rows, nothing changes.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+        AttentionInterface.register("by_sample", _attend)
+        AttentionMaskInterface.register("by_sample", sdpa_mask)
+        model.set_attn_implementation("by_sample")
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None = None,
+    **how: Any,
+) -> tuple[torch.Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    num, length = len(query), query.shape[2]
+    is_packed = position_ids is not None and position_ids.shape == (num, length) and num > 0
+    has_mask = attention_mask is not None and attention_mask.shape[2:] == (length, length)
+    if not (is_packed and has_mask and key.shape[2] == length and query.device.type == "cpu"):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+    # The mask also says what a sample may see of itself, which may be only the last few tokens.
+    mask = attention_mask.expand(num, *attention_mask.shape[1:])
+    rows = []
+    for row, positions in enumerate(position_ids):
+        starts = positions == 0
+        starts[1:] &= positions[:-1] != 0  # the padding, whose positions are 0, is one part
+        sizes = torch.diff(starts.nonzero()[:, 0], append=torch.tensor([length])).tolist()
+        parts = (each[row : row + 1].split(sizes, dim=2) for each in (query, key, value, mask))
+        done, outputs = 0, []
+        for q, k, v, m in zip(*parts, strict=True):
+            here = m[..., done : done + q.shape[2]]
+            outputs.append(sdpa_attention_forward(module, q, k, v, here, **how)[0])
+            done += q.shape[2]
+        rows.append(torch.cat(outputs, dim=1))
+    return torch.cat(rows), None
+
+
 @torch.no_grad()
 def check_apart(model: Any) -> None:
     """Raise UsageError unless this model keeps the samples of a row apart by their positions.
