@@ -2,8 +2,6 @@
 
 python examples/gan.py                 see samples-*.png in runs/gan/ after each epoch
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/gan.py --accumulate 2
-
-A YAML with FSDP cannot be used, because FSDP shards one model only.
 """
 
 import functools
@@ -25,6 +23,7 @@ from trainkit import (
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import nn
 from torchvision.utils import save_image
 
@@ -93,11 +92,13 @@ def compute_losses(
     return {"loss": F.softplus(-real) + F.softplus(fake), "fooled": fake > 0}
 
 
-@torch.inference_mode()
-def draw(generator: nn.Module, device: torch.device, path: Path) -> None:
-    """Draw sixty-four pictures, from the same noise each time."""
-    noise = make_noise(FIXED_SEED, 0, torch.arange(64, device=device))
-    save_image(generator(noise), path, normalize=True, value_range=(-1, 1))
+@torch.no_grad()
+def draw(accelerator: Accelerator, generator: nn.Module, path: Path) -> None:
+    """Draw sixty-four pictures, from the same noise each time. Every process must call this."""
+    noise = make_noise(FIXED_SEED, 0, torch.arange(64, device=accelerator.device))
+    pictures = generator(noise)  # if it is sharded, it gathers its weights from all processes
+    if accelerator.is_main_process:
+        save_image(pictures, path, normalize=True, value_range=(-1, 1))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -139,8 +140,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 run.add(loss_discriminator=losses_d, loss_generator=losses_g)
                 if run.must_save():
                     run.save()
-            if accelerator.is_main_process:
-                draw(models[0], accelerator.device, config.run_dir / f"samples-{epoch + 1:03d}.png")
+            draw(accelerator, models[0], config.run_dir / f"samples-{epoch + 1:03d}.png")
             losses = functools.partial(compute_losses, generator, discriminator)
             run.end_epoch(run.evaluate(eval_loader, losses))
         return run.finish()

@@ -17,6 +17,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -304,8 +305,10 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     """Write down each save that is durable; let one fault happen in this process.
 
     fault: save (which save of the process, from 1), event (which I/O event of it, from 1; 0 only
-    counts) and how: "kill" before the event, "tear" kills after it and leaves a written file half
-    as long, "enospc" makes it fail as on a full disk; the number of events goes to RUN_DIR.events.
+    counts) and how: "kill" before the event, "enospc" makes it fail as on a full disk; the number
+    of events goes to RUN_DIR.events. With how "copy" and a folder, the run folder, nothing strikes:
+    FOLDER.007-kill is what a kill before event 7 leaves behind, and FOLDER.007-tear what one after
+    it leaves, with the file that the event wrote half as long.
     Or signal: [step, signal number], which the process then sends to itself. Or nan: the call of
     normalise (from 1) whose pictures become NaN. Or inf: the call of cross_entropy whose loss
     becomes infinite while its gradient stays as it is.
@@ -332,20 +335,32 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
             if not (armed and by_save) or (written and path is None):
                 return original(*args, **kwargs)
             events += 1
+            if fault["how"] == "copy":
+                copy("kill")
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    copy("tear", path)
             strikes = events == fault.get("event")
             if strikes and fault["how"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if strikes and fault["how"] == "enospc":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            try:
-                return original(*args, **kwargs)
-            finally:
-                if strikes:
-                    with contextlib.suppress(Exception):  # not every event writes a file
-                        os.truncate(path, Path(path).stat().st_size // 2)
-                    os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
 
         setattr(holder, name, watched)
+
+    def copy(name: str, torn: str | None = None) -> None:
+        """Copy the run folder: SIGKILL would now leave exactly these bytes."""
+        nonlocal armed
+        armed, target = False, Path(f"{fault['folder']}.{events:03d}-{name}")
+        with contextlib.suppress(shutil.Error):  # the training removes a temporary file meanwhile
+            shutil.copytree(fault["folder"], target)
+        shutil.copy(f"{fault['folder']}.saved", f"{target}.saved")
+        torn = target / Path(torn or fault["folder"]).relative_to(fault["folder"])
+        if torn.is_file():
+            os.truncate(torn, torn.stat().st_size // 2)
+        armed = True
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         return file if set(mode) & set("wx") else None  # a log that grows is not torn
@@ -376,7 +391,8 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         if rank == 0 and is_pending:
             with open(f"{run_dir}.saved", "a") as file:
                 file.write(f"{saved}\n")
-        if armed:
+        was_armed, armed = armed, False
+        if was_armed:
             Path(f"{run_dir}.events").write_text(str(events))
         armed = in_save and saves == fault.get("save")
 

@@ -394,17 +394,21 @@ def test_a_failed_save_names_the_folder_and_leaves_the_older_ones(
 def test_a_save_returns_before_its_thread_and_has_the_log_and_sums_of_its_step(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, fsync, go_on = Run(saved), os.fsync, threading.Event()
+    run, go_on = Run(saved), threading.Event()
     run.progress = run.checkpoints.resume("latest")
-    older, size, sums = contents(saved / "checkpoints"), run.tracker.size(), run.means.state()
+    older, size, sums = (
+        contents(saved / "checkpoints"),
+        run.tracker.size(),
+        json.dumps(run.means.state()),
+    )
     run.progress.step += 1
-    monkeypatch.setattr(os, "fsync", lambda handle: (go_on.wait(60), fsync(handle)))
+    run.checkpoints.commits.thread.submit(go_on.wait, 60)
     run.checkpoints.save(run.progress)
     with monkeypatch.context() as training:
         training.setattr(run.checkpoints, "save", lambda progress: None)
         training.setattr(run.checkpoints.commits, "wait", lambda: None)
         run.train(3)
-        run.means.clear()
+        run.means.flush("train")
     assert not step(saved, 4).exists()  # a resume would take step 3
     assert older.items() <= contents(saved / "checkpoints").items()
     go_on.set()
@@ -412,7 +416,7 @@ def test_a_save_returns_before_its_thread_and_has_the_log_and_sums_of_its_step(
     assert verify(step(saved, 4)) is None
     trainer = json.loads((step(saved, 4) / "trainer.json").read_text())
     assert (trainer["progress"]["step"], trainer["log_bytes"]) == (4, size)
-    assert trainer["sums"] == json.loads(json.dumps(sums))
+    assert trainer["sums"] == json.loads(sums)
     (row,) = [row for row in read_rows(saved / "timing.jsonl") if row.get("saved", "")[-1:] == "4"]
     assert 0 < row["blocked_seconds"] < row["save_seconds"]
 

@@ -108,7 +108,8 @@ def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
     assert killed.codes[0] == -signal.SIGKILL and 0 not in killed.codes, killed.output
     again = start(name, run_dir, world, *save, "--resume", "auto")
     assert again.codes == [0] * world, again.output
-    assert "resuming from" in again.output and "step-0000000015" in again.output, again.output
+    # The thread of the save at step 15 may have been killed with the process.
+    assert re.search("resuming from .*step-00000000(10|15)", again.output), again.output
     undisturbed = whole(name, world, accumulate)
     names = sorted(path.name for path in undisturbed.glob("*.safetensors"))
     assert names == ["model.safetensors", "model_1.safetensors"][: 1 + (name == "gan")]

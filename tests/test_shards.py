@@ -169,6 +169,7 @@ def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
         ("examples.text", ["--num-lines", 7, "--batch-size", 6]),
         ("examples.gpt", ["--layers", 1, "--width", 32, "--num-bytes", 16000]),
         pytest.param("examples.two_towers", ["--batch-size", 60], marks=pytest.mark.slow),
+        ("examples.gan", ["--eval-every", 2]),
     ],
     ids=[
         "sgd and a linear model",
@@ -176,6 +177,7 @@ def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
         "evaluated before training",
         "a batch without rows",
         "tied weights",
+        "two towers",
         "two models",
     ],
 )
@@ -186,6 +188,25 @@ def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
     for kind in (None, KINDS[1]):
         train(nursery, tmp_path / str(kind), *args, script=script, kind=kind)
     assert_close(tmp_path / "None", tmp_path / KINDS[1], 1e-5)
+
+
+def test_layers_that_are_computed_twice_have_the_same_dropout_and_names(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    args = "--layers 2 --width 32 --num-bytes 9000 --batch-size 24 --dropout 0.3 --ema 0.8 --keep 9"
+    args = [*args.split(), "--save-every", 2, "--stop-after-steps", 6, "--resume", "auto"]
+    twice = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    layer = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "TransformerEncoderLayer"}
+    plan: dict[str, Any] = {"script": "examples.gpt", "kind": KINDS[1]}
+    for name, more in (("once", {}), ("twice", twice)):
+        train(nursery, tmp_path / name, *args, **plan, env=layer | more)
+    assert_equal_bytes(tmp_path / "once", tmp_path / "twice")
+    where = copy_until(tmp_path / "once", tmp_path / "run", 4)
+    train(nursery, where, *args, **plan, env=layer | twice)
+    assert digests(where) == digests(tmp_path / "once")
+    run = {"world": 2, "env": env(KINDS[1], **twice)}
+    outcome = nursery.run("examples.gpt", *args, "--run-dir", tmp_path / "none", **run)
+    assert outcome.codes == [2, 2] and "finds no layer to compute twice" in outcome.output
 
 
 def test_weights_of_a_file_are_shared_out(
@@ -205,7 +226,6 @@ def test_weights_of_a_file_are_shared_out(
     ("changes", "world"),
     [
         ({"FSDP_VERSION": "1"}, {}),
-        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}),
         ({"FSDP_IGNORED_MODULES": "head"}, {}),
         ({}, {"mixed_precision": "fp16"}),
         ({}, {"num_processes": 1}),
@@ -219,6 +239,24 @@ def test_what_would_silently_train_something_else_is_refused(
     launched = SimpleNamespace(**{"num_processes": 2, "mixed_precision": "no"} | world)
     with pytest.raises(UsageError, match="sharded weights need fsdp_version: 2, several"):
         shards.shard(launched, {})
+
+
+def test_dropout_that_draws_once_is_not_computed_twice(
+    nursery: Nursery, arguments: dict, tmp_path: Path
+) -> None:
+    args = arguments["train_mnist"]  # --model wide has trainkit.rng.Dropout
+    twice = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    run = {"world": 2, "env": env(KINDS[0], **twice)}
+    outcome = nursery.run("train_mnist", *args, "--run-dir", tmp_path, **run)
+    assert outcome.codes == [2, 2] and outcome.output.startswith("error: fsdp_activation_check")
+
+
+def test_optimizers_in_another_order_than_their_models_are_refused() -> None:
+    models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+    assert shards.owners([*models, *optimizers, "a loader"]) == [0, 1, 0, 1, 1]
+    with pytest.raises(UsageError, match="optimizers and schedules in the order of their models"):
+        shards.owners([*models, *optimizers[::-1]])
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])

@@ -45,7 +45,7 @@ from trainkit.fingerprint import check_same_run, compare_worlds, describe_world
 from trainkit.kernels import keeping_kernels
 from trainkit.loaders import num_used
 from trainkit.metrics import RunningMeans
-from trainkit.private import prepared_optimizers
+from trainkit.private import count_micro_batches_anew, prepared_optimizers, without_loss_scale
 from trainkit.rng import seed_host
 from trainkit.run_dir.commit import Commits
 from trainkit.run_dir.files import remove_tree, rename_free, sync
@@ -217,7 +217,7 @@ class Checkpoints:
                 sync(self.directory)
                 self.tracker.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
-        accelerator.step = 0  # counts micro-batches; a checkpoint is between two optimizer steps
+        count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
         for notice in notices:
             print(notice, flush=True)
         if path:
@@ -225,20 +225,19 @@ class Checkpoints:
         return progress
 
     def _load_state(self, folder: Path) -> None:
-        accelerator, scaler = self.accelerator, self.accelerator.scaler
+        accelerator = self.accelerator
         with keeping_kernels(prepared_optimizers(accelerator)):
             if accelerator.is_fsdp2 or (folder / "shard-00000.bin").exists():
                 shards.read(accelerator, self.averages, folder)
                 return
-            if not (folder / "scaler.pt").exists():  # saved without fp16: start a new loss scale
-                accelerator.scaler = None
-            accelerator.load_state(
-                folder.resolve(),  # load_state would expand a ~
-                load_kwargs={"mmap": True, "weights_only": True},
-                map_location="cpu",  # else a GPU would hold all optimizer state twice
-                strict=False,  # checkpoints leave out frozen weights
-            )
-        accelerator.scaler = scaler
+            is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
+            with without_loss_scale(accelerator, hide=is_new_scale):
+                accelerator.load_state(
+                    folder.resolve(),  # load_state would expand a ~
+                    load_kwargs={"mmap": True, "weights_only": True},
+                    map_location="cpu",  # else a GPU would hold all optimizer state twice
+                    strict=False,  # checkpoints leave out frozen weights
+                )
         seed_host(0)  # replaces what random_states_*.pkl set
 
     def _read(self, path: Path, notices: list[str], last_step: int) -> dict[str, Any]:

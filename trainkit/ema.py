@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from trainkit.private import named_weights
+
 
 class EMA:
     """The moving average of all trained weights; checkpoint.py saves and restores it.
@@ -24,7 +26,7 @@ class EMA:
     def __init__(self, models: Sequence[nn.Module], decay: float | None):
         self.decay = decay or 0.0
         self.weights = [
-            {name: w for name, w in model.named_parameters() if w.requires_grad}
+            {name: w for name, w in named_weights(model) if w.requires_grad}
             for model in (models if decay else ())
         ]
         self.values = [{n: w.detach().clone() for n, w in of.items()} for of in self.weights]

@@ -12,14 +12,20 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import accelerate
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    convert_outputs_to_fp32,
+)
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader
@@ -109,6 +115,95 @@ def share_frozen_weights(
         return prepare(model, **options)
 
     accelerator.prepare_model = prepare_model
+
+
+def shard_models(
+    accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin, dtype: torch.dtype | None
+) -> None:
+    """Make accelerator.prepare(...) shard models with this plugin, and compute in this type.
+
+    Accelerate by itself does not shard over processes on the CPU, and under bf16 also sums
+    gradients in bf16 and rounds the inputs and outputs of layers to it.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    plugin.mixed_precision_policy, accelerator.state.fsdp_plugin = policy, plugin
+    for state in (PartialState(), accelerator.state):
+        state.distributed_type = DistributedType.FSDP
+
+
+def wrap_prepare(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
+    """Make accelerator.prepare(...) call wrapper(prepare, ...), with what it was before.
+
+    For what has to be done to a model before Accelerate wraps it, whoever calls prepare.
+    """
+    accelerator.prepare = functools.partial(wrapper, accelerator.prepare)
+
+
+def recompute_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> int:
+    """Keep only the inputs of the layers that the plugin wraps, and compute them in backward again.
+
+    Returns the number of these layers.
+
+    Accelerate's own fsdp_activation_checkpointing does not restore the random numbers, so dropout
+    would have other masks in the second forward pass and the gradients would be wrong.
+    """
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plugin.set_auto_wrap_policy(model)
+    is_wrapped = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    inner_first = [*model.named_modules()][:0:-1]  # without the model itself
+    layers = [pair for pair in inner_first if is_wrapped is not None and is_wrapped(pair[1])]
+    for name, layer in layers:
+        model.set_submodule(name, checkpoint_wrapper(layer))
+    return len(layers)
+
+
+def named_weights(model: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """model.named_parameters(...) with the names of state_dict(), also after recompute_layers."""
+    for name, weight in model.named_parameters(**options):
+        yield name.replace("_checkpoint_wrapped_module.", ""), weight
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Give all parameters the default memory layout."""
+    for weight in model.parameters():
+        weight.data = weight.data.contiguous()
+
+
+def compute_in(dtype: torch.dtype, device_type: str, model: nn.Module) -> None:
+    """Let the forward pass autocast to this type and return float32, as Accelerate does for DDP."""
+    forward = torch.autocast(device_type, dtype)(model.forward)
+    model.forward = convert_outputs_to_fp32(forward)
+
+
+def take_loss_scale(accelerator: Accelerator) -> Callable[[], object]:
+    """Return a function that updates the loss scale of fp16, which Accelerate then no longer does.
+
+    It would do so after the step of each optimizer, so that a second one would unscale by a changed
+    scale. Without fp16 the function does nothing.
+    """
+    scaler = accelerator.scaler
+    if scaler is None:
+        return lambda: None
+    update, scaler.update = scaler.update, lambda: None
+    return update
+
+
+@contextmanager
+def without_loss_scale(accelerator: Accelerator, hide: bool) -> Iterator[None]:
+    """In the body Accelerate has no loss scale if `hide`, so load_state does not look for one."""
+    scaler = accelerator.scaler
+    accelerator.scaler = None if hide else scaler
+    yield
+    accelerator.scaler = scaler
+
+
+def count_micro_batches_anew(accelerator: Accelerator) -> None:
+    """Let the next micro-batch be the first of its step, whatever load_state has restored."""
+    accelerator.step = 0
 
 
 def skip_the_compiler() -> None:

@@ -17,13 +17,8 @@ from typing import Any
 
 import torch
 import xxhash
-from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    broadcast,
-    convert_outputs_to_fp32,
-)
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -32,12 +27,19 @@ from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch.environment import shards_wanted
 from trainkit.optim import weights_of
 from trainkit.private import (
+    compute_in,
+    make_contiguous,
+    named_weights,
     prepared_models,
     prepared_optimizers,
     prepared_schedulers,
+    recompute_layers,
+    shard_models,
     tree_map,
     tree_map_only,
+    wrap_prepare,
 )
+from trainkit.rng import Dropout
 from trainkit.run_dir.manifest import hash_of
 from trainkit.run_dir.weights import numbered, read_weights, separate
 
@@ -52,43 +54,77 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
     if not shards_wanted():
         return
     plugin = FullyShardedDataParallelPlugin()
-    silent = plugin.fsdp_version != 2 or plugin.activation_checkpointing or plugin.ignored_modules
+    silent = plugin.fsdp_version != 2 or plugin.ignored_modules
     if silent or accelerator.num_processes == 1 or accelerator.mixed_precision == "fp16":
         raise UsageError(
             "sharded weights need fsdp_version: 2, several processes, mixed_precision bf16 or no, "
-            "and neither fsdp_activation_checkpointing, whose second forward pass would draw other "
-            "dropout masks, nor fsdp_ignored_modules, whose gradients would not be reduced: see "
+            "and no fsdp_ignored_modules, whose gradients would not be reduced: see "
             "accelerate_configs/2cpu_fsdp.yaml"
         )
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    # Accelerate's own policy also sums gradients in bf16, and rounds inputs and outputs to it.
     bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    policy = MixedPrecisionPolicy(bf16, torch.float32, cast_forward_inputs=False)
-    plugin.mixed_precision_policy, accelerator.state.fsdp_plugin = policy, plugin
-    # Set here because Accelerate does not shard over CPU processes by itself.
-    for state in (PartialState(), accelerator.state):
-        state.distributed_type = DistributedType.FSDP
-    prepare = accelerator.prepare
+    recompute, plugin.activation_checkpointing = plugin.activation_checkpointing, False
 
-    def prepare_sharded(*objects: Any) -> Any:
-        for model in (each for each in objects if isinstance(each, nn.Module)):
-            model.register_forward_hook(_share_buffers)
-            for weight in model.parameters():
-                weight.data = weight.data.contiguous()  # FSDP2 does not support channels_last
-            if not plugin.cpu_ram_efficient_loading:  # else only the first process has weights
-                # Each process keeps some rows: if weights differed, the model would be a mixture.
-                models = [*prepared_models(accelerator), model]
-                fingerprint.update(fingerprint_frozen(models) | fingerprint)
-                for value in state_of(model).values():  # as DDP does
-                    value.copy_(broadcast(value.to(accelerator.device.type)))
-            if bf16:  # otherwise each layer would compute everything in bf16
-                forward = torch.autocast(accelerator.device.type, bf16)(model.forward)
-                model.forward = convert_outputs_to_fp32(forward)
-        with as_usage_error("the model cannot be sharded"):
-            return prepare(*objects)
+    def get_ready(model: nn.Module) -> None:
+        model.register_forward_hook(_share_buffers)
+        make_contiguous(model)  # FSDP2 does not support channels_last
+        if not plugin.cpu_ram_efficient_loading:  # else only the first process has weights
+            # Each process keeps some rows: if weights differed, the model would be a mixture.
+            models = [*prepared_models(accelerator), model]
+            fingerprint.update(fingerprint_frozen(models) | fingerprint)
+            for value in state_of(model).values():  # as DDP does
+                value.copy_(broadcast(value.to(accelerator.device.type)))
+        if recompute:
+            if any(isinstance(layer, Dropout) for layer in model.modules()):
+                raise UsageError(
+                    "fsdp_activation_checkpointing: true computes layers twice, and "
+                    "trainkit.rng.Dropout draws once for each batch: use nn.Dropout in this model"
+                )
+            if recompute_layers(plugin, model) == 0:
+                raise UsageError(
+                    "fsdp_activation_checkpointing: true finds no layer to compute twice: let "
+                    "fsdp_auto_wrap_policy name the classes of the layers (docs/scaling.md)"
+                )
+        if bf16:  # otherwise each layer would compute everything in bf16
+            compute_in(bf16, accelerator.device.type, model)
 
-    accelerator.prepare = prepare_sharded
+    def prepare_sharded(prepare: Callable[..., Any], *objects: Any) -> Any:
+        models, prepared = owners(objects), dict[int, Any]()
+        for number in sorted(set(models)):  # Accelerate shards one model in a call
+            own = [n for n, of in enumerate(models) if of == number]
+            for model in (objects[n] for n in own if isinstance(objects[n], nn.Module)):
+                get_ready(model)
+            with as_usage_error("the model cannot be sharded"):
+                made = prepare(*(objects[n] for n in own))
+            prepared |= zip(own, made if len(own) > 1 else [made], strict=True)
+        result = tuple(prepared[n] for n in range(len(objects)))
+        return result if len(objects) > 1 else result[0]
+
+    shard_models(accelerator, plugin, bf16)
+    wrap_prepare(accelerator, prepare_sharded)
+
+
+def owners(objects: Sequence[Any]) -> list[int]:
+    """For each object the number of the model that it belongs to; the last for data loaders.
+
+    Raises UsageError if optimizers or schedules are not in the order of their models: their files
+    in a checkpoint would have other numbers than without sharding.
+    """
+    found, models = [], [each for each in objects if isinstance(each, nn.Module)]
+    of = {id(weight): n for n, model in enumerate(models) for weight in model.parameters()}
+    for each in objects:
+        groups = getattr(getattr(each, "optimizer", each), "param_groups", None)
+        if isinstance(each, nn.Module):
+            found.append(models.index(each))
+        else:
+            found.append(of.get(id(groups[0]["params"][0]), 0) if groups else len(models) - 1)
+    for kind in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler):
+        numbers = [n for n, each in zip(found, objects, strict=True) if isinstance(each, kind)]
+        if numbers != sorted(numbers):
+            raise UsageError(
+                "sharded weights need optimizers and schedules in the order of their models in "
+                "accelerator.prepare(...)"
+            )
+    return found
 
 
 def _share_buffers(model: nn.Module, *_: Any) -> None:
@@ -129,7 +165,7 @@ def join_rows(like: Any, *rows: Any) -> Any:
 
 def frozen(model: nn.Module) -> Tensors:
     """The parameters of a model that are frozen (requires_grad=False), by name."""
-    named = model.named_parameters(remove_duplicate=False)
+    named = named_weights(model, remove_duplicate=False)
     return {name: weight for name, weight in named if not weight.requires_grad}
 
 

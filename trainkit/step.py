@@ -17,7 +17,7 @@ from trainkit.launch.signals import Signals
 from trainkit.loaders import InMemory, num_used, share_of_batch
 from trainkit.metrics import sum_and_count, sum_of
 from trainkit.optim import clip_gradients, learning_rates, scale_gradients
-from trainkit.private import prepared_optimizers
+from trainkit.private import prepared_optimizers, take_loss_scale
 from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
 
 
@@ -69,12 +69,7 @@ class Step:
         self.stepped: set[torch.optim.Optimizer] = set()
         for optimizer in self.optimizers:
             optimizer.optimizer.register_step_pre_hook(self.check_clipped)
-        self.update_scale = None
-        if accelerator.scaler is not None:
-            # Accelerate updates the loss scale after the step of each optimizer, so a second
-            # optimizer would unscale by a changed scale. finish() updates it, once.
-            self.update_scale = accelerator.scaler.update
-            accelerator.scaler.update = lambda: None
+        self.update_scale = take_loss_scale(accelerator)
 
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""
@@ -184,8 +179,7 @@ class Step:
 
     def finish(self) -> bool:
         """Update the loss scale; return False if fp16 skipped the step because it overflowed."""
-        if self.update_scale is not None:
-            self.update_scale()
+        self.update_scale()
         skipped = self.accelerator.optimizer_step_was_skipped
         self.guard.count_skipped(skipped, self.losses)
         if self.clipped - self.stepped and not skipped:
