@@ -316,7 +316,7 @@ BAD_LAYOUTS = {
     "other words": (holding("Training/a/0.png", "Test/a/0.png"), [], "rename Test, Training: "),
     "another word": (holding("train/a/0.png", "valid/a/0.png"), [], "rename valid: "),
     "a folder more": (holding("set/a/0.png", "set/b/0.png"), [], "one class, set: "),
-    "nothing read": (holding("_a/0.png", "b/0.heic"), [], r"no file .* \(not read: _a/0.png, b/"),
+    "nothing read": (holding("_a/0.png", "b/0.psd"), [], r"no file .* \(not read: _a/0.png, b/"),
     "two columns": (two_columns, [], "--label must name .*'kind', 'id'"),
     "a new class": (new_class, [], "'test', column 'kind', row 5: the label 'four' is not one of"),
     "files of two minds": (two_minds, [], "its files name other columns, or classes"),

@@ -15,18 +15,22 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trainkit.errors import UsageError, as_usage_error
 
 # The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO")
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO", "AVIF")
 RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # of modes that do not define one
+
+
+def open_file(file: Path | BytesIO) -> Image.Image:
+    """Open one picture. Raises an exception that says what is wrong with it."""
+    try:
+        with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
+            return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"it is none of {', '.join(FORMATS)}") from None
 
 
 def open_picture(file: Path | BytesIO) -> Image.Image:
     """Open one picture and turn it upright. Raises an exception that says what is wrong with it."""
-    try:
-        with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
-            picture = Image.open(file, formats=FORMATS)
-    except UnidentifiedImageError:
-        raise ValueError(f"it is none of {', '.join(FORMATS)}") from None
-    with picture:
+    with open_file(file) as picture:
         # MPO is a JPEG as many phones write it: one photo, and a small or brighter copy of it.
         if (number := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
             raise ValueError(f"it holds {number} pictures: save one of them")
@@ -78,6 +82,29 @@ def resize(values: np.ndarray, size: int) -> np.ndarray:
     batch = torch.from_numpy(values)[None, None]
     resized = F.interpolate(batch, (size, size), mode="bilinear", antialias=True)
     return resized.round()[0, 0].byte().numpy()
+
+
+def read_centre(file: Path | BytesIO, side: int) -> np.ndarray:
+    """Return the centre square of a picture in colour, resized to uint8 (side, side, 3).
+
+    Transparent pixels become white; of an animation the first picture is taken. Raises an exception
+    that says what is wrong with the picture.
+    """
+    with open_file(file) as opened:
+        opened.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
+        picture = ImageOps.exif_transpose(opened)
+    if picture.mode[0] in RANGES:
+        values = to_values(picture, "L")[0]
+        picture = Image.fromarray(values.round().astype(np.uint8))
+    picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
+    short = min(picture.size)
+    left, top = ((length - short) / 2 for length in picture.size)
+    box = left, top, left + short, top + short
+    picture = picture.resize((side, side), Image.Resampling.BICUBIC, box)
+    if picture.mode == "RGBA":
+        white = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(white, picture).convert("RGB")
+    return np.asarray(picture)
 
 
 def decode_pictures(

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+import pandas as pd
 import xxhash
 
 from trainkit.cli.text import shorten
 from trainkit.data.paths import is_read
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, as_usage_error
 
 SPLITS = {"train": "train", "test": "test", "val": "validation", "validation": "validation"}
 # Other tools' words for the splits; they are looked for in the names of tables and archives.
@@ -21,7 +22,8 @@ WORDS = {
     "validation": "validation|valid|val|dev",
 }
 PICTURES = re.compile(
-    r"\.(a?png|jp(e?g|e|2|f|x|c)|jfif|j2[kc]|mpo|gif|bmp|dib|p[pgbn]m|tiff?|webp|ico)", re.I
+    r"\.(a?png|jp(e?g|e|2|f|x|c)|jfif|j2[kc]|mpo|gif|bmp|dib|p[pgbn]m|tiff?|webp|ico|avif|hei[cf])",
+    re.I,
 )
 HOLDERS = re.compile(r"\.(parquet|arrow|zip|tar|tgz|gz|bz2|xz|zst|7z|rar)", re.I)
 LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # lists of the labels of pictures
@@ -48,12 +50,14 @@ class Folder:
     unread: list[Path]
 
 
-def find_files(folder: Path) -> Folder:
+def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     """Look through a folder. Folders behind links are not followed. Raises UsageError.
 
     Classes are the subfolders, whatever the files are called, and deeper folders belong to the
     class above them. Splits of pictures are folders called train, test, val or validation, at the
     top level only; splits of tables and archives are words in their names, as for `datasets`.
+
+    list_of_labels: a CSV file that names pictures and their classes; others are not read.
     """
     paths = []
     for where, folders, names in os.walk(folder):
@@ -63,10 +67,14 @@ def find_files(folder: Path) -> Folder:
     paths.sort(key=str)
     files = [path for path in paths if is_read(path.as_posix()) and (folder / path).is_file()]
     chosen = [path for path in files if PICTURES.fullmatch(path.suffix)]
+    listed = read_list(list_of_labels, chosen) if list_of_labels else {}
+    chosen = [*listed] or chosen
     holders = [p for p in files if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
     lists = [path for path in files if path.name in LISTS]
-    are_pictures = len(chosen) > len(holders)
-    if are_pictures:
+    are_pictures = bool(listed) or len(chosen) > len(holders)
+    if listed:
+        lists = []
+    elif are_pictures:
         check_splits(folder, chosen)
     chosen = [*chosen, *lists] if are_pictures else holders
     found: dict[str, list[Path]] = {}
@@ -86,8 +94,45 @@ def find_files(folder: Path) -> Folder:
     if not read:
         others = f" (not read: {shorten([*map(str, unread)])})" * bool(unread)
         raise UsageError(f"--dataset {folder} cannot be read: it has no file of pictures{others}")
-    classes = {} if lists or not are_pictures else find_classes(folder, read, found)
-    return Folder(splits, classes, unread)
+    if not listed and not lists and are_pictures:
+        listed = find_classes(folder, read, found)
+    return Folder(splits, listed, unread)
+
+
+def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
+    """Return the pictures that a CSV file lists, with their classes. Raises UsageError.
+
+    One column has their names, with or without folder and ending; the next one, or the one before
+    it if it is the last, their classes.
+    """
+    where = f"--labels {path}"
+    with as_usage_error(f"{where} cannot be read"):
+        table = pd.read_csv(path, dtype=str, keep_default_na=False, skipinitialspace=True)
+    known: dict[str, list[Path]] = {}
+    for picture in pictures:
+        for name in {str(picture), picture.as_posix(), picture.name, picture.stem}:
+            known.setdefault(name, []).append(picture)
+    columns = [*table.columns]
+    hits = {name: sum(cell in known for cell in table[name]) for name in columns}
+    named = max(columns, key=lambda name: hits[name], default="")
+    if len(columns) < 2 or not hits[named]:
+        raise UsageError(
+            f"{where}: no column of {columns} has the names of pictures of the folder, such as "
+            f"{pictures[0].name if pictures else 'a.jpg'}; another must have their classes"
+        )
+    place = columns.index(named)
+    label = columns[place + 1 if place + 1 < len(columns) else place - 1]
+    classes, problems = {}, []
+    for name, text in zip(table[named], table[label], strict=True):
+        candidates = known.get(name, [])
+        if len(candidates) != 1 or not text or classes.get(candidates[0], text) != text:
+            kind = "is no picture" if not candidates else "means several pictures"
+            problems.append(f"{name} {kind if len(candidates) != 1 else 'has no single class'}")
+        else:
+            classes[candidates[0]] = text
+    if problems:
+        raise UsageError(f"{where}: {shorten(problems)}")
+    return dict(sorted(classes.items(), key=lambda item: str(item[0])))
 
 
 def check_splits(folder: Path, pictures: list[Path]) -> None:

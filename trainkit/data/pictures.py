@@ -1,6 +1,5 @@
 """Labelled pictures of any size and mode as one uint8 tensor."""
 
-import math
 import re
 import reprlib
 import sys
@@ -13,7 +12,6 @@ import datasets
 import numpy as np
 import pandas as pd
 import PIL
-import PIL.Image
 import pyarrow.parquet as pq
 import torch
 import xxhash
@@ -28,19 +26,24 @@ from trainkit.private import fingerprint_of
 NUM_LOOKED_AT = 2000  # pictures of a split that are checked for content
 
 
-def open_dataset(name: str, tell: bool) -> dict[str, datasets.Dataset]:
+def open_dataset(
+    name: str, tell: bool, list_of_labels: Path | None = None
+) -> dict[str, datasets.Dataset]:
     """Return the splits of a folder or of a Hub data set. Raises UsageError.
 
     The fingerprint of a folder's split is computed from the content of its files.
 
-    tell: print which files of a folder are not read: other kinds, hidden files, files behind links.
+    Args:
+        tell: print which files of a folder are not read: other kinds, hidden files, files behind
+            links.
+        list_of_labels: a CSV file: the classes of the pictures, instead of their folders.
     """
     datasets.disable_progress_bars()
     folder = Path(name)
     with as_usage_error(f"--dataset {name} cannot be read"):
         if not folder.is_dir():
             return load_by_datasets(name)
-        found = folders.find_files(folder)
+        found = folders.find_files(folder, list_of_labels)
         if found.unread and tell and is_main_rank():
             unread = shorten([*map(str, found.unread)])
             print(f"--dataset {folder}: {len(found.unread)} not read: {unread}", file=sys.stderr)
@@ -114,6 +117,7 @@ def read_split(
     label: str | None = None,
     classes: list[str] | None = None,
     num_held_out: int = 0,
+    list_of_labels: Path | None = None,
 ) -> tuple[datasets.Dataset, torch.Tensor, list[str], torch.Tensor, str]:
     """Return the pictures, labels, class names, indices of the split's rows, and `where`.
 
@@ -126,8 +130,9 @@ def read_split(
         classes: the class names of another split, by which the labels of this one are numbered.
         num_held_out: how many training pictures are held out as "test", whatever other splits
             there are; 0: see split.
+        list_of_labels: see open_dataset.
     """
-    splits = open_dataset(name, split == "train")
+    splits = open_dataset(name, split == "train", list_of_labels)
     others = ["test", "validation"] if not num_held_out else []
     own = next((other for other in others if other in splits), "train")
     read = own if split == "test" else split
@@ -183,7 +188,7 @@ def load_images(
     numbers = decoded.data.column("pixels").combine_chunks().flatten().to_numpy()
     pixels = torch.from_numpy(numbers.reshape(-1, len(mode), size, size)[chosen.numpy()])
     kinds = Counter(decoded.data.column("kind").to_pylist())
-    some = pixels[:: math.ceil(len(pixels) / NUM_LOOKED_AT)].squeeze(1)
+    some = pixels[:: len(pixels) // NUM_LOOKED_AT + 1].squeeze(1)
     return InMemory(pixels, labels[chosen]), classes, (some, kinds)
 
 
@@ -290,17 +295,14 @@ def read_labels(
 
 
 def read_photo_pixels(file: Path | BytesIO, resize: int, size: int) -> torch.Tensor:
-    """Read a photo as an evaluation does: uint8 (3, size, size), the centre of the picture.
+    """Return a photo as it is evaluated: uint8 (3, size, size), the centre of files.read_centre.
 
-    Transparent pixels become white. resize: the short side of the whole picture, in pixels.
+    resize: the short side of the whole picture, in pixels. Raises what files.read_centre raises.
     """
-    picture = files.open_picture(file)
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        picture = PIL.Image.alpha_composite(PIL.Image.new("RGBA", picture.size, "white"), picture)
-    side = min(picture.size) * size / resize
-    left, top = ((length - side) / 2 for length in picture.size)
-    centre = picture.convert("RGB").resize(
-        (size, size), PIL.Image.Resampling.BICUBIC, (left, top, left + side, top + side)
-    )
-    return torch.from_numpy(np.array(centre)).permute(2, 0, 1)
+    return cut_centre(torch.from_numpy(files.read_centre(file, resize)).permute(2, 0, 1), size)
+
+
+def cut_centre(pictures: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the centre of pictures (..., height, width): (..., size, size)."""
+    top, left = ((length - size) // 2 for length in pictures.shape[-2:])
+    return pictures[..., top : top + size, left : left + size]
