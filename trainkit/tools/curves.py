@@ -14,11 +14,6 @@ LABELS["learning_rate"] = "learning rate"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 
 
-def draw_run(run_dir: Path) -> list[Path]:
-    """Draw curves.png into a run folder and return its path, in a list."""
-    return [save(draw_curves(run_dir), run_dir / "curves.png")]
-
-
 def draw_curves(run_dir: Path) -> Figure:
     """Draw the loss, the accuracy or error if there is one, and the learning rate of a run."""
     rows = read_rows(run_dir / "metrics.jsonl")
@@ -59,12 +54,6 @@ def draw_line(
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker, **style)
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a picture and return its path."""
-    figure.savefig(path)
-    return path
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -60,7 +60,7 @@ def confusion_matrix(
 
 def draw_run(run_dir: Path) -> list[Path]:
     """Draw every plot for which a run folder has the files, and return the paths."""
-    figures: dict[str, Figure] = {}
+    figures = {"curves.png": curves.draw_curves(run_dir)}
     tensors, metadata = load_predictions(run_dir / PREDICTIONS)
     known = {"prediction", "target"} <= tensors.keys()  # else a script has saved others
     if known and "classes" in metadata:
@@ -69,9 +69,9 @@ def draw_run(run_dir: Path) -> list[Path]:
             figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
     elif known and tensors["target"].ndim == 2:
         figures["fit.png"] = draw_fit(tensors, metadata)
-    return curves.draw_run(run_dir) + [
-        curves.save(figure, run_dir / name) for name, figure in figures.items()
-    ]
+    for name, figure in figures.items():
+        figure.savefig(run_dir / name)
+    return [run_dir / name for name in figures]
 
 
 def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> Figure:
@@ -87,20 +87,12 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     figure = new_figure(side, side)
     axes = figure.subplots()
     axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.35, 0, 1))
-    if num <= MAX_CELLS:
-        for row, column in zip(*matrix.nonzero(), strict=True):
-            share = shares[row, column]
-            shown = "100%" if share == 1 else f"{min(share, 0.999):.1%}"  # 99.97 % is not 100 %
-            axes.text(
-                column,
-                row,
-                f"{matrix[row, column]}\n{shown}",
-                ha="center",
-                va="center",
-                fontsize=font,
-                linespacing=0.95,
-                color="white" if share > 0.08 else "black",
-            )
+    for row, column in np.argwhere(matrix) if num <= MAX_CELLS else ():
+        share = shares[row, column]
+        shown = "100%" if share == 1 else f"{min(share, 0.999):.1%}"  # 99.97 % is not 100 %
+        style = {"ha": "center", "va": "center", "fontsize": font, "linespacing": 0.95}
+        text, color = f"{matrix[row, column]}\n{shown}", "white" if share > 0.08 else "black"
+        axes.text(column, row, text, color=color, **style)
     ticks = range(0, num, -(-num // MAX_CELLS))
     names = [classes[tick] for tick in ticks]
     axes.set_xticks(ticks, names, rotation=90 if max(map(len, classes)) > 2 else 0)
