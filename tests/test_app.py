@@ -179,10 +179,10 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_dir:
 def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(run_dir: Path) -> None:
     predictor = predict.load_run(run_dir)
     shelves = page.find_shelves(predictor)
-    numbers, captions = shelves["test pictures"]
+    numbers, captions = map(list, zip(*shelves["test pictures"], strict=True))
     assert captions == [*"0123456789"]
     assert predictor.evaluated["target"][numbers].tolist() == [*range(10)]
-    assert all(re.fullmatch(r"\d, taken for \d", text) for text in shelves["worst mistakes"][1])
+    assert all(re.fullmatch(r"\d, taken for \d", text) for _, text in shelves["worst mistakes"])
     seven = predictor.evaluated["image"][numbers[7]]
     said, shares, views = answers.describe(predictor, seven)
     assert max(shares, key=shares.get) in said and list(shares) == captions

@@ -123,7 +123,8 @@ def test_sixty_photographs(run_dir: Path, digits: list, tmp_path: Path) -> None:
     for text, (_, label) in zip(said, chosen, strict=True):
         if text.split("perhaps ")[-1].split()[0] != str(label):
             wrong.append(text)
-    assert len(wrong) <= 6, wrong
+    print(f"{60 - len(wrong)} of 60 photographs are read; the others: {wrong}")
+    assert len(wrong) <= 3, wrong
     assert sum(text.startswith("unsure") for text in wrong) >= 0.8 * len(wrong), wrong
     assert sum(text.startswith("unsure") for text in said) < 30  # a model that is never sure
 

@@ -120,6 +120,6 @@ def write_network(run: Any, network: nn.Module, metadata: dict[str, Any]) -> Non
     data = {"input_size": (3, size, size), "crop_pct": size / metadata["resize"]}
     data |= {"mean": metadata["mean"], "std": metadata["std"], "interpolation": "bicubic"}
     about = {"label_names": metadata["classes"]}
-    network.cpu()
+    network.cpu().to(memory_format=torch.contiguous_format)  # save_for_hf refuses channels last
     save_for_hf(network, folder, about, safe_serialization=True, data_config=data)
     print(f"for timm.create_model: local-dir:{folder}", flush=True)

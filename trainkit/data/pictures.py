@@ -12,7 +12,6 @@ import datasets
 import numpy as np
 import pandas as pd
 import PIL
-import PIL.Image
 import pyarrow.parquet as pq
 import torch
 import xxhash
@@ -300,7 +299,8 @@ def read_photo_pixels(file: Path | BytesIO, resize: int, size: int) -> torch.Ten
 
     resize: the short side of the whole picture, in pixels. Raises what files.read_centre raises.
     """
-    return cut_centre(torch.from_numpy(files.read_centre(file, resize)).permute(2, 0, 1), size)
+    pixels = torch.from_numpy(np.array(files.read_centre(file, resize)))
+    return cut_centre(pixels.permute(2, 0, 1), size)
 
 
 def cut_centre(pictures: torch.Tensor, size: int) -> torch.Tensor:

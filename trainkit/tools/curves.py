@@ -1,81 +1,67 @@
 """Draw what a run measured over its steps, from its metrics.jsonl and timing.jsonl alone."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from trainkit.run_dir.records import read_rows
 
-if TYPE_CHECKING:  # imported where it is used, because it takes a second
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-SCORES = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}
+LABELS = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}
+LABELS["learning_rate"] = "learning rate"
 # Okabe and Ito's, which colour-blind people can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 
 
-def draw_run(run_dir: Path) -> list[Path]:
-    """Draw curves.png into a run folder and return its path, in a list."""
-    return [save(draw_curves(run_dir), run_dir / "curves.png")]
-
-
-def draw_curves(run_dir: Path) -> "Figure":
+def draw_curves(run_dir: Path) -> Figure:
     """Draw the loss, the accuracy or error if there is one, and the learning rate of a run."""
     rows = read_rows(run_dir / "metrics.jsonl")
     measured = {name for row in rows for name in row}
-    score = next((name for name in SCORES if f"eval_{name}" in measured), None)
-    heights = {"loss": 3, "rate": 1.3} if score is None else {"loss": 3, score: 3, "rate": 1.3}
+    heights = {"loss": 3, "accuracy": 3, "rmse": 3, "learning_rate": 1.3}
+    for name in ("accuracy", "rmse"):
+        if f"eval_{name}" not in measured or len(heights) == 3:  # one score is drawn
+            del heights[name]
     figure = new_figure(8, 1.7 + sum(heights.values()))
-    panels = figure.subplot_mosaic(
-        [[name] for name in heights], sharex=True, height_ratios=list(heights.values())
-    )
-    train = {"color": COLOURS[0], "marker": "."}
-    held_out = {"color": COLOURS[1], "linewidth": 2.5, "marker": "o"}
-    for panel, metric, label, style in (
-        ("loss", "train_loss", "training", train),
-        ("loss", "eval_loss", "evaluation", held_out),
-        (score, f"train_{score}", "training, mean of the epoch", train),
-        (score, f"eval_{score}", "evaluation", held_out),
-        ("rate", "learning_rate", "", train),
-    ):
-        # An evaluation has a train_loss too, the mean of its epoch; only those of steps are drawn.
-        without = "eval_loss" if metric == "train_loss" else None
-        points = [
-            (row["step"], row[metric]) for row in rows if metric in row and without not in row
-        ]
-        if panel in panels and points:
-            panels[panel].plot(*zip(*points, strict=True), label=label, **style)
+    grid = figure.subplots(len(heights), sharex=True, height_ratios=[*heights.values()])
     timing = read_rows(run_dir / "timing.jsonl")
     resumes = [row["resumed_at"] for row in timing if "resumed_at" in row]
-    for name, axes in panels.items():
+    for axes, name in zip(grid, heights, strict=True):
+        # An evaluation has a train_loss too, the mean of its epoch; only those of steps are drawn.
+        steps = [row for row in rows if name != "loss" or "eval_loss" not in row]
+        mean = "" if name == "loss" else ", mean of the epoch"
+        draw_line(axes, steps, f"train_{name}", f"training{mean}", COLOURS[0], ".")
+        draw_line(axes, rows, f"eval_{name}", "evaluation", COLOURS[1], "o", linewidth=2.5)
+        draw_line(axes, rows, name, "", COLOURS[0], ".")
         for number, step in enumerate(resumes):
             label = "_" if number else "resumed"  # one line of the legend
             axes.axvline(step, color="0.45", linestyle=":", zorder=0, label=label)
-        if name != "rate":
-            legend_above(axes, ncols=3)
-        axes.set_ylabel({"loss": "loss", "rate": "learning rate"}.get(name) or SCORES[name])
+        axes.set_ylabel(LABELS.get(name, name))
         axes.grid(color="0.9")
-    low, high = panels["loss"].dataLim.intervaly
+        if axes is not grid[-1]:
+            legend_above(axes, ncols=3)
+    low, high = grid[0].dataLim.intervaly
     if 0 < 4 * low < high:
-        panels["loss"].set_yscale("log")
-    panels["rate"].set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
+        grid[0].set_yscale("log")
+    grid[-1].set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
     return figure
 
 
-def save(figure: "Figure", path: Path) -> Path:
-    """Write a picture and return its path."""
-    figure.savefig(path)
-    return path
+def draw_line(
+    axes: Axes, rows: list, name: str, label: str, color: str, marker: str, **style: Any
+) -> None:
+    """Draw what the rows measured under a name over their steps, if anything."""
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker, **style)
 
 
-def new_figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> Figure:
     """Make a figure, in inches, that has no window and is not in matplotlib's global state."""
-    from matplotlib.figure import Figure
-
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
-def legend_above(axes: "Axes", **options: Any) -> None:
+def legend_above(axes: Axes, **options: Any) -> None:
     """Put the legend above the axes, where it cannot cover a line."""
     axes.legend(
         loc="lower left",

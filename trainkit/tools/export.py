@@ -46,11 +46,13 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     folder.mkdir(exist_ok=True)
     write_onnx(predictor, folder / "model.onnx")
     # In pretrained/, beside the weights of a photo's network, is what timm needs to load them.
-    weights = [predictor.weights, str(Path(predictor.weights).with_name("config.json"))]
-    copied = []
-    for name in (*weights, "confusion.png", "fit.png", "curves.png"):
-        if (run_dir / name).exists():
-            copied.append(shutil.copyfile(run_dir / name, folder / Path(name).name).name)
+    weights = run_dir / predictor.weights
+    pictures = [run_dir / name for name in ("confusion.png", "fit.png", "curves.png")]
+    copied = [
+        shutil.copyfile(path, folder / path.name).name
+        for path in (weights, weights.with_name("config.json"), *pictures)
+        if path.exists()
+    ]
     facts = {
         **{name: run[name] for name in ("world", "machine")},
         **describe_example(predictor, folder),

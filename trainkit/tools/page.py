@@ -28,21 +28,16 @@ MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 
 MAX_SHOWN = 20  # test pictures, one of each class
 
 
-def find_shelves(predictor: Any) -> dict[str, tuple[list[int], list[str]]]:
-    """Return which evaluated pictures can be chosen, with captions: one of each class, mistakes."""
+def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
+    """Return evaluated pictures to choose from, number and caption: one per class, mistakes."""
     tensors, classes = predictor.evaluated, predictor.metadata["classes"]
-    numbers = [*plots.saved_pictures(tensors)]
-    if not numbers:
-        return {}
-    said, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
-    last = {truth[number]: number for number in numbers}  # photos come in falling order of loss
-    ordered = [name for name in classes if name in last][:MAX_SHOWN]
-    worst = plots.worst_mistakes(tensors)[0].tolist()
-    shelves = {
-        "test pictures": ([last[name] for name in ordered], ordered),
-        "worst mistakes": (worst, [f"{truth[n]}, taken for {said[n]}" for n in worst]),
+    said, truth = ([classes[n] for n in tensors.get(key, ())] for key in ("prediction", "target"))
+    last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
+    worst = plots.worst_mistakes(tensors)[0].tolist() if last else ()
+    return {
+        "test pictures": [(last[name], name) for name in classes if name in last][:MAX_SHOWN],
+        "worst mistakes": [(n, f"{truth[n]}, taken for {said[n]}") for n in worst],
     }
-    return {label: shelf for label, shelf in shelves.items() if shelf[0]}
 
 
 def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
@@ -67,9 +62,7 @@ def answer_drawing(predictor: Any, drawn: dict[str, Any] | None) -> tuple:
     return answer_file(predictor, file)
 
 
-def add_shelf(
-    predictor: Any, label: str, numbers: list[int], captions: list[str], shown: list
-) -> None:
+def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: list) -> None:
     """Add evaluated pictures of which the user can choose one to see its prediction."""
     import gradio
 
@@ -77,14 +70,14 @@ def add_shelf(
     logits = predictor.evaluated["logits"] / predictor.calibration["temperature"]
 
     def choose(chosen: gradio.SelectData) -> tuple:
-        number = numbers[chosen.index]
+        number, _ = shelf[chosen.index]
         return answers.describe(predictor, pictures[number], "", logits[number].softmax(0))
 
-    named = [(plots.to_array(pictures[n]), text) for n, text in zip(numbers, captions, strict=True)]
-    shelf = gradio.Gallery(
+    named = [(plots.to_array(pictures[number]), caption) for number, caption in shelf]
+    gallery = gradio.Gallery(
         named, label=label, format="png", allow_preview=False, elem_classes="shelf"
     )
-    shelf.select(choose, None, shown, show_progress="hidden")
+    gallery.select(choose, None, shown, show_progress="hidden")
 
 
 def build_picture_page(page: Any, predictor: Any) -> None:
@@ -120,7 +113,8 @@ def build_picture_page(page: Any, predictor: Any) -> None:
         pad.clear(None, js=script)
         page.load(None, js=script)
     for label, shelf in find_shelves(predictor).items():
-        add_shelf(predictor, label, *shelf, shown)
+        if shelf:
+            add_shelf(predictor, label, shelf, shown)
     if "prediction" in predictor.evaluated:
         with gradio.Accordion("confusions", open=False):
             classes = predictor.metadata["classes"]

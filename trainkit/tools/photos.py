@@ -17,25 +17,36 @@ MAX_SIDE = 240  # pixels, of the small copy of a photo in which ink is found
 NUM_LOOKED_AT = 2000  # pictures from which the framing of all is learned
 
 
-def describe_looks(pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Measure pictures, uint8 (n, size, size), as fractions; NaN for a picture without contrast.
+def border_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the outermost values of pictures (..., height, width), as (..., n)."""
+    return torch.cat((values[..., [0, -1], :].flatten(-2), values[..., [0, -1]].flatten(-2)), -1)
 
-    border: where the border's value lies between the darkest (0) and the brightest (1). side: that
-    of the square that holds the ink. x, y: the ink's centre of mass. amount: the mean of the ink
-    over the whole picture.
+
+def centre_of(ink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the centre of mass of pictures (..., height, width), x and y in pixels."""
+    lines = ink.sum(-2), ink.sum(-1)
+    x, y = ((line * (torch.arange(line.shape[-1]) + 0.5)).sum(-1) / line.sum(-1) for line in lines)
+    return x, y
+
+
+def box_of(mask: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return left, top, right and bottom of what is True."""
+    return Image.fromarray(mask.numpy()).getbbox() or (0, 0, 0, 0)
+
+
+def describe_looks(pixels: torch.Tensor) -> torch.Tensor:
+    """Measure pictures, uint8 (n, size, size), as five fractions, (5, n); NaN without contrast.
+
+    Where the border's value lies between the darkest (0) and the brightest (1); the side of the
+    square that holds the ink; the ink's centre of mass, x and y; the mean of the ink.
     """
     values, size = pixels.float(), pixels.shape[-1]
-    edge = torch.cat((values[:, 0], values[:, -1], values[:, :, 0], values[:, :, -1]), 1)
-    paper, (low, high) = edge.median(1).values, values.flatten(1).aminmax(dim=1)
+    paper, (low, high) = border_of(values).median(1).values, values.flatten(1).aminmax(dim=1)
     ink = (values - paper[:, None, None]).abs()
     is_ink = ink > ink.amax((1, 2), keepdim=True) / 4
-    axis, sides = (torch.arange(size) + 0.5) / size, []
-    looks = {"border": (paper - low) / (high - low), "amount": ink.mean((1, 2)) / 255}
-    for name, dim in (("x", 1), ("y", 2)):
-        looks[name] = (ink.sum(dim) * axis).sum(1) / ink.sum((1, 2))
-        start, stop = (torch.where(is_ink.any(dim), axis, other) for other in (1, 0))
-        sides.append(stop.amax(1) - start.amin(1) + 1 / size)
-    return looks | {"side": torch.maximum(*sides).where(high > low, torch.nan)}
+    x, y = (centre / size for centre in centre_of(ink))
+    side = torch.maximum(*(is_ink.any(dim).sum(1) for dim in (1, 2))) / size
+    return torch.stack(((paper - low) / (high - low), side + 0 * x, x, y, ink.mean((1, 2)) / 255))
 
 
 def learn_framing(pictures: torch.Tensor) -> dict[str, Any]:
@@ -45,14 +56,13 @@ def learn_framing(pictures: torch.Tensor) -> dict[str, Any]:
     they differ from picture to picture. most_ink: an amount that few pictures exceed.
     """
     looks = describe_looks(pictures[:: math.ceil(len(pictures) / NUM_LOOKED_AT), 0])
-    border = looks["border"][~looks["border"].isnan()]
-    frame = torch.stack([looks[name] for name in ("side", "x", "y")])
-    low, middle, high = frame.nanquantile(torch.tensor([0.05, 0.5, 0.95]), 1)
-    is_steady = (high - low).max().item() < 0.1
+    shares = torch.tensor([0, 0.05, 0.5, 0.95, 0.995, 1])
+    least, low, middle, high, most, greatest = looks.nanquantile(shares, 1)
+    is_steady = (high - low)[1:4].max() < 0.1
     return {
-        "border": [border.min().item(), border.max().item()] if len(border) else [0.0, 1.0],
-        "frame": middle.tolist() if is_steady else None,
-        "most_ink": looks["amount"].nanquantile(0.995).item(),
+        "border": [least[0].item(), greatest[0].item()],
+        "frame": middle[1:4].tolist() if is_steady else None,
+        "most_ink": most[4].item(),
     }
 
 
@@ -76,87 +86,71 @@ def read_photo(
     with as_usage_error(f"{path} cannot be read as a picture"):
         picture = open_picture(path)
         grey = to_grey(picture)
-    doubt, (low, high) = "", framing["border"]
-    frame, shape = framing["frame"], framing["shape"]
-    if as_is or not frame or not shape or shape[0] != shape[1] or shape == [*picture.size]:
-        pixels = resize(grey, size)
-        border = describe_looks(torch.from_numpy(pixels[None]))["border"].item()
+    (low, high), frame, shape = (framing[name] for name in ("border", "frame", "shape"))
+    doubt, border = "", 0.0
+    if as_is or not frame or shape in (None, [*picture.size]) or shape[0] != shape[1]:
+        pixels = torch.from_numpy(resize(grey, size))
+        border = describe_looks(pixels[None])[0].item()
     else:
-        ink, num_groups = choose_groups(find_ink(picture, grey))
+        ink, num_groups = choose_groups(find_ink(picture))
         if not num_groups:
             raise UsageError(f"{path} is blank: nothing in it differs from its border")
-        pixels, border = frame_ink(ink, size, *frame), 0.0
+        pixels = frame_ink(ink, size, *frame)
         if num_groups > 1:
             doubt = f"{num_groups} separate groups of ink"
-        elif pixels.mean() / 255 > framing["most_ink"]:
+        elif pixels.float().mean() / 255 > framing["most_ink"]:
             doubt = "a blot"
     distance, inverted = (max(low - x, x - high, 0) for x in (border, 1 - border))
     if inverted < distance and not as_is:
         pixels = 255 - pixels
-    return torch.from_numpy(pixels)[None, None], doubt
+    return pixels[None, None], doubt
 
 
-def find_ink(picture: Image.Image, grey: np.ndarray) -> np.ndarray:
+def find_ink(picture: Image.Image) -> torch.Tensor:
     """Return where a photo differs from the lit paper, 0 to 1, at most MAX_SIDE pixels a side.
 
-    Of grey, red, green and blue the channel is used in which it differs most, so that red ink is
-    found on green paper.
+    Of red, green and blue the one is used in which it differs most: red ink on green paper.
     """
-    colours = [] if picture.mode[0] in "1LIF" else [*to_values(picture, "RGB")]
-    planes = [Image.fromarray(values.round().astype(np.uint8)) for values in (grey, *colours)]
-    box = find_paper(planes[0])
-    found = np.zeros((1, 1))
-    for plane in (plane.crop(box) for plane in planes):
+    found = torch.zeros(1, 1)
+    for channel in to_values(picture, "RGB"):
+        plane = Image.fromarray(channel.astype(np.uint8))
         plane.thumbnail((MAX_SIDE, MAX_SIDE))
+        values = torch.from_numpy(np.array(plane)).float()
+        is_sheet = (values - border_of(values).median()).abs() > 50
+        if is_sheet.float().mean() > 0.3:  # a sheet on a table; writing covers less
+            left, top, right, bottom = box_of(is_sheet)
+            plane = plane.crop((left + 6, top + 6, right - 6, bottom - 6))
         # The median of a wide neighbourhood is the paper's, because strokes cover less than half.
         light = plane.resize((48, 48)).filter(ImageFilter.MedianFilter(31)).resize(plane.size)
-        off = np.asarray(plane.filter(ImageFilter.BoxBlur(1)), float) - np.asarray(light, float)
-        off = off if off.max() > -off.min() else -off
-        found = max(found, off, key=np.max)
+        blurred = plane.filter(ImageFilter.BoxBlur(1))
+        off = torch.from_numpy(np.asarray(blurred, np.float32) - np.asarray(light, np.float32))
+        found = max(found, off, -off, key=torch.max)
     peak = found.max()
-    return ((found / max(peak, 1) - 0.25) / 0.5).clip(0, 1) * (peak > 20)  # less is noise
+    return ((found / peak.clamp(1) - 0.25) / 0.5).clamp(0, 1) * (peak > 20)  # less is noise
 
 
-def find_paper(grey: Image.Image) -> tuple[float, float, float, float]:
-    """Return the box that holds the paper: the whole photo, or what differs from its border."""
-    small = np.asarray(grey.resize((48, 48)), float)
-    edge = np.concatenate((small[0], small[-1], small[:, 0], small[:, -1]))
-    is_paper = np.abs(small - np.median(edge)) > 50
-    if is_paper.mean() < 0.3:  # this is the writing: a sheet of paper would cover more
-        return (0, 0, *grey.size)
-    rows, columns = np.nonzero(is_paper)
-    x, y = (side / 48 for side in grey.size)
-    return (columns.min() + 1) * x, (rows.min() + 1) * y, columns.max() * x, rows.max() * y
-
-
-def choose_groups(ink: np.ndarray) -> tuple[np.ndarray, int]:
+def choose_groups(ink: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the ink without specks and without what runs off the picture, and the group count."""
-    is_ink = torch.from_numpy(ink > 0.35)[None, None].double()
-    near = F.max_pool2d(is_ink, 5, 1, 2)
-    numbers, before = torch.arange(1.0, near.numel() + 1).view(near.shape) * near, None
-    while before is None or not torch.equal(numbers, before):  # each group takes its largest number
-        before = numbers
-        for _ in range(8):
-            numbers = F.max_pool2d(numbers, 3, 1, 1) * near
-    groups = numbers[0, 0].long().numpy()
-    mass = np.bincount(groups.ravel(), (ink * (ink > 0.35)).ravel())
-    inner = mass.copy()
-    inner[np.concatenate((groups[0], groups[-1], groups[:, 0], groups[:, -1]))] = 0
+    is_ink = ink > 0.35
+    near = F.max_pool2d(is_ink[None].double(), 5, 1, 2)
+    groups, before = torch.arange(1.0, near.numel() + 1).view(near.shape) * near, near
+    while not torch.equal(groups, before):  # each group takes its largest number
+        before, groups = groups, F.max_pool2d(groups, 3, 1, 1) * near
+    groups = groups[0].long()
+    mass = groups.flatten().bincount((ink * is_ink).flatten())
+    inner = mass.clone()
+    inner[border_of(groups)] = 0
     if inner.max() > 0.1 * mass.max():
         mass = inner
     return ink * (mass > 0.04 * mass.max())[groups], int((mass > 0.15 * mass.max()).sum())
 
 
-def frame_ink(ink: np.ndarray, size: int, side: float, x: float, y: float) -> np.ndarray:
+def frame_ink(ink: torch.Tensor, size: int, side: float, x: float, y: float) -> torch.Tensor:
     """Draw ink, 0 to 1, bright on black, uint8 (size, size). side, x and y: see describe_looks."""
-    rows, columns = np.nonzero(ink > 0.35)
-    ink = ink[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
-    length = max(ink.shape) / side
-    top, left = (
-        np.average(np.arange(ink.shape[axis]) + 0.5, weights=ink.sum(1 - axis)) - length * centre
-        for axis, centre in enumerate((y, x))
-    )
-    window = (left, top, left + length, top + length)  # reaches beyond the ink, into black
-    digit = Image.fromarray((255 * ink).astype(np.uint8)).crop(tuple(map(round, window)))
-    pixels = resize(np.asarray(digit, dtype=np.float64), size)
-    return (pixels * (255 / pixels.max())).round().astype(np.uint8)
+    left, top, right, bottom = box_of(ink > 0.35)
+    length = max(right - left, bottom - top) / side
+    # Cut out a square that reaches beyond the ink, into black.
+    x, y = (round(c.item() - length * part) for c, part in zip(centre_of(ink), (x, y), strict=True))
+    digit = Image.fromarray(ink.numpy()).crop((x, y, x + round(length), y + round(length)))
+    pixels = torch.from_numpy(resize(np.asarray(digit, float) * 255, size)).float()
+    return (pixels * (255 / pixels.max())).round().byte()

@@ -8,10 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from tyro.conf import Positional
 
 from trainkit.cli.parse import parse
@@ -20,9 +22,6 @@ from trainkit.launch import startup
 from trainkit.run_dir.records import PREDICTIONS, load_predictions
 from trainkit.tools import curves
 from trainkit.tools.curves import COLOURS, legend_above, new_figure
-
-if TYPE_CHECKING:  # imported where it is used, because it takes a second
-    from matplotlib.figure import Figure
 
 NUM_MISTAKES = 24
 MAX_CELLS = 32  # classes up to which confusion.png has room for all numbers and names
@@ -61,7 +60,7 @@ def confusion_matrix(
 
 def draw_run(run_dir: Path) -> list[Path]:
     """Draw every plot for which a run folder has the files, and return the paths."""
-    figures: dict[str, Figure] = {}
+    figures = {"curves.png": curves.draw_curves(run_dir)}
     tensors, metadata = load_predictions(run_dir / PREDICTIONS)
     known = {"prediction", "target"} <= tensors.keys()  # else a script has saved others
     if known and "classes" in metadata:
@@ -70,18 +69,16 @@ def draw_run(run_dir: Path) -> list[Path]:
             figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
     elif known and tensors["target"].ndim == 2:
         figures["fit.png"] = draw_fit(tensors, metadata)
-    return curves.draw_run(run_dir) + [
-        curves.save(figure, run_dir / name) for name, figure in figures.items()
-    ]
+    for name, figure in figures.items():
+        figure.savefig(run_dir / name)
+    return [run_dir / name for name in figures]
 
 
-def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
+def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> Figure:
     """Draw counts and row percentages; the more frequent in its row, the darker a cell.
 
     With more than MAX_CELLS classes there are only the shades and some of the names.
     """
-    from matplotlib.colors import PowerNorm
-
     num = len(classes)
     matrix = confusion_matrix(tensors["prediction"], tensors["target"], num).numpy()
     shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
@@ -90,20 +87,12 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     figure = new_figure(side, side)
     axes = figure.subplots()
     axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.35, 0, 1))
-    if num <= MAX_CELLS:
-        for row, column in zip(*matrix.nonzero(), strict=True):
-            share = shares[row, column]
-            shown = "100%" if share == 1 else f"{min(share, 0.999):.1%}"  # 99.97 % is not 100 %
-            axes.text(
-                column,
-                row,
-                f"{matrix[row, column]}\n{shown}",
-                ha="center",
-                va="center",
-                fontsize=font,
-                linespacing=0.95,
-                color="white" if share > 0.08 else "black",
-            )
+    for row, column in np.argwhere(matrix) if num <= MAX_CELLS else ():
+        share = shares[row, column]
+        shown = "100%" if share == 1 else f"{min(share, 0.999):.1%}"  # 99.97 % is not 100 %
+        style = {"ha": "center", "va": "center", "fontsize": font, "linespacing": 0.95}
+        text, color = f"{matrix[row, column]}\n{shown}", "white" if share > 0.08 else "black"
+        axes.text(column, row, text, color=color, **style)
     ticks = range(0, num, -(-num // MAX_CELLS))
     names = [classes[tick] for tick in ticks]
     axes.set_xticks(ticks, names, rotation=90 if max(map(len, classes)) > 2 else 0)
@@ -115,7 +104,7 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     return figure
 
 
-def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "Figure":
+def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> Figure:
     """Draw the most confident errors: picture, predicted and true class, probability."""
     pictures, (worst, probability) = saved_pictures(tensors), worst_mistakes(tensors)
     rows, font = max(1, math.ceil(len(worst) / 6)), 9 if max(map(len, classes)) < 6 else 7
@@ -132,36 +121,33 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> "
     return figure
 
 
-def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> "Figure":
+def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Figure:
     """Draw predicted against true values, and residuals, per target; for one feature the line."""
     prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
     targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
-    features = tensors.get("feature")
-    feature = features[:, 0].numpy() if features is not None and features.shape[1] == 1 else None
-    columns = 2 + (feature is not None)
+    feature = tensors.get("feature", torch.zeros(0, 0)).numpy()
+    columns = 3 if feature.shape[1] == 1 else 2
     figure = new_figure(4.3 * columns, 4.2 * len(targets))
     grid = figure.subplots(len(targets), columns, squeeze=False)
     dots = {"s": 14, "facecolors": "none", "edgecolors": COLOURS[0], "linewidths": 0.8}
-    for row, name in enumerate(targets):
-        said, true = prediction[:, row], truth[:, row]
-        against, residuals = grid[row][:2]
+    for (against, residuals, *line), name, said, true in zip(
+        grid, targets, prediction.T, truth.T, strict=True
+    ):
         against.scatter(true, said, **dots)
-        ends = [min(true.min(), said.min()), max(true.max(), said.max())]
-        against.plot(ends, ends, color="black", linewidth=1.2)
-        against.set(xlabel=f"true {name}", ylabel=f"predicted {name}")
-        against.set_title("on the line: exact", fontsize=10)
+        against.axline((true.mean(), true.mean()), slope=1, color="black", linewidth=1.2)
+        against.set(xlabel=f"true {name}", ylabel=f"predicted {name}", title="on the line: exact")
         residuals.scatter(said, said - true, **dots)
         residuals.axhline(0, color="black", linewidth=1.2)
         residuals.set(xlabel=f"predicted {name}", ylabel=f"predicted - true {name}")
-        rmse = float(np.sqrt(np.mean((said - true) ** 2)))
-        residuals.set_title(f"root mean square error {rmse:.4g}", fontsize=10)
-        if feature is not None:
-            line, order = grid[row][2], feature.argsort()
-            line.scatter(feature, true, label="true", **dots)
-            line.plot(feature[order], said[order], color=COLOURS[1], label="predicted")
-            line.set(xlabel=metadata.get("feature", "feature"), ylabel=name)
-            legend_above(line, ncols=2)
-    for axes in grid.flat:
+        rmse = np.sqrt(np.mean((said - true) ** 2))
+        residuals.set_title(f"root mean square error {rmse:.4g}")
+        for axes in line:
+            axes.scatter(feature, true, label="true", **dots)
+            order = feature[:, 0].argsort()
+            axes.plot(feature[order], said[order], color=COLOURS[1], label="predicted")
+            axes.set(xlabel=metadata.get("feature", "feature"), ylabel=name)
+            legend_above(axes, ncols=2)
+    for axes in figure.axes:
         axes.locator_params(nbins=4)
     return figure
 
