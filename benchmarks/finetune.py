@@ -17,7 +17,8 @@ All train a Llama of 7.3 million parameters, and take turns in one process. Firs
 256 samples of lengths as chats have them, of which an answer is the last two thirds, and counts the
 tokens that are not padding in all of the CPU time from the first forward pass to the last optimizer
 step; packed rows have 2,048 tokens, one a step. `memory` starts a process for each way, in which a
-smaller model has a vocabulary of 128,000, and prints its highest resident memory.
+smaller model has a vocabulary of 128,000, and prints its highest resident
+memory up to the last optimizer step.
 """
 
 import contextlib
@@ -175,14 +176,19 @@ def memory() -> None:
         flags += make_chats(folder, 60, 256)
         flags[flags.index("--batch-size") + 1] = "4"
         for name in WAYS:
-            ended = execute("-c", code.format(name, flags), cwd=Path.cwd())
-            found.append(float(ended.lines[-1][1]))
+            lines = execute("-c", code.format(name, flags)).lines
+            found += [float(line[5:]) for _, line in lines if line.startswith("PEAK ")]
     table(" | ".join(WAYS), [found])
 
 
 def one_way(name: str, flags: list[str]) -> None:
+    """Print the highest resident memory up to the last optimizer step, without what is written."""
+    peaks: list[int] = []
+    register_optimizer_step_post_hook(
+        lambda *_: peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    )
     startup.run(lambda: WAYS[name](flags) and None)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(f"\nPEAK {peaks[-1] / 1024}", flush=True)
 
 
 def main() -> None:

@@ -282,7 +282,9 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
         assert all(re.search(words, plan[name]) for name, words in said.items())
 
 
-def train_on(run_main: Callable, folder: Path, tokenizer: Any, model: Any, prompt: str) -> Path:
+def train_on(
+    run_main: Callable, folder: Path, tokenizer: Any, model: Any, prompt: str, *more: str
+) -> Path:
     """Learn to say yes; return the folder for from_pretrained."""
     for each in (model, tokenizer):
         each.save_pretrained(folder / "base")
@@ -290,8 +292,35 @@ def train_on(run_main: Callable, folder: Path, tokenizer: Any, model: Any, promp
     (folder / "pairs.jsonl").write_text(f"{pair}\n" * 100)
     flags = f"--base {folder}/base --data {folder}/pairs.jsonl --run-dir {folder} --learning-rate"
     flags += " 2e-2 --epochs 5 --batch-size 10 --no-pictures" + " --lora 2" * (prompt == "lora")
-    run_main("examples.finetune", *flags.split())
+    run_main("examples.finetune", *flags.split(), *more)
     return folder / "pretrained"
+
+
+def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pipeline(
+    run_main: Callable, tokenizer: Any, tmp_path: Path, capfd: Any
+) -> None:
+    tokenizer.chat_template = TEMPLATES["chatml"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
+    model.resize_token_embeddings(len(tokenizer))
+    model.to(torch.bfloat16)
+    more = ["--merge", "--pack", "--checkpointing", "--system", "be", "--prompt", "say", "more"]
+    adapter = train_on(run_main, tmp_path, tokenizer, model, "lora", *more)
+    assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+    output = capfd.readouterr().out
+    assert output.count("\nsay: ") == output.count("\nmore: ") == 5
+    assert "first       <|im_start|>system\\nbe<|im_end|>\\n<|im_start|>user" in output
+    with torch.no_grad():
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        whole = peft.PeftModel.from_pretrained(base, adapter)
+        assert merged.dtype == torch.bfloat16
+        assert (logits(merged) - logits(whole)).abs().max() < 0.05
+    for folder in (adapter, tmp_path / "merged"):
+        opened = transformers.pipeline("text-generation", model=str(folder))
+        assert opened.tokenizer.chat_template == TEMPLATES["chatml"]
+        turns = [{"role": "system", "content": "be"}, {"role": "user", "content": "lora"}]
+        said = opened(turns, max_new_tokens=5, do_sample=False)[0]["generated_text"]
+        assert said[-1]["role"] == "assistant" and "y" in said[-1]["content"]
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,6 @@ def test_each_sample_is_in_one_row_and_no_row_is_too_long_or_could_have_been_spa
     sums = [sum(lengths[index] for index in row) for row in rows]
     assert max(sums) <= 50
     assert all(a + b > 50 for a, b in itertools.combinations(sums, 2))
-    assert len(rows) <= 11 / 9 * -(-sum(lengths) // 50) * 2 + 1
 
 
 def test_rows_are_full_with_lengths_as_chats_have_them() -> None:
@@ -162,7 +161,7 @@ def test_a_batch_has_similar_lengths_and_neither_batches_nor_the_short_one_are_s
     order = by_length(lengths, size, 0)
     found = lengths[order(0, 0, num)]
     full = found[: num // size * size].view(-1, size)
-    assert (full[:, -1] - full[:, 0]).float().mean() < 2 * 1000 / WINDOW
+    assert (full.amax(1) - full.amin(1)).float().mean() < 2 * 1000 / WINDOW
     means = full.float().mean(1)
     assert abs(torch.corrcoef(torch.stack((means[1:], means[:-1])))[0, 1]) < 0.15
     short = torch.stack([lengths[order(n, num - 7, num)].float().mean() for n in range(60)])
