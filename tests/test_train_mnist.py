@@ -109,6 +109,9 @@ def test_a_run_leaves_metrics_weights_and_done(
     assert [row["step"] for row in steps] == list(range(5, 46, 5))  # 15 steps of 64 in 1009
     assert set(steps[0]) == {"step", "epoch", "train_loss", "train_loss_smoothed", "learning_rate"}
     assert [(row["step"], row["epoch"]) for row in epochs] == [(15, 1), (30, 2), (45, 3)]
+    for number, row in enumerate(epochs):  # of its own epoch alone
+        losses = [step["train_loss"] for step in steps[3 * number :][:3]]
+        assert row["train_loss"] == pytest.approx(sum(losses) / 3, rel=1e-9)
     kinds = {"train_accuracy", "eval_loss", "eval_accuracy", "eval_samples"}
     assert {*epochs[0]} == {*steps[0]} - {"learning_rate"} | kinds
     assert metrics == {k: v for k, v in epochs[-1].items() if k != "step"}
