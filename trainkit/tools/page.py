@@ -86,9 +86,11 @@ def build_picture_page(page: Any, predictor: Any) -> None:
 
     script = Path(__file__).with_name("page.js").read_text()
     quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
+    has_pad = predictor.metadata["input"] == "picture"
+    why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why", render=False)
     with gradio.Row():
         with gradio.Column(min_width=320):
-            if has_pad := predictor.metadata["input"] == "picture":
+            if has_pad:
                 pad = gradio.Sketchpad(
                     canvas_size=(280, 280),
                     fixed_canvas=True,
@@ -101,11 +103,15 @@ def build_picture_page(page: Any, predictor: Any) -> None:
                     label="draw here",
                     brush=gradio.Brush(default_size=11, colors=["#000000"], color_mode="fixed"),
                 )
-            file = gradio.File(file_types=["image"], elem_id="file", label="a picture file")
-            why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why")
+            label = "or a picture file" if has_pad else "a picture file"
+            file = gradio.File(file_types=["image"], elem_id="file", label=label)
+            if not has_pad:
+                why.render()
         with gradio.Column(min_width=320):
             said = gradio.HTML(elem_classes="said")
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
+            if has_pad:
+                why.render()
     shown = [said, shares, why]
     file.change(partial(answer_file, predictor), file, shown, **quick)
     if has_pad:
