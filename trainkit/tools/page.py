@@ -31,7 +31,7 @@ MAX_SHOWN = 20  # test pictures, one of each class
 def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
     """Return evaluated pictures to choose from, number and caption: one per class, mistakes."""
     tensors, classes = predictor.evaluated, predictor.metadata["classes"]
-    said, truth = ([classes[n] for n in tensors.get(key, ())] for key in ("prediction", "target"))
+    said, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
     last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
     worst = plots.worst_mistakes(tensors)[0].tolist() if last else ()
     return {
@@ -80,6 +80,18 @@ def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: l
     gallery.select(choose, None, shown, show_progress="hidden")
 
 
+def add_evaluated(predictor: Any, shown: list) -> None:
+    """Add the pictures to choose from, and what was taken for what."""
+    import gradio
+
+    for label, shelf in find_shelves(predictor).items():
+        if shelf:
+            add_shelf(predictor, label, shelf, shown)
+    with gradio.Accordion("confusions", open=False):
+        classes = predictor.metadata["classes"]
+        gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
+
+
 def build_picture_page(page: Any, predictor: Any) -> None:
     """Build a place for a picture file, a pad to draw on if that fits, and evaluated pictures."""
     import gradio
@@ -91,6 +103,7 @@ def build_picture_page(page: Any, predictor: Any) -> None:
     with gradio.Row():
         with gradio.Column(min_width=320):
             if has_pad:
+                brush = gradio.Brush(default_size=11, colors=["#000000"], color_mode="fixed")
                 pad = gradio.Sketchpad(
                     canvas_size=(280, 280),
                     fixed_canvas=True,
@@ -101,10 +114,9 @@ def build_picture_page(page: Any, predictor: Any) -> None:
                     buttons=[],
                     elem_id="pad",
                     label="draw here",
-                    brush=gradio.Brush(default_size=11, colors=["#000000"], color_mode="fixed"),
+                    brush=brush,
                 )
-            label = "or a picture file" if has_pad else "a picture file"
-            file = gradio.File(file_types=["image"], elem_id="file", label=label)
+            file = gradio.File(file_types=["image"], elem_id="file", label="a picture file")
             if not has_pad:
                 why.render()
         with gradio.Column(min_width=320):
@@ -118,13 +130,8 @@ def build_picture_page(page: Any, predictor: Any) -> None:
         pad.change(partial(answer_drawing, predictor), pad, shown, **quick)
         pad.clear(None, js=script)
         page.load(None, js=script)
-    for label, shelf in find_shelves(predictor).items():
-        if shelf:
-            add_shelf(predictor, label, shelf, shown)
     if "prediction" in predictor.evaluated:
-        with gradio.Accordion("confusions", open=False):
-            classes = predictor.metadata["classes"]
-            gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
+        add_evaluated(predictor, shown)
 
 
 def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float, float | None]:
