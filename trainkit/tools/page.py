@@ -31,7 +31,7 @@ MAX_SHOWN = 20  # test pictures, one of each class
 def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
     """Return evaluated pictures to choose from, number and caption: one per class, mistakes."""
     tensors, classes = predictor.evaluated, predictor.metadata["classes"]
-    said, truth = ([classes[n] for n in tensors.get(key, ())] for key in ("prediction", "target"))
+    said, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
     last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
     worst = plots.worst_mistakes(tensors)[0].tolist() if last else ()
     return {
@@ -80,15 +80,30 @@ def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: l
     gallery.select(choose, None, shown, show_progress="hidden")
 
 
+def add_evaluated(predictor: Any, shown: list) -> None:
+    """Add the pictures to choose from, and what was taken for what."""
+    import gradio
+
+    for label, shelf in find_shelves(predictor).items():
+        if shelf:
+            add_shelf(predictor, label, shelf, shown)
+    with gradio.Accordion("confusions", open=False):
+        classes = predictor.metadata["classes"]
+        gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
+
+
 def build_picture_page(page: Any, predictor: Any) -> None:
     """Build a place for a picture file, a pad to draw on if that fits, and evaluated pictures."""
     import gradio
 
     script = Path(__file__).with_name("page.js").read_text()
     quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
+    has_pad = predictor.metadata["input"] == "picture"
+    why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why", render=False)
     with gradio.Row():
         with gradio.Column(min_width=320):
-            if has_pad := predictor.metadata["input"] == "picture":
+            if has_pad:
+                brush = gradio.Brush(default_size=11, colors=["#000000"], color_mode="fixed")
                 pad = gradio.Sketchpad(
                     canvas_size=(280, 280),
                     fixed_canvas=True,
@@ -99,26 +114,24 @@ def build_picture_page(page: Any, predictor: Any) -> None:
                     buttons=[],
                     elem_id="pad",
                     label="draw here",
-                    brush=gradio.Brush(default_size=11, colors=["#000000"], color_mode="fixed"),
+                    brush=brush,
                 )
             file = gradio.File(file_types=["image"], elem_id="file", label="a picture file")
-            why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why")
+            if not has_pad:
+                why.render()
         with gradio.Column(min_width=320):
             said = gradio.HTML(elem_classes="said")
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
+            if has_pad:
+                why.render()
     shown = [said, shares, why]
     file.change(partial(answer_file, predictor), file, shown, **quick)
     if has_pad:
         pad.change(partial(answer_drawing, predictor), pad, shown, **quick)
         pad.clear(None, js=script)
         page.load(None, js=script)
-    for label, shelf in find_shelves(predictor).items():
-        if shelf:
-            add_shelf(predictor, label, shelf, shown)
     if "prediction" in predictor.evaluated:
-        with gradio.Accordion("confusions", open=False):
-            classes = predictor.metadata["classes"]
-            gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
+        add_evaluated(predictor, shown)
 
 
 def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float, float | None]:
