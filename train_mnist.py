@@ -10,6 +10,7 @@ python train_mnist.py --resume auto
 
 import functools
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -148,7 +149,12 @@ SMALL = {"max_shift": 3.0, "max_turn": 20.0}
 def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return the training set, the evaluation set and what is saved with the weights."""
     # Imported here, because predict.py only needs make_model: it starts in a third of the time.
-    from trainkit.data.pictures import describe_pictures, describe_values, load_images
+    from trainkit.data.pictures import (
+        are_photos,
+        describe_pictures,
+        describe_values,
+        load_images,
+    )
 
     what, number = (SIZE, config.label), config.validation_split
     train_set, classes, *found = load_images(config.dataset, "train", *what, None, number)
@@ -158,12 +164,14 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
         "data": f"{config.dataset}, {len(classes)} classes: {shorten(classes)}",
         "pictures": pictures["read_as"],
     }
-    if "RGB" in pictures["read_as"]:
-        plan["pictures"] += "; for their colour: examples/colour_pictures.py --dataset"
+    for_colour = f"python examples/pictures.py --dataset {shlex.quote(config.dataset)}"
+    if is_photo := are_photos(*found, *more):
+        plan["pictures"] += f"; for their colour: {for_colour}"
     if (num_read := found[0][1].total()) > len(train_set):
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
     plan |= describe_values(*found, *more)
     plan |= fit_to_size(config, len(train_set), LARGE, SMALL)
+    plan["next"] = for_colour if is_photo else f"python app.py {config.run_dir}"
     return train_set, eval_set, {"classes": classes, "pictures": pictures, "plan": plan}
 
 
@@ -269,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             model, optimizer, train_loader, eval_loader, scheduler
         )
         plan = metadata.pop("plan")
+        next_command = plan.pop("next")
         run.begin(model, metadata, plan)  # locks the run folder, loads the checkpoint
 
         for epoch in run.epochs():
@@ -296,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             results = validate(accelerator, model, eval_loader, eval_set, metadata["classes"])
             run.end_epoch(*results)
 
-        metrics = run.finish(f"python app.py {config.run_dir}")
+        metrics = run.finish(next_command)
     if config.target_accuracy is not None and metrics["eval_accuracy"] < config.target_accuracy:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics

@@ -356,7 +356,6 @@ def test_a_run_on_one_card_gives_the_numbers_of_the_cpu(
 EXAMPLES = {
     "text": (["--num-lines", 109], 109),
     "gan": (["--dataset"], 101),
-    "colour_pictures": (["--num-pictures", 44], 11),
     "gpt": (["--answers-only", "--num-bytes", 1_030_000, "--layers", 1, "--width", 32], None),
 }
 

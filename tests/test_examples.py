@@ -11,19 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from conftest import ROOT, rows, run
 from faults import Nursery, Outcome
+from PIL import Image
 
 SMALL = "--batch-size 12 --eval-batch-size 27 --epochs 3"  # of 109 samples: 10 steps
+PHOTOS = ["--size", "32", "--resize", "36", "--base"]
 FLAGS = {
     "text": f"{SMALL} --num-lines 109".split(),
     "gan": SMALL.split(),
     "two_towers": SMALL.split(),
-    "colour_pictures": f"{SMALL} --num-pictures 109 --learning-rate 2e-3".split(),
+    "pictures": [*SMALL.split(), "--mix", "cutmix", "--balance", *PHOTOS],
+    "frozen": [*SMALL.split(), "--freeze", *PHOTOS],
 }
-NUM_EVALUATED = {"text": 109, "gan": 55, "colour_pictures": 27}
+NUM_EVALUATED = {"text": 109, "gan": 55, "pictures": 27, "frozen": 27}
 NUM_STEPS, KILLED_AT, SAVE_EVERY = 30, 17, 5
 
 Start = Callable[..., Outcome]
@@ -40,15 +45,32 @@ def digits(tiny_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(nursery: Nursery, digits: Path) -> Start:
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """136 colour pictures in two classes, and a small network of timm with BatchNorm."""
+    timm = pytest.importorskip("timm")
+    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for n, size in enumerate(rng.integers(36, 60, (137, 2))):
+        path = folder / "data" / ("train" if n < 110 else "test") / f"class {n % 2}" / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 200 + 50 * (n % 2), (*size, 3), np.uint8)).save(path)
+    torch.manual_seed(0)
+    network = timm.create_model("test_resnet", pretrained=False)
+    timm.models.save_for_hf(network, folder / "base", safe_serialization=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(nursery: Nursery, digits: Path, photos: Path) -> Start:
     """Start an example."""
 
     def call(name: str, run_dir: Path, world: int, *args: object, **plan: Any) -> Outcome:
-        data = ["--dataset", digits] if name in ("gan", "two_towers") else []
+        script, data = name, ["--dataset", digits] if name in ("gan", "two_towers") else []
+        if name in ("pictures", "frozen"):
+            data, script = [photos / "base", "--dataset", photos / "data"], "pictures"
         flags = f"--log-every 1 --stop-after-steps {NUM_STEPS} --no-pictures --timeout 60".split()
         flags += ["--run-dir", run_dir]
         plan = {"world": world, "timeout": 200, **plan}
-        return nursery.run(f"examples.{name}", *FLAGS[name], *data, *flags, *args, **plan)
+        return nursery.run(f"examples.{script}", *FLAGS[name], *data, *flags, *args, **plan)
 
     return call
 
@@ -82,7 +104,9 @@ def by_example(**quick: set[int]) -> list[Any]:
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(("name", "world"), by_example(text={3}, gan={2}, colour_pictures=set()))
+@pytest.mark.parametrize(
+    ("name", "world"), by_example(text={3}, gan={2}, pictures={3}, frozen=set())
+)
 def test_losses_do_not_depend_on_processes_and_micro_batches(
     whole: Callable[..., Path], name: str, world: int, accumulate: int
 ) -> None:
@@ -96,7 +120,8 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), by_example(text=set(), gan={2}, colour_pictures=set(), two_towers=set())
+    ("name", "world"),
+    by_example(text=set(), gan={2}, pictures={2}, frozen={1}, two_towers=set()),
 )
 def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
     start: Start, whole: Callable[..., Path], tmp_path: Path, name: str, world: int
@@ -111,7 +136,9 @@ def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
     assert "resuming from" in again.output and "step-0000000015" in again.output, again.output
     undisturbed = whole(name, world, accumulate)
     names = sorted(path.name for path in undisturbed.glob("*.safetensors"))
-    assert names == ["model.safetensors", "model_1.safetensors"][: 1 + (name == "gan")]
+    more = {"gan": ["model_1.safetensors"]}
+    photos = ["predictions.safetensors"] * (name in ("pictures", "frozen"))
+    assert names == ["model.safetensors", *more.get(name, photos)]
     for file in ("metrics.jsonl", *names):
         assert (run_dir / file).read_bytes() == (undisturbed / file).read_bytes(), file
 

@@ -183,7 +183,6 @@ def strike_at_random_times(
 
 
 EXAMPLES = {
-    "examples.colour_pictures": "--num-pictures 60 --batch-size 12",
     "examples.gan": "",  # two models, each with an optimizer
     "examples.gpt": "--num-bytes 16000 --batch-size 24 --layers 1 --width 32 --ema 0.9",
     "examples.text": "--num-lines 300",

@@ -59,14 +59,9 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
 
     list_of_labels: a CSV file that names pictures and their classes; others are not read.
     """
-    paths = []
-    for where, folders, names in os.walk(folder):
-        links = [name for name in folders if Path(where, name).is_symlink()]
-        below = Path(where).relative_to(folder)
-        paths += [below / name for name in [*names, *links]]
-    paths.sort(key=str)
+    paths = list_paths(folder)
     files = [path for path in paths if is_read(path.as_posix()) and (folder / path).is_file()]
-    chosen = [path for path in files if PICTURES.fullmatch(path.suffix)]
+    chosen = [path for path in paths if is_picture(path) and (folder / path).is_file()]
     listed = read_list(list_of_labels, chosen) if list_of_labels else {}
     chosen = [*listed] or chosen
     holders = [p for p in files if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
@@ -99,6 +94,25 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     return Folder(splits, listed, unread)
 
 
+def list_paths(folder: Path) -> list[Path]:
+    """Return all files and links below the folder: relative paths in the order of their names."""
+    paths = []
+    for where, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(where, name).is_symlink()]
+        below = Path(where).relative_to(folder)
+        paths += [below / name for name in [*names, *links]]
+    return sorted(paths, key=str)
+
+
+def is_picture(path: Path) -> bool:
+    """Return whether a path ends as pictures do, and is not hidden.
+
+    Files, unlike folders, may begin with _, because many cameras write names such as _DSC0001.JPG.
+    """
+    shown = path.with_name(path.name.lstrip("_") or "_")
+    return bool(PICTURES.fullmatch(path.suffix)) and is_read(shown.as_posix())
+
+
 def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
     """Return the pictures that a CSV file lists, with their classes. Raises UsageError.
 
@@ -122,7 +136,8 @@ def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
         )
     place = columns.index(named)
     label = columns[place + 1 if place + 1 < len(columns) else place - 1]
-    classes, problems = {}, []
+    classes: dict[Path, str] = {}
+    problems = []
     for name, text in zip(table[named], table[label], strict=True):
         candidates = known.get(name, [])
         if len(candidates) != 1 or not text or classes.get(candidates[0], text) != text:

@@ -4,11 +4,7 @@ A batch maps the file into memory for as long as it takes to copy its rows, so t
 more memory for more pictures. A set whose file would be too large is decoded for each batch.
 """
 
-import json
-import os
-import warnings
-from io import BytesIO
-from multiprocessing.pool import ThreadPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +12,59 @@ import datasets
 import numpy as np
 import PIL
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from trainkit.cli.text import shorten
+from trainkit.config import UNSET, Count, MayChange, NonNegative, TrainingConfig
 from trainkit.data import files, pictures
-from trainkit.errors import UsageError, first_sentence, is_main_rank
+from trainkit.data.decoding import decode_once, source_of
+from trainkit.errors import UsageError
 from trainkit.private import fingerprint_of
-from trainkit.run_dir.files import sync, write_json
 
-BLOCK = 64  # pictures that a thread decodes at a time
+NUM_SHOWN, SIDE_SHOWN = 100, 96  # of the evaluation pictures that plots and page show
+
+
+@dataclass
+class PhotoConfig(TrainingConfig):
+    """The flags about pictures and the network; a script adds those about training."""
+
+    dataset: MayChange[str] = ""
+    """folder with a folder for each class, or a Hub id"""
+    label: str | None = None
+    """column of the classes in a set that is no folder of pictures (default: the only one)"""
+    labels: MayChange[Path | None] = None
+    """CSV file of file names and classes, instead of a folder for each class"""
+    skip_unreadable: bool = False
+    """go on without the files that cannot be read"""
+    model: str | None = None
+    """a name of timm (default: tf_efficientnet_lite0)"""
+    base: MayChange[str | None] = None
+    """folder or Hub id of a timm network with its weights, instead of --model"""
+    scratch: bool = False
+    """begin with random weights"""
+    freeze: bool = False
+    """train the last layer alone"""
+    size: Count = UNSET
+    """side of the squares that the network sees, in pixels (default: the model's, at most 224)"""
+    resize: Count = UNSET
+    """the short side of a picture, before squares are cut out of it (default: --size / 0.95)"""
+    cache_bytes: MayChange[NonNegative[int]] = 2**35
+    """decode pictures for each batch if they would take more bytes on disk"""
+
+    def find_problems(self, num_processes: int) -> list[str]:
+        """What is wrong with the values, one phrase each."""
+        problems = super().find_problems(num_processes)
+        if not self.dataset:
+            problems.append("--dataset must name a folder with a folder of pictures for each class")
+        if self.base and (self.model or self.scratch):
+            problems.append("--base names a network and its weights: leave out --model, --scratch")
+        if self.freeze and self.scratch:
+            problems.append("--freeze needs a network that was trained: leave out --scratch")
+        if self.resize and self.size and self.resize < self.size:
+            problems.append(f"--resize {self.resize} must be at least --size {self.size}")
+        return problems
 
 
 class Photos(Dataset):
@@ -36,11 +74,15 @@ class Photos(Dataset):
         path: of the file that holds all rows, uint8 (num_rows, side, side, 3).
         rows: the row of each sample, int64.
         labels: the class of each sample, int64.
+        classes: their names.
         key: identifies the content of the rows.
     """
 
-    def __init__(self, path: Path, rows: torch.Tensor, labels: torch.Tensor, key: str):
-        self.path, self.rows, self.labels, self.key = path, rows, labels, key
+    def __init__(
+        self, path: Path, rows: torch.Tensor, labels: torch.Tensor, classes: list[str], key: str
+    ):
+        self.path, self.rows, self.key = path, rows, key
+        self.labels, self.classes = labels, classes
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -65,12 +107,12 @@ class Files(Photos):
     """The same samples, decoded each time they are read, if possible by loader workers."""
 
     def __init__(self, cells: datasets.Dataset, side: int, *options: Any):
-        super().__init__(Path(), *options)
+        super().__init__(*options)
         self.cells, self.side = cells, side
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         (cell,) = self.cells[int(self.rows[index])].values()
-        pixels = torch.from_numpy(files.read_centre(source_of(cell), self.side))
+        pixels = torch.from_numpy(files.read_centre(source_of(cell), self.side)[0])
         return pixels.permute(2, 0, 1), self.labels[index], index
 
     def pick(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -78,115 +120,44 @@ class Files(Photos):
         return torch.utils.data.default_collate([self[int(index)] for index in indices])
 
 
-def source_of(cell: dict[str, Any] | None) -> BytesIO | Path:
-    """Return what is opened for a cell of datasets.Image. Raises ValueError if it is empty."""
-    content, path = (cell or {}).get("bytes"), (cell or {}).get("path")
-    if not (content or path):
-        raise ValueError("there is none in it")
-    return BytesIO(content) if content else Path(path or "")
-
-
-def decode(cells: datasets.Dataset, side: int, into: np.ndarray | None) -> dict[int, str]:
-    """Decode all pictures with all cores, into a uint8 array (n, side, side, 3) if one is given.
-
-    Returns what is wrong with each row that cannot be read.
-    """
-    problems: dict[int, str] = {}
-    (column,) = cells.column_names
-
-    def decode_block(start: int) -> int:
-        block = cells[start : start + BLOCK][column]
-        for row, cell in enumerate(block, start):
-            try:
-                pixels = files.read_centre(source_of(cell), side)
-            except Exception as problem:  # Pillow raises many kinds, and all are listed
-                name = (cell or {}).get("path") or f"row {row + 1}"
-                problems[row] = f"{name} ({first_sentence(problem)})"
-            else:
-                if into is not None:
-                    into[row] = pixels
-        return len(block)
-
-    with (
-        ThreadPool(os.cpu_count()) as pool,
-        warnings.catch_warnings(action="ignore"),  # Pillow warns of the same thing for each file
-        tqdm(total=len(cells), desc="decoding", unit="", leave=False, disable=bar_is_off()) as bar,
-    ):
-        for number in pool.imap_unordered(decode_block, range(0, len(cells), BLOCK)):
-            bar.update(number)
-    return dict(sorted(problems.items()))
-
-
-def bar_is_off() -> bool | None:
-    """For tqdm(disable=...): a bar is drawn by one process of a machine, on a terminal."""
-    return None if is_main_rank() else True
-
-
 def load_photos(
-    split: str,
-    name: str,
-    side: int,
-    list_of_labels: Path | None = None,
-    classes: list[str] | None = None,
-    skip_unreadable: bool = False,
-    cache_bytes: int = 2**35,
-) -> tuple[Photos, list[str], dict[str, str]]:
-    """Return a split, the names of its classes, and lines for the plan.
+    config: PhotoConfig, split: str, classes: list[str] | None = None
+) -> tuple[Photos, dict[str, str]]:
+    """Return a split, and lines for the plan. The short side of a picture becomes config.resize.
 
-    Raises UsageError, which names all pictures that cannot be read, unless skip_unreadable leaves
-    them out. For the other arguments see pictures.read_split.
-
-    Args:
-        side: the short side is resized to as many pixels, and the centre square is kept.
-        cache_bytes: a larger file of decoded pictures is not written.
+    Raises UsageError, which names all pictures that cannot be read, unless config.skip_unreadable
+    leaves them out. For the other arguments see pictures.read_split.
     """
-    rows, numbers, classes, chosen, where = pictures.read_split(
-        name, split, None, classes, 0, list_of_labels
+    rows, labels, classes, chosen, where = pictures.read_split(
+        config.dataset, split, config.label, classes, 0, config.labels
     )
     (image,) = rows.column_names
-    cells = rows.cast_column(image, datasets.Image(decode=False))
-    num_bytes = len(rows) * side * side * 3
-    made_by = Path(files.__file__).read_bytes() + PIL.__version__.encode()
-    stored = num_bytes <= cache_bytes
-    key = f"{fingerprint_of(rows)} {side} RGB {stored} ".encode()
-    key = xxhash.xxh3_128_hexdigest(key + made_by)
-    path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{key}.npy")
-    found = path.with_suffix(".json")
-    if not found.is_file() or stored > path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-        shape = len(rows), side, side, 3
-        into = np.lib.format.open_memmap(temporary, "w+", np.uint8, shape) if stored else None
-        problems = decode(cells, side, into)
-        if into is not None:
-            into.flush()
-            del into
-            sync(temporary)
-            os.replace(temporary, path)
-        write_json(found, problems)
-    problems = {int(row): said for row, said in json.loads(found.read_text()).items()}
-    if problems and not skip_unreadable:
-        raise UsageError(
-            f"{where}: {len(problems)} of {len(rows)} pictures cannot be read: "
-            f"{'; '.join(problems.values())}; add --skip-unreadable to go on without them"
-        )
-    chosen = chosen[~torch.isin(chosen, torch.tensor([*problems], dtype=torch.int64))]
-    chosen_labels = numbers[chosen]
-    plan = {}
+    cells, side = rows.cast_column(image, datasets.Image(decode=False)), config.resize
+    stored = len(rows) * side * side * 3 <= config.cache_bytes
+    read_by = f"{side} centre {PIL.__version__}".encode() + Path(files.__file__).read_bytes()
+    key = xxhash.xxh3_128_hexdigest(fingerprint_of(rows).encode() + read_by)
+    decoded = decode_once(
+        cells, (side, side, 3), lambda file: files.read_centre(file, side), key, stored
+    )
+    plan, problems = {}, decoded.problems
+    if problems and not config.skip_unreadable:
+        said = pictures.describe_problems(problems, len(rows))
+        raise UsageError(f"{where}: {said}; add --skip-unreadable to go on without them")
     if problems:
         plan["unreadable"] = f"{len(problems)} left out: {shorten([*problems.values()])}"
+        chosen = chosen[~torch.isin(chosen, torch.tensor([*problems]))]
     if stored:
-        return Photos(path, chosen, chosen_labels, key), classes, plan
-    plan["decoding"] = "for each batch, because --cache-bytes is too small: use --num-workers"
-    return Files(cells, side, chosen, chosen_labels, key), classes, plan
+        return Photos(decoded.path, chosen, labels[chosen], classes, key), plan
+    plan["decoding"] = "for each batch (--cache-bytes): use --num-workers"
+    return Files(cells, side, decoded.path, chosen, labels[chosen], classes, key), plan
 
 
-def describe_largest(labels: torch.Tensor, classes: list[str]) -> dict[str, str]:
+def describe_largest(held_out: Photos) -> dict[str, str]:
     """Return a line of the plan: how often it is right to always say the largest class."""
-    counts = labels.bincount()
+    counts = held_out.labels.bincount()
     number = int(counts.argmax())
-    share = 100 * counts[number].item() / len(labels)
-    return {"largest class": f"{classes[number]}, {share:.1f} % of the pictures to evaluate on"}
+    share = f"{100 * counts[number].item() / len(held_out):.1f} % of the pictures to evaluate on"
+    return {"largest": f"{held_out.classes[number]}, {share}"}
 
 
 def describe_recall(predictions: dict[str, torch.Tensor], classes: list[str]) -> str:
@@ -204,3 +175,64 @@ def describe_recall(predictions: dict[str, torch.Tensor], classes: list[str]) ->
             f"{max(counts)} of {len(targets)}: it recognised {sum(found)}"
         )
     return text
+
+
+def normalise(images: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
+    """Cut out the centre and scale colours 0 to 255 to what the network was trained on.
+
+    Features of photos, which have no height and width, are returned as they are.
+
+    Args:
+        images: (n, 3, height, width).
+        about: has "size", "mean" and "std".
+    """
+    if images.ndim == 2:
+        return images
+    images = pictures.cut_centre(images, about["size"]).float()
+    shift, scale = (images.new_tensor(about[name]).view(3, 1, 1) for name in ("mean", "std"))
+    images = (images - 255 * shift) / (255 * scale)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def colour(images: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Change the colours, 0 to 255. factors (n, 3): of brightness, contrast and saturation."""
+    brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)
+    grey = images.mean(1, keepdim=True)
+    images = grey * (1 - saturation) + images * saturation
+    return ((images - 127.5) * contrast + 127.5).mul_(brightness).clamp_(0, 255)
+
+
+def mix(
+    kind: str,
+    first: tuple[torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor],
+    numbers: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put a second picture into each; return them, and the shares of the classes.
+
+    mixup blends the two (Zhang et al. 2018, arXiv:1710.09412), cutmix pastes a square of the second
+    (Yun et al. 2019, arXiv:1905.04899). The share of the first picture is at least a half.
+
+    Args:
+        first: pictures (n, 3, size, size), and the shares of the classes in each (n, classes).
+        second: the same of the second pictures.
+        numbers: for each picture, three in [0, 1), which decide.
+    """
+    share = 1 - numbers[:, 0] / 2
+    weight = share.view(-1, 1, 1, 1)
+    if kind == "cutmix":
+        size, side = first[0].shape[-1], (1 - share).sqrt()[:, None]
+        places = (torch.arange(size, device=share.device) + 0.5) / size
+        starts = numbers[:, 1:] * (1 - side)
+        y, x = ((places >= at[:, None]) & (places < at[:, None] + side) for at in starts.unbind(1))
+        weight = 1 - (y[:, None, :, None] & x[:, None, None]).float()
+        share = weight.mean((1, 2, 3))
+    images = second[0] + weight * (first[0] - second[0])
+    return images, second[1] + share[:, None] * (first[1] - second[1])
+
+
+def hardest(photos: Photos, losses: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the numbers of the photos with the largest losses, and these small: uint8."""
+    shown = losses.argsort(descending=True, stable=True)[:NUM_SHOWN]
+    small = F.interpolate(photos.pick(shown)[0].float(), SIDE_SHOWN, mode="area")
+    return {"shown": shown, "image": small.round().byte()}

@@ -19,10 +19,13 @@ from datasets.data_files import DataFilesList
 
 from trainkit.cli.text import shorten
 from trainkit.data import files, folders
+from trainkit.data.decoding import decode_once
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.loaders import InMemory
 from trainkit.private import fingerprint_of
 
+IN_COLOUR = ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr")  # of Pillow's modes
+MOST_SMALL = 64  # pixels; pictures above it lose too much at the size of digits
 NUM_LOOKED_AT = 2000  # pictures of a split that are checked for content
 
 
@@ -170,26 +173,21 @@ def load_images(
     (image,) = rows.column_names
     made_by = Path(files.__file__).read_bytes() + f"{PIL.__version__} {torch.__version__}".encode()
     key = xxhash.xxh3_128_hexdigest(f"{fingerprint_of(rows)} {size} {mode} ".encode() + made_by)
-    kept = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{key}.arrow")
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with as_usage_error(f"{where}: the pictures cannot be read"):
-        decoded = rows.cast_column(image, datasets.Image(decode=False)).map(
-            lambda cells, indices: files.decode_pictures(cells, indices, size, mode, where),
-            input_columns=image,
-            with_indices=True,
-            batched=True,
-            remove_columns=image,
-            features=datasets.Features(
-                pixels=datasets.List(datasets.Value("uint8")), kind=datasets.Value("string")
-            ),
-            cache_file_name=str(kept),
-            new_fingerprint=key,
-        )
-    numbers = decoded.data.column("pixels").combine_chunks().flatten().to_numpy()
-    pixels = torch.from_numpy(numbers.reshape(-1, len(mode), size, size)[chosen.numpy()])
-    kinds = Counter(decoded.data.column("kind").to_pylist())
+    cells = rows.cast_column(image, datasets.Image(decode=False))
+    shape = len(mode), size, size
+    decoded = decode_once(cells, shape, lambda file: files.read_square(file, size, mode), key)
+    if decoded.problems:
+        raise UsageError(f"{where}: {describe_problems(decoded.problems, len(rows))}")
+    pixels = torch.from_numpy(np.load(decoded.path, mmap_mode="r")[chosen.numpy()])
+    kinds = decoded.kinds
     some = pixels[:: len(pixels) // NUM_LOOKED_AT + 1].squeeze(1)
     return InMemory(pixels, labels[chosen]), classes, (some, kinds)
+
+
+def describe_problems(problems: dict[int, str], number: int) -> str:
+    """Return all problems with the pictures of a split, in one line."""
+    said = "; ".join(problems.values())
+    return f"{len(problems)} of {number} pictures cannot be read: {said}"
 
 
 def describe_pictures(size: int, *seen: tuple[torch.Tensor, Counter[str]]) -> dict[str, Any]:
@@ -215,6 +213,20 @@ def describe_pictures(size: int, *seen: tuple[torch.Tensor, Counter[str]]) -> di
         "read_as": grey if kind == f"{size} x {size} L" else f"{kind} read as {grey}",
         "shape": [*shapes.pop()] if len(shapes) == 1 else None,
     }
+
+
+def are_photos(*seen: tuple[torch.Tensor, Counter[str]]) -> bool:
+    """Return whether more than half of the files are in colour and have sides above 64 pixels.
+
+    seen: the last of the values that load_images returned, for each split.
+    """
+    kinds = sum((counts for _, counts in seen), Counter[str]())
+    photos = 0
+    for kind, number in kinds.items():
+        width, _, height, mode = kind.split()[:4]
+        large = min(int(width), int(height)) > MOST_SMALL
+        photos += number * (large and mode in IN_COLOUR)
+    return photos * 2 > kinds.total()
 
 
 def describe_values(*seen: tuple[torch.Tensor, Counter[str]]) -> dict[str, str]:
@@ -299,8 +311,7 @@ def read_photo_pixels(file: Path | BytesIO, resize: int, size: int) -> torch.Ten
 
     resize: the short side of the whole picture, in pixels. Raises what files.read_centre raises.
     """
-    pixels = torch.from_numpy(np.array(files.read_centre(file, resize)))
-    return cut_centre(pixels.permute(2, 0, 1), size)
+    return cut_centre(torch.from_numpy(files.read_centre(file, resize)[0]).permute(2, 0, 1), size)
 
 
 def cut_centre(pictures: torch.Tensor, size: int) -> torch.Tensor:

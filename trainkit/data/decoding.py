@@ -1,0 +1,140 @@
+"""Decode pictures once, with all cores, into a file of uint8 values."""
+
+import json
+import multiprocessing
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from io import BytesIO
+from multiprocessing.pool import Pool, ThreadPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from trainkit.errors import as_usage_error, first_sentence, is_main_rank
+from trainkit.launch.signals import outlive_signals
+from trainkit.run_dir.files import sync, write_json
+
+BLOCK = 64  # pictures that a worker decodes at a time
+NUM_ALONE = 256  # so many pictures are decoded before workers have started
+
+# read(file) returns the values of a picture, uint8, and its size and mode in words.
+Read = Callable[[BytesIO | Path], tuple[np.ndarray, str]]
+
+
+class Decoded(NamedTuple):
+    """The file (.npy) of all pictures, what is wrong with which row, and a count of the kinds."""
+
+    path: Path
+    problems: dict[int, str]
+    kinds: Counter[str]
+
+
+def decode_once(
+    cells: datasets.Dataset, shape: tuple[int, ...], read: Read, key: str, stored: bool = True
+) -> Decoded:
+    """Decode all pictures with all cores, unless the cache has them.
+
+    A picture that cannot be read is zeros in the file. Raises UsageError if the file cannot be
+    written.
+
+    Args:
+        cells: rows of one column, datasets.Image(decode=False).
+        shape: of what `read` returns.
+        key: names the file in the cache: of the pictures' content and the way of reading.
+        stored: False writes no file, and only looks whether the pictures can be read.
+    """
+    path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{key}.npy")
+    about = path.with_suffix(".json")
+    if not about.is_file() or stored > path.is_file():
+        with as_usage_error(f"{path} cannot be written"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+            into = None
+            if stored:
+                into = np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(cells), *shape))
+            found = decode(cells, read, into)
+            write_json(about, found)
+            if into is not None:
+                into.flush()
+                del into
+                sync(temporary)
+                os.replace(temporary, path)  # last: from now on the cache has them
+                sync(path.parent)
+    known = json.loads(about.read_text())
+    problems = {int(row): said for row, said in known["problems"].items()}
+    return Decoded(path, problems, Counter(known["kinds"]))
+
+
+def decode(cells: datasets.Dataset, read: Read, into: np.ndarray | None) -> dict[str, Any]:
+    """Decode all pictures into an array, if one is given; return the problems and the kinds."""
+    (column,) = cells.column_names
+
+    def decode_block(start: int) -> tuple[int, dict[int, str], Counter[str]]:
+        block, problems, kinds = cells[start : start + BLOCK][column], {}, Counter[str]()
+        for row, cell in enumerate(block, start):
+            try:
+                pixels, kind = read(source_of(cell))
+            except Exception as problem:  # Pillow raises many kinds, and all are listed
+                name = f" ({cell['path']})" if cell and cell.get("path") else ""
+                problems[row] = f"row {row + 1}{name}: {first_sentence(problem)}"
+            else:
+                kinds[kind] += 1
+                if into is not None:
+                    into[row] = pixels
+        return len(block), problems, kinds
+
+    problems: dict[int, str] = {}
+    kinds = Counter[str]()
+    starts = range(0, len(cells), BLOCK)
+    with (
+        warnings.catch_warnings(action="ignore"),  # Pillow warns of the same thing for each file
+        make_pool(decode_block, len(cells)) as pool,
+        tqdm(total=len(cells), desc="decoding", leave=False, disable=no_bar(), delay=1) as bar,
+    ):
+        for number, wrong, seen in pool.imap_unordered(run_task, starts):
+            problems |= wrong
+            kinds += seen
+            bar.update(number)
+    return {"problems": dict(sorted(problems.items())), "kinds": dict(kinds.most_common())}
+
+
+TASKS: list[Callable[[int], Any]] = []  # what the workers of a pool do
+
+
+def run_task(start: int) -> Any:
+    return TASKS[-1](start)
+
+
+def start_worker(task: Callable[[int], Any], is_process: bool) -> None:
+    TASKS.append(task)
+    if is_process:
+        outlive_signals(0)
+        torch.set_num_threads(1)  # the threads of the parent are not there
+
+
+def make_pool(task: Callable[[int], Any], number: int) -> Pool:
+    """Make a pool for run_task: of forked processes, which share memory, or else of threads."""
+    if sys.platform == "linux" and number > NUM_ALONE:
+        fork = multiprocessing.get_context("fork")
+        return fork.Pool(len(os.sched_getaffinity(0)), start_worker, (task, True))
+    return ThreadPool(os.cpu_count() if number > NUM_ALONE else 1, start_worker, (task, False))
+
+
+def no_bar() -> bool | None:
+    """For tqdm(disable=...): a bar is drawn by one process of a machine, on a terminal."""
+    return None if is_main_rank() else True
+
+
+def source_of(cell: dict[str, Any] | None) -> BytesIO | Path:
+    """Return what is opened for a cell of datasets.Image. Raises ValueError if it is empty."""
+    content, path = (cell or {}).get("bytes"), (cell or {}).get("path")
+    if not (content or path):
+        raise ValueError("there is no picture in it")
+    return BytesIO(content) if content else Path(path or "")
