@@ -55,7 +55,7 @@ def make_run(folder: Path) -> Path:
     target[[11, 40]] = target[[12, 41]]
     losses = F.cross_entropy(logits, target, reduction="none")
     shown = losses.argsort(descending=True)[:50]
-    images = F.interpolate(pixels[shown].float(), (48, 48)).byte()
+    images = (0.9 * F.interpolate(pixels[shown].float(), (48, 48))).byte()  # not as they were seen
     tensors = {"logits": logits, "prediction": logits.argmax(1), "target": target}
     tensors |= {"shown": shown, "image": images}
     write_tensors(run_dir / records.PREDICTIONS, tensors, {"classes": CLASSES})

@@ -16,7 +16,18 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.io import decode_png
 
 # The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO", "AVIF")
+FORMATS: tuple[str, ...] = (
+    "PNG",
+    "JPEG",
+    "GIF",
+    "BMP",
+    "PPM",
+    "TIFF",
+    "WEBP",
+    "JPEG2000",
+    "ICO",
+    "AVIF",
+)
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see open_file
 with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
     import pillow_heif

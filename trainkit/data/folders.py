@@ -95,7 +95,7 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
 
 
 def list_paths(folder: Path) -> list[Path]:
-    """Return all files and links below the folder, as relative paths in the order of their names."""
+    """Return all files and links below the folder: relative paths in the order of their names."""
     paths = []
     for where, folders, names in os.walk(folder):
         links = [name for name in folders if Path(where, name).is_symlink()]
