@@ -50,8 +50,8 @@ def load_data(config: PhotoConfig, device: torch.device) -> tuple:
     (side,) = {*known["input_size"][1:]}
     if known.get("fixed_input_size") and config.size not in (None, side):
         raise UsageError(f"--size {config.size}: this network takes pictures of {side} alone")
-    config.size = config.size or (side if known.get("fixed_input_size") else min(224, side))
-    config.resize = config.resize or round(config.size / 0.95)
+    size = config.size or (side if known.get("fixed_input_size") else min(224, side))
+    vars(config).update(size=size, resize=config.resize or round(size / 0.95))
     train, plan = load_photos(config, "train")
     held_out, more = load_photos(config, "test", train.classes)
     about = {"input": "photo", "model": known["architecture"], "size": config.size}
