@@ -25,7 +25,6 @@ import contextlib
 import io
 import json
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,7 +40,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from benchmarks._runs import execute, in_process, in_turn, spread, table
+from benchmarks._runs import Parser, execute, in_process, in_turn, spread, table
 from benchmarks.tokens import compare
 from examples import docstrings, finetune
 from trainkit.config import parse
@@ -128,14 +127,16 @@ def make_chats(folder: str, num: int, longest: int) -> list[str]:
     return f"--data {folder}/pairs.jsonl --max-tokens {longest} --batch-size {BATCH}".split()
 
 
-def same_lengths(flags: list[str]) -> None:
+def same_lengths(flags: list[str], rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         more = make_base(folder, "--layers", "8", "--width", "256")
         data = Path(folder, "pairs.jsonl")
         data.write_text(f"{json.dumps(PAIR)}\n" * 143)  # 8 steps, and a tenth to evaluate on
         flags = [*more, "--data", str(data), "--max-tokens", str(LENGTH), *flags]
         names = ("loop", "bare", "trainer", "sft")
-        rates = compare({name: partial(WAYS[name], flags) for name in names}, 5, BATCH * LENGTH)
+        rates = compare(
+            {name: partial(WAYS[name], flags) for name in names}, rounds, BATCH * LENGTH
+        )
     table(f"{' | '.join(names)} | loop / bare", [rates])
 
 
@@ -192,13 +193,17 @@ def one_way(name: str, flags: list[str]) -> None:
 
 
 def main() -> None:
-    match sys.argv[1:]:
-        case ["chats", *numbers]:
-            chats(*map(int, numbers or ("3", "256")))
-        case ["memory"]:
-            memory()
-        case flags:
-            same_lengths(flags)
+    parser = Parser(__doc__, rounds=5)
+    parser.add_argument("what", nargs="?", default="same", choices=["same", "chats", "memory"])
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--lora", help="of same")
+    args = parser.parse_args()
+    if args.what == "same":
+        same_lengths(["--lora", args.lora] if args.lora else [], args.rounds)
+    elif args.what == "chats":
+        chats(args.rounds, args.samples)
+    else:
+        memory()
 
 
 if __name__ == "__main__":

@@ -88,9 +88,13 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     num, length = len(query), query.shape[2]
-    is_packed = position_ids is not None and position_ids.shape == (num, length) and num > 0
-    has_mask = attention_mask is not None and attention_mask.shape[2:] == (length, length)
-    if not (is_packed and has_mask and key.shape[2] == length and query.device.type == "cpu"):
+    if (
+        position_ids is None
+        or attention_mask is None
+        or position_ids.shape != (num, length)
+        or attention_mask.shape[2:] != (length, length)
+        or not (num and key.shape[2] == length and query.device.type == "cpu")
+    ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
     # The mask also says what a sample may see of itself, which may be only the last few tokens.
     mask = attention_mask.expand(num, *attention_mask.shape[1:])
