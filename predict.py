@@ -1,14 +1,15 @@
-"""Use a trained model: classify pictures, or add predictions to the rows of a table.
+"""Use a trained model: classify pictures or texts, or add predictions to the rows of a table.
 
 python predict.py runs/mnist digit.png photo.jpg
 python predict.py runs/regression table.csv
+python predict.py runs/text lines.txt
 python predict.py runs/mine --script ../mine/train_mine.py table.csv
 python predict.py runs/mnist --export
 python predict.py runs/mnist --export --push OWNER/NAME
 
 The model is built by make_model(metadata) of the script that made the run, from the metadata that
-the script gave run.begin. metadata["input"], "picture" or "table", decides how a file is turned
-into an input and an output into text. See docs/your_own.md for a script of your own.
+the script gave run.begin. metadata["input"], one of KINDS, decides how a file is turned into
+an input and an output into text. See docs/your_own.md for a script of your own.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ class Predictor(nn.Module):
         super().__init__()
         self.model, self.metadata, self.evaluated = model, metadata, evaluated
 
+    def open(self, script: Any, run_dir: Path) -> None:
+        """Take what else this kind of input needs: of the script, or of the run folder."""
+
     def keep(self, *names: str, shape: tuple[int, ...] = (-1,), scale: float = 1) -> None:
         """Make numbers of the metadata attributes: tensors, which an exported model has inside."""
         for name in names:
@@ -98,12 +102,15 @@ class Classifier(Predictor):
     def predict_file(self, path: Path, **options: Any) -> str:
         """Return the most probable classes, or say that the model is unsure. Raises UsageError."""
         inputs, doubt = self.read(path, **options)
-        probabilities = self(inputs)[0]
+        return f"{path}: {self.describe(self(inputs)[0], doubt)}"
+
+    def describe(self, probabilities: torch.Tensor, doubt: str = "") -> str:
+        """Say which classes are the most probable ones, or that the model is unsure."""
         best = zip(*probabilities.topk(min(3, len(probabilities))), strict=True)
         first, *others = (f"{self.metadata['classes'][number]} {p:.2%}" for p, number in best)
         if doubt or probabilities.max() < self.calibration["threshold"]:
             first = f"unsure{f' ({doubt})' * bool(doubt)}, perhaps {first}"
-        return f"{path}: {first}" + (f"  (then {', '.join(others)})" if others else "")
+        return first + (f"  (then {', '.join(others)})" if others else "")
 
 
 class PixelClassifier(Classifier):
@@ -178,11 +185,47 @@ class TablePredictor(Predictor):
         return add_predictions(path, self.metadata, lambda inputs: self(inputs).numpy(), encoding)
 
 
+class TextPredictor(Classifier):
+    """Classifies texts: tokens, int64 (n, longest), and their lengths, as collate of the script.
+
+    A file is a .txt file, of which each line is a text, or a table.
+    """
+
+    options = ("encoding",)
+
+    def open(self, script: Any, run_dir: Path) -> None:
+        from trainkit.data import encoders, texts  # here: pandas takes half a second
+
+        self.collate, folder = script.collate, run_dir / "tokenizer"
+        tokenizer = encoders.load_tokenizer(folder) if self.metadata["encoder"] else None
+        most = self.metadata["max_tokens"]
+        self.tokenize = partial(texts.tokenize, max_tokens=most, tokenizer=tokenizer)
+
+    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return (self.model(tokens, lengths) / self.calibration["temperature"]).softmax(1)
+
+    def predict_file(self, path: Path, encoding: str | None = None) -> str:
+        """Return a line for each text of the file: its number, and what Classifier says of it."""
+        from trainkit.data import texts
+
+        known = self.metadata
+        lines = texts.read_texts(path, known.get("text"), encoding or known.get("encoding"))
+        said = []
+        for number, (line, tokens) in enumerate(zip(lines, self.tokenize(lines), strict=True), 1):
+            answer = "no text"
+            if line:
+                inputs = self.collate([(tokens, 0, 0)])
+                answer = self.describe(self(*inputs[:2])[0])
+            said.append(f"{path}:{number}: {answer}")
+        return "\n".join(said) or f"{path}: no text"
+
+
 # What a script may give as "input" in its metadata, and what then uses its model.
 KINDS: dict[str, type[Predictor]] = {
     "picture": PicturePredictor,
     "photo": PhotoPredictor,
     "table": TablePredictor,
+    "text": TextPredictor,
 }
 
 
@@ -217,7 +260,9 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
                 raise ValueError("its weights are not those of the model that it names")
         model = script.make_model(metadata)
         model.load_state_dict(weights)
-        return kind(model, metadata, evaluated).eval().requires_grad_(False)
+        predictor = kind(model, metadata, evaluated).eval().requires_grad_(False)
+        predictor.open(script, run_dir)
+        return predictor
 
 
 def find_script(name: str) -> Path:
@@ -253,13 +298,13 @@ class Config:
     run_dir: Positional[Path]
     """folder of a finished run"""
     files: Positional[list[Path]] = field(default_factory=list)
-    """pictures, or tables, of any kind that trains"""
+    """pictures, tables, or texts, of any kind that trains"""
     script: Path | None = None
     """the script that made the run, if it is not beside predict.py or in examples/"""
     as_is: bool = False
     """pictures look like the training pictures: resize them, no more"""
     encoding: str | None = None
-    """of the tables, such as cp1252 (default: as in training)"""
+    """of tables and texts, such as cp1252 (default: as in training)"""
     export: bool = False
     """write RUN_DIR/export/: a model card, the weights, and model.onnx, which needs no PyTorch"""
     push: str | None = None

@@ -1,108 +1,110 @@
-"""Classify texts of different lengths: from which Python package is this line of documentation?
+"""Classify texts, from scratch or with a pretrained encoder.
 
-python examples/text.py
+python examples/text.py                         from which Python package is this documentation?
+python examples/text.py --data reviews.csv --base sentence-transformers/all-MiniLM-L6-v2
+python predict.py runs/text lines.txt
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/text.py --resume auto
 """
 
-import importlib.util
-import re
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import (
-    Run,
-    make_loaders,
-    make_optimizer,
-    make_scheduler,
-    startup,
-)
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.config import Count, Schedule, TrainingConfig, parse
+from trainkit.config import UNSET, Schedule, parse
+from trainkit.data import encoders, texts
+from trainkit.orders import by_length
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # already installed: nothing is downloaded
-FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstring
-MAX_LENGTH, NUM_TOKENS = 32, 4096
+SCRATCH = {"epochs": 5, "batch_size": 60, "learning_rate": 2e-3}
+PRETRAINED = {"epochs": 3, "batch_size": 32, "learning_rate": 5e-5}  # the last layer learns faster
 
 
-def tokenize(text: str) -> torch.Tensor:
-    """Return at most MAX_LENGTH hashed words, int64; 0 is reserved for padding."""
-    words = re.findall(r"\w+|[^\w\s]", text)[:MAX_LENGTH]
-    return torch.tensor([zlib.crc32(word.encode()) % (NUM_TOKENS - 1) + 1 for word in words])
+@dataclass
+class Config(texts.TextConfig):
+    run_dir: Path = Path("runs/text")
+    epochs: int = UNSET
+    batch_size: int = UNSET
+    learning_rate: float = UNSET
+    weight_decay: float = 0.05
+    schedule: Schedule = "cosine"
+    warmup: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        values = PRETRAINED if self.base else SCRATCH
+        vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
+
+
+def load_data(config: Config) -> tuple:
+    """Return samples (tokens, label, index) to train and evaluate on, and what else main needs."""
+    own = config.data is None
+    sets = texts.read_docstrings(PACKAGES, config.num_lines) if own else texts.read_sets(config)
+    encoder, tokenizer = encoders.read_base(config)
+    *parts, plan = texts.make_samples(sets, config.max_tokens, tokenizer)
+    metadata = {"script": Path(__file__).stem, "input": "text", "classes": sets.classes}
+    metadata |= {"encoder": encoder, "max_tokens": config.max_tokens} | sets.columns
+    return *parts, metadata, plan, tokenizer
 
 
 def collate(samples: list) -> tuple[torch.Tensor, ...]:
-    """Return tokens (n, longest), lengths (n,) and labels (n,)."""
-    tokens, labels = zip(*samples, strict=True)
+    """Return tokens (n, longest), and lengths, labels and indices (n,)."""
+    tokens, labels, indices = zip(*samples, strict=True)
     lengths = torch.tensor([len(row) for row in tokens])
-    return pad_sequence(tokens, batch_first=True), lengths, torch.tensor(labels)
+    return pad_sequence(tokens, batch_first=True), lengths, *map(torch.tensor, (labels, indices))
 
 
 class Classifier(nn.Module):
-    """A small transformer. The result for a text does not depend on padding or the other texts."""
+    """Encoder, mean of its states, linear layer. Neither padding nor the other texts matter."""
 
-    def __init__(self, num_classes: int, width: int = 64, num_layers: int = 2):
+    def __init__(self, encoder: nn.Module, width: int, num_classes: int):
         super().__init__()
-        self.embedding = nn.Embedding(NUM_TOKENS, width)
-        self.position = nn.Parameter(0.02 * torch.randn(MAX_LENGTH, width))
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, num_classes)
+        self.encoder, self.head = encoder, nn.Linear(width, num_classes)
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         num_rows = len(tokens)
         if num_rows == 0:
             tokens, lengths = tokens.new_ones(1, 1), lengths.new_ones(1)
         is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
-        states = self.embedding(tokens) + self.position[: tokens.shape[1]]
-        states = self.encoder(states, src_key_padding_mask=is_padding)
+        states = self.encoder(input_ids=tokens, attention_mask=(~is_padding).long())[0]
         mean = states.masked_fill(is_padding[:, :, None], 0).sum(1) / lengths[:, None]
         return self.head(mean)[:num_rows]
 
 
-@dataclass
-class Config(TrainingConfig):
-    num_lines: Count | None = None
-    """to train on, and to evaluate on (default: all)"""
-
-    run_dir: Path = Path("runs/text")
-    epochs: int = 5
-    batch_size: int = 60
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.05
-    schedule: Schedule = "cosine"
-    warmup: float = 0.1
-    clip_norm: float = 1.0
+def make_model(metadata: dict[str, Any], base: str | None = None) -> nn.Module:
+    """Make the model that the metadata describe, with the weights of base or random ones."""
+    about = metadata["encoder"], metadata["max_tokens"]
+    return Classifier(*encoders.make_encoder(*about, base), len(metadata["classes"]))
 
 
-def load_data(config: Config) -> tuple[list, list]:
-    """Return samples (tokens, label) to train on and, from every fifth line, to evaluate on."""
-    origin: dict[str, set[int]] = {}
-    for label, package in enumerate(PACKAGES):
-        folder = Path(importlib.util.find_spec(package).origin).parent
-        for path in folder.rglob("*.py"):
-            for line in FIRST_LINE.findall(path.read_text(encoding="utf-8", errors="ignore")):
-                origin.setdefault(line, set()).add(label)
-    # A line that occurs in two packages is left out.
-    lines = [(tokenize(line), *ids) for line, ids in sorted(origin.items()) if len(ids) == 1]
-    parts = [line for n, line in enumerate(lines) if n % 5], lines[::5]
-    return tuple(part[: config.num_lines] for part in parts)
+def make_groups(model: nn.Module, rate: float, base: str | None) -> list[dict[str, Any]]:
+    """Matrices have weight decay; biases and norms, and a new last layer, have rates of theirs."""
+    head = [*model.head.parameters()] if base else []
+    rest = [p for p in model.parameters() if all(p is not own for own in head)]
+    matrices, vectors = ([p for p in rest if (p.ndim > 1) == want] for want in (True, False))
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups[1]["lr"] = rate if base else rate / 3
+    return [*groups, {"params": head, "lr": 20 * rate}] if base else groups
 
 
-def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """Return the loss of each sample, and whether it was classified correctly."""
-    tokens, lengths, labels = batch
+def compute_losses(
+    model: nn.Module, batch: tuple[torch.Tensor, ...], kept: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Return loss and correctness of each sample. kept, (samples, classes), gets the logits."""
+    tokens, lengths, labels, indices = batch
     logits = model(tokens, lengths)
+    if kept is not None:
+        kept[indices] = logits.float()
     losses = F.cross_entropy(logits, labels, reduction="none")
     return {"loss": losses, "accuracy": logits.argmax(1) == labels}
 
@@ -112,20 +114,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "text") as run:
         accelerator = run.accelerator
-        train_set, eval_set = run.load(load_data)
-        train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config, collate)
-        model = Classifier(len(PACKAGES))
-        # Matrices have weight decay; biases and norms have none, and a third of the learning rate.
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        vectors = [p for p in model.parameters() if p.ndim == 1]
-        rate = config.peak_learning_rate / 3
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": rate}]
+        train_set, eval_set, metadata, plan, tokenizer = run.load(load_data)
+        lengths, classes = [len(tokens) for tokens, *_ in train_set], metadata["classes"]
+        order = by_length(lengths, config.batch_size, config.seed) if config.base else None
+        loaders = make_loaders(accelerator, train_set, eval_set, config, collate, order=order)
+        model = make_model(metadata, config.base)
+        groups = make_groups(model, config.peak_learning_rate, config.base)
         optimizer = make_optimizer(accelerator, groups, config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
-            model, optimizer, train_loader, eval_loader, scheduler
+            model, optimizer, *loaders, scheduler
         )
-        run.begin(model, {"script": Path(__file__).stem, "classes": PACKAGES})
+        run.begin(model, metadata, plan)
 
         for _ in run.epochs():
             for batch in run.steps(train_loader):
@@ -139,7 +139,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 run.add(**values)
                 if run.must_save():
                     run.save()
-            run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
+            logits = torch.zeros(len(eval_set), len(classes), device=accelerator.device)
+            metrics = run.evaluate(eval_loader, partial(compute_losses, model, kept=logits))
+            run.end_epoch(metrics, *texts.predictions(accelerator, logits, eval_set, classes))
+        encoders.write_tokenizer(run, tokenizer)
         return run.finish()
 
 

@@ -234,7 +234,7 @@ def typed(*names: str) -> str:
 def parse(values: pd.Series, column: Column) -> pd.Series:
     """Return the values as numbers, or as texts of a category; NaN where a value is neither."""
     if column.categories is not None:
-        return values.astype(object).map(_as_text, na_action="ignore")
+        return values.astype(object).map(as_text, na_action="ignore")
     if values.dtype.kind in "biuf" and not column.days:
         numbers = values.astype(float)
     else:
@@ -249,7 +249,7 @@ def parse(values: pd.Series, column: Column) -> pd.Series:
     return numbers.where(numbers.abs() <= 1e38)  # float32 ends at 3.4e38
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return one text for all forms in which files give a value: 1 for 1.0, True for TRUE."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)

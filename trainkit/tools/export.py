@@ -35,6 +35,11 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     Raises UsageError if a package is missing or the run is incomplete, RunFailure if onnxruntime
     gives other outputs than PyTorch.
     """
+    if predictor.metadata["input"] not in TASKS:
+        raise UsageError(
+            f"--export takes no model whose input is a {predictor.metadata['input']}: give its run "
+            "folder to predict.py"
+        )
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"--export needs more packages: pip install {' '.join(missing)}")
     with as_usage_error(f"{run_dir} is not complete"):

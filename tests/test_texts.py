@@ -1,0 +1,210 @@
+"""Texts of a table are classified: what is read, by which columns, and by an encoder that is given.
+
+The runs have 105 texts to train on, so that of two processes one gets no text of the last batch.
+"""
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from conftest import rows
+from double import SAME
+
+import predict
+from examples import text
+from trainkit.config import parse
+from trainkit.data import encoders, texts
+from trainkit.errors import UsageError
+from trainkit.tools.export import write_export
+
+transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
+
+WORDS = {"sport": "ball goal team", "food": "bread salt soup", "art": "paint song stage"}
+LINES = [
+    (f"{' '.join([*words.split(), 'and'] * (1 + n % 4))} number {n}", label)
+    for n in range(44)
+    for label, words in WORDS.items()
+][:131]
+FLAGS = "--batch-size 8 --eval-batch-size 27 --epochs 2 --stop-after-steps 20 --log-every 1"
+FLAGS += " --learning-rate 1e-3 --max-tokens 12 --no-pictures"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT with one layer, random weights and dropout."""
+    folder = tmp_path_factory.mktemp("base")
+    known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "and", *" ".join(WORDS.values()).split()]
+    vocabulary = {word: n for n, word in enumerate(known)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "model_max_length": 40}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"vocab_size": len(known), "num_hidden_layers": 1, "max_position_embeddings": 40}
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(nursery: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    data = tmp_path_factory.mktemp("data") / "lines.csv"
+    pd.DataFrame(LINES, columns=["said", "kind"]).to_csv(data, index=False)
+    plan = {"modules": ["transformers.models.bert.modeling_bert"], "timeout": 200}
+
+    def call(run_dir: Path, world: int, *args: object, **more: Any) -> str:
+        flags = [*FLAGS.split(), "--data", data, "--base", base, "--run-dir", run_dir, *args]
+        outcome = nursery.run("examples/text.py", *flags, world=world, **plan, **more)
+        if "fault" not in more:
+            assert outcome.codes == [0] * world, outcome.output
+            assert f"device      {world} process" in outcome.output
+        return outcome.output
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def whole(start: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    output = start(run_dir, 1)
+    assert "text 'said', label 'kind'" in output and "largest class" in output
+    return run_dir
+
+
+def test_losses_do_not_depend_on_processes_and_micro_batches(
+    start: Callable, tmp_path: Path
+) -> None:
+    start(tmp_path / "one", 1, double=True)
+    for world, accumulate in ((2, 1), (2, 2)):
+        folder = tmp_path / f"{world}{accumulate}"
+        start(folder, world, "--accumulate", accumulate, double=True)
+        for row, other in zip(rows(tmp_path / "one"), rows(folder), strict=True):
+            assert row == pytest.approx(other, rel=SAME, abs=SAME), row["step"]
+    assert rows(tmp_path / "one", "epochs")[-1]["eval_samples"] == 26
+
+
+def test_a_kill_changes_no_byte(start: Callable, whole: Path, tmp_path: Path) -> None:
+    start(tmp_path, 1, "--save-every", 5, fault={"signal": [12, signal.SIGKILL]})
+    assert "step-0000000010" in start(tmp_path, 1, "--save-every", 5, "--resume", "auto")
+    for name in ("metrics.jsonl", "model.safetensors", "predictions.safetensors"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "new.txt").write_text("bread and soup\n\nthe team has a ball\n")
+    pd.DataFrame({"n": [1], "said": ["paint a stage"]}).to_json(
+        tmp_path / "new.jsonl", orient="records", lines=True
+    )
+    predictor = predict.load_run(folder)
+    first, none, second = predictor.predict_file(tmp_path / "new.txt").splitlines()
+    assert "new.txt:1: " in first and none.endswith("new.txt:2: no text")
+    assert "food " in first.partition("(")[0] and "sport " in second.partition("(")[0]
+    assert "art " in predictor.predict_file(tmp_path / "new.jsonl").partition("(")[0]
+    assert predictor.calibration["temperature"] != 1
+    with pytest.raises(UsageError, match="--export takes no model whose input is a text"):
+        write_export(predictor, folder)
+
+
+def test_padding_and_other_texts_change_nothing_and_no_rows_are_no_rows(base: Path) -> None:
+    config = parse(text.Config, ["--base", str(base)])
+    about, tokenizer = encoders.read_base(config)
+    metadata = {"encoder": json.loads(json.dumps(about)), "max_tokens": 40, "classes": ["a", "b"]}
+    model = text.make_model(metadata, str(base))  # in training mode: dropout would show
+    assert config.max_tokens == 40 and model.training
+    tokens = texts.tokenize(["soup", "ball goal team and song"], 40, tokenizer)
+    both = text.collate([(row, 0, 0) for row in tokens])[:2]
+    alone = text.collate([(tokens[0], 0, 0)])[:2]
+    assert model(*alone)[0].tolist() == pytest.approx(model(*both)[0].tolist(), abs=1e-6)
+    assert model(*(part[:0] for part in both)).shape == (0, 2)
+    with pytest.raises(UsageError, match=r"--max-tokens 41: .* takes at most 40"):
+        encoders.read_base(parse(text.Config, ["--base", str(base), "--max-tokens", "41"]))
+
+
+def test_nothing_that_a_configuration_names_is_fetched_or_run() -> None:
+    evil = {"auto_map": {"AutoModel": "evil.Model"}, "attn_implementation": "someone/kernel"}
+    assert encoders.plain({"model_type": "bert", **evil, "part": {"n": 1, **evil}}) == {
+        "model_type": "bert",
+        "part": {"n": 1},
+    }
+
+
+def test_weights_that_are_missing_are_named(base: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base, tmp_path / "base")
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    about, _ = encoders.read_base(parse(text.Config, ["--base", str(folder)]))
+    with pytest.raises(UsageError, match=r"has no weights for 16 parts: encoder\.layer\.1"):
+        encoders.make_encoder(about, 40, str(folder))
+
+
+A, B = "the first of two", "one more line here"
+GOOD = {"a": [f"{A} {n}" for n in range(10)], "b": [*"xy"] * 5}
+CASES: list[tuple[dict[str, list], str, str]] = [
+    (GOOD, "", "8 2 x,y"),
+    (GOOD | {"c": [f"{B} {n}" for n in range(10)]}, "", "a, c could be the texts: .* --text"),
+    (GOOD | {"c": [f"{B} {n}" for n in range(10)]}, "--text c", "8 2 x,y"),
+    (GOOD | {"c": [1, 2] * 5}, "", "b, c could be the classes: choose the column by --label"),
+    (GOOD | {"c": [1, 2] * 5}, "--label c", "8 2 1,2"),
+    (GOOD | {"b": ["x"] * 10}, "", "no column seems to be the classes"),
+    (GOOD | {"b": ["x"] * 10}, "--label b", "'b' has 1 class in 10 rows"),
+    (GOOD | {"b": [*"abcdefghij"]}, "--label b", "has 10 different values in 10 rows, which are"),
+    (GOOD | {"a": ["", " ", *GOOD["a"][2:]]}, "", "6 2 x,y: 2 rows dropped: no text"),
+    (GOOD | {"b": ["", *GOOD["b"][1:]]}, "", "7 2 x,y: 1 rows dropped: no label"),
+    (GOOD | {"b": [True, False] * 5}, "", "8 2 False,True"),
+    (GOOD | {"a": [A] * 10}, "--text a", "8 2 x,y: 2 of 2 texts to evaluate on are also"),
+    (GOOD, "--text z", "there is no column 'z', only a, b"),
+    (GOOD, "--text a --label a", "has 10 different values|both --text and --label"),
+    (GOOD | {"a": [[1]] * 10}, "--text a", "column 'a' holds bytes or lists"),
+    (GOOD | {"a": [f"\ud800 {each}" for each in GOOD["a"]]}, "", "8 2 x,y"),
+]
+
+
+@pytest.mark.parametrize(("columns", "flags", "said"), CASES)
+def test_columns_are_found_or_asked_for(
+    tmp_path: Path, columns: dict[str, list], flags: str, said: str
+) -> None:
+    path, names = tmp_path / "lines.jsonl", [*columns]
+    lines = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    config = parse(text.Config, ["--data", str(path), *flags.split()])
+    if not said[0].isdigit():
+        with pytest.raises(UsageError, match=said):
+            texts.read_sets(config)
+        return
+    sets = texts.read_sets(config)
+    found = f"{len(sets.train)} {len(sets.held_out)} {','.join(sets.classes)}"
+    assert said.partition(":")[0] == found
+    assert said.partition(": ")[2] in " ".join(sets.plan.values())
+    assert {label for _, label in sets.held_out} == {0, 1}
+
+
+def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(
+    tmp_path: Path,
+) -> None:
+    frame = pd.DataFrame(GOOD)
+    for name, given in (("a", frame), ("b", frame[4:]), ("c", frame.replace("y", "z"))):
+        given.to_parquet(tmp_path / f"{name}.parquet")
+    flags = ["--data", str(tmp_path / "a.parquet"), "--eval-data"]
+    sets = texts.read_sets(parse(text.Config, [*flags, str(tmp_path / "b.parquet")]))
+    assert len(sets.train) == 10 and len(sets.held_out) == 6
+    with pytest.raises(UsageError, match=r"--eval-data .*c.parquet: --data has no class 'z'"):
+        texts.read_sets(parse(text.Config, [*flags, str(tmp_path / "c.parquet")]))
+    for name in ("d.csv", "d.txt"):
+        (tmp_path / name).write_bytes("a,b\nna\u00efve,x\n".encode("cp1252"))
+    with pytest.raises(UsageError, match=r"not in UTF-8, .* --encoding cp1252"):
+        texts.read_sets(parse(text.Config, ["--data", str(tmp_path / "d.csv")]))
+    with pytest.raises(UsageError, match=r"not in UTF-8, .* --encoding cp1252"):
+        texts.read_texts(tmp_path / "d.txt", None, None)
+    assert texts.read_texts(tmp_path / "d.txt", None, "cp1252")[1] == "na\u00efve,x"
+    with pytest.raises(UsageError, match="--text and --label: name the file"):
+        parse(text.Config, ["--text", "a", "--label", "b"]).validate(1)

@@ -1,0 +1,122 @@
+"""Encoders of texts: a small one to train from scratch, and the pretrained ones of transformers.
+
+Of a pretrained one the configuration is kept as JSON, so that a run needs only its own folder. No
+code that comes with a model is run: the classes are those of transformers, and settings that would
+fetch programs are left out of the configuration.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.data.texts import NUM_HASHED
+from trainkit.errors import UsageError, as_usage_error
+
+MAX_TOKENS = {"scratch": 32, "base": 128}
+NEEDS = "--base needs `pip install transformers`"
+# Names of code and of other files, and what the model does not depend on.
+LEFT_OUT = ("auto_map", "quantization_config", "architectures", "id2label", "label2id", "dtype")
+LEFT_OUT += ("transformers_version", "_name_or_path", "problem_type", "torch_dtype")
+
+
+class SmallEncoder(nn.Module):
+    """A small transformer over at most max_tokens tokens, called as those of transformers are."""
+
+    def __init__(self, num_tokens: int, max_tokens: int, width: int = 64, num_layers: int = 2):
+        super().__init__()
+        self.width = width
+        self.embedding = nn.Embedding(num_tokens, width)
+        self.position = nn.Parameter(0.02 * torch.randn(max_tokens, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple:
+        states = self.embedding(input_ids) + self.position[: input_ids.shape[1]]
+        return (self.encoder(states, src_key_padding_mask=attention_mask == 0),)
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the names of code, also in the parts it consists of."""
+
+    def keep(part: dict[str, Any]) -> dict[str, Any]:
+        names = [n for n in part if n not in LEFT_OUT and not n.endswith("implementation")]
+        return {name: part[name] for name in names}
+
+    return json.loads(json.dumps(values), object_hook=keep)
+
+
+def read_base(config: Any) -> tuple[dict[str, Any] | None, Any]:
+    """Return the configuration of --base as JSON, and its tokenizer; set --max-tokens if UNSET.
+
+    All probabilities of dropout are 0, because its masks would depend on the number of processes.
+    Without --base both are None. Raises UsageError.
+    """
+    if config.base is None:
+        config.max_tokens = config.max_tokens or MAX_TOKENS["scratch"]
+        return None, None
+    with as_usage_error(NEEDS):
+        from transformers import AutoConfig
+    with as_usage_error(f"--base {config.base} cannot be read"):
+        made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
+        tokenizer = load_tokenizer(config.base)
+        for name, value in made.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(made, name, 0.0)
+        values = plain(json.loads(made.to_json_string()) | {"model_type": made.model_type})
+    limit = min(tokenizer.model_max_length, values.get("max_position_embeddings") or math.inf)
+    config.max_tokens = config.max_tokens or min(limit, MAX_TOKENS["base"])
+    if config.max_tokens > limit:
+        raise UsageError(f"--max-tokens {config.max_tokens}: {config.base} takes at most {limit}")
+    return values, tokenizer
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Return the tokenizer of a folder or Hub id."""
+    with as_usage_error(NEEDS):
+        from transformers import AutoTokenizer
+    with as_usage_error(f"the tokenizer of {folder} cannot be read"):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def make_encoder(
+    config: dict[str, Any] | None, max_tokens: int, base: str | None = None
+) -> tuple[nn.Module, int]:
+    """Make the encoder of a configuration, in float32; return it and the width of its states.
+
+    config: None: a SmallEncoder. base: where its weights are; None: they are random. It has no
+    pooler, which would get no gradient. Raises UsageError, also if base lacks weights.
+    """
+    if config is None:
+        small = SmallEncoder(NUM_HASHED, max_tokens)
+        return small, small.width
+    with as_usage_error(NEEDS):
+        from transformers import CONFIG_MAPPING, AutoModel
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(plain(config))
+    options = {"config": made, "trust_remote_code": False}
+    missing: list[str] = []
+    if base is None:
+        encoder = AutoModel.from_config(**options)
+    else:
+        with as_usage_error(f"--base {base} cannot be read"):
+            options |= {"dtype": torch.float32, "output_loading_info": True}
+            encoder, info = AutoModel.from_pretrained(base, **options)
+        missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+    if missing:
+        raise UsageError(f"--base {base} has no weights for {len(missing)} parts: {missing[0]} ...")
+    if made.is_encoder_decoder:
+        encoder = encoder.get_encoder()
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None
+    return encoder.train(), made.hidden_size  # from_pretrained returns it in evaluation mode
+
+
+def write_tokenizer(run: Any, tokenizer: Any) -> None:
+    """Write RUN_DIR/tokenizer, which predict.py reads. Call it on any process; None: no file."""
+    if tokenizer is not None and run.accelerator.is_main_process:
+        tokenizer.save_pretrained(run.config.run_dir / "tokenizer")
