@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from conftest import linux_only
 
+from trainkit.tools import doctor
+
 # A doctor whose process 1 is ill in the way that argv[0] names.
 PATIENT = """
 import os, time
@@ -70,4 +72,12 @@ def test_healthy_processes_are_measured_and_called_healthy(
     problems = [line for line in lines if line.startswith("problem: ")]
     assert all(" is slow " in problem for problem in problems), problems
     assert lines[-1] == ("not ready: solve these first" if problems else "ready to train")
+    (disk,) = [line for line in lines if " MB/s with sync; a checkpoint of 300 MiB " in line]
+    assert disk.startswith(f"{tmp_path}: ") and disk.split()[-3:-1] != ["every", "0"]
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_saves_as_often_as_young_says_and_not_before_the_last_save_is_durable() -> None:
+    # sqrt(2 C M): half a second, and a failure every 6,250 hours, as of eight GPUs.
+    assert doctor.save_interval(0.5, 2, 6250 * 3600) == pytest.approx(4743.4, abs=0.1)
+    assert doctor.save_interval(0.5, 7200, 60) == 7200

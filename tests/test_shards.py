@@ -8,13 +8,16 @@ from typing import Any
 
 from trainkit import shards
 
+import psutil
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from conftest import CONFIGS, rows, saved
 from faults import Nursery, Outcome, digests
 from test_checkpoint import reforge
 
+from trainkit.checks.prepared import check_memory
 from trainkit.errors import UsageError
 
 CLOSE = 1e-6  # between losses of float32 runs that add up in different orders
@@ -227,6 +230,7 @@ def test_weights_of_a_file_are_shared_out(
     [
         ({"FSDP_VERSION": "1"}, {}),
         ({"FSDP_IGNORED_MODULES": "head"}, {}),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, {}),
         ({}, {"mixed_precision": "fp16"}),
         ({}, {"num_processes": 1}),
     ],
@@ -276,6 +280,19 @@ def test_a_share_that_does_not_fit_ends_in_one_sentence(
         args = [*SMALL, "--resume", path]
         outcome = train(nursery, where, *args, kind=kind, world=world, codes=[2] * world)
         assert outcome.output.count("\nerror:") == 1, outcome.output
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_killed(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = torch.optim.AdamW(torch.nn.Linear(1024, 1024).parameters())
+    memory = {"available": 13 * 2**20, "free": 0}
+    for name in ("virtual_memory", "swap_memory"):
+        monkeypatch.setattr(psutil, name, lambda: SimpleNamespace(**memory))
+    check_memory(accelerator, [optimizer])
+    memory["available"] = 11 * 2**20  # a gradient and two moments take 12
+    with pytest.raises(UsageError, match=r"need 0\.0 GiB on this machine and 0\.0 GiB are free"):
+        check_memory(accelerator, [optimizer])
 
 
 # What is frozen.

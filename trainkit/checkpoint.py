@@ -40,17 +40,17 @@ from accelerate.utils import broadcast_object_list
 
 from trainkit.cli.text import check_json
 from trainkit.config import TrainingConfig
-from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
-from trainkit.fingerprint import check_same_run, compare_worlds, describe_world
+from trainkit.errors import RunFailure, as_usage_error, failing_together
+from trainkit.fingerprint import compare_worlds, describe_world, read_same_run
 from trainkit.kernels import keeping_kernels
 from trainkit.loaders import num_used
 from trainkit.metrics import RunningMeans
 from trainkit.private import count_micro_batches_anew, prepared_optimizers, without_loss_scale
 from trainkit.rng import seed_host
 from trainkit.run_dir.commit import Commits
-from trainkit.run_dir.files import remove_tree, rename_free, sync
+from trainkit.run_dir.files import remove_tree, sync
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import choose, steps_in
+from trainkit.run_dir.manifest import abandon_later, choose
 
 
 @dataclass
@@ -169,8 +169,9 @@ class Checkpoints:
             "fingerprint": self.fingerprint,
             "world": describe_world(accelerator),
         }
-        sharded = accelerator.is_fsdp2
-        write = shards.writer(accelerator, self.averages) if sharded else accelerator.save_state
+        write = accelerator.save_state
+        if accelerator.is_fsdp2:
+            write = shards.writer(accelerator, self.averages)
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if accelerator.is_main_process:
@@ -198,7 +199,10 @@ class Checkpoints:
                 for leftover in list(self.directory.glob(".tmp-*")):
                     remove_tree(leftover)
                 path = choose(self.directory, wanted, notices)
-                trainer = self._read(path, notices, last_step) if path else {}
+            if path:  # only on the main process
+                with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
+                    trainer = read_same_run(path, self.fingerprint, last_step)
+                    Progress(**trainer["progress"])
         path, trainer = broadcast_object_list([path, trainer])
         progress = Progress(**trainer.get("progress", {}))
         with failing_together(accelerator, f"{path} cannot be loaded"):
@@ -208,13 +212,10 @@ class Checkpoints:
                 self.saved_step = progress.step
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
-                # The run continues from this checkpoint: later ones are renamed, the last first,
-                # and then later rows are cut. If this is killed halfway, "auto" can still resume.
-                for newer in reversed(steps_in(self.directory)):
-                    if newer.name >= f"step-{progress.step:010d}" and newer.name != path.name:
-                        new = rename_free(newer, f"abandoned-{newer.name}")
-                        notices.append(f"{newer.name} is now {new.name}")
-                sync(self.directory)
+                # The run continues from this checkpoint. Rows are cut only after later checkpoints
+                # are renamed: if this is killed halfway, "auto" can still resume.
+                notices += compare_worlds(trainer.get("world", {}), describe_world(accelerator))
+                notices.extend(abandon_later(self.directory, progress.step, path))
                 self.tracker.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
@@ -239,17 +240,3 @@ class Checkpoints:
                     strict=False,  # checkpoints leave out frozen weights
                 )
         seed_host(0)  # replaces what random_states_*.pkl set
-
-    def _read(self, path: Path, notices: list[str], last_step: int) -> dict[str, Any]:
-        """Read trainer.json of a complete checkpoint; raise UsageError if it is of another run."""
-        with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
-            trainer = json.loads((path / "trainer.json").read_text())
-            check_same_run(path, trainer["fingerprint"], self.fingerprint)
-            notices.extend(compare_worlds(trainer["world"], describe_world(self.accelerator)))
-            step = Progress(**trainer["progress"]).step
-            if step > last_step:
-                raise UsageError(
-                    f"{path} is of step {step} and this run ends at step {last_step}: raise "
-                    "--epochs or --stop-after-steps, or resume from an older checkpoint"
-                )
-        return trainer

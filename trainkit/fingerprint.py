@@ -60,10 +60,16 @@ def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> di
     return found | frozen
 
 
-def check_same_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise UsageError if the checkpoint at `path`, with fingerprint `saved`, is another run's."""
+def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, Any]:
+    """Return trainer.json of the checkpoint at `path`.
+
+    Raises UsageError if it does not belong to the run with the fingerprint `now`, or is from after
+    the last step of this run.
+    """
+    trainer = json.loads((path / "trainer.json").read_text())
     # Older checkpoints wrote about[...] instead of metadata[...].
-    before = {name.replace("about[", "metadata["): value for name, value in saved.items()}
+    saved = trainer["fingerprint"].items()
+    before = {name.replace("about[", "metadata["): value for name, value in saved}
     # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):
         if before.get(name) != now.get(name):
@@ -71,6 +77,12 @@ def check_same_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> No
                 f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
                 f"{now.get(name)!r} here"
             )
+    if (step := trainer["progress"]["step"]) > last_step:
+        raise UsageError(
+            f"{path} is of step {step} and this run ends at step {last_step}: raise --epochs or "
+            "--stop-after-steps, or resume from an older checkpoint"
+        )
+    return trainer
 
 
 def describe_world(accelerator: Accelerator) -> dict[str, Any]:

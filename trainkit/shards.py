@@ -54,45 +54,26 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
     if not shards_wanted():
         return
     plugin = FullyShardedDataParallelPlugin()
-    silent = plugin.fsdp_version != 2 or plugin.ignored_modules
+    silent = (
+        plugin.fsdp_version != 2
+        or plugin.ignored_modules
+        or hasattr(plugin.cpu_offload, "pin_memory")
+    )
     if silent or accelerator.num_processes == 1 or accelerator.mixed_precision == "fp16":
         raise UsageError(
             "sharded weights need fsdp_version: 2, several processes, mixed_precision bf16 or no, "
-            "and no fsdp_ignored_modules, whose gradients would not be reduced: see "
-            "accelerate_configs/2cpu_fsdp.yaml"
+            "and neither fsdp_ignored_modules, whose gradients would not be reduced, nor "
+            "fsdp_offload_params: see accelerate_configs/2cpu_fsdp.yaml"
         )
     bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     recompute, plugin.activation_checkpointing = plugin.activation_checkpointing, False
-
-    def get_ready(model: nn.Module) -> None:
-        model.register_forward_hook(_share_buffers)
-        make_contiguous(model)  # FSDP2 does not support channels_last
-        if not plugin.cpu_ram_efficient_loading:  # else only the first process has weights
-            # Each process keeps some rows: if weights differed, the model would be a mixture.
-            models = [*prepared_models(accelerator), model]
-            fingerprint.update(fingerprint_frozen(models) | fingerprint)
-            for value in state_of(model).values():  # as DDP does
-                value.copy_(broadcast(value.to(accelerator.device.type)))
-        if recompute:
-            if any(isinstance(layer, Dropout) for layer in model.modules()):
-                raise UsageError(
-                    "fsdp_activation_checkpointing: true computes layers twice, and "
-                    "trainkit.rng.Dropout draws once for each batch: use nn.Dropout in this model"
-                )
-            if recompute_layers(plugin, model) == 0:
-                raise UsageError(
-                    "fsdp_activation_checkpointing: true finds no layer to compute twice: let "
-                    "fsdp_auto_wrap_policy name the classes of the layers (docs/scaling.md)"
-                )
-        if bf16:  # otherwise each layer would compute everything in bf16
-            compute_in(bf16, accelerator.device.type, model)
 
     def prepare_sharded(prepare: Callable[..., Any], *objects: Any) -> Any:
         models, prepared = owners(objects), dict[int, Any]()
         for number in sorted(set(models)):  # Accelerate shards one model in a call
             own = [n for n, of in enumerate(models) if of == number]
             for model in (objects[n] for n in own if isinstance(objects[n], nn.Module)):
-                get_ready(model)
+                get_ready(accelerator, model, recompute, fingerprint)
             with as_usage_error("the model cannot be sharded"):
                 made = prepare(*(objects[n] for n in own))
             prepared |= zip(own, made if len(own) > 1 else [made], strict=True)
@@ -101,6 +82,35 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
 
     shard_models(accelerator, plugin, bf16)
     wrap_prepare(accelerator, prepare_sharded)
+
+
+def get_ready(
+    accelerator: Accelerator, model: nn.Module, recompute: bool, fingerprint: dict[str, str]
+) -> None:
+    """Do what must be done to a model before Accelerate shards it: see shard."""
+    model.register_forward_hook(_share_buffers)
+    make_contiguous(model)  # FSDP2 does not support channels_last
+    plugin = accelerator.state.fsdp_plugin
+    if not plugin.cpu_ram_efficient_loading:  # else only the first process has weights
+        # Each process keeps some rows: if weights differed, the model would be a mixture.
+        models = [*prepared_models(accelerator), model]
+        fingerprint.update(fingerprint_frozen(models) | fingerprint)
+        for value in state_of(model).values():  # as DDP does
+            value.copy_(broadcast(value.to(accelerator.device.type)))
+    if recompute:
+        if any(isinstance(layer, Dropout) for layer in model.modules()):
+            raise UsageError(
+                "fsdp_activation_checkpointing: true computes layers twice, and "
+                "trainkit.rng.Dropout draws once for each batch: use nn.Dropout in this model"
+            )
+        if recompute_layers(plugin, model) == 0:
+            raise UsageError(
+                "fsdp_activation_checkpointing: true finds no layer to compute twice: let "
+                "fsdp_auto_wrap_policy name the classes of the layers (docs/scaling.md)"
+            )
+    # Otherwise each layer would compute everything in bf16.
+    if accelerator.mixed_precision == "bf16":
+        compute_in(torch.bfloat16, accelerator.device.type, model)
 
 
 def owners(objects: Sequence[Any]) -> list[int]:
@@ -154,6 +164,8 @@ def join_rows(like: Any, *rows: Any) -> Any:
     value = rows[0]
     if not getattr(value, "shape", ()):
         return value
+    if hasattr(like, "full_tensor") and value.shape == like.to_local().shape != like.shape:
+        return like_rows(value, like)
     if value.shape != getattr(like, "shape", value.shape):
         value = torch.cat(rows)
     if hasattr(like, "full_tensor"):
@@ -161,6 +173,14 @@ def join_rows(like: Any, *rows: Any) -> Any:
 
         value = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
     return value
+
+
+def like_rows(rows: torch.Tensor, like: Any) -> Any:
+    """Return a sharded tensor like `like` that has these rows in this process, without a copy."""
+    from torch.distributed.tensor import DTensor
+
+    layout = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return DTensor.from_local(rows, like.device_mesh, like.placements, **layout)
 
 
 def frozen(model: nn.Module) -> Tensors:
@@ -281,7 +301,10 @@ def read(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) ->
     load = partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
     parts = parts_of(accelerator, averages)
     # Their numbers have five digits, so sorting the names gives the order of the processes.
-    files = [load(path) for path in sorted(folder.glob("shard-*"))]
+    paths = sorted(folder.glob("shard-*"))
+    if accelerator.is_fsdp2 and len(paths) == accelerator.num_processes:
+        paths = [paths[accelerator.process_index]]  # the others hold no row of this process
+    files = [load(path) for path in paths]
     if not files:
         files = [[(load_file if ".s" in name else load)(folder / name) for name in parts]]
     for own, *saved in zip(parts.values(), *files, strict=True):

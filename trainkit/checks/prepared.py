@@ -3,16 +3,19 @@
 Each check raises RuntimeError or UsageError, with one sentence that says what to do instead.
 """
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.errors import as_usage_error
+from trainkit.cli.console import num_moments
+from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.loaders import EpochBatches, batches_of
 from trainkit.optim import weights_of
 from trainkit.private import (
@@ -88,6 +91,29 @@ def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> Epoch
     )
 
 
+def check_memory(accelerator: Accelerator, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse a run whose gradients and moments do not fit into the memory of this machine.
+
+    Linux would end it with SIGKILL in its first step. Every process must call this. Raises
+    UsageError on all of them. It is not about GPUs, which say themselves what they lack.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    needed = 0
+    for group in groups:
+        for weight in group["params"]:
+            rows = getattr(weight, "to_local", weight.detach)()
+            needed += rows.numel() * rows.itemsize * (1 + num_moments(group))
+    needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with failing_together(accelerator, "the memory cannot be read"):
+        free = psutil.virtual_memory().available + psutil.swap_memory().free
+        if accelerator.device.type == "cpu" and needed > free:
+            raise UsageError(
+                f"gradients and moments need {needed / 2**30:,.1f} GiB on this machine and "
+                f"{free / 2**30:,.1f} GiB are free: use more machines with sharded weights "
+                "(docs/scaling.md), a smaller model, or end what else runs here"
+            )
+
+
 class Prepared:
     """What accelerator.prepare was given. It refuses changes made to it while the run trains.
 
@@ -107,6 +133,7 @@ class Prepared:
         self.accelerator = accelerator
         self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
         self.optimizers = prepared_optimizers(accelerator)
+        check_memory(accelerator, self.optimizers)
         for model in self.models:
             if not any(layer.training for layer in model.modules()):
                 model.train()

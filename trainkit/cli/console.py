@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
@@ -57,6 +58,8 @@ def describe(run: Any, plan: dict[str, str]) -> str:
         "updates": f"{ends}{num_steps} = {count(config.epochs, 'epoch')} x "
         f"{count(length.steps_per_epoch, 'step')}",
         "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in run.prepared.optimizers),
+        "checkpoint": f"{checkpoint_bytes(run.prepared.optimizers, config.ema) / 2**20:,.1f} MiB "
+        f"each, the newest {config.keep} are kept",
         "run folder": str(config.run_dir),
     }
     if config.ema:
@@ -112,6 +115,24 @@ def show_best(metrics: dict[str, float]) -> str:
 
 def num_parameters(models: Sequence[nn.Module]) -> int:
     return sum(parameter.numel() for model in models for parameter in model.parameters())
+
+
+def checkpoint_bytes(optimizers: Sequence[torch.optim.Optimizer], ema: float | None) -> int:
+    """Bytes of the trained weights, their --ema averages and the moments of Adam and SGD.
+
+    Optimizers of other packages may hold more, and buffers are not counted.
+    """
+    total = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            num_bytes = sum(weight.numel() * weight.itemsize for weight in group["params"])
+            total += num_bytes * (1 + num_moments(group) + bool(ema))
+    return total
+
+
+def num_moments(group: dict[str, Any]) -> int:
+    """How many numbers torch's AdamW, Adam and SGD keep for each weight of a parameter group."""
+    return 2 * ("betas" in group) + bool(group.get("momentum"))
 
 
 def describe_model(accelerator: Accelerator, model: nn.Module) -> str:

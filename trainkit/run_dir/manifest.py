@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from trainkit.errors import RunFailure, UsageError
-from trainkit.run_dir.files import sync
+from trainkit.run_dir.files import rename_free, sync
 
 # The hash in the manifests of each format. It finds damage. It cannot find forgery, because whoever
 # changes a file can change the manifest too; that is why nothing in a checkpoint can execute.
@@ -59,6 +59,20 @@ def choose(directory: Path, wanted: str | None, notices: list[str]) -> Path | No
         raise UsageError(f"--resume latest: there is no checkpoint in {directory}")
     notices.append(f"no checkpoint in {directory}: starting from the beginning")
     return None
+
+
+def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:
+    """Rename the checkpoints after this step, the last first; return a sentence for each.
+
+    A run that continues from the checkpoint `used` no longer leads to them.
+    """
+    said = []
+    for path in reversed(steps_in(directory)):
+        if path.name >= f"step-{step:010d}" and (used is None or path.name != used.name):
+            new = rename_free(path, f"abandoned-{path.name}")
+            said.append(f"{path.name} is now {new.name}")
+    sync(directory)
+    return said
 
 
 def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:

@@ -2,13 +2,16 @@
 
 accelerate launch --config_file accelerate_configs/2cpu.yaml -m trainkit.tools.doctor
 
-It makes the same checks as a run does at its start, then measures how fast each process is and
-whether sums over all processes are right. Exit code 2: a check failed; 1: the last lines printed
-say what is wrong; 0: ready.
+It makes the same checks as a run does at its start, then measures how fast files are written beside
+the run folder, how fast each process is and whether sums over all processes are right. Exit code 2:
+a check failed; 1: the last lines printed say what is wrong; 0: ready.
 """
 
+import math
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,11 +26,13 @@ from accelerate.utils import gather_object
 
 from trainkit.cli.parse import parse
 from trainkit.cli.world import describe_world
+from trainkit.errors import failing_together
 from trainkit.launch import environment, nodes
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_MATMULS = 100  # on a CPU half a second: several turns of a busy core's scheduler
 ALL_REDUCES = {4 * 2**10: 50, 4 * 2**20: 10, 100 * 2**20: 3}  # bytes: repetitions
+FILE_BYTES = 128 * 2**20  # of the file that the disk is measured with
 SLOW = 0.6  # of the median rate; a process that shares its core with another reaches 0.5
 GLOO_SECONDS = 20
 
@@ -38,6 +43,10 @@ class Config:
     """must be one folder for all"""
     timeout: float = 60.0
     """seconds to wait for a process"""
+    checkpoint_mib: float = 300.0
+    """size of a checkpoint, as the plan of a run says"""
+    hours_to_failure: float = 24.0
+    """mean hours between failures"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator.print(f"world: {describe_world(accelerator)}")
     nodes.check_same(accelerator, nodes.describe_node())
     nodes.check_shared_folder(accelerator, config.run_dir)
+    accelerator.print(measure_disk(accelerator, config))
     problems = find_slow(accelerator)
     if accelerator.num_processes > 1:
         problems += find_gloo_problem(accelerator)
@@ -67,6 +77,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator.print("not ready: solve these first" if problems else "ready to train")
     accelerator.end_training()
     sys.exit(bool(problems))
+
+
+def measure_disk(accelerator: Accelerator, config: Config) -> str:
+    """Say how fast the main process writes beside the run folder, and how often a run may save.
+
+    Raises UsageError on all processes if the file cannot be written.
+    """
+    where, said = config.run_dir.resolve().parent, ""
+    with failing_together(accelerator, f"{where} cannot be written"):
+        if accelerator.is_main_process:
+            block, started_at = os.urandom(2**20), time.perf_counter()  # no zeros, which compress
+            with tempfile.TemporaryFile(prefix=".tmp-doctor-", dir=where) as file:
+                for _ in range(FILE_BYTES // len(block)):
+                    file.write(block)
+                written = time.perf_counter() - started_at
+                os.fsync(file.fileno())
+            synced = time.perf_counter() - started_at
+            part = config.checkpoint_mib * 2**20 / FILE_BYTES
+            interval = save_interval(written * part, synced * part, config.hours_to_failure * 3600)
+            said = (
+                f"{where}: {FILE_BYTES / 1e6 / synced:,.0f} MB/s with sync; a checkpoint of "
+                f"{config.checkpoint_mib:,.0f} MiB blocks for {written * part:.2f} s and is "
+                f"durable after {synced * part:.2f} s: with a failure every "
+                f"{config.hours_to_failure:g} hours save every {interval:,.0f} s"
+            )
+    return said
+
+
+def save_interval(blocked: float, durable: float, to_failure: float) -> float:
+    """Return the seconds between saves that lose the least time: Young's sqrt(2 C M).
+
+    C is the time for which a save blocks the training. A save cannot begin before the last one is
+    durable.
+    """
+    return max(durable, math.sqrt(2 * blocked * to_failure))
 
 
 def find_slow(accelerator: Accelerator) -> list[str]:
