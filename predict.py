@@ -201,21 +201,21 @@ class TextPredictor(Classifier):
         most = self.metadata["max_tokens"]
         self.tokenize = partial(texts.tokenize, max_tokens=most, tokenizer=tokenizer)
 
-    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return (self.model(tokens, lengths) / self.calibration["temperature"]).softmax(1)
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return (self.model(*inputs) / self.calibration["temperature"]).softmax(1)
 
-    def predict_file(self, path: Path, encoding: str | None = None) -> str:
+    def predict_file(self, path: Path, **options: Any) -> str:
         """Return a line for each text of the file: its number, and what Classifier says of it."""
         from trainkit.data import texts
 
-        known = self.metadata
-        lines = texts.read_texts(path, known.get("text"), encoding or known.get("encoding"))
+        encoding = options.get("encoding") or self.metadata.get("encoding")
+        lines = texts.read_texts(path, self.metadata.get("text"), encoding)
         said = []
         for number, (line, tokens) in enumerate(zip(lines, self.tokenize(lines), strict=True), 1):
             answer = "no text"
             if line:
-                inputs = self.collate([(tokens, 0, 0)])
-                answer = self.describe(self(*inputs[:2])[0])
+                inputs = self.collate([(tokens, 0, 0)])[:2]
+                answer = self.describe(self(inputs)[0])
             said.append(f"{path}:{number}: {answer}")
         return "\n".join(said) or f"{path}: no text"
 

@@ -51,7 +51,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     sizes |= {"vocab_size": len(known), "num_hidden_layers": 1, "max_position_embeddings": 40}
     torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder)
+    model = transformers.BertModel(transformers.BertConfig(**sizes))
+    model.save_pretrained(folder)
+    shutil.copytree(folder, folder / "double")
+    model.double().save_pretrained(folder / "double")
     return folder
 
 
@@ -62,11 +65,12 @@ def start(nursery: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) ->
     plan = {"modules": ["transformers.models.bert.modeling_bert"], "timeout": 200}
 
     def call(run_dir: Path, world: int, *args: object, **more: Any) -> str:
-        flags = [*FLAGS.split(), "--data", data, "--base", base, "--run-dir", run_dir, *args]
+        flags = [*FLAGS.split(), "--data", data, "--run-dir", run_dir, *args]
+        flags += ["--base", base / "double" if more.get("double") else base]
         outcome = nursery.run("examples/text.py", *flags, world=world, **plan, **more)
         if "fault" not in more:
             assert outcome.codes == [0] * world, outcome.output
-            assert f"device      {world} process" in outcome.output
+            assert f" {world} process" in outcome.output
         return outcome.output
 
     return call
@@ -93,16 +97,17 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(
 
 
 def test_a_kill_changes_no_byte(start: Callable, whole: Path, tmp_path: Path) -> None:
-    start(tmp_path, 1, "--save-every", 5, fault={"signal": [12, signal.SIGKILL]})
-    assert "step-0000000010" in start(tmp_path, 1, "--save-every", 5, "--resume", "auto")
+    start(tmp_path, 1, "--save-every", 5, fault={"signal": [14, signal.SIGKILL]})
+    again = start(tmp_path, 1, "--save-every", 5, "--resume", "auto")
+    assert "resuming from" in again and "step-0000000010" in again, again
     for name in ("metrics.jsonl", "model.safetensors", "predictions.safetensors"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "new.txt").write_text("bread and soup\n\nthe team has a ball\n")
-    pd.DataFrame({"n": [1], "said": ["paint a stage"]}).to_json(
+    (tmp_path / "new.txt").write_text("bread salt soup and\n\nball goal team and\n")
+    pd.DataFrame({"n": [1], "said": ["paint song stage and"]}).to_json(
         tmp_path / "new.jsonl", orient="records", lines=True
     )
     predictor = predict.load_run(folder)
@@ -148,24 +153,28 @@ def test_weights_that_are_missing_are_named(base: Path, tmp_path: Path) -> None:
 
 
 A, B = "the first of two", "one more line here"
-GOOD = {"a": [f"{A} {n}" for n in range(10)], "b": [*"xy"] * 5}
+GOOD = {"a": [f"{A} {n}" for n in range(20)], "b": [*"xy"] * 10}
 CASES: list[tuple[dict[str, list], str, str]] = [
-    (GOOD, "", "8 2 x,y"),
-    (GOOD | {"c": [f"{B} {n}" for n in range(10)]}, "", "a, c could be the texts: .* --text"),
-    (GOOD | {"c": [f"{B} {n}" for n in range(10)]}, "--text c", "8 2 x,y"),
-    (GOOD | {"c": [1, 2] * 5}, "", "b, c could be the classes: choose the column by --label"),
-    (GOOD | {"c": [1, 2] * 5}, "--label c", "8 2 1,2"),
-    (GOOD | {"b": ["x"] * 10}, "", "no column seems to be the classes"),
-    (GOOD | {"b": ["x"] * 10}, "--label b", "'b' has 1 class in 10 rows"),
-    (GOOD | {"b": [*"abcdefghij"]}, "--label b", "has 10 different values in 10 rows, which are"),
-    (GOOD | {"a": ["", " ", *GOOD["a"][2:]]}, "", "6 2 x,y: 2 rows dropped: no text"),
-    (GOOD | {"b": ["", *GOOD["b"][1:]]}, "", "7 2 x,y: 1 rows dropped: no label"),
-    (GOOD | {"b": [True, False] * 5}, "", "8 2 False,True"),
-    (GOOD | {"a": [A] * 10}, "--text a", "8 2 x,y: 2 of 2 texts to evaluate on are also"),
+    (GOOD, "", "16 4 x,y"),
+    (GOOD | {"c": [f"{B} {n}" for n in range(20)]}, "", "a, c could be the texts: .* --text"),
+    (GOOD | {"c": [f"{B} {n}" for n in range(20)]}, "--text c", "16 4 x,y"),
+    (GOOD | {"c": [1, 2] * 10}, "", "b, c could be the classes: choose the column by --label"),
+    (GOOD | {"c": [1, 2] * 10}, "--label c", "16 4 1,2"),
+    (GOOD | {"b": ["x"] * 20}, "", "no column seems to be the classes"),
+    (GOOD | {"b": ["x"] * 20}, "--label b", "'b' has 1 class in 20 rows"),
+    (
+        GOOD | {"b": [*"abcdefghijklmnopqrst"]},
+        "--label b",
+        "has 20 different values in 20 rows, which are",
+    ),
+    (GOOD | {"a": ["", " ", *GOOD["a"][2:]]}, "", "15 3 x,y: 2 rows dropped: no text"),
+    (GOOD | {"b": ["", *GOOD["b"][1:]]}, "", "16 3 x,y: 1 rows dropped: no label"),
+    (GOOD | {"b": [True, False] * 10}, "", "16 4 False,True"),
+    (GOOD | {"a": [A] * 20}, "--text a", "16 4 x,y: 4 of 4 texts to evaluate on are also"),
     (GOOD, "--text z", "there is no column 'z', only a, b"),
-    (GOOD, "--text a --label a", "has 10 different values|both --text and --label"),
-    (GOOD | {"a": [[1]] * 10}, "--text a", "column 'a' holds bytes or lists"),
-    (GOOD | {"a": [f"\ud800 {each}" for each in GOOD["a"]]}, "", "8 2 x,y"),
+    (GOOD, "--text a --label a", "has 20 different values|both --text and --label"),
+    (GOOD | {"a": [[1]] * 20}, "--text a", "column 'a' holds bytes or lists"),
+    (GOOD | {"a": [f"\ud800 {each}" for each in GOOD["a"]]}, "", "16 4 x,y"),
 ]
 
 
@@ -196,7 +205,7 @@ def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(
         given.to_parquet(tmp_path / f"{name}.parquet")
     flags = ["--data", str(tmp_path / "a.parquet"), "--eval-data"]
     sets = texts.read_sets(parse(text.Config, [*flags, str(tmp_path / "b.parquet")]))
-    assert len(sets.train) == 10 and len(sets.held_out) == 6
+    assert len(sets.train) == 20 and len(sets.held_out) == 16
     with pytest.raises(UsageError, match=r"--eval-data .*c.parquet: --data has no class 'z'"):
         texts.read_sets(parse(text.Config, [*flags, str(tmp_path / "c.parquet")]))
     for name in ("d.csv", "d.txt"):

@@ -19,8 +19,8 @@ from trainkit.errors import UsageError, as_usage_error
 MAX_TOKENS = {"scratch": 32, "base": 128}
 NEEDS = "--base needs `pip install transformers`"
 # Names of code and of other files, and what the model does not depend on.
-LEFT_OUT = ("auto_map", "quantization_config", "architectures", "id2label", "label2id", "dtype")
-LEFT_OUT += ("transformers_version", "_name_or_path", "problem_type", "torch_dtype")
+LEFT_OUT = {"auto_map", "quantization_config", "architectures", "id2label", "label2id", "dtype"}
+LEFT_OUT |= {"transformers_version", "_name_or_path", "problem_type", "torch_dtype"}
 
 
 class SmallEncoder(nn.Module):

@@ -79,9 +79,9 @@ def read_docstrings(packages: list[str], num: int | None) -> Sets:
             for line in FIRST_LINE.findall(path.read_text(encoding="utf-8", errors="ignore")):
                 origin.setdefault(line, set()).add(label)
     # A line that occurs in two packages is left out.
-    lines = [(line, *ids) for line, ids in sorted(origin.items()) if len(ids) == 1]
-    parts = ([line for n, line in enumerate(lines) if n % 5], lines[::5])
-    return Sets(*(part[:num] for part in parts), packages, {}, {})
+    lines = [(line, min(ids)) for line, ids in sorted(origin.items()) if len(ids) == 1]
+    train, held_out = [line for n, line in enumerate(lines) if n % 5], lines[::5]
+    return Sets(train[:num], held_out[:num], packages, {}, {})
 
 
 def read_sets(config: TextConfig) -> Sets:
