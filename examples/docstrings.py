@@ -1,4 +1,4 @@
-"""Make a tiny model and pairs to try finetune.py and preference.py, in seconds and without a network.
+"""Make a tiny model and pairs to try finetune.py and preference.py in seconds, without a network.
 
 python examples/docstrings.py    makes base, pairs.jsonl and preferred.jsonl in runs/docstrings
 

@@ -145,8 +145,8 @@ def add_reference(
         model: whose weights `compute` uses, whole, so call this before accelerator.prepare.
         sets: lists of pairs.
         collate: makes tensors of pairs; they are moved to the device of the process.
-        compute: returns (n, 2), float32, for n pairs. It is called without gradients, in evaluation mode;
-            afterwards the model is in training mode.
+        compute: returns (n, 2), float32, for n pairs. It is called without gradients and
+            in evaluation mode; afterwards the model is in training mode.
     """
     pairs = [pair for each in sets for pair in each]
     digest = hashlib.sha256()
