@@ -1,6 +1,6 @@
-"""Make a tiny model and training pairs to try finetune.py with, in seconds and without a network.
+"""Make a tiny model and pairs to try finetune.py and preference.py in seconds, without a network.
 
-python examples/docstrings.py    makes runs/docstrings/base and runs/docstrings/pairs.jsonl
+python examples/docstrings.py    makes base, pairs.jsonl and preferred.jsonl in runs/docstrings
 
 A prompt is the first line of a function in Python's own standard library, and its answer is the
 first line of the function's docstring. The weights are random.
@@ -73,6 +73,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     make_base(config.folder / "base", [text for pair in pairs for text in pair.values()], config)
     lines = "".join(f"{json.dumps(pair)}\n" for pair in pairs)
     (config.folder / "pairs.jsonl").write_text(lines, "utf-8")
+    # Of two answers the one that belongs to the prompt is preferred.
+    others = [pair["answer"] for pair in pairs[1:] + pairs[:1]]
+    preferred = [
+        {"prompt": pair["prompt"], "chosen": pair["answer"], "rejected": other}
+        for pair, other in zip(pairs, others, strict=True)
+    ]
+    lines = "".join(f"{json.dumps(each)}\n" for each in preferred)
+    (config.folder / "preferred.jsonl").write_text(lines, "utf-8")
     print(f"{len(pairs)} pairs and a model in {config.folder}")
 
 

@@ -110,10 +110,10 @@ def _conversation(columns: tuple[str, ...], row: dict[str, Any]) -> Conversation
     given = [{"role": "user", "content": given}] if isinstance(given, str) else given
     said = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
     tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-    return Conversation([_turn(x) for x in given + said], len(given), _filled(tools) or None)
+    return Conversation([check_turn(x) for x in given + said], len(given), _filled(tools) or None)
 
 
-def _turn(turn: dict[str, Any]) -> dict[str, Any]:
+def check_turn(turn: dict[str, Any]) -> dict[str, Any]:
     content = turn["content"] or "" if turn.get("tool_calls") else turn["content"]
     if isinstance(content, list):  # most templates would write it as Python does
         if others := [part["type"] for part in content if part["type"] != "text"]:

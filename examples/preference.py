@@ -1,0 +1,150 @@
+"""Teach a language model which of two answers is preferred (DPO), in full or by LoRA.
+
+python examples/docstrings.py    makes what the next needs: a tiny model and pairs of answers
+python examples/preference.py --learning-rate 1e-4
+python examples/preference.py --base HuggingFaceTB/SmolLM2-135M-Instruct --data x.parquet --lora 8
+
+A row has `prompt`, `chosen` and `rejected`, or chosen and rejected are conversations that begin
+alike. The loss is that of Direct Preference Optimization, Rafailov et al. 2023, arXiv 2305.18290.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
+
+import torch
+from torch.nn.functional import logsigmoid
+from torch.nn.utils.rnn import pad_sequence
+
+from trainkit.config import Count, Fraction, MayChange, Positive, Schedule, TrainingConfig, parse
+from trainkit.data import preferences
+from trainkit.data.conversations import num_positions
+from trainkit.errors import as_usage_error
+from trainkit.orders import by_length
+from trainkit.run_dir.pretrained import stop_at, write_pretrained
+from trainkit.token_losses import allow_parts, token_losses
+
+
+@dataclass
+class Config(TrainingConfig):
+    base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
+    data: MayChange[str] = "runs/docstrings/preferred.jsonl"  # or Parquet, a folder, a Hub id
+    beta: Positive = 0.1  # how much a change of the log-probability of an answer counts
+    label_smoothing: Fraction = 0.0  # the share of pairs that are taken to be the wrong way round
+    lora: Count | None = None  # rank: freeze the model and train matrices beside it
+    merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
+    max_tokens: Count = 512  # of prompt and answer: what is over is cut
+    run_dir: Path = Path("runs/preference")
+    epochs: int = 1
+    batch_size: int = 16
+    eval_batch_size: int = 16
+    learning_rate: float = 1e-6
+    schedule: Schedule = "cosine"
+    warmup: float = 0.1
+    clip_norm: float = 1.0
+
+
+def load_data(config: Config) -> tuple:
+    """Return pairs of tokens to train and evaluate on, and what else the run needs of them."""
+    with as_usage_error("this example needs `pip install transformers`"):
+        from transformers import AutoConfig, AutoTokenizer
+    with as_usage_error(f"--base {config.base} or --data {config.data} cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(config.base)
+        limit = num_positions(AutoConfig.from_pretrained(config.base))
+        pairs = preferences.make_pairs(tokenizer, config.data, config.max_tokens, limit)
+    return *pairs, tokenizer
+
+
+def collate(pairs: list) -> tuple[torch.Tensor, ...]:
+    """Return tokens and which are learned, (n, 2 for chosen and rejected, longest), and others."""
+    rows = ([row for pair in pairs for row in pair[first:4:2]] for first in (0, 1))
+    tokens, learned = (pad_sequence(each, batch_first=True).unflatten(0, (-1, 2)) for each in rows)
+    return tokens, learned, *map(torch.stack, zip(*(pair[4:] for pair in pairs), strict=True))
+
+
+def make_model(config: Config) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    dtype = "auto" if config.lora else torch.float32  # what is trained is float32
+    model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
+    allow_parts(model)
+    for layer in model.modules():  # dropout would be taken for a change from the base
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(layer, name, None), float):
+                setattr(layer, name, 0.0)
+    return model
+
+
+def add_adapter(model: torch.nn.Module, config: Config) -> torch.nn.Module:
+    with as_usage_error("--lora needs `pip install peft`"):
+        from peft import LoraConfig, get_peft_model
+    options = {"r": config.lora, "lora_alpha": 2 * config.lora, "target_modules": "all-linear"}
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+
+
+def log_probabilities(model: torch.nn.Module, *rows: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of what is learned in each conversation, (n, 2)."""
+    # A process may get zero pairs, which these models refuse; it then uses one with no answer.
+    given = (each if len(each) else each.new_zeros(1, *each.shape[1:]) for each in rows)
+    tokens, learned = (each.flatten(0, 1) for each in given)
+    counted = learned[:, 1:]
+    # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
+    inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": counted, "use_cache": False}
+    losses = token_losses(model, tokens[:, 1:][counted], **inputs)
+    each = losses.new_zeros(counted.shape).masked_scatter(counted, -losses)
+    return each.sum(1).view(-1, 2)[: len(rows[0])]
+
+
+def compute_values(model: torch.nn.Module, batch: tuple, config: Config) -> dict:
+    """Return the loss of each pair, by how much chosen is ahead, and whether it is."""
+    tokens, learned, reference = batch
+    rewards = config.beta * (log_probabilities(model, tokens, learned) - reference)
+    margin, wrong = rewards[:, 0] - rewards[:, 1], config.label_smoothing
+    loss = -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
+    return {"loss": loss, "margin": margin, "accuracy": (margin > 0).float()}
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Train, evaluate and write the folders; return the last metrics."""
+    with Run(config := parse(Config, argv), "preference") as run:
+        accelerator = run.accelerator
+        *sets, end, plan, tokenizer = run.load(load_data)
+        model = make_model(config)
+        compute = partial(log_probabilities, model)
+        base = preferences.add_reference(accelerator, model, sets, collate, compute)
+        order = by_length(list(map(preferences.longest, sets[0])), config.batch_size, config.seed)
+        train_loader, eval_loader = make_loaders(accelerator, *sets, config, collate, order=order)
+        model = add_adapter(model, config) if config.lora else model
+        stop_at(model, end)
+        weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
+        optimizer = make_optimizer(accelerator, weights, config)
+        scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
+        model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+            model, optimizer, train_loader, eval_loader, scheduler
+        )
+        metadata = {"script": Path(__file__).stem, "lora": config.lora, "reference": base}
+        run.begin(model, metadata, plan, save_frozen=not config.lora)  # the base lies in --base
+        for _ in run.epochs():
+            for batch in run.steps(train_loader):
+                with accelerator.accumulate(model):
+                    values = compute_values(model, batch, config)
+                    accelerator.backward(run.step_mean(values["loss"]))
+                    run.clip_and_check(optimizer)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                run.add(**values)
+                if run.must_save():
+                    run.save()
+            run.end_epoch(run.evaluate(eval_loader, lambda x: compute_values(model, x, config)))
+        metrics = run.finish()
+    write_pretrained(run, tokenizer, config.base, config.merge)
+    return metrics
+
+
+if __name__ == "__main__":
+    startup.run(main)

@@ -1,0 +1,232 @@
+"""Which of two answers is preferred is learned by DPO's loss, the same in every world."""
+
+import itertools
+import json
+import math
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import rows
+from double import SAME
+from safetensors.torch import load_file
+from test_finetune import MODULES, quick
+from test_shards import KINDS, env
+
+from examples import preference
+from trainkit.config import parse
+from trainkit.data import preferences
+from trainkit.errors import UsageError
+from trainkit.loaders import EpochBatches
+from trainkit.orders import by_length
+
+transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
+
+# 45 pairs: 5 steps of 8 and one of 5, which leaves a process with fewer pairs.
+FLAGS = "--batch-size 8 --eval-batch-size 8 --epochs 2 --log-every 1 --learning-rate 3e-3"
+FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
+# --lora, a number of processes without sharding or two that shard in this way, --accumulate.
+WAYS = itertools.product((None, 4), (1, 2, *KINDS), (1, 2))
+
+
+@pytest.fixture(scope="module")
+def flags(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What all runs here have in common; the model is also made in float64."""
+    folder = tmp_path_factory.mktemp("made")
+    for where, double in (folder / "double", True), (folder, False):
+        words = "examples/docstrings.py", "--folder", where, "--width", 32, "--layers", 1
+        made = nursery.run(*words, double=double, modules=MODULES)
+        assert made.codes == [0], made.output
+    pairs = (folder / "preferred.jsonl").read_text().splitlines()[:50]
+    (folder / "few.jsonl").write_text("\n".join(pairs))
+    return [*FLAGS.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
+
+
+@pytest.fixture(scope="module")
+def start(nursery: Any, flags: list[str], tmp_path_factory: Any) -> Callable[..., Any]:
+    caches = tmp_path_factory.mktemp("caches")
+
+    def call(run_dir: Path, lora: int | None, way: Any, *args: object, **plan: Any) -> Any:
+        args = *flags, *(["--lora", lora] if lora else []), "--run-dir", run_dir, *args
+        kind, world = (way, 2) if way in KINDS else (None, way)
+        plan = {"env": env(kind, HF_DATASETS_CACHE=str(caches / run_dir.name))} | plan
+        plan = {"timeout": 120, "modules": MODULES, **plan}
+        outcome = nursery.run("examples/preference.py", *args, world=world, **plan)
+        if "fault" not in plan:
+            assert outcome.codes == [0] * world, outcome.output
+            assert f"device      {world} process" in outcome.output
+            assert ("sharded" in outcome.output) == (kind is not None)
+        return outcome
+
+    return call
+
+
+def log_probability(model: Any, tokens: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
+    """By hand: the model is asked for one conversation, and each token is looked up."""
+    found = model(tokens[None]).logits[0].log_softmax(1)
+    places = learned.nonzero().flatten().tolist()
+    return torch.stack([found[place - 1, tokens[place]] for place in places]).sum()
+
+
+def plain(flags: list[str], lora: int | None) -> tuple[list[float], list[float]]:
+    """Losses and margins of a plain loop, pair by pair, with a second model as the reference."""
+    args = parse(preference.Config, [*flags, *(["--lora", str(lora)] if lora else [])])
+    train_set, *_ = preference.load_data(args)
+    frozen = preference.make_model(args)
+    torch.manual_seed(0)
+    model = preference.make_model(args)
+    model = preference.add_adapter(model, args) if lora else model
+    adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
+    sorts = by_length([preferences.longest(pair) for pair in train_set], args.batch_size, seed=0)
+    order = EpochBatches(len(train_set), args.batch_size, order=sorts)
+    found: list[float] = []
+    margins: list[float] = []
+    for epoch in range(args.epochs):
+        order.set_position(epoch, 0)
+        for batch in order:
+            losses = []
+            for index in batch.values.tolist():
+                chosen, rejected = train_set[index][:2], train_set[index][2:]
+                ahead = log_probability(model, *chosen) - log_probability(model, *rejected)
+                with torch.no_grad():
+                    ahead -= log_probability(frozen, *chosen) - log_probability(frozen, *rejected)
+                margins.append(0.1 * ahead.item())
+                losses.append((1 + (-0.1 * ahead).exp()).log())
+            loss = torch.stack(losses).mean()
+            found.append(loss.item())
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+    return found, margins
+
+
+@pytest.mark.parametrize(
+    ("lora", "way", "accumulate"), quick(WAYS, [(None, 1, 1), (None, KINDS[0], 2), (4, 2, 2)])
+)
+def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
+    start: Callable,
+    float64_default: None,
+    flags: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lora: int | None,
+    way: Any,
+    accumulate: int,
+) -> None:
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    base = flags[-1].replace("/base", "/double/base")
+    start(tmp_path, lora, way, "--base", base, "--accumulate", accumulate, double=True)
+    losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
+    expected, margins = plain([*flags[:-1], base], lora)
+    assert losses == pytest.approx(expected, abs=SAME)
+    assert losses[0] == pytest.approx(math.log(2), abs=SAME) and len(losses) == 12
+    last, margins = rows(tmp_path, "epochs")[-1], margins[len(margins) // 2 :]
+    assert last["train_margin"] == pytest.approx(sum(margins) / len(margins), abs=SAME)
+    assert last["train_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
+    assert {"eval_loss", "eval_margin", "eval_accuracy"} <= last.keys()
+    folder = tmp_path / "pretrained"
+    opened = transformers.AutoModelForCausalLM.from_pretrained(base if lora else folder)
+    if lora:
+        opened = peft.PeftModel.from_pretrained(opened, folder)
+    trained = load_file(tmp_path / "model.safetensors")
+    assert not opened.load_state_dict(trained, strict=False).unexpected_keys
+    assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
+
+
+@pytest.mark.parametrize(("lora", "way"), quick(itertools.product((None, 4), (1, 2)), [(None, 2)]))
+def test_a_kill_changes_no_byte(
+    start: Callable, tmp_path: Path, lora: int | None, way: Any
+) -> None:
+    kill = {"signal": [8, signal.SIGKILL]}
+    assert 0 not in start(tmp_path / "killed", lora, way, "--save-every", 1, fault=kill).codes
+    for name in ("killed", "whole"):
+        start(tmp_path / name, lora, way, "--save-every", 1, "--resume", "auto")
+    for name in ("metrics.jsonl", "model.safetensors"):
+        killed, whole = (tmp_path / each / name for each in ("killed", "whole"))
+        assert killed.read_bytes() == whole.read_bytes(), name
+
+
+def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
+    run_main: Callable, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preferences, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    flags = [*flags, "--run-dir", f"{tmp_path}/run"]
+    run_main("examples.preference", *flags, "--stop-after-steps", 2)
+    (kept,) = (tmp_path / "cache/preferences").iterdir()
+    before = kept.stat().st_mtime_ns
+    run_main("examples.preference", *flags, "--stop-after-steps", 3, "--resume", "latest")
+    assert [kept] == list(kept.parent.iterdir()) and kept.stat().st_mtime_ns == before
+    model = transformers.AutoModelForCausalLM.from_pretrained(flags[flags.index("--base") + 1])
+    model.lm_head.weight.data.mul_(2)
+    for each in (model, preference.load_data(parse(preference.Config, flags))[-1]):
+        each.save_pretrained(tmp_path / "other")
+    with pytest.raises(UsageError, match=r"belongs to another run: metadata\[reference\]"):
+        run_main("examples.preference", *flags, "--resume", "latest", "--base", tmp_path / "other")
+
+
+def test_dropout_of_the_base_is_off(flags: list[str], tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=1024)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = preference.make_model(parse(preference.Config, [*flags, "--base", str(tmp_path)]))
+    tokens = torch.arange(20).view(1, 2, 10)
+    twice = [preference.log_probabilities(model.train(), tokens, tokens > 3) for _ in range(2)]
+    assert torch.equal(*twice)
+
+
+ASK, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in (("user", "2?"), ("assistant", "4"), ("assistant", "5"))
+)
+TEXTS = {"prompt": "2?", "chosen": "4", "rejected": "5"}
+LISTS = {"chosen": [GOOD], "rejected": [BAD]}
+WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+LONG = "x = 1 ; " * 90
+
+
+@pytest.mark.parametrize(
+    "row", [TEXTS, LISTS | {"prompt": [ASK]}, WHOLE, WHOLE | {"prompt": "2?"}], ids=str
+)
+def test_each_way_to_write_a_pair_is_the_same_pair(
+    flags: list[str], tmp_path: Path, row: dict
+) -> None:
+    pairs = make(flags, tmp_path, [row] * 2)
+    assert pairs.plan["chosen"] == "<user>2?<end><assistant>[[4<end>]]"
+    assert pairs.plan["rejected"] == "<user>2?<end><assistant>[[5<end>]]"
+
+
+def make(flags: list[str], folder: Path, given: list) -> preferences.Pairs:
+    path = folder / "given.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in given))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(flags[-1])
+    return preferences.make_pairs(tokenizer, str(path), 64)
+
+
+def test_what_is_cut_or_dropped_is_counted(flags: list[str], tmp_path: Path) -> None:
+    lost, same = TEXTS | {"prompt": LONG}, TEXTS | {"chosen": f"{LONG}4", "rejected": f"{LONG}5"}
+    pairs = make(flags, tmp_path, [TEXTS, TEXTS, lost, same, TEXTS | {"rejected": "4"}])
+    assert pairs.plan["cut"] == "2 of 5 pairs, to --max-tokens 64"
+    assert re.fullmatch("1 of 5 pairs, .* and 2 whose answers are equal", pairs.plan["dropped"])
+    assert len(pairs.train_set) == len(pairs.eval_set) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (TEXTS | {"prompt": LONG}, "none of the pairs to train on .* 64: .* larger --max-tokens"),
+        (TEXTS | {"rejected": "4"}, "none of the pairs to train on has two different answers"),
+        ({"prompt": "2?", "chosen": "4"}, "line 1 of .* has no chosen and rejected"),
+        ({"chosen": "4", "rejected": "5"}, "line 1 of .* has no chosen and rejected"),
+        (TEXTS | {"rejected": None}, "line 1 of .* has no chosen and rejected"),
+        (["4", "5"], "line 1 of .* has no chosen and rejected"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(
+    flags: list[str], tmp_path: Path, row: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        make(flags, tmp_path, [row] * 3)

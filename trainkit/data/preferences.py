@@ -1,0 +1,194 @@
+"""Turn pairs of answers, one of which is preferred, into tokens, and keep the base's numbers."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from datasets.config import HF_DATASETS_CACHE
+from safetensors.torch import load_file, save
+from torch import nn
+
+from trainkit.data.conversations import (
+    Conversation,
+    check_turn,
+    encode,
+    find_end,
+    read_rows,
+    show,
+)
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.run_dir.files import write_durably
+
+# The tokens of the chosen conversation, int64 (length,), which are learned, bool; the rejected one.
+Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+NUM_AT_ONCE = 8  # pairs of a batch whose numbers are kept
+
+
+class Pairs(NamedTuple):
+    """What make_pairs returns."""
+
+    train_set: list[Pair]
+    eval_set: list[Pair]  # sorted by length, so that its batches have little padding
+    end: int | None  # the token that ends an answer
+    plan: dict[str, str]  # lines to print
+
+
+def read_pair(row: Any) -> tuple[Conversation, Conversation]:
+    """Return the chosen and the rejected conversation of a row; what both begin with is given.
+
+    The row has chosen and rejected, as texts or as lists of turns, and the prompt in a column of
+    its own, or at the start of both lists. Raises TypeError, KeyError or AttributeError for others.
+    """
+    given, *answers = row.get("prompt") or [], row["chosen"], row["rejected"]
+    given = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    given, both = [check_turn(turn) for turn in given], []
+    for answer in answers:
+        if isinstance(answer, str) and given:
+            answer = [{"role": "assistant", "content": answer}]
+        turns = [check_turn(turn) for turn in answer]
+        # Some sets have the prompt in a column and in the lists as well.
+        both.append(turns if turns[: len(given)] == given else given + turns)
+    num_given = len(given)
+    if not given:
+        same = [one == other for one, other in zip(*both, strict=False)]
+        num_given = [*same, False].index(False)
+    return Conversation(both[0], num_given), Conversation(both[1], num_given)
+
+
+def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None = None) -> Pairs:
+    """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
+
+    source: see read_rows of conversations.py. Conversations are cut to max_tokens, or to `limit` if
+    that is less. Pairs of which one answer is cut away, or both are equal, are dropped and counted.
+    Raises UsageError if a set is left empty, or for a row that cannot be read, with its place.
+    """
+    size = min(max_tokens, limit or max_tokens)
+    why = f"--max-tokens {size}" if size == max_tokens else f"the model's {size} positions"
+    sets: tuple[list[Pair], list[Pair]] = ([], [])
+    num_rows = num_cut = num_lost = num_equal = 0
+    for number, (place, row) in enumerate(read_rows(source)):
+        num_rows += 1
+        try:
+            both = read_pair(row)
+        except (TypeError, KeyError, AttributeError) as problem:
+            raise UsageError(
+                f"{place} has no chosen and rejected, as texts with a prompt or as lists of turns"
+            ) from problem
+        with as_usage_error(f"{place} cannot be made into tokens"):
+            found = [_encode_one(tokenizer, conversation, size) for conversation in both]
+        num_cut += any(len(tokens) > size for tokens, _ in found)
+        chosen, rejected = ((tokens[:size], learned[:size]) for tokens, learned in found)
+        if not chosen[1].any() or not rejected[1].any():
+            num_lost += 1
+        elif torch.equal(chosen[0], rejected[0]):
+            num_equal += 1
+        else:
+            sets[number % 10 == 0].append((*chosen, *rejected))
+    if num_rows > 1 and not all(sets):
+        raise UsageError(
+            f"none of the pairs to {'evaluate' if sets[0] else 'train'} on has two different "
+            f"answers within {why}: shorten the prompts"
+            f"{' or give a larger --max-tokens' * (size == max_tokens)}"
+        )
+    end = find_end(tokenizer)
+    ends = "no token" if end is None else tokenizer.convert_ids_to_tokens(end)
+    plan = {"data": f"{num_rows} rows of chosen and rejected", "end": f"{ends} after an answer"}
+    if num_cut:
+        plan["cut"] = f"{num_cut} of {num_rows} pairs, to {why}"
+    if num_lost or num_equal:
+        plan["dropped"] = (
+            f"{num_lost} of {num_rows} pairs, of which an answer has no token left, and "
+            f"{num_equal} whose answers are equal"
+        )
+    if sets[0]:
+        first = sets[0][0]
+        plan |= {"chosen": show(tokenizer, first[:2]), "rejected": show(tokenizer, first[2:])}
+    return Pairs(sets[0], sorted(sets[1], key=longest), end, plan)
+
+
+def longest(pair: Sequence[torch.Tensor]) -> int:
+    """Return how many tokens the longer of the two conversations has."""
+    return max(len(pair[0]), len(pair[2]))
+
+
+def _encode_one(
+    tokenizer: Any, conversation: Conversation, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    samples, lost = encode(tokenizer, conversation, size)
+    if lost:
+        raise ValueError(f"the chat template leaves out or changes the answer {lost[:30]!r}")
+    if len(samples) > 1:
+        raise ValueError("the chat template changes its earlier answers: compare one at a time")
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return samples[0] if samples else (nothing, nothing.bool())
+
+
+def add_reference(
+    accelerator: Accelerator,
+    model: nn.Module,
+    sets: Sequence[list],
+    collate: Callable[[list[Pair]], tuple[torch.Tensor, ...]],
+    compute: Callable[..., torch.Tensor],
+) -> str:
+    """Append to each pair, in place, its row of compute(*collate(pairs)); return what they hang on.
+
+    The rows are computed once for these weights and pairs, and kept among the caches of `datasets`,
+    so that a resume has the same ones. The processes share them in batches that do not depend on
+    the number of processes. What is returned is a hash of the weights and the pairs. Every process
+    must call this.
+
+    Args:
+        model: whose weights `compute` uses, whole, so call this before accelerator.prepare.
+        sets: lists of pairs.
+        collate: makes tensors of pairs; they are moved to the device of the process.
+        compute: returns (n, 2), float32, for n pairs. It is called without gradients and
+            in evaluation mode; afterwards the model is in training mode.
+    """
+    pairs = [pair for each in sets for pair in each]
+    digest = hashlib.sha256()
+    for tensor in (*model.state_dict().values(), *(each for pair in pairs for each in pair)):
+        digest.update(str((tensor.shape, tensor.dtype)).encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    model.to(accelerator.device).eval()
+    name = f"{digest.hexdigest()}-{accelerator.mixed_precision}.safetensors"
+    path = Path(HF_DATASETS_CACHE, "preferences", name)
+
+    def compute_part(part: list[Pair]) -> torch.Tensor:
+        return compute(*(each.to(accelerator.device) for each in collate(part)))
+
+    numbers = iter(_keep(accelerator, path, pairs, compute_part))
+    model.train()
+    for each in sets:
+        each[:] = [(*pair, next(numbers)) for pair in each]
+    return digest.hexdigest()
+
+
+def _keep(
+    accelerator: Accelerator,
+    path: Path,
+    pairs: list[Pair],
+    compute: Callable[[list[Pair]], torch.Tensor],
+) -> torch.Tensor:
+    """Return what the file holds, or else compute(pairs), (n, 2), and write the file."""
+    numbers = torch.zeros(len(pairs), 2, device=accelerator.device)
+    is_kept = torch.zeros((), device=accelerator.device)
+    if accelerator.is_main_process and path.exists():
+        numbers, is_kept = load_file(path)["numbers"].to(accelerator.device), is_kept + 1
+    is_kept = accelerator.reduce(is_kept)
+    if not is_kept:
+        starts = range(0, len(pairs), NUM_AT_ONCE)
+        with torch.no_grad(), accelerator.autocast():
+            for start in starts[accelerator.process_index :: accelerator.num_processes]:
+                part = slice(start, start + NUM_AT_ONCE)
+                numbers[part] = compute(pairs[part])
+    numbers = accelerator.reduce(numbers).cpu()  # each row is 0 in all processes but one
+    if accelerator.is_main_process and not is_kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")  # another run may be writing the same
+        write_durably(own, save({"numbers": numbers}))
+        os.replace(own, path)
+    return numbers
