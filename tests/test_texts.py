@@ -99,7 +99,7 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(
 def test_a_kill_changes_no_byte(start: Callable, whole: Path, tmp_path: Path) -> None:
     start(tmp_path, 1, "--save-every", 5, fault={"signal": [14, signal.SIGKILL]})
     again = start(tmp_path, 1, "--save-every", 5, "--resume", "auto")
-    assert "resuming from" in again and "step-0000000010" in again, again
+    assert "resuming from" in again, again
     for name in ("metrics.jsonl", "model.safetensors", "predictions.safetensors"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
 

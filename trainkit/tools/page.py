@@ -204,13 +204,13 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
     predictor: what predict.load_run returns for run_dir. port: None means the first free one from
     7860 on.
     """
+    if importlib.util.find_spec("gradio") is None:
+        raise UsageError("app.py needs the package gradio, not installed here: pip install gradio")
     if predictor.metadata["input"] not in BUILDERS:
         raise UsageError(
             f"app.py shows no model whose input is a {predictor.metadata['input']}: give its run "
             "folder to predict.py"
         )
-    if importlib.util.find_spec("gradio") is None:
-        raise UsageError("app.py needs the package gradio, not installed here: pip install gradio")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
