@@ -59,6 +59,15 @@ def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     return Conversation(both[0], num_given), Conversation(both[1], num_given)
 
 
+def _read_named(place: str, row: Any) -> tuple[Conversation, Conversation]:
+    try:
+        return read_pair(row)
+    except (TypeError, KeyError, AttributeError) as problem:
+        raise UsageError(
+            f"{place} has no chosen and rejected, as texts with a prompt or as lists of turns"
+        ) from problem
+
+
 def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None = None) -> Pairs:
     """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
 
@@ -72,12 +81,7 @@ def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None =
     num_rows = num_cut = num_lost = num_equal = 0
     for number, (place, row) in enumerate(read_rows(source)):
         num_rows += 1
-        try:
-            both = read_pair(row)
-        except (TypeError, KeyError, AttributeError) as problem:
-            raise UsageError(
-                f"{place} has no chosen and rejected, as texts with a prompt or as lists of turns"
-            ) from problem
+        both = _read_named(place, row)
         with as_usage_error(f"{place} cannot be made into tokens"):
             found = [_encode_one(tokenizer, conversation, size) for conversation in both]
         num_cut += any(len(tokens) > size for tokens, _ in found)

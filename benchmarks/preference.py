@@ -1,0 +1,79 @@
+"""The loss of examples/preference.py and the time of its step, beside TRL's DPOTrainer.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.preference      (pip install trl)
+
+Both get the same 16 pairs, the same Llama with random weights, which changed weights are compared
+to, and the numbers of the base computed beforehand. The time is the CPU time of one loss and its
+gradient, the median of turns that follow each other in one process.
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from datasets import Dataset
+
+from examples import docstrings, preference
+from trainkit.config import parse
+
+NUM_PAIRS, NUM_TURNS = 16, 15
+
+
+def main() -> None:
+    from transformers import AutoModelForCausalLM
+    from trl import DPOConfig, DPOTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        docstrings.main(["--folder", folder])
+        flags = ["--base", f"{folder}/base", "--data", f"{folder}/preferred.jsonl"]
+        config = parse(preference.Config, flags)
+        pairs, *_, tokenizer = preference.load_data(config)
+        lines = Path(config.data).read_text().splitlines()
+        given = [json.loads(line) for number, line in enumerate(lines) if number % 10]
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": row["prompt"]}],
+                "chosen": [{"role": "assistant", "content": row["chosen"]}],
+                "rejected": [{"role": "assistant", "content": row["rejected"]}],
+            }
+            for row in given[:NUM_PAIRS]
+        ]
+        base, model = preference.make_model(config).eval(), preference.make_model(config)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.02 * torch.randn_like(weight)
+            batch = preference.collate(pairs[:NUM_PAIRS])
+            batch = (*batch, preference.log_probabilities(base, *batch))
+        options = {"report_to": [], "use_cpu": True, "precompute_ref_log_probs": True}
+        options |= {"per_device_train_batch_size": NUM_PAIRS, "gradient_checkpointing": False}
+        args = DPOConfig(folder, beta=config.beta, bf16=False, max_length=512, **options)
+        theirs = AutoModelForCausalLM.from_pretrained(config.base, dtype=torch.float32)
+        theirs.load_state_dict(model.state_dict())
+        trainer = DPOTrainer(
+            theirs, base, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+        )
+        inputs = trainer.data_collator([trainer.train_dataset[n] for n in range(NUM_PAIRS)])
+        theirs.train()
+        ways = {
+            "trl": lambda: trainer.compute_loss(theirs, inputs),
+            "preference": lambda: preference.compute_values(model, batch, config)["loss"].mean(),
+        }
+        losses, seconds = {}, {name: [] for name in ways}
+        for _ in range(NUM_TURNS):
+            for name, way in ways.items():
+                start = time.process_time()
+                loss = way()
+                loss.backward()
+                seconds[name].append(time.process_time() - start)
+                losses[name] = loss.item()
+    for name, loss in losses.items():
+        print(f"{name:12} loss {loss:.7f}, {1000 * median(seconds[name]):.1f} ms")
+    print(f"apart by {abs(losses['trl'] - losses['preference']):.1e}")
+
+
+if __name__ == "__main__":
+    main()
