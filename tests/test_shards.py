@@ -185,9 +185,20 @@ def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
     ],
 )
 def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
-    nursery: Nursery, tmp_path: Path, script: str, flags: list
+    nursery: Nursery, tiny_mnist: Path, tmp_path: Path, script: str, flags: list
 ) -> None:
-    args = [*flags, "--timeout", 30, "--no-pictures", "--log-every", 1, "--stop-after-steps", 4]
+    digits = ["--dataset", tiny_mnist] if script in ("examples.gan", "examples.two_towers") else []
+    args = [
+        *flags,
+        *digits,
+        "--timeout",
+        30,
+        "--no-pictures",
+        "--log-every",
+        1,
+        "--stop-after-steps",
+        4,
+    ]
     for kind in (None, KINDS[1]):
         train(nursery, tmp_path / str(kind), *args, script=script, kind=kind)
     assert_close(tmp_path / "None", tmp_path / KINDS[1], 1e-5)

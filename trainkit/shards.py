@@ -164,8 +164,6 @@ def join_rows(like: Any, *rows: Any) -> Any:
     value = rows[0]
     if not getattr(value, "shape", ()):
         return value
-    if hasattr(like, "full_tensor") and value.shape == like.to_local().shape != like.shape:
-        return like_rows(value, like)
     if value.shape != getattr(like, "shape", value.shape):
         value = torch.cat(rows)
     if hasattr(like, "full_tensor"):
@@ -175,8 +173,12 @@ def join_rows(like: Any, *rows: Any) -> Any:
     return value
 
 
-def like_rows(rows: torch.Tensor, like: Any) -> Any:
-    """Return a sharded tensor like `like` that has these rows in this process, without a copy."""
+def own_rows(like: Any, rows: Any) -> Any:
+    """Return a tensor sharded like `like` that has these rows in this process, without a copy."""
+    if not hasattr(like, "full_tensor") or not getattr(rows, "shape", ()):
+        return rows
+    if rows.shape != like.to_local().shape:
+        raise UsageError(f"{tuple(rows.shape)} is not the shape of the rows of this process")
     from torch.distributed.tensor import DTensor
 
     layout = {"shape": like.shape, "stride": like.stride(), "run_check": False}
@@ -301,33 +303,36 @@ def read(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) ->
     load = partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
     parts = parts_of(accelerator, averages)
     # Their numbers have five digits, so sorting the names gives the order of the processes.
-    paths = sorted(folder.glob("shard-*"))
+    paths, join = sorted(folder.glob("shard-*")), join_rows
     if accelerator.is_fsdp2 and len(paths) == accelerator.num_processes:
-        paths = [paths[accelerator.process_index]]  # the others hold no row of this process
+        # The others hold no row of this process.
+        paths, join = [paths[accelerator.process_index]], own_rows
     files = [load(path) for path in paths]
     if not files:
         files = [[(load_file if ".s" in name else load)(folder / name) for name in parts]]
     for own, *saved in zip(parts.values(), *files, strict=True):
         if isinstance(own, dict):
-            _load_tensors(own, saved)
+            _load_tensors(own, saved, join)
         elif isinstance(own, torch.optim.Optimizer):
-            _load_optimizer(own, saved)
+            _load_optimizer(own, saved, join)
         else:
             own.load_state_dict(saved[0])
 
 
-def _load_tensors(own: Tensors, saved: Sequence[Tensors]) -> None:
+def _load_tensors(own: Tensors, saved: Sequence[Tensors], join: Callable = join_rows) -> None:
     """Copy tensors into `own`, one by one; each file has some of their rows."""
     for name in own | saved[0]:
-        value = join_rows(own.get(name), *(file[name] for file in saved))
+        value = join(own.get(name), *(file[name] for file in saved))
         _check_shape(name, own, value.shape)  # copy_ would broadcast a smaller tensor
         own[name].copy_(value)
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]]) -> None:
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], join: Callable
+) -> None:
     weights, states = weights_of(optimizer), [file["state"] for file in saved]
     like = {i: dict.fromkeys(state, weights[i]) for i, state in states[0].items()}
-    optimizer.load_state_dict(saved[0] | {"state": tree_map(join_rows, like, *states)})
+    optimizer.load_state_dict(saved[0] | {"state": tree_map(join, like, *states)})
 
 
 def _check_shape(name: str, own: Tensors, shape: Sequence[int] | None) -> None:
