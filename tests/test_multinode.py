@@ -34,17 +34,17 @@ from pathlib import Path
 
 sys.path.insert(0, {str(conftest.ROOT)!r})
 import train_mnist
-from trainkit.data import files
+from trainkit.data import decoding
 from trainkit.launch import startup
 
-decode_all = files.decode_pictures
+decode_all = decoding.decode
 
 def decode(pictures, *args):
     with open(Path(os.environ["HF_HOME"], "decoded"), "a") as file:
         file.write(f"{{len(pictures)}} {{os.environ['RANK']}}\\n")
     return decode_all(pictures, *args)
 
-files.decode_pictures = decode
+decoding.decode = decode
 startup.run(train_mnist.main)
 """
 

@@ -443,10 +443,10 @@ def test_what_is_learned_of_pictures_is_theirs_alone() -> None:
     pixels[0, 4:24, 10:18] = 200
     pixels[1] = 255
     pixels[1, 4:24, 10:18] = 5
-    looks = {name: values.tolist() for name, values in photos.describe_looks(pixels).items()}
-    for name, value in (("side", 20 / 28), ("x", 0.5), ("y", 0.5)):
-        assert looks[name][:2] == pytest.approx([value] * 2, abs=1e-6)
-    assert looks["border"][:2] == [0, 1] and np.isnan([looks["border"][2], looks["x"][2]]).all()
+    border, side, x, y, _ = photos.describe_looks(pixels).tolist()
+    for looks, value in ((side, 20 / 28), (x, 0.5), (y, 0.5)):
+        assert looks[:2] == pytest.approx([value] * 2, abs=1e-6)
+    assert border[:2] == [0, 1] and np.isnan([border[2], x[2]]).all()
     kinds = Counter(["28 x 28 L"] * 3)
     seen = photos.learn_framing(pixels[:, None])
     assert seen["border"] == [0, 1] and 0 < seen["most_ink"] < 1

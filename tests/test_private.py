@@ -50,7 +50,7 @@ def test_no_other_module_uses_a_private_name_of_another_package() -> None:
         names = []
         if isinstance(node, ast.Attribute):
             own = ast.unparse(node.value) in ("self", "cls", "os", "super()")
-            names = [] if own else [node.attr]
+            names = [] if own or node.attr == "_replace" else [node.attr]  # of NamedTuple: public
         elif isinstance(node, ast.ImportFrom):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         found = [n for n in names if n.startswith("_") and not n.endswith("__")]
@@ -66,6 +66,9 @@ SETTINGS = {
     "config.__class__",
     "plugin.activation_checkpointing",
     "config.eos_token_id",
+    "head.forward",  # see trainkit/token_losses.py, which puts it back
+    "owner.base_model.forward",
+    "found.cross_attentions",
     "wrap.subsequent_indent",
 }
 

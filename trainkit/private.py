@@ -58,6 +58,11 @@ def fingerprint_of(rows: Any) -> str:
     return rows._fingerprint
 
 
+def attends_by_sdpa(model: Any) -> bool:
+    """Does this transformers model attend by PyTorch's function, and let it be replaced?"""
+    return model.config._attn_implementation == "sdpa" and model._supports_attention_backend
+
+
 def end_workers(accelerator: Accelerator) -> None:
     """End the loader workers; otherwise a notebook waits 5 s for each at garbage collection.
 

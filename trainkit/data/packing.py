@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from trainkit.data.conversations import Sample, Sets
 from trainkit.errors import UsageError
+from trainkit.private import attends_by_sdpa
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -70,7 +71,7 @@ def attend_by_sample(model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+    if attends_by_sdpa(model):
         AttentionInterface.register("by_sample", _attend)
         AttentionMaskInterface.register("by_sample", sdpa_mask)
         model.set_attn_implementation("by_sample")
