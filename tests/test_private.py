@@ -69,6 +69,7 @@ SETTINGS = {
     "head.forward",  # see trainkit/token_losses.py, which puts it back
     "owner.base_model.forward",
     "found.cross_attentions",
+    "head.may_have_parts",
     "wrap.subsequent_indent",
 }
 
