@@ -102,6 +102,12 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(
     assert found.pick(torch.arange(8))[0].shape == (8, 3, 16, 16)
 
 
+def test_a_single_class_is_one_sentence(tmp_path: Path) -> None:
+    fill(tmp_path, "a/0.png", "a/1.png")
+    with pytest.raises(UsageError, match="all pictures are of one class, a: "):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     "table",
     [

@@ -50,6 +50,7 @@ def load_data(config: PhotoConfig, device: torch.device) -> tuple:
     With --freeze the first two are the features of the photos.
     """
     network, source = load_network(config.model, config.base, config.scratch)
+    network.eval()  # the plan warns of BatchNorm that is in training mode
     known = network.pretrained_cfg
     (side,) = {*known["input_size"][1:]}
     if known.get("fixed_input_size") and config.size not in (None, side):
