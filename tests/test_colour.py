@@ -74,9 +74,9 @@ def test_a_file_of_any_kind_has_its_colours(name: str, tmp_path: Path) -> None:
 
 
 def fill(folder: Path, *names: str) -> None:
-    for name in names:
+    for n, name in enumerate(names, 1):  # each is darker than the one before
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        photo((20 + len(name), 30)).save(folder / name, "PNG")
+        photo((20 + len(name), 30)).point(lambda value, n=n: value // n).save(folder / name, "PNG")
 
 
 def load(folder: Path, *flags: object) -> tuple[photos.Photos, dict[str, str]]:
@@ -100,6 +100,12 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(
     found, plan = load(tmp_path, "--skip-unreadable")
     assert len(found) == 8 and "4 left out" in plan["unreadable"]
     assert found.pick(torch.arange(8))[0].shape == (8, 3, 16, 16)
+
+
+def test_a_single_class_is_one_sentence(tmp_path: Path) -> None:
+    fill(tmp_path, "a/0.png", "a/1.png")
+    with pytest.raises(UsageError, match="all pictures are of one class, a: "):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +147,62 @@ def test_pictures_beyond_cache_bytes_are_the_same(tmp_path: Path) -> None:
     assert "use --num-workers" in plan["decoding"]
     pixels, labels, _ = decoded.pick(torch.tensor([3, 0]))
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
+
+
+@pytest.mark.parametrize(("side", "mode"), [(65, "RGB"), (64, "RGB"), (65, "L")])
+def test_training_on_digits_ends_with_the_command_for_large_colour_pictures(
+    side: int, mode: str, tmp_path: Path, run_main: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    data = tmp_path / "my data"
+    for n in range(10):
+        path = data / f"{n % 2}" / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photo((side, side + n)).convert(mode).save(path)
+    run_main("train_mnist", "--dataset", data, "--epochs", 1, "--run-dir", tmp_path / "run")
+    last = capsys.readouterr().out.splitlines()[-1]
+    named = last == f"next: python examples/pictures.py --dataset '{data}'"
+    assert named == ((side, mode) == (65, "RGB")), last
+
+
+def test_a_crop_depends_on_seed_epoch_and_sample_alone() -> None:
+    config = parse(pictures.Config, ["--dataset", "x", "--size", "16"])
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 3, 20, 20), np.uint8))
+    images, keys = images.expand(6, -1, -1, -1), torch.tensor([5, 3, 9, 0, 2, 7])
+    made = pictures.augment(images, keys, 1, config)
+    assert made.shape == (6, 3, 16, 16) and len(made.unique(dim=0)) == 6
+    part = torch.tensor([4, 1])
+    assert torch.equal(pictures.augment(images[part], keys[part], 1, config), made[part])
+    assert not torch.equal(pictures.augment(images, keys, 2, config), made)
+
+
+def test_balance_draws_all_classes_equally_often(
+    tmp_path: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timm = pytest.importorskip("timm")
+    fill(tmp_path / "data", *(f"{'a' if n < 80 else 'b'}/{n}.png" for n in range(100)))
+    network = timm.create_model("test_resnet", pretrained=False)
+    timm.models.save_for_hf(network, tmp_path / "base", safe_serialization=True)
+    drawn, make_input = [], pictures.make_input
+
+    def spy(batch: tuple, *more: object) -> tuple:
+        drawn.extend(batch[1].tolist())
+        return make_input(batch, *more)
+
+    monkeypatch.setattr(pictures, "make_input", spy)
+    flags = ["--dataset", tmp_path / "data", "--base", tmp_path / "base", "--size", 32, "--freeze"]
+    flags += ["--no-pictures", "--balance", "--epochs", 5, "--run-dir", tmp_path / "run"]
+    run_main("examples.pictures", *flags)
+    assert len(drawn) == 400 and 150 < sum(drawn) < 250  # by chance one in 10^6 is not; else 80
+
+
+def test_a_run_folder_can_only_name_a_network_of_timm(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    network = timm.create_model("test_resnet", num_classes=2)
+    timm.models.save_for_hf(network, tmp_path, safe_serialization=True)
+    for name in (f"local-dir:{tmp_path}", "hf-hub:owner/name"):
+        with pytest.raises(UsageError, match=f"does not have: '{name}'"):
+            pictures.make_model({"model": name, "classes": ["a", "b"]})
+    assert pictures.make_model({"model": "test_resnet", "classes": ["a"]}).num_classes == 1
 
 
 def test_the_three_fruits_are_told_apart(tmp_path: Path, run_main: Callable) -> None:

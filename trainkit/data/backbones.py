@@ -34,10 +34,14 @@ BATCH = 32  # pictures whose features are computed at a time, whatever the proce
 
 
 def make_model(metadata: dict[str, Any]) -> nn.Module:
-    """Make the network that the metadata name, without weights."""
+    """Make the network that the metadata name, without weights. Raises UsageError."""
     with as_usage_error("pictures need `pip install timm`"):
         import timm
-    return timm.create_model(metadata["model"], num_classes=len(metadata["classes"]))
+    name = metadata["model"]
+    # create_model would also read a folder, or the Hub, that the name begins with.
+    if not timm.is_model(name):
+        raise UsageError(f"the run's metadata name a network that timm does not have: {name!r}")
+    return timm.create_model(name, num_classes=len(metadata["classes"]))
 
 
 def load_data(config: PhotoConfig, device: torch.device) -> tuple:
@@ -46,6 +50,7 @@ def load_data(config: PhotoConfig, device: torch.device) -> tuple:
     With --freeze the first two are the features of the photos.
     """
     network, source = load_network(config.model, config.base, config.scratch)
+    network.eval()  # the plan warns of BatchNorm that is in training mode
     known = network.pretrained_cfg
     (side,) = {*known["input_size"][1:]}
     if known.get("fixed_input_size") and config.size not in (None, side):
