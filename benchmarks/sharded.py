@@ -4,8 +4,7 @@
     python -m benchmarks.sharded --layers 14 --width 768 --steps 4 --rounds 1
 
 Prints the samples per second of examples/gpt.py, which has slightly more than 12 x layers x
-width**2 parameters, and the MiB of weights and of AdamW's moments in each process, from the plan of
-the sharded run.
+width**2 parameters, and the size of a checkpoint, from the plan of the run.
 """
 
 import re
@@ -15,12 +14,10 @@ from functools import partial
 from benchmarks._runs import ROOT, Ended, Parser, in_turn, one_run, spread, table
 
 
-def held(run: Ended) -> str:
-    """Return what the plan of a sharded run says; else the size of weights and moments, float32."""
+def saved(run: Ended) -> str:
+    """Return the size of a checkpoint, as the plan of the run says it."""
     plan = "".join(line for _, line in run.lines)
-    num = int(re.search(r"([\d,]+) parameters", plan).group(1).replace(",", ""))
-    shares = re.search(r"[\d,.]+ MiB of weights.*", plan)
-    return shares.group() if shares else f"{num * 12 / 2**20:,.1f} MiB of both"
+    return re.search(r"checkpoint +([\d,.]+ MiB)", plan).group(1)
 
 
 def main() -> None:
@@ -41,8 +38,8 @@ def main() -> None:
     rows = []
     for name, values in rates.items():
         share = statistics.median(values) / unsharded
-        rows.append((name, spread(values), share, held(runs[name][0])))
-    table("YAML | samples/s | over DDP | in each process", rows)
+        rows.append((name, spread(values), share, saved(runs[name][0])))
+    table("YAML | samples/s | over DDP | a checkpoint", rows)
 
 
 if __name__ == "__main__":

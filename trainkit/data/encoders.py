@@ -58,19 +58,18 @@ def read_base(config: Any) -> tuple[dict[str, Any] | None, Any]:
     Without --base both are None. Raises UsageError.
     """
     if config.base is None:
-        config.max_tokens = config.max_tokens or MAX_TOKENS["scratch"]
+        vars(config).update(max_tokens=config.max_tokens or MAX_TOKENS["scratch"])
         return None, None
     with as_usage_error(NEEDS):
         from transformers import AutoConfig
     with as_usage_error(f"--base {config.base} cannot be read"):
         made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
         tokenizer = load_tokenizer(config.base)
-        for name, value in made.to_dict().items():
-            if "drop" in name and isinstance(value, float):
-                setattr(made, name, 0.0)
+        known = made.to_dict().items()
+        made.update({n: 0.0 for n, value in known if "drop" in n and isinstance(value, float)})
         values = plain(json.loads(made.to_json_string()) | {"model_type": made.model_type})
     limit = min(tokenizer.model_max_length, values.get("max_position_embeddings") or math.inf)
-    config.max_tokens = config.max_tokens or min(limit, MAX_TOKENS["base"])
+    vars(config).update(max_tokens=config.max_tokens or min(limit, MAX_TOKENS["base"]))
     if config.max_tokens > limit:
         raise UsageError(f"--max-tokens {config.max_tokens}: {config.base} takes at most {limit}")
     return values, tokenizer
