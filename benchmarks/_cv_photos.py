@@ -30,7 +30,8 @@ class Pictures(Dataset):
 
     def __init__(self, folder: Path, transform: Compose) -> None:
         self.paths, self.transform = sorted(folder.glob("*/*")), transform
-        names = sorted({path.parent.name for path in self.paths})
+        # Of both splits: one may lack a class.
+        names = sorted({path.parent.name for path in folder.parent.glob("*/*/*")})
         self.numbers = {name: number for number, name in enumerate(names)}
 
     def __len__(self) -> int:
