@@ -27,7 +27,7 @@ from trainkit.data.photos import Photos, normalise
 @dataclass
 class Config(photos.PhotoConfig):
     balance: bool = False  # draw all classes equally often
-    smallest_crop: Share = 0.35  # of the area of a picture that a random crop has
+    smallest_crop: Share = 0.6  # of the area of a picture that a random crop has
     colour: Share = 0.3  # largest change of brightness, contrast and saturation
     mix: Literal["mixup", "cutmix"] | None = None  # blend a second picture in, or a piece of it
     label_smoothing: Share = 0.1  # of the training loss
@@ -35,15 +35,15 @@ class Config(photos.PhotoConfig):
     epochs: int = UNSET  # (default: 5; 20 with --freeze)
     batch_size: int = 32
     eval_batch_size: int = 64
-    learning_rate: float = 2e-3  # of the last layer; all others have a third of it
+    learning_rate: float = UNSET  # of the last layer (default: 1e-3; 2e-3 with --freeze)
     weight_decay: float = UNSET  # (default: 0.05; 1 with --freeze)
     schedule: Schedule = "onecycle"
     warmup: float = 0.2
 
     def __post_init__(self):
-        self.epochs = self.epochs or (20 if self.freeze else 5)
-        if self.weight_decay is None:
-            self.weight_decay = 1.0 if self.freeze else 0.05
+        values = (20, 2e-3, 1.0) if self.freeze else (5, 1e-3, 0.05)
+        named = zip(("epochs", "learning_rate", "weight_decay"), values, strict=True)
+        vars(self).update({name: value for name, value in named if vars(self)[name] is None})
 
 
 def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config) -> torch.Tensor:
