@@ -50,7 +50,8 @@ def load_data(config: PhotoConfig, device: torch.device) -> tuple:
     With --freeze the first two are the features of the photos.
     """
     network, source = load_network(config.model, config.base, config.scratch)
-    network.eval()  # the plan warns of BatchNorm that is in training mode
+    for layer in network.modules():  # the plan warns of BatchNorm that is in training mode
+        layer.training = not isinstance(layer, nn.BatchNorm2d)
     known = network.pretrained_cfg
     (side,) = {*known["input_size"][1:]}
     if known.get("fixed_input_size") and config.size not in (None, side):
