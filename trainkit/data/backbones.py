@@ -198,6 +198,7 @@ def write_results(run: Any, network: nn.Module, about: dict[str, Any]) -> None:
     size, folder = about["size"], run_dir / "pretrained"
     data = {"input_size": (3, size, size), "crop_pct": size / about["resize"]}
     data |= {"mean": about["mean"], "std": about["std"], "interpolation": "bicubic"}
-    save_for_hf(whole, folder, {"label_names": classes}, safe_serialization=True, data_config=data)
+    whole.pretrained_cfg |= data
+    save_for_hf(whole, folder, {"label_names": classes}, safe_serialization=True)
     print(describe_recall(load_file(run_dir / PREDICTIONS), classes))
     print(f"for timm.create_model: local-dir:{folder}", flush=True)

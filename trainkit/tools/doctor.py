@@ -28,6 +28,7 @@ from trainkit.cli.parse import parse
 from trainkit.cli.world import describe_world
 from trainkit.errors import failing_together
 from trainkit.launch import environment, nodes
+from trainkit.launch.world import end_training
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_MATMULS = 100  # on a CPU half a second: several turns of a busy core's scheduler
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for problem in problems:
         accelerator.print(f"problem: {problem}")
     accelerator.print("not ready: solve these first" if problems else "ready to train")
-    accelerator.end_training()
+    end_training(accelerator)
     sys.exit(bool(problems))
 
 
