@@ -214,19 +214,6 @@ def test_batchnorm_is_named_where_a_batch_is_split(
         assert (named in capfd.readouterr().out) == (len(flags) == 4)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "examples/recipes").iterdir()), ids=lambda path: path.name
-)
-def test_a_recipe_is_a_file_of_flags(path: Path) -> None:
-    args = vars(parse(train_mnist.Config, [f"@{path}", "--seed", "5"]))
-    default = vars(parse(train_mnist.Config, ["--seed", "5"]))
-    changed = {name for name in args if args[name] != default[name]}
-    words = [word for line in path.read_text().splitlines() for word in line.split("#")[0].split()]
-    flags = {word.removeprefix("--") for word in words if word.startswith("--")}
-    assert changed == {flag.removeprefix("no-").replace("-", "_") for flag in flags}
-    assert "seed" not in changed
-
-
 def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(
     tiny_mnist: Path, tmp_path: Path
 ) -> None:
