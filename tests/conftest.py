@@ -210,10 +210,30 @@ def run_main() -> Callable[..., dict[str, float]]:
     return call
 
 
+@pytest.fixture(scope="session")
+def mnist_run(
+    small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
+) -> Path:
+    """The folder of a finished run on digits, with its pictures. No test may change it."""
+    folder = tmp_path_factory.mktemp("runs") / "mnist"
+    flags = "--batch-size 32 --epochs 3 --no-augment --label-smoothing 0 --save-every 1000000"
+    flags = [*flags.split(), "--pictures", "--dataset", small_mnist, "--run-dir", folder]
+    run_main("train_mnist", *flags)
+    return folder
+
+
 def assert_num_processes(output: str, number: int) -> None:
     """The plan of a run says how many processes it has."""
     device = next((line for line in output.splitlines() if line.startswith("device ")), "")
     assert f"{number} process{'es' * (number > 1)} on cpu" in device, output
+
+
+def finish(nursery: Any, script: str, *args: object, world: int = 1, **plan: Any) -> str:
+    """Run a script to its end in forked processes, and return what it printed."""
+    outcome = nursery.run(script, *args, world=world, **{"timeout": 200, **plan})
+    assert outcome.codes == [0] * world, outcome.output
+    assert_num_processes(outcome.output, world)
+    return outcome.output
 
 
 # Of the runs that tests/test_ray.py, test_slurm.py and test_kubernetes.py disturb.
@@ -305,10 +325,7 @@ def train_in_double(nursery: Any) -> Callable[..., str]:
 
     def call(script: str, *args: object, world: int = 1, **plan: Any) -> str:
         args = without_pictures(script, args)
-        outcome = nursery.run(script, *args, world=world, double=True, **plan)
-        assert outcome.codes == [0] * world, outcome.output
-        assert_num_processes(outcome.output, world)
-        return outcome.output
+        return finish(nursery, script, *args, world=world, double=True, **plan)
 
     return call
 

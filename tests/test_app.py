@@ -29,16 +29,6 @@ ALONE = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # Chromium
 
 
 @pytest.fixture(scope="module")
-def run_dir(
-    small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
-) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "mnist"
-    flags = ["--batch-size", 32, "--epochs", 4, "--run-dir", folder]
-    run_main("train_mnist", "--dataset", small_mnist, *flags)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def table_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     table = [
@@ -100,9 +90,9 @@ def seen(tab: Any, number: int = 0) -> np.ndarray:
 
 
 def test_a_seven_that_is_drawn_is_framed_and_its_bars_are_the_models(
-    run_dir: Path, open_page: Callable
+    mnist_run: Path, tmp_path: Path, open_page: Callable
 ) -> None:
-    tab = open_page(run_dir)
+    tab = open_page(mnist_run)
     tab.wait_for_selector('#pad button[aria-label="Brush"]')
     tab.wait_for_selector("#pad .empty", state="detached")
     tab.wait_for_timeout(300)
@@ -118,13 +108,13 @@ def test_a_seven_that_is_drawn_is_framed_and_its_bars_are_the_models(
     picture = seen(tab)
     assert picture.shape == (28, 28) and picture[0].max() == 0  # framed as MNIST's digits are
     assert 18 <= np.ptp(np.nonzero(picture > 64), axis=1).max() + 1 <= 21
-    predictor = predict.load_run(run_dir)
+    predictor = predict.load_run(mnist_run)
     with torch.inference_mode():
         share = predictor(torch.tensor(picture)[None, None])[0, 7].item()
     shown = tab.locator("[data-testid='7-confidence-set'] meter").get_attribute("value")
     assert float(shown) == pytest.approx(share, abs=1e-4)
-    (run_dir / "photo.png").write_text("not a picture")
-    tab.set_input_files("#file input[type=file]", run_dir / "photo.png")
+    (tmp_path / "photo.png").write_text("not a picture")
+    tab.set_input_files("#file input[type=file]", tmp_path / "photo.png")
     tab.wait_for_function("document.querySelector('.said').innerText.includes('PNG or JPEG')")
 
 
@@ -179,8 +169,10 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_dir:
         assert np.interp(200, *line.get_data()) == pytest.approx(expected)
 
 
-def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(run_dir: Path) -> None:
-    predictor = predict.load_run(run_dir)
+def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(
+    mnist_run: Path,
+) -> None:
+    predictor = predict.load_run(mnist_run)
     shelves = page.find_shelves(predictor)
     numbers, captions = map(list, zip(*shelves["test pictures"], strict=True))
     assert captions == [*"0123456789"]
@@ -201,10 +193,10 @@ def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(run_
 
 
 def test_what_is_missing_is_asked_for_by_name(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mnist_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match="absent is not a finished run"):
         app.main([str(tmp_path / "absent")])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install gradio"):
-        page.serve(None, run_dir, None, None)
+        page.serve(None, mnist_run, None, None)

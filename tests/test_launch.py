@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import notebook_launcher
-from conftest import CONFIGS, ROOT, assert_num_processes, rows, run
+from conftest import CONFIGS, ROOT, assert_num_processes, rows, run, saved
 from double import SAME
 
 from trainkit.errors import UsageError, is_main_rank
@@ -213,33 +213,37 @@ def test_wrong_arguments_are_told_once_and_end_with_2(fork_main: Callable, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-# A model, and --accumulate of two and of three processes.
-SPLITS = [("deep", 1, 3)]  # with dropout
-MORE_SPLITS = [("compact", 3, 3), ("lenet", 1, 1)]
+# A script and flags, and --accumulate of two and of three processes. Nothing divides the numbers of
+# samples: one process of three ends each epoch with an empty batch.
+PICTURES = "train_mnist --batch-size 72 --eval-batch-size 72 --no-drop-last --epochs 2 --model "
+TABLE = "train_regression --batch-size 36 --eval-batch-size 30 --epochs 3 --num-targets 2"
+SPLITS = [(f"{PICTURES}deep", 1, 3), (f"{TABLE} --num-samples 234", 3, 1)]  # deep has dropout
+MORE_SPLITS = [(f"{PICTURES}compact", 3, 3), (f"{PICTURES}lenet", 1, 1)]
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    ("model", "two", "three"),
+    ("started", "two", "three"),
     [*SPLITS, *(pytest.param(*split, marks=pytest.mark.slow) for split in MORE_SPLITS)],
 )
 def test_one_two_and_three_processes_give_the_same_numbers(
-    model: str, two: int, three: int, tiny_mnist: Path, tmp_path: Path, train_in_double: Callable
+    started: str, two: int, three: int, tiny_mnist: Path, tmp_path: Path, train_in_double: Callable
 ) -> None:
-    # 331 = 4 x 72 + 43: with --no-drop-last one process ends each epoch with an empty batch.
-    flags = ["--dataset", tiny_mnist, "--model", model, "--batch-size", 72, "--epochs", 2]
-    flags += ["--log-every", 1, "--no-drop-last", "--eval-batch-size", 72, "--run-dir"]
-    train_in_double("train_mnist", *flags, tmp_path / "1")
-    one = rows(tmp_path / "1")
-    assert len(one) == 2 * 5 + 2 and one[-1]["eval_samples"] == 101
+    script, *flags = started.split()
+    flags += ["--dataset", tiny_mnist] * (script == "train_mnist") + ["--log-every", 1, "--run-dir"]
+    train_in_double(script, *flags, tmp_path / "1")
+    one, (weights, _) = rows(tmp_path / "1"), saved(tmp_path / "1")
+    assert one[-1]["eval_samples"] == (101 if script == "train_mnist" else 47)
     for world, accumulate in ((2, two), (3, three)):
         run_dir = tmp_path / str(world)
-        train_in_double("train_mnist", *flags, run_dir, "--accumulate", accumulate, world=world)
+        train_in_double(script, *flags, run_dir, "--accumulate", accumulate, world=world)
         for row, same in zip(one, rows(run_dir), strict=True):
             assert same == pytest.approx(row, rel=SAME)
             # Also of the evaluation, not one picture is judged differently.
             assert same.get("eval_accuracy") == row.get("eval_accuracy")
             assert same.get("learning_rate") == row.get("learning_rate")
+        for name, value in saved(run_dir)[0].items():
+            torch.testing.assert_close(value, weights[name], atol=SAME, rtol=0)
 
 
 @pytest.mark.numeric

@@ -4,12 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, rows
-from PIL import Image
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +26,9 @@ def site_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-@pytest.fixture
-def call(site_dir: Path, tmp_path: Path) -> Callable[..., str]:
-    """Run python in a folder elsewhere, with the installed kit; return what it prints."""
+def test_a_script_in_another_folder_trains_resumes_and_is_told_of(
+    site_dir: Path, tmp_path: Path
+) -> None:
     env = os.environ | {"PYTHONPATH": str(site_dir)}
 
     def call(*words: object) -> str:
@@ -39,29 +37,14 @@ def call(site_dir: Path, tmp_path: Path) -> Callable[..., str]:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    return call
-
-
-def test_a_script_in_another_folder_trains_resumes_and_is_told_of(
-    call: Callable[..., str], site_dir: Path, tmp_path: Path
-) -> None:
     (tmp_path / "mine").mkdir()
     script = shutil.copy(ROOT / "train_regression.py", tmp_path / "mine" / "train_mine.py")
-    flags = "--epochs 2 --save-every 2 --batch-size 60 --num-samples 375 --no-pictures --run-dir r"
-    for more in ("--stop-after-steps 5", "--resume auto"):
+    flags = "--epochs 2 --save-every 2 --batch-size 60 --num-samples 375 --run-dir r"
+    for more in ("--stop-after-steps 5 --no-pictures", "--resume auto"):
         call(script, *flags.split(), *more.split())
     assert [row["epoch"] for row in rows(tmp_path / "r", "epochs")][-1] == 2
+    assert (tmp_path / "r" / "fit.png").exists()  # finish() found trainkit.tools
     (tmp_path / "t.csv").write_text(",".join(f"x{n}" for n in range(10)) + "\n" + "0," * 9 + "0\n")
     assert "predicted_y0" in call(ROOT / "predict.py", "r", "--script", script, "t.csv")
     found = call("-c", "import trainkit; print(trainkit.__file__)")
     assert Path(found.strip()).is_relative_to(site_dir)
-
-
-def test_pictures_of_a_script_in_another_folder_are_told_of(
-    call: Callable[..., str], tiny_mnist: Path, tmp_path: Path
-) -> None:
-    script = shutil.copy(ROOT / "train_mnist.py", tmp_path / "train_mine.py")
-    call(script, "--dataset", tiny_mnist, "--epochs", 2, "--run-dir", "r", "--pictures")
-    assert (tmp_path / "r" / "mistakes.png").exists()  # finish() found trainkit.tools
-    Image.new("L", (28, 28)).save(tmp_path / "a.png")
-    assert call(ROOT / "predict.py", "r", "--script", script, "a.png").startswith("a.png: ")

@@ -74,23 +74,6 @@ def test_confusion_of_300_classes_is_a_picture_of_the_usual_size() -> None:
     assert 20 < len(axes.get_xticks()) < 40
 
 
-def test_mistakes_are_the_most_confident_of_the_mistakes(
-    folders: tuple[Path, Path],
-) -> None:
-    tensors, metadata = saved(folders[0], "predictions")
-    said, truth, logits = (tensors[k] for k in ("prediction", "target", "logits"))
-    probability = logits.softmax(1).amax(1)
-    worst, shown = plots.worst_mistakes(tensors)
-    expected = sorted((said != truth).nonzero().flatten(), key=lambda i: -probability[i])
-    assert shown.tolist() == [probability[i] for i in expected[: plots.NUM_MISTAKES]]
-    panels = [p for p in plots.draw_mistakes(tensors, metadata["classes"]).axes if p.images]
-    for panel, index in zip(panels, worst, strict=True):
-        assert (panel.images[0].get_array() == tensors["image"][index, 0].numpy()).all()
-    assert [axes.get_title() for axes in panels] == [
-        f"predicted {said[i]}, {probability[i]:.2%}\ntrue {truth[i]}" for i in worst
-    ]
-
-
 def test_curves_show_every_row_and_where_the_run_was_resumed(folders: tuple[Path, Path]) -> None:
     parts = folders[1]
     loss, accuracy, rate = curves.draw_curves(parts).axes

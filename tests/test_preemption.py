@@ -71,15 +71,6 @@ def test_sigterm_to_loader_workers_too_saves_and_a_second_run_is_refused(
     wait_until(lambda: not processes(process))
 
 
-@pytest.mark.slow
-def test_sigkill_of_a_run_ends_its_loader_workers(started: Callable) -> None:
-    process = started("--num-workers", 2)
-    wait_until(lambda: len(processes(process)) >= 3, process)
-    process.kill()
-    process.wait()
-    wait_until(lambda: not processes(process))
-
-
 # A training that takes a minute somewhere: there nothing looks at a first Ctrl-C.
 SLOW = """
 import time

@@ -6,10 +6,9 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import rows
+from conftest import finish, rows
 from double import SAME
 from faults import Nursery, digests
 from test_checkpoint import reforge
@@ -17,13 +16,6 @@ from test_checkpoint import reforge
 LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
 SCRIPTS = ("train_mnist", "train_regression")
 SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
-
-
-def finish(nursery: Nursery, script: str, *args: object, world: int = 1, **plan: Any) -> str:
-    outcome = nursery.run(script, *args, world=world, **plan)
-    assert outcome.codes == [0] * world, outcome.output
-    assert f"{world} process{'es' * (world > 1)} on cpu" in outcome.output
-    return outcome.output
 
 
 FLAGS = ["", "--accumulate 3", "--num-workers 2", "--num-workers 2 --accumulate 3"]

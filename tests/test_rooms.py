@@ -90,7 +90,8 @@ def test_no_function_is_long_and_little_is_kept_from_the_formatter() -> None:
             continue
         num_skipped += path.read_text().count("# fmt: skip")
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name != "main":
+            if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.lineno + 1
-                assert length <= 45, f"{path.name}: {node.name} has {length} lines"
+                most = 50 if node.name == "main" else 45
+                assert length <= most, f"{path.name}: {node.name} has {length} lines"
     assert num_skipped <= 30

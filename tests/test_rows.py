@@ -179,14 +179,6 @@ def test_a_killed_run_goes_on_with_equal_bytes_but_not_with_other_files(
 
 
 @SLOW
-def test_a_run_moves_from_2_to_1_to_4_processes(server: SimpleNamespace, train: Callable) -> None:
-    fault = {"save": 3, "event": 3, "how": "kill"}
-    for world, plan in ((2, fault), (1, fault), (4, {})):
-        ended = train("moved", server.url, "--resume", "auto", world=world, fault=plan)
-        assert (ended.returncode == 0) == (not plan), ended.output
-
-
-@SLOW
 @pytest.mark.parametrize("fault", ["503", "drop", "slow", "gone", "other"])
 @pytest.mark.parametrize("place", range(6))
 def test_a_run_with_a_fault_ends_right_or_with_its_sentence(

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import weighted
-from conftest import rows, saved
-from faults import Nursery, Outcome
+from conftest import finish, rows, saved
+from faults import Nursery
 from test_fp16 import scaled_float32
 from test_run import Numbers, make_config
 from torch.utils.data import default_collate
@@ -38,14 +38,6 @@ MODES = {
     "answers": f"{TINY} --num-bytes 1030000 --answers-only".split(),
 }
 DECAY = 0.9
-
-
-def start(nursery: Nursery, script: str, *args: object, world: int = 1, **plan: Any) -> Outcome:
-    outcome = nursery.run(f"examples.{script}", *args, world=world, timeout=200, **plan)
-    if "fault" not in plan:
-        assert outcome.codes == [0] * world, outcome.output
-        assert f"device      {world} process" in outcome.output
-    return outcome
 
 
 def grid(*quick: tuple) -> list[Any]:
@@ -127,7 +119,7 @@ def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
 ) -> None:
     run_dir = folder / f"{mode}-{world}-{accumulate}"
     more = ["--accumulate", accumulate, "--ema", DECAY, "--stop-after-steps", NUM_STEPS]
-    start(nursery, "gpt", *MODES[mode], *more, "--run-dir", run_dir, world=world)
+    finish(nursery, "examples.gpt", *MODES[mode], *more, "--run-dir", run_dir, world=world)
     losses, weights, average = plain(mode)
     found = [row["train_loss"] for row in rows(run_dir, "steps")]
     assert len(found) == NUM_STEPS
@@ -189,7 +181,7 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
 ) -> None:
     flags = [*MODES[mode], *ENDING, "--accumulate", accumulate, "--run-dir"]
     whole = folder / f"whole-{mode}-{world}-{accumulate}"
-    start(nursery, "gpt", *flags, whole, world=world)
+    finish(nursery, "examples.gpt", *flags, whole, world=world)
     last, evaluations = rows(whole)[-1]["step"], rows(whole, "epochs")
     assert last in (6, 9) and len(evaluations) == 3  # the second and third are not better
     files = [*NAMES, *sorted(path.name for path in whole.glob("sample-*.txt"))]
@@ -200,13 +192,13 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
         if killed_at == "end":  # in the save of the run's end
             num_saves = len((Path(f"{whole}.saved")).read_text().split())
             fault = {"save": num_saves, "event": 3, "how": "kill"}
-        killed = start(nursery, "gpt", *flags, run_dir, world=world, fault=fault)
+        killed = nursery.run("examples.gpt", *flags, run_dir, world=world, fault=fault)
         assert 0 not in killed.codes and not (run_dir / "DONE").exists(), killed.output
-        start(nursery, "gpt", *flags, run_dir, "--resume", "auto", world=world)
+        finish(nursery, "examples.gpt", *flags, run_dir, "--resume", "auto", world=world)
         for name in files:
             assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), (killed_at, name)
-    again = start(nursery, "gpt", *flags, run_dir, "--resume", "auto", world=world)
-    assert "done: " in again.output  # and no step more
+    again = finish(nursery, "examples.gpt", *flags, run_dir, "--resume", "auto", world=world)
+    assert "done: " in again  # and no step more
 
 
 @pytest.fixture(scope="session")
@@ -239,7 +231,7 @@ def test_a_loss_that_couples_samples_sees_those_of_all_processes(
     flags = "--batch-size 30 --epochs 2 --log-every 1 --schedule constant --warmup 0 --no-pictures"
     flags += f" --eval-batch-size 25 --timeout 60 --stop-after-steps {NUM_STEPS}"
     where = ["--dataset", tiny_mnist, "--run-dir", tmp_path]
-    start(nursery, "two_towers", *flags.split(), *where, world=world)
+    finish(nursery, "examples.two_towers", *flags.split(), *where, world=world)
     found = [row["train_loss"] for row in rows(tmp_path, "steps")]
     assert found == pytest.approx(contrasted, rel=1e-6)
     assert [row["eval_samples"] for row in rows(tmp_path, "epochs")] == [101, 101]

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torchvision.io import decode_png
 
 # The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
 FORMATS: tuple[str, ...] = (
@@ -130,22 +129,8 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     return np.array(picture), kind
 
 
-def is_plain_png(content: bytes, size: int) -> bool:
-    """Return whether this is a PNG of size x size grey bytes and nothing else, as of MNIST.
-
-    torchvision decodes such a file to the same values in half the time that Pillow needs.
-    """
-    header = b"IHDR" + 2 * size.to_bytes(4, "big") + bytes((8, 0, 0, 0, 0))  # 8 bits, grey
-    return content[12:29] == header and content[37:41] == b"IDAT" and b"eXIf" not in content
-
-
 def read_square(file: Path | BytesIO, size: int, mode: str) -> tuple[np.ndarray, str]:
     """Return the values of a picture, uint8 (channels, size, size), and its size and mode."""
-    if mode == "L" and isinstance(file, BytesIO) and is_plain_png(content := file.getvalue(), size):
-        with contextlib.suppress(RuntimeError):  # it is damaged: Pillow says how
-            return decode_png(torch.frombuffer(bytearray(content), dtype=torch.uint8)).numpy(), (
-                f"{size} x {size} L"
-            )
     picture = open_picture(file)
     width, height = picture.size
     kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
