@@ -17,7 +17,7 @@ All train a Llama of 7.3 million parameters, and take turns in one process. Firs
 128 tokens a step: the CPU time from one optimizer step to the next, as in tokens.py. `chats` has
 256 samples of lengths as chats have them, of which an answer is the last two thirds, and counts the
 tokens that are not padding in all of the CPU time from the first forward pass to the last optimizer
-step; packed rows have 2,048 tokens, one a step. `memory --samples 36` starts a process for each
+step; packed rows have 1,024 tokens, two a step. `memory --samples 36` starts a process for each
 way, in which a small model has a vocabulary of 128,000 and batches 4 samples of at most 256 tokens.
 """
 
@@ -46,7 +46,7 @@ from benchmarks.tokens import compare
 from examples import docstrings, finetune
 from trainkit.config import parse
 
-BATCH, LENGTH, LONGEST = 16, 128, 2048
+BATCH, LENGTH, LONGEST = 16, 128, 1024
 PAIR = {"prompt": "def question(of_what): " * 9, "answer": "What it does with it. " * 99}  # cut
 
 
@@ -77,7 +77,7 @@ def peer(trainer: str, flags: list[str], pack: bool = False) -> None:
         kind, options = trl.SFTTrainer, trl.SFTConfig
     how = options(
         tempfile.mkdtemp(),
-        per_device_train_batch_size=1 if pack else args.batch_size,
+        per_device_train_batch_size=2 if pack else args.batch_size,
         num_train_epochs=1,
         use_cpu=True,
         bf16=False,  # unlike SFTTrainer's default
@@ -98,7 +98,7 @@ def collate_labels(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def packed(flags: list[str]) -> None:
-    in_process(finetune, *flags, "--pack", "--batch-size", "1")
+    in_process(finetune, *flags, "--pack", "--batch-size", "2")
 
 
 def padded(flags: list[str]) -> None:
