@@ -155,10 +155,10 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
 def test_a_kill_changes_no_byte(
     start: Callable, tmp_path: Path, lora: int | None, way: Any
 ) -> None:
-    kill = {"signal": [14, signal.SIGKILL]}
-    assert 0 not in start(tmp_path / "killed", lora, way, fault=kill).codes
+    kill, packed = {"signal": [14, signal.SIGKILL]}, [] if lora else PACKED
+    assert 0 not in start(tmp_path / "killed", lora, way, *packed, fault=kill).codes
     for name in ("killed", "whole"):
-        start(tmp_path / name, lora, way, "--resume", "auto")
+        start(tmp_path / name, lora, way, *packed, "--resume", "auto")
     files = sorted((tmp_path / "whole").glob("**/pretrained/*.safetensors"))
     for path in (tmp_path / "whole" / "metrics.jsonl", *files):
         killed = tmp_path / "killed" / path.relative_to(tmp_path / "whole")
