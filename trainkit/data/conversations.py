@@ -16,18 +16,18 @@ from trainkit.errors import UsageError, as_usage_error
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # tokens, int64 (length,), and which are learned, bool
 # The columns of each format that is read. A row has the first format whose columns are all there.
-FORMATS = (
-    ("messages",),
-    ("conversations",),
-    ("prompt", "completion"),
-    ("prompt", "answer"),
-    ("prompt", "response"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("text",),
-)
+FORMATS = [
+    "messages",
+    "conversations",
+    "prompt and completion",
+    "prompt and answer",
+    "prompt and response",
+    "question and answer",
+    "question and response",
+    "instruction and output",
+    "instruction and response",
+    "text",
+]
 # Columns without which the text of a row would mean something else.
 NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "history", "chosen")
 WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's
@@ -96,13 +96,12 @@ def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str
     kinds: dict[str, None] = {}
     for place, row in read_rows(source):
         held = {*row} if isinstance(row, dict) else set()
-        columns = next((each for each in FORMATS if held.issuperset(each)), None)
-        if columns is None:
-            known = "; ".join(" and ".join(each) for each in FORMATS)
+        names = next((each for each in FORMATS if held.issuperset(each.split(" and "))), None)
+        if names is None:
+            known = "; ".join(FORMATS)
             raise UsageError(f"{place} has not the columns of any known format: {known}")
-        names = " and ".join(columns)
         with named(place, f"text, or no turns, in {names}"):
-            found.append((place, _conversation(columns, row)))
+            found.append((place, _conversation(names.split(" and "), row)))
         kinds[names] = None
     return found, "; ".join(kinds)
 
@@ -118,13 +117,13 @@ def named(place: str, lacks: str) -> Iterator[None]:
         raise UsageError(f"{place} has no {lacks}") from problem
 
 
-def _conversation(columns: tuple[str, ...], row: dict[str, Any]) -> Conversation:
+def _conversation(columns: list[str], row: dict[str, Any]) -> Conversation:
     """Make a conversation of a row that has the columns of one of the FORMATS."""
     if missed := [name for name in NOT_READ if row.get(name)]:
         raise UsageError(f"it has {missed[0]}, and only texts and turns are read: leave it out")
     if row.get("label") is False:
         raise UsageError("its label is false: leave out what is not wanted as an answer")
-    if columns == ("text",):
+    if columns == ["text"]:
         return Conversation([], text=row["text"] + "")
     given, said = ([], row[columns[0]]) if len(columns) == 1 else (row[name] for name in columns)
     if more := "instruction" in columns and (row.get("input") or row.get("context")):
