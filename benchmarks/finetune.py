@@ -6,6 +6,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.finetune memory
 
     loop      examples/finetune.py: it also logs, counts, checks and follows its schedule
+    padded    the same with a model in which samples cannot share rows
     pack      the same with --pack
     bare      the same model, loss and clipping on batches in random order, with all logits
     trainer   the same under Transformers' Trainer
@@ -16,21 +17,21 @@ All train a Llama of 7.3 million parameters, and take turns in one process. Firs
 128 tokens a step: the CPU time from one optimizer step to the next, as in tokens.py. `chats` has
 256 samples of lengths as chats have them, of which an answer is the last two thirds, and counts the
 tokens that are not padding in all of the CPU time from the first forward pass to the last optimizer
-step; packed rows have 2,048 tokens, one a step. `memory` starts a process for each way, in which a
-smaller model has a vocabulary of 128,000, and prints its highest resident
-memory up to the last optimizer step.
+step; packed rows have 1,024 tokens, two a step. `memory --samples 36` starts a process for each
+way, in which a small model has a vocabulary of 128,000 and batches 4 samples of at most 256 tokens.
 """
 
 import contextlib
 import io
 import json
-import resource
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from trainkit import startup
 
@@ -45,7 +46,7 @@ from benchmarks.tokens import compare
 from examples import docstrings, finetune
 from trainkit.config import parse
 
-BATCH, LENGTH, LONGEST = 16, 128, 2048
+BATCH, LENGTH, LONGEST = 16, 128, 1024
 PAIR = {"prompt": "def question(of_what): " * 9, "answer": "What it does with it. " * 99}  # cut
 
 
@@ -76,7 +77,7 @@ def peer(trainer: str, flags: list[str], pack: bool = False) -> None:
         kind, options = trl.SFTTrainer, trl.SFTConfig
     how = options(
         tempfile.mkdtemp(),
-        per_device_train_batch_size=1 if pack else args.batch_size,
+        per_device_train_batch_size=2 if pack else args.batch_size,
         num_train_epochs=1,
         use_cpu=True,
         bf16=False,  # unlike SFTTrainer's default
@@ -97,11 +98,17 @@ def collate_labels(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def packed(flags: list[str]) -> None:
-    in_process(finetune, *flags, "--pack", "--batch-size", "1")
+    in_process(finetune, *flags, "--pack", "--batch-size", "2")
+
+
+def padded(flags: list[str]) -> None:
+    with patch.object(finetune, "row_size", lambda *_: (0, {})):
+        in_process(finetune, *flags)
 
 
 WAYS: dict[str, Callable[[list[str]], Any]] = {
     "loop": lambda flags: in_process(finetune, *flags),
+    "padded": padded,
     "pack": packed,
     "bare": bare,
     "trainer": partial(peer, "trainer"),
@@ -160,36 +167,47 @@ def rate(way: Callable[[list[str]], Any], flags: list[str]) -> float:
     return sum(len(tokens) for tokens, _ in samples) / (stamps[-1] - starts[0])
 
 
+def ratios(what: str, found: dict[str, list]) -> None:
+    """Print the values of each way, and their median over those of the first and the last way."""
+    first, *_, last = medians = [statistics.median(each) for each in found.values()]
+    head = f"way | {what} | / {next(iter(found))} | / {next(reversed(found))}"
+    values = zip(found.items(), medians, strict=True)
+    table(head, ([way, spread(each), n / first, n / last] for (way, each), n in values))
+
+
 def chats(rounds: int, num: int) -> None:
+    names = ("bare", "padded", "loop", "pack", "sft pack")
     with tempfile.TemporaryDirectory() as folder:
         flags = make_base(folder, "--layers", "8", "--width", "256")
         flags += make_chats(folder, num * 10 // 9, LONGEST)
-        rates = in_turn({name: partial(rate, way, flags) for name, way in WAYS.items()}, rounds)
-    table(" | ".join(WAYS), [map(spread, rates.values())])
+        rates = in_turn({name: partial(rate, WAYS[name], flags) for name in names}, rounds)
+    ratios("tokens a second", rates)
 
 
-def memory() -> None:
-    """The highest resident memory of a process for each way, in MiB."""
-    code = "from benchmarks import finetune as f; f.one_way({!r}, {!r})"
-    found = []
+def memory(rounds: int, num: int) -> None:
+    names = ("bare", "loop", "trainer", "sft")
     with tempfile.TemporaryDirectory() as folder:
-        flags = make_base(folder, "--layers", "2", "--vocabulary", "128000")
-        flags += make_chats(folder, 60, 256)
-        flags[flags.index("--batch-size") + 1] = "4"
-        for name in WAYS:
-            lines = execute("-c", code.format(name, flags)).lines
-            found += [float(line[5:]) for _, line in lines if line.startswith("PEAK ")]
-    table(" | ".join(WAYS), [found])
+        flags = make_base(folder, "--layers", "2", "--width", "64", "--vocabulary", "128000")
+        flags += [*make_chats(folder, num * 10 // 9, 256), "--batch-size", "4"]
+        found = in_turn({name: partial(peak, name, flags) for name in names}, rounds)
+    ratios("highest, MiB", found)
+
+
+def peak(name: str, flags: list[str]) -> float:
+    code = f"from benchmarks import finetune as f; f.one_way({name!r}, {flags!r})"
+    return next(int(line[5:]) for _, line in execute("-c", code).lines if line.startswith("PEAK "))
 
 
 def one_way(name: str, flags: list[str]) -> None:
-    """Print the highest resident memory up to the last optimizer step, without what is written."""
-    peaks: list[int] = []
+    """Print the highest resident memory up to the last optimizer step, in MiB."""
+    found: list[str] = []
     register_optimizer_step_post_hook(
-        lambda *_: peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        lambda *_: found.append(Path("/proc/self/status").read_text().partition("VmHWM:")[2])
     )
-    startup.run(lambda: WAYS[name](flags) and None)
-    print(f"\nPEAK {peaks[-1] / 1024}", flush=True)
+    if name == "loop":  # as its command does; it would let the others keep more memory
+        startup.keep_memory()
+    WAYS[name](flags)
+    print(f"\nPEAK {int(found[-1].split()[0]) // 1024}", flush=True)
 
 
 def main() -> None:
@@ -203,7 +221,7 @@ def main() -> None:
     elif args.what == "chats":
         chats(args.rounds, args.samples)
     else:
-        memory()
+        memory(args.rounds, args.samples)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Accuracy and CPU time of examples/text.py --base, beside a loop of transformers and Accelerate.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.texts FILE BASE
+    OMP_NUM_THREADS=1 python -m benchmarks.texts FILE BASE [--epochs N] [flags of both]
 
     text      examples/text.py: it also logs, checks, saves checkpoints and follows its schedule
     peer      the model that AutoModelForSequenceClassification makes of BASE, AdamW, a rate that
@@ -80,9 +80,9 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("base")
     parser.add_argument("--epochs", type=int, default=2)
-    args = parser.parse_args()
+    args, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--data", args.data, "--base", args.base, "--epochs", str(args.epochs)]
+        flags = [*more, "--data", args.data, "--base", args.base, "--epochs", str(args.epochs)]
         flags += ["--run-dir", f"{folder}/run", "--no-pictures"]
         for number in range(args.rounds):
             for way in ("text", "peer"):

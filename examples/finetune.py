@@ -8,6 +8,7 @@ python examples/finetune.py --base HuggingFaceTB/SmolLM2-135M-Instruct --data pa
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainkit.config import Count, MayChange, Schedule, TrainingConfig, parse
 from trainkit.data import conversations
 from trainkit.data.conversations import answer
-from trainkit.data.packing import attend_by_sample, check_apart, pack_sets
+from trainkit.data.packing import pack_sets, row_size, share_rows
 from trainkit.errors import as_usage_error
 from trainkit.orders import by_length
 from trainkit.run_dir.pretrained import stop_at, write_pretrained
@@ -36,7 +37,7 @@ class Config(TrainingConfig):
     system: str | None = None  # system turn of the conversations that have none
     prompt: MayChange[tuple[str, ...]] = ()  # answered at each evaluation, instead of a sample's
     max_tokens: Count = 512  # of prompt and answer: what is over is cut
-    pack: bool = False  # rows of --max-tokens, filled with whole samples: a row counts as a sample
+    pack: bool = False  # fill rows of --max-tokens: a row, not a sample, then counts as one
     checkpointing: MayChange[bool] = False  # less memory, more time, the same numbers
     run_dir: Path = Path("runs/finetune")
     epochs: int = 3
@@ -62,9 +63,13 @@ def load_data(config: Config) -> tuple:
     return *sets, tokenizer
 
 
-def collate(samples: list) -> tuple[torch.Tensor, ...]:
-    """Return tokens, which are learned, and positions if packed: (n, longest), padded with 0."""
-    return tuple(pad_sequence(each, batch_first=True) for each in zip(*samples, strict=True))
+def collate(samples: list, size: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return tokens, which are learned, and positions if rows are shared: (rows, longest).
+
+    Samples share rows of up to `size` tokens. What is left is padded with 0.
+    """
+    rows = share_rows(samples, size) if size else samples
+    return tuple(pad_sequence(each, batch_first=True) for each in zip(*rows, strict=True))
 
 
 def make_model(config: Config) -> torch.nn.Module:
@@ -74,8 +79,6 @@ def make_model(config: Config) -> torch.nn.Module:
     # Memory-mapped, so that the processes of a machine share the frozen weights.
     model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
     allow_parts(model)
-    if config.pack:
-        attend_by_sample(model)
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora:
@@ -104,11 +107,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with Run(config := parse(Config, argv), "finetune") as run:
         accelerator = run.accelerator
         train_set, eval_set, end, plan, prompts, tokenizer = run.load(load_data)
+        model = make_model(config)
+        size, padded = row_size(accelerator, model, config.max_tokens, config.pack)
         order = by_length([len(tokens) for tokens, *_ in train_set], config.batch_size, config.seed)
         train_loader, eval_loader = make_loaders(
-            accelerator, train_set, eval_set, config, collate, order=order
+            accelerator, train_set, eval_set, config, partial(collate, size=size), order=order
         )
-        model = make_model(config)
         stop_at(model, end)
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
         optimizer = make_optimizer(accelerator, weights, config)
@@ -117,10 +121,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             model, optimizer, train_loader, eval_loader, scheduler
         )
         metadata = {"script": Path(__file__).stem, "lora": config.lora}
-        run.begin(model, metadata, plan, save_frozen=not config.lora)  # the base lies in --base
+        # What --lora freezes is not saved: it lies in --base.
+        run.begin(model, metadata, plan | padded, save_frozen=not config.lora)
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
-        if config.pack:
-            check_apart(run.models[0])
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
@@ -20,13 +21,15 @@ import torch
 from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.config import Count, Fraction, MayChange, Positive, Schedule, TrainingConfig, parse
+from trainkit.config import Count, MayChange, Positive, Rule, Schedule, TrainingConfig, parse
 from trainkit.data import preferences
-from trainkit.data.conversations import num_positions
+from trainkit.data.conversations import num_positions, without_dropout
 from trainkit.errors import as_usage_error
 from trainkit.orders import by_length
 from trainkit.run_dir.pretrained import stop_at, write_pretrained
 from trainkit.token_losses import allow_parts, token_losses
+
+Smoothing = Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")]
 
 
 @dataclass
@@ -34,7 +37,7 @@ class Config(TrainingConfig):
     base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
     data: MayChange[str] = "runs/docstrings/preferred.jsonl"  # or Parquet, a folder, a Hub id
     beta: Positive = 0.1  # how much a change of the log-probability of an answer counts
-    label_smoothing: Fraction = 0.0  # the share of pairs that are taken to be the wrong way round
+    label_smoothing: Smoothing = 0.0  # the share of pairs that are taken to be the wrong way round
     lora: Count | None = None  # rank: freeze the model and train matrices beside it
     merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
     max_tokens: Count = 512  # of prompt and answer: what is over is cut
@@ -67,15 +70,12 @@ def collate(pairs: list) -> tuple[torch.Tensor, ...]:
 
 
 def make_model(config: Config) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    about = without_dropout(AutoConfig.from_pretrained(config.base))  # it would pass for a change
     dtype = "auto" if config.lora else torch.float32  # what is trained is float32
-    model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(config.base, config=about, dtype=dtype)
     allow_parts(model)
-    for layer in model.modules():  # dropout would be taken for a change from the base
-        for name in ("p", "dropout", "attention_dropout"):
-            if isinstance(getattr(layer, name, None), float):
-                setattr(layer, name, 0.0)
     return model
 
 

@@ -155,10 +155,10 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
 def test_a_kill_changes_no_byte(
     start: Callable, tmp_path: Path, lora: int | None, way: Any
 ) -> None:
-    kill = {"signal": [14, signal.SIGKILL]}
-    assert 0 not in start(tmp_path / "killed", lora, way, fault=kill).codes
+    kill, packed = {"signal": [14, signal.SIGKILL]}, [] if lora else PACKED
+    assert 0 not in start(tmp_path / "killed", lora, way, *packed, fault=kill).codes
     for name in ("killed", "whole"):
-        start(tmp_path / name, lora, way, "--resume", "auto")
+        start(tmp_path / name, lora, way, *packed, "--resume", "auto")
     files = sorted((tmp_path / "whole").glob("**/pretrained/*.safetensors"))
     for path in (tmp_path / "whole" / "metrics.jsonl", *files):
         killed = tmp_path / "killed" / path.relative_to(tmp_path / "whole")
@@ -176,6 +176,7 @@ TEMPLATES = {
     "thinks last": CHATML.replace("each.content", THINKS_LAST),
     "no end": "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}",
     "none": None,
+    "no tokens": None,  # nor one that ends a text or fills a row
     "alternates": "{% for each in messages %}"
     "{% if each.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "{% if (each.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -185,6 +186,9 @@ TEMPLATES = {
 SHORT, LONG = {"prompt": "a", "answer": "4"}, {"prompt": "x = 1 ; " * 90, "answer": "4"}
 ASK, SAY = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
 TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
+SHARED = [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}]
+SHARED += [{"from": "function_call", "value": '{"name": "f"}'}]
+SHARED += [{"from": "observation", "value": "5"}]
 TOOL = SAY | {"content": None, "tool_calls": [{"function": {"name": "f"}}]}
 ODD, PART = "\u00e9 e\u0301 \u4f60\U0001f468\u200d\U0001f469 \u202e", {"type": "text", "text": "4"}
 FOUR, NOT_LEFT = (
@@ -196,6 +200,7 @@ CASES = [
     ("chatml", [SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
     ("no end", [SHORT], ["[assistant]4"], {"end": "no token ends an answer"}),
     ("none", [SHORT], ["4<end>"], {"first": r"^a\[\[4<end>]]$"}),
+    ("no tokens", [SHORT], ["4"], {"end": "no token ends an answer"}),
     (
         "never thinks",
         [SHORT | {"answer": "<think>2</think>4"}],
@@ -212,6 +217,18 @@ CASES = [
     ("chatml", [{"messages": [ASK, TOOL]}], ["<|im_end|>\n"], {}),
     ("chatml", [{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
     ("chatml", [{"prompt": "2?", "completion": "4"}], [FOUR], {}),
+    ("chatml", [{"conversations": SHARED[:2]}], [FOUR], {}),
+    (
+        "chatml",
+        [{"conversations": [*SHARED, SHARED[1]], "system": "be", "tools": "[]"}],
+        [f"{FOUR}<|im_end|>\n{FOUR}"],
+        {"first": "system..be.*tool..5"},
+    ),
+    ("chatml", [{"conversations": [SHARED[2] | {"value": "{"}]}], [], "has no text, or no turns"),
+    ("chatml", [{"messages": [*TALK, ASK, SAY | {"weight": 0}]}], [FOUR], {}),
+    ("chatml", [{"question": "2?", "response": "4"}], [FOUR], {}),
+    ("chatml", [SHORT | {"label": False}], [], "line 1 of .* its label is false"),
+    ("chatml", [SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
     (
         "chatml",
         [{"instruction": "+", "input": "2", "output": "4"}],
@@ -268,6 +285,8 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
     tokenizer: Any, tmp_path: Path, template: str, given: list, learned: list[str], said: Any
 ) -> None:
     tokenizer.chat_template, path = TEMPLATES[template], tmp_path / "rows.jsonl"
+    if template == "no tokens":
+        tokenizer.eos_token = tokenizer.pad_token = None
     path.write_text("".join(f"{json.dumps(row)}\n" for row in given * 3))
     if isinstance(said, str):
         with pytest.raises(UsageError, match=said):

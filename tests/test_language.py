@@ -8,11 +8,12 @@ from trainkit import token_losses as losses
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import finetune
-from trainkit.data.packing import Packed, attend_by_sample, best_fit, check_apart
+from trainkit.data.packing import Packed, best_fit, row_size, share_rows
 from trainkit.errors import UsageError
 from trainkit.orders import WINDOW, by_length
 
@@ -70,20 +71,20 @@ def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
     monkeypatch.setattr(torch, "float32", torch.float64)  # which some models ask for
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     model, samples = make(kind, **KINDS[kind]), make_samples(9)
-    check_apart(model)
     rows = Packed(samples, 40)
     assert 1 < len(rows) < 5
     packed = finetune.collate([rows[n] for n in range(len(rows))])
+    shared = finetune.collate(samples, 60)
+    assert len(shared) == 3 and 1 < len(shared[0]) < 9
     alone = [gradients(model, finetune.collate([sample])) for sample in samples]
     expected = torch.cat([each for each, _ in alone]).sort().values, sum(each for _, each in alone)
-    attend_by_sample(model)
+    assert row_size(Accelerator(), model, 60, False) == (60, {})
     assert (model.config._attn_implementation == "by_sample") == (kind != "gemma2")
-    check_apart(model)
     head = model.get_output_embeddings()
     assert head.may_have_parts == (kind not in ("gemma2", "cohere", "granite"))
     for most in (2**24, 1000, 1):  # all at once, 15 tokens at a time, one
         monkeypatch.setattr(losses, "MAX_LOGITS", most)
-        for batch in (packed, finetune.collate(samples)):
+        for batch in (packed, shared, finetune.collate(samples)):
             for found, wanted in zip(gradients(model, batch), expected, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
@@ -114,9 +115,10 @@ def test_a_model_in_which_samples_of_a_row_see_each_other_is_refused(kind: str) 
     sizes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "bloom": {}, "mamba": {}}
     names = {"bloom": {"n_layer": 2, "n_head": 2, "hidden_size": 32}}.get(kind, WIDTHS)
     model = make(kind, **names, **sizes[kind])
-    with pytest.raises(UsageError, match=r"--pack needs a model that .* which .* does not"):
-        check_apart(model)
-    assert model.training
+    with pytest.raises(UsageError, match=rf"--pack: this model \({kind}\) does not keep"):
+        row_size(Accelerator(), model, 60, True)
+    size, plan = row_size(Accelerator(), model, 60, False)
+    assert size == 0 and "a row of its own" in plan["padded"] and model.training
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=50)
@@ -129,6 +131,11 @@ def test_each_sample_is_in_one_row_and_no_row_is_too_long_or_could_have_been_spa
     sums = [sum(lengths[index] for index in row) for row in rows]
     assert max(sums) <= 50
     assert all(a + b > 50 for a, b in itertools.combinations(sums, 2))
+    samples = [(torch.full((length,), n), torch.ones(length)) for n, length in enumerate(lengths)]
+    shared = [row[0] for row in share_rows(samples, 50)]
+    assert sorted(torch.cat(shared).unique_consecutive().tolist()) == [*range(len(lengths))]
+    assert sum(map(len, shared)) == sum(lengths) and max(map(len, shared)) <= 50
+    assert max(map(len, shared)) * len(shared) <= max(lengths) * len(lengths)
 
 
 def test_rows_are_full_with_lengths_as_chats_have_them() -> None:

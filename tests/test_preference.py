@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +179,15 @@ def test_dropout_of_the_base_is_off(flags: list[str], tmp_path: Path) -> None:
     assert torch.equal(*twice)
 
 
+def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refused() -> None:
+    plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
+    state: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    with pytest.raises(UsageError, match=r"fsdp_cpu_ram_efficient_loading: true .* to false"):
+        preferences.add_reference(state, torch.nn.Linear(1, 1), [], list, list)
+    with pytest.raises(UsageError, match=r"--label-smoothing 0.5 .* below 0.5"):
+        parse(preference.Config, ["--label-smoothing", "0.5"]).validate(1)
+
+
 ASK, GOOD, BAD = (
     {"role": role, "content": text}
     for role, text in (("user", "2?"), ("assistant", "4"), ("assistant", "5"))
@@ -185,11 +195,13 @@ ASK, GOOD, BAD = (
 TEXTS = {"prompt": "2?", "chosen": "4", "rejected": "5"}
 LISTS = {"chosen": [GOOD], "rejected": [BAD]}
 WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+SHARED: dict[str, Any] = {"conversations": [{"from": "human", "value": "2?"}]}
+SHARED |= {"chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}
 LONG = "x = 1 ; " * 90
 
 
 @pytest.mark.parametrize(
-    "row", [TEXTS, LISTS | {"prompt": [ASK]}, WHOLE, WHOLE | {"prompt": "2?"}], ids=str
+    "row", [TEXTS, LISTS | {"prompt": [ASK]}, WHOLE, WHOLE | {"prompt": "2?"}, SHARED], ids=str
 )
 def test_each_way_to_write_a_pair_is_the_same_pair(
     flags: list[str], tmp_path: Path, row: dict

@@ -143,6 +143,19 @@ def test_nothing_that_a_configuration_names_is_fetched_or_run() -> None:
     }
 
 
+@pytest.mark.parametrize(("kind", "most"), [("roberta", 38), ("bert", 40)])
+def test_as_many_tokens_are_taken_as_the_encoder_has_positions_for(
+    base: Path, tmp_path: Path, kind: str, most: int
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "base")
+    transformers.CONFIG_MAPPING[kind](max_position_embeddings=40).save_pretrained(folder)
+    config = parse(text.Config, ["--base", str(folder), "--max-tokens", "64"])
+    tokenizer = folder / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text().replace("40", "64"))
+    with pytest.raises(UsageError, match=f"takes at most {most}"):
+        encoders.read_base(config)
+
+
 def test_weights_that_are_missing_are_named(base: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(base, tmp_path / "base")
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}

@@ -1,5 +1,6 @@
 """Turn conversations into tokens: which are learned, which are cut off, and what ends an answer."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -15,13 +16,23 @@ from trainkit.errors import UsageError, as_usage_error
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # tokens, int64 (length,), and which are learned, bool
 # The columns of each format that is read. A row has the first format whose columns are all there.
-FORMATS = (
-    ("messages",),
-    ("prompt", "completion"),
-    ("prompt", "answer"),
-    ("instruction", "output"),
-    ("text",),
-)
+FORMATS = [
+    "messages",
+    "conversations",
+    "prompt and completion",
+    "prompt and answer",
+    "prompt and response",
+    "question and answer",
+    "question and response",
+    "instruction and output",
+    "instruction and response",
+    "text",
+]
+# Columns without which the text of a row would mean something else.
+NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "history", "chosen")
+WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's
+# Who speaks in files in the format of ShareGPT, whose turns have `from` and `value`.
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 MOST_SHOWN = 400  # characters of a sample
 
 
@@ -85,40 +96,65 @@ def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str
     kinds: dict[str, None] = {}
     for place, row in read_rows(source):
         held = {*row} if isinstance(row, dict) else set()
-        columns = next((each for each in FORMATS if held.issuperset(each)), None)
-        if columns is None:
-            known = "; ".join(" and ".join(each) for each in FORMATS)
+        names = next((each for each in FORMATS if held.issuperset(each.split(" and "))), None)
+        if names is None:
+            known = "; ".join(FORMATS)
             raise UsageError(f"{place} has not the columns of any known format: {known}")
-        names = " and ".join(columns)
-        try:
-            found.append((place, _conversation(columns, row)))
-        except (TypeError, KeyError, AttributeError) as problem:
-            raise UsageError(f"{place} has no text, or no turns, in {names}") from problem
-        except UsageError as problem:
-            raise UsageError(f"{place}: {problem}") from problem
+        with named(place, f"text, or no turns, in {names}"):
+            found.append((place, _conversation(names.split(" and "), row)))
         kinds[names] = None
     return found, "; ".join(kinds)
 
 
-def _conversation(columns: tuple[str, ...], row: dict[str, Any]) -> Conversation:
+@contextlib.contextmanager
+def named(place: str, lacks: str) -> Iterator[None]:
+    """Raise a UsageError that names the place if a row cannot be read, or lacks something."""
+    try:
+        yield
+    except UsageError as problem:
+        raise UsageError(f"{place}: {problem}") from problem
+    except (TypeError, KeyError, AttributeError, ValueError) as problem:
+        raise UsageError(f"{place} has no {lacks}") from problem
+
+
+def _conversation(columns: list[str], row: dict[str, Any]) -> Conversation:
     """Make a conversation of a row that has the columns of one of the FORMATS."""
-    if columns == ("text",):
+    if missed := [name for name in NOT_READ if row.get(name)]:
+        raise UsageError(f"it has {missed[0]}, and only texts and turns are read: leave it out")
+    if row.get("label") is False:
+        raise UsageError("its label is false: leave out what is not wanted as an answer")
+    if columns == ["text"]:
         return Conversation([], text=row["text"] + "")
-    given, said = ([], row["messages"]) if len(columns) == 1 else (row[name] for name in columns)
-    if "instruction" in columns and row.get("input"):
-        given = given + "\n\n" + row["input"]
-    given = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    said = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
+    given, said = ([], row[columns[0]]) if len(columns) == 1 else (row[name] for name in columns)
+    if more := "instruction" in columns and (row.get("input") or row.get("context")):
+        given = given + "\n\n" + more
+    given, said = as_turns(given, "user"), as_turns(said, "assistant")
     tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-    return Conversation([check_turn(x) for x in given + said], len(given), _filled(tools) or None)
+    conversation = Conversation(given + said, len(given), _filled(tools) or None)
+    return with_system(conversation, row.get("system") or row.get("system_prompt"))
 
 
-def check_turn(turn: dict[str, Any]) -> dict[str, Any]:
+def as_turns(value: Any, role: str) -> list[dict[str, Any]]:
+    """Return turns as templates take them: of a list, of one turn, or of a text that `role` says.
+
+    Raises TypeError, KeyError, AttributeError or ValueError for others, UsageError for a picture.
+    """
+    value = {"role": role, "content": value} if isinstance(value, str) else value
+    return [_as_turn(turn) for turn in ([value] if isinstance(value, dict) else value)]
+
+
+def _as_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    if "from" in turn:
+        role, value = turn["from"], turn["value"]
+        turn = {"role": ROLES.get(role, role), "content": value}
+        if role == "function_call":
+            calls = [{"type": "function", "function": json.loads(value)}]
+            turn = {"role": "assistant", "content": "", "tool_calls": calls}
     content = turn["content"] or "" if turn.get("tool_calls") else turn["content"]
     if isinstance(content, list):  # most templates would write it as Python does
         if others := [part["type"] for part in content if part["type"] != "text"]:
             raise UsageError(f"a turn holds {others[0]}, and only text can be learned from")
-        content = "".join(part["text"] for part in content)
+        content = "".join(part["text"] if "text" in part else part["value"] for part in content)
     if not isinstance(turn["role"], str) or not isinstance(content, str):
         raise TypeError
     return _filled(turn) | {"content": content}
@@ -152,6 +188,28 @@ def num_positions(config: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
+def without_dropout(config: Any) -> Any:
+    """Set all probabilities of dropout in the config of a transformers model to 0; return it."""
+    for part in (config, config.get_text_config()):
+        values = part.to_dict().items()
+        part.update({n: 0.0 for n, value in values if "drop" in n and isinstance(value, float)})
+    return config
+
+
+def find_limit(max_tokens: int, positions: int | None) -> tuple[int, str]:
+    """Return how many tokens of a sample are kept, and what says so."""
+    size = min(max_tokens, positions or max_tokens)
+    return size, f"--max-tokens {size}" if size == max_tokens else f"the model's {size} positions"
+
+
+def check_left(sets: Sequence[Sequence], num_rows: int, what: str, why: str) -> None:
+    """Raise UsageError if nothing of these rows is left to train or to evaluate on."""
+    if num_rows > 1 and not all(sets):
+        what = what.format("evaluate" if sets[0] else "train")
+        larger = " or give a larger --max-tokens" * why.startswith("-")
+        raise UsageError(f"none of the {what} within {why}: shorten the prompts{larger}")
+
+
 def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[Sample], str]:
     """Return samples in which what the assistant says is learned, and an answer that lost text.
 
@@ -173,13 +231,18 @@ def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[
     spans: list[tuple[int, int]] = []
     lost = ""
     for number in range(conversation.num_given, len(turns)):
-        if turns[number]["role"] == "assistant" and not (pieces and len(pieces[-1]) > size):
+        if _is_learned(turns[number]) and not (pieces and len(pieces[-1]) > size):
             tokens, span, is_whole = _encode_turn(tokenizer, conversation, number)
             pieces, spans = [*pieces, tokens], [*spans, span]
             lost = lost or "" if is_whole else str(turns[number]["content"])
     if pieces and all(pieces[-1][: len(tokens)] == tokens for tokens in pieces):
         return [_sample(pieces[-1], spans)], lost
     return [_sample(*piece) for piece in zip(pieces, ([span] for span in spans), strict=True)], lost
+
+
+def _is_learned(turn: dict[str, Any]) -> bool:
+    """Return whether an assistant says this, and its weight, by which sets mark turns, is not 0."""
+    return turn["role"] == "assistant" and all(turn.get(name, 1) != 0 for name in WEIGHTS)
 
 
 def ask_tokens(tokenizer: Any, prompt: str, system: str | None = None) -> list[int]:
@@ -280,19 +343,13 @@ def make_sets(
     Raises UsageError if one of the sets is left empty, or for a row that read_conversations or the
     chat template refuses, and names its place.
     """
-    size = min(max_tokens, limit or max_tokens)
-    why = f"--max-tokens {size}" if size == max_tokens else f"the model's {size} positions"
+    size, why = find_limit(max_tokens, limit)
     rows, columns = read_conversations(source)
     if system and not tokenizer.chat_template:
         raise UsageError("--system needs a chat template, and the tokenizer of --base has none")
     rows = [(place, with_system(row, system)) for place, row in rows]
     sets, said = _encode_all(tokenizer, rows, size, why)
-    if len(rows) > 1 and not all(sets):
-        raise UsageError(
-            f"none of the samples to {'evaluate' if sets[0] else 'train'} on has an answer, or a "
-            f"token of one within {why}: shorten the prompts"
-            f"{' or give a larger --max-tokens' * (size == max_tokens)}"
-        )
+    check_left(sets, len(rows), "samples to {} on has an answer, or a token of one", why)
     end = find_end(tokenizer, any(row.turns for _, row in rows))
     plan = {"data": f"{len(rows)} rows of {columns}", "end": _describe_end(tokenizer, end, sets)}
     plan |= said | ({"first": show(tokenizer, sets[0][0])} if sets[0] else {})
@@ -342,8 +399,8 @@ def _encode_all(
 
 def _has_empty_answer(conversation: Conversation) -> bool:
     answers = conversation.turns[conversation.num_given :]
-    answers = [turn for turn in answers if turn["role"] == "assistant"]
-    return any(not turn["content"].strip() and not turn.get("tool_calls") for turn in answers)
+    said = [turn for turn in answers if _is_learned(turn) and not turn.get("tool_calls")]
+    return not all(turn["content"].strip() for turn in said)
 
 
 def _describe_end(tokenizer: Any, end: int | None, sets: tuple[list[Sample], list[Sample]]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.data.conversations import without_dropout
 from trainkit.data.texts import NUM_HASHED
 from trainkit.errors import UsageError, as_usage_error
 
@@ -61,18 +62,25 @@ def read_base(config: Any) -> tuple[dict[str, Any] | None, Any]:
         vars(config).update(max_tokens=config.max_tokens or MAX_TOKENS["scratch"])
         return None, None
     with as_usage_error(NEEDS):
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoModel
     with as_usage_error(f"--base {config.base} cannot be read"):
         made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
-        tokenizer = load_tokenizer(config.base)
-        known = made.to_dict().items()
-        made.update({n: 0.0 for n, value in known if "drop" in n and isinstance(value, float)})
+        made, tokenizer = without_dropout(made), load_tokenizer(config.base)
         values = plain(json.loads(made.to_json_string()) | {"model_type": made.model_type})
-    limit = min(tokenizer.model_max_length, values.get("max_position_embeddings") or math.inf)
+        with torch.device("meta"):
+            model = AutoModel.from_config(made, trust_remote_code=False)
+    limit = min(tokenizer.model_max_length, _num_positions(model))
     vars(config).update(max_tokens=config.max_tokens or min(limit, MAX_TOKENS["base"]))
     if config.max_tokens > limit:
         raise UsageError(f"--max-tokens {config.max_tokens}: {config.base} takes at most {limit}")
     return values, tokenizer
+
+
+def _num_positions(model: nn.Module) -> float:
+    """Return how many tokens an encoder takes; the first positions of RoBERTa's are padding's."""
+    num = max(0, getattr(model.config, "max_position_embeddings", None) or 0) or math.inf
+    found = [each for each in model.modules() if getattr(each, "num_embeddings", None) == num]
+    return num - max((each.padding_idx + 1 for each in found if each.padding_idx), default=0)
 
 
 def load_tokenizer(folder: str | Path) -> Any:

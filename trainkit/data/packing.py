@@ -1,10 +1,14 @@
-"""Pack samples of tokens into rows of one length, so that nothing is computed for padding."""
+"""Let samples of tokens share rows, so that little or nothing is computed for padding."""
 
+import contextlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heapreplace
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch.utils.data import Dataset
 
 from trainkit.data.conversations import Sample, Sets
@@ -32,13 +36,47 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     return rows
 
 
-class Packed(Dataset):
-    """Rows of whole samples. An item is (tokens, learned, positions), each of shape (length,).
+def join(samples: Sequence[Sample]) -> tuple[torch.Tensor, ...]:
+    """Return the row (tokens, learned, positions) of these samples, each of shape (length,).
 
     The positions, int64, start anew with each sample. From this transformers sees where a sample
     begins and lets no token attend to another sample. Nothing is learned of a sample's first token,
     so no token is predicted from another sample.
     """
+    tokens, learned = (torch.cat(parts) for parts in zip(*samples, strict=True))
+    return tokens, learned, torch.cat([torch.arange(len(each)) for each, _ in samples])
+
+
+def share_rows(samples: list[Sample], size: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return a batch as rows of at most `size` tokens, in which the samples are joined.
+
+    Of the batch in as many rows as samples, in half as many and so on, it takes the first in which
+    at most 2 % is padding, or else the one with the least. The longest sample is placed first, each
+    into the row that is shortest by then.
+    """
+    lengths = [len(tokens) for tokens, _ in samples]
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    best, num_computed = samples, len(samples) * max(lengths)
+    num_rows = len(samples) // 2
+    while num_rows and num_computed > 1.02 * sum(lengths):
+        rows: list[list[int]] = [[] for _ in range(num_rows)]
+        sums = [(0, number) for number in range(num_rows)]  # of each row, as a heap
+        for index in longest_first:
+            total, number = sums[0]
+            rows[number].append(index)
+            heapreplace(sums, (total + lengths[index], number))
+        longest = max(sums)[0]
+        if longest <= size and num_rows * longest < num_computed:
+            best, num_computed = (
+                [join([samples[n] for n in row]) for row in rows],
+                num_rows * longest,
+            )
+        num_rows //= 2
+    return best
+
+
+class Packed(Dataset):
+    """Rows of at most `size` tokens, filled with whole samples by best_fit; see join()."""
 
     def __init__(self, samples: Sequence[Sample], size: int):
         self.samples = samples
@@ -48,9 +86,7 @@ class Packed(Dataset):
         return len(self.rows)
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, ...]:
-        samples = [self.samples[index] for index in self.rows[row]]
-        tokens, learned = (torch.cat(parts) for parts in zip(*samples, strict=True))
-        return tokens, learned, torch.cat([torch.arange(len(each)) for each, _ in samples])
+        return join([self.samples[index] for index in self.rows[row]])
 
 
 def pack_sets(sets: Sets, size: int) -> Sets:
@@ -114,27 +150,46 @@ def _attend(
     return torch.cat(rows), None
 
 
+def row_size(
+    accelerator: Accelerator, model: Any, size: int, pack: bool
+) -> tuple[int, dict[str, str]]:
+    """Return the size of rows for share_rows, 0 if samples have rows of their own, and plan lines.
+
+    With `pack` the rows are shared already: raises UsageError if the model does not take that.
+    Every process must call this, before accelerator.prepare.
+    """
+    if keeps_apart(accelerator, model):
+        attend_by_sample(model)
+        return 0 if pack else size, {}
+    lacks = f"this model ({model.config.model_type}) does not keep the samples of a row apart"
+    if pack:
+        raise UsageError(f"--pack: {lacks} by their position_ids: leave --pack out")
+    return 0, {"padded": f"{lacks}, so each has a row of its own"}
+
+
 @torch.no_grad()
-def check_apart(model: Any) -> None:
-    """Raise UsageError unless this model keeps the samples of a row apart by their positions.
+def keeps_apart(accelerator: Accelerator, model: Any) -> bool:
+    """Return whether a model keeps the samples of a row apart by their position_ids.
 
     It changes the first of two samples and compares how far the logits of the second move: as one
-    sample, and as two. Every process must call this if the model is sharded.
+    sample, and as two. Every process must call this, before accelerator.prepare; the main process
+    decides, because it may be the only one to have the weights.
     """
-    tokens = torch.arange(8, device=next(model.parameters()).device).repeat(2, 1)
-    others = torch.cat([tokens[:, 4:], tokens[:, 4:]], dim=1)
-    apart = {"position_ids": tokens % 4, "use_cache": False}
-    modes = {layer: layer.training for layer in model.modules()}
-    model.eval()
-    moved = [
-        (model(input_ids=tokens, **how).logits - model(input_ids=others, **how).logits)[:, 4:]
-        for how in (apart, {"use_cache": False})
-    ]
-    for layer, mode in modes.items():
-        layer.training = mode
-    # It is 0 in most models; with experts the rounding depends on which tokens go to the same one.
-    if moved[0].abs().max() > moved[1].abs().max() / 10:
-        raise UsageError(
-            f"--pack needs a model that keeps the samples of a row apart by their position_ids, "
-            f"which {type(model).__name__} does not: leave --pack out"
-        )
+    is_apart = torch.zeros((), device=accelerator.device)
+    if accelerator.is_main_process:
+        tokens = torch.arange(8, device=model.device).repeat(2, 1)
+        others = torch.cat([tokens[:, 4:], tokens[:, 4:]], dim=1)
+        modes = {layer: layer.training for layer in model.modules()}
+        model.eval()
+        with contextlib.suppress(TypeError, ValueError):  # it takes no position_ids
+            apart, one = (
+                (model(input_ids=tokens, **how).logits - model(input_ids=others, **how).logits)[
+                    :, 4:
+                ]
+                for how in ({"position_ids": tokens % 4, "use_cache": False}, {"use_cache": False})
+            )
+            # 0 in most models; with experts rounding depends on which tokens go to the same one.
+            is_apart += apart.abs().max() <= one.abs().max() / 10
+        for layer, mode in modes.items():
+            layer.training = mode
+    return bool(broadcast(is_apart))

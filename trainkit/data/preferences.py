@@ -14,9 +14,12 @@ from torch import nn
 
 from trainkit.data.conversations import (
     Conversation,
-    check_turn,
+    as_turns,
+    check_left,
     encode,
     find_end,
+    find_limit,
+    named,
     read_rows,
     show,
 )
@@ -40,16 +43,17 @@ class Pairs(NamedTuple):
 def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     """Return the chosen and the rejected conversation of a row; what both begin with is given.
 
-    The row has chosen and rejected, as texts or as lists of turns, and the prompt in a column of
-    its own, or at the start of both lists. Raises TypeError, KeyError or AttributeError for others.
+    The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in a column
+    of its own, or at the start of both lists. Raises TypeError, KeyError, AttributeError or
+    ValueError for others.
     """
-    given, *answers = row.get("prompt") or [], row["chosen"], row["rejected"]
-    given = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    given, both = [check_turn(turn) for turn in given], []
-    for answer in answers:
-        if isinstance(answer, str) and given:
-            answer = [{"role": "assistant", "content": answer}]
-        turns = [check_turn(turn) for turn in answer]
+    names = ("prompt", "conversations")
+    given = as_turns(next((row[name] for name in names if row.get(name)), []), "user")
+    both = []
+    for answer in (row["chosen"], row["rejected"]):
+        if isinstance(answer, str) and not given:
+            raise TypeError
+        turns = as_turns(answer, "assistant")
         # Some sets have the prompt in a column and in the lists as well.
         both.append(turns if turns[: len(given)] == given else given + turns)
     num_given = len(given)
@@ -59,15 +63,6 @@ def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     return Conversation(both[0], num_given), Conversation(both[1], num_given)
 
 
-def _read_named(place: str, row: Any) -> tuple[Conversation, Conversation]:
-    try:
-        return read_pair(row)
-    except (TypeError, KeyError, AttributeError) as problem:
-        raise UsageError(
-            f"{place} has no chosen and rejected, as texts with a prompt or as lists of turns"
-        ) from problem
-
-
 def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None = None) -> Pairs:
     """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
 
@@ -75,13 +70,13 @@ def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None =
     that is less. Pairs of which one answer is cut away, or both are equal, are dropped and counted.
     Raises UsageError if a set is left empty, or for a row that cannot be read, with its place.
     """
-    size = min(max_tokens, limit or max_tokens)
-    why = f"--max-tokens {size}" if size == max_tokens else f"the model's {size} positions"
+    size, why = find_limit(max_tokens, limit)
     sets: tuple[list[Pair], list[Pair]] = ([], [])
     num_rows = num_cut = num_lost = num_equal = 0
     for number, (place, row) in enumerate(read_rows(source)):
         num_rows += 1
-        both = _read_named(place, row)
+        with named(place, "chosen and rejected, as texts with a prompt or as lists of turns"):
+            both = read_pair(row)
         with as_usage_error(f"{place} cannot be made into tokens"):
             found = [_encode_one(tokenizer, conversation, size) for conversation in both]
         num_cut += any(len(tokens) > size for tokens, _ in found)
@@ -92,12 +87,7 @@ def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None =
             num_equal += 1
         else:
             sets[number % 10 == 0].append((*chosen, *rejected))
-    if num_rows > 1 and not all(sets):
-        raise UsageError(
-            f"none of the pairs to {'evaluate' if sets[0] else 'train'} on has two different "
-            f"answers within {why}: shorten the prompts"
-            f"{' or give a larger --max-tokens' * (size == max_tokens)}"
-        )
+    check_left(sets, num_rows, "pairs to {} on has two different answers", why)
     end = find_end(tokenizer)
     ends = "no token" if end is None else tokenizer.convert_ids_to_tokens(end)
     plan = {"data": f"{num_rows} rows of chosen and rejected", "end": f"{ends} after an answer"}
@@ -152,6 +142,12 @@ def add_reference(
         compute: returns (n, 2), float32, for n pairs. It is called without gradients and
             in evaluation mode; afterwards the model is in training mode.
     """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.cpu_ram_efficient_loading:
+        raise UsageError(
+            "fsdp_cpu_ram_efficient_loading: true leaves all processes but the first without the "
+            "weights, which each of them compares to: set it to false in the YAML"
+        )
     pairs = [pair for each in sets for pair in each]
     digest = hashlib.sha256()
     for tensor in (*model.state_dict().values(), *(each for pair in pairs for each in pair)):

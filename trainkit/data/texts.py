@@ -81,7 +81,8 @@ def read_docstrings(packages: list[str], num: int | None) -> Sets:
     # A line that occurs in two packages is left out.
     lines = [(line, min(ids)) for line, ids in sorted(origin.items()) if len(ids) == 1]
     train, held_out = [line for n, line in enumerate(lines) if n % 5], lines[::5]
-    return Sets(train[:num], held_out[:num], packages, {}, {})
+    train, held_out = train[:num], held_out[:num]
+    return Sets(train, held_out, packages, {}, describe(train, held_out, packages))
 
 
 def read_sets(config: TextConfig) -> Sets:
