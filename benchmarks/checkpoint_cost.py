@@ -1,17 +1,18 @@
-"""Measure how long a save blocks the training, and how long it takes until it is durable.
+"""Measure how long a save blocks the training, beside another version of this code.
 
-    python -m benchmarks.checkpoint_cost
-    python -m benchmarks.checkpoint_cost --width 2560 --layers 4 --rounds 9
-    python -m benchmarks.checkpoint_cost --width 5700 --layers 8 --rounds 3
+    git worktree add ../before 636a531     the last version whose saves did not use a thread
+    python -m benchmarks.checkpoint_cost --before ../before
+    python -m benchmarks.checkpoint_cost --before ../before --width 5700 --layers 8 --rounds 3
 
 A square network of --layers x --width**2 parameters is saved with the moments of AdamW, 12 bytes
-for each parameter, as Run saves. "Synchronous" is what a save without the thread costs: the same
-files, hashed with SHA-256 and synced, one after the other, before the training goes on. The two
-take turns, and a save begins only when the one before is durable.
+for each parameter, as Run saves. Both versions hold it in a process of their own and save in turn;
+a save begins only when the one before is durable.
 """
 
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,72 +23,91 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from benchmarks._runs import Parser, in_turn, spread, table
+from benchmarks._runs import ROOT, Parser, in_turn, spread, table
 from trainkit.checkpoint import Checkpoints, Progress
 from trainkit.config import TrainingConfig
 from trainkit.metrics import RunningMeans
-from trainkit.run_dir.files import remove_tree, sync
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import hash_of
 
 
-def synchronous(accelerator: Accelerator, folder: Path) -> float:
-    """Return the seconds of a durable save without a thread."""
-    started_at = time.perf_counter()
-    accelerator.save_state(folder / ".tmp-before")
-    for path in [path for path in (folder / ".tmp-before").rglob("*") if path.is_file()]:
-        hash_of(path, "sha256")
-        sync(path)
-    os.rename(folder / ".tmp-before", folder / "before")
-    sync(folder)
-    seconds = time.perf_counter() - started_at
-    remove_tree(folder / "before")
-    return seconds
+def save_when_asked(run_dir: Path, width: int, layers: int) -> None:
+    """For each line from stdin save; print the seconds until that returns and until it is durable.
+
+    The other version runs this too.
+    """
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model(torch.ones(1, width, device=accelerator.device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    config = TrainingConfig(run_dir=run_dir, keep=1)
+    (run_dir / "checkpoints").mkdir(parents=True)
+    progress, parts = Progress(), (JsonlTracker(run_dir), RunningMeans(accelerator))
+    checkpoints = Checkpoints(accelerator, config, {}, *parts)
+    for _ in sys.stdin:
+        progress.step += 1
+        started_at = time.perf_counter()
+        checkpoints.save(progress)
+        blocked = time.perf_counter() - started_at
+        if hasattr(checkpoints, "commits"):
+            checkpoints.commits.wait()
+        print("seconds", blocked, time.perf_counter() - started_at, flush=True)
 
 
 def main() -> None:
     parser = Parser(__doc__, rounds=15)
     for flag, default in (("--width", 774), ("--layers", 2)):
         parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--run-dir", type=Path)
     args = parser.parse_args()
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-    layers = [nn.Linear(args.width, args.width) for _ in range(args.layers)]
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    model(torch.ones(1, args.width, device=accelerator.device)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    with tempfile.TemporaryDirectory(dir=".") as name:
-        config = TrainingConfig(run_dir=Path(name), keep=1)
-        (config.run_dir / "checkpoints").mkdir()
-        progress, parts = Progress(), (JsonlTracker(config.run_dir), RunningMeans(accelerator))
-        checkpoints = Checkpoints(accelerator, config, {}, *parts)
-        whole: list[float] = []
+    if args.run_dir:
+        save_when_asked(args.run_dir, args.width, args.layers)
+        return
+    with tempfile.TemporaryDirectory(dir=".") as folder:
 
-        def in_thread() -> float:
-            progress.step += 1
-            started_at = time.perf_counter()
-            checkpoints.save(progress)
-            blocked = time.perf_counter() - started_at
-            checkpoints.commits.wait()
-            whole.append(time.perf_counter() - started_at)
-            return blocked
+        def start(name: str, root: Path) -> subprocess.Popen:
+            flags = [
+                "--width",
+                args.width,
+                "--layers",
+                args.layers,
+                "--run-dir",
+                f"{folder}/{name}",
+            ]
+            return subprocess.Popen(
+                [sys.executable, __file__, *map(str, flags)],
+                env={**os.environ, "PYTHONPATH": str(root.resolve())},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
 
-        ways = {
-            "synchronous, SHA-256": lambda: synchronous(accelerator, config.run_dir),
-            "in a thread: blocked": in_thread,
-        }
+        def save(child: subprocess.Popen) -> list[float]:
+            child.stdin.write("\n")
+            child.stdin.flush()
+            line = next(line for line in child.stdout if line.startswith("seconds"))
+            return [*map(float, line.split()[1:])]
+
+        roots = {"before": args.before, "now": ROOT} if args.before else {"now": ROOT}
+        children = {name: start(name, root) for name, root in roots.items()}
+        ways = {name: lambda child=child: save(child) for name, child in children.items()}
         found = in_turn(ways, args.rounds, warm_up=1)
-        size = sum(path.stat().st_size for path in config.run_dir.rglob("*") if path.is_file())
-    found["in a thread: until durable"] = whole[1:]
-    print(f"{size / 2**20:,.0f} MiB in a checkpoint")
-    before = statistics.median(found["synchronous, SHA-256"])
-    rows = [
-        (name, spread([1000 * x for x in values]), statistics.median(values) / before)
-        for name, values in found.items()
-    ]
-    table("save | milliseconds | of the synchronous one", rows)
+        for child in children.values():
+            child.communicate()
+        paths = [path for path in Path(folder, "now").rglob("*") if path.is_file()]
+        print(f"{sum(path.stat().st_size for path in paths) / 2**20:,.0f} MiB in a checkpoint")
+    first, rows = next(iter(found.values())), []
+    for number, what in enumerate(("blocked", "until durable")):
+        before = statistics.median(pair[number] for pair in first)
+        for name, pairs in found.items():
+            values = [1000 * pair[number] for pair in pairs]
+            rows.append(
+                (f"{name}: {what}", spread(values), statistics.median(values) / before / 1000)
+            )
+    table("save | milliseconds | of the first", rows)
 
 
 if __name__ == "__main__":

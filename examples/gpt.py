@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, shards, startup
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +117,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train_set, eval_set = run.load(load_data)
         order = train_set.order(config.batch_size, config.seed) if config.data else None
         loaders = make_loaders(accelerator, train_set, eval_set, config, order=order)
-        model = GPT(config, config.vocabulary, len(train_set[0][0]) - 1)
+        size = config.vocabulary, len(train_set[0][0]) - 1
+        model = shards.make(accelerator, lambda: GPT(config, *size))
         matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (1, 0))
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = make_optimizer(accelerator, groups, config)

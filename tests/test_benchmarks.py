@@ -81,7 +81,8 @@ TABLES = {
     "sharded": ("--rounds 1 --steps 4 --layers 2 --width 64", "2cpu 2cpu_fsdp"),
     "scaling": ("--model compact --steps 2 --rounds 1", "1 2"),
     "growth": ("--sizes 1000 2000 --rounds 1", "kit"),
-    "checkpoint_cost": ("--rounds 2", "bare durable"),
+    "checkpoint_cost": ("--rounds 2", "now:"),
+    "billion": ("--parameters 2e6", "2 killed resumed"),
     "time_to_accuracy": ("--seeds 2 --stop-after-steps 1", "train_mnist.py"),
     "peers": ("--only accelerate fast --pictures 700", "accelerate fast"),
 }

@@ -13,7 +13,7 @@ LAYERS = [
     "private cli.text",
     "errors",
     "config cli run_dir launch",
-    "rng",
+    "rng deferred",
     "orders",
     "loaders metrics optim",
     "checks",

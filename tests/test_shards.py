@@ -1,5 +1,6 @@
 """A model spread over the processes (FSDP2) trains, saves and resumes like one that is not."""
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -15,10 +16,13 @@ import yaml
 from accelerate import Accelerator
 from conftest import CONFIGS, rows, saved
 from faults import Nursery, Outcome, digests
+from safetensors.torch import save
 from test_checkpoint import reforge
 
-from trainkit.checks.prepared import check_memory
+from trainkit.checks.memory import check_memory, free_memory
+from trainkit.deferred import Deferred
 from trainkit.errors import UsageError
+from trainkit.run_dir.weights import write_tensors
 
 CLOSE = 1e-6  # between losses of float32 runs that add up in different orders
 KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
@@ -171,6 +175,7 @@ def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
         ("weighted", []),
         ("examples.text", ["--num-lines", 7, "--batch-size", 6]),
         ("examples.gpt", ["--layers", 1, "--width", 32, "--num-bytes", 16000]),
+        ("in_shares", ["--layers", 1, "--width", 32, "--num-bytes", 16000]),
         pytest.param("examples.two_towers", ["--batch-size", 60], marks=pytest.mark.slow),
         ("examples.gan", ["--eval-every", 2]),
     ],
@@ -180,6 +185,7 @@ def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
         "evaluated before training",
         "a batch without rows",
         "tied weights",
+        "weights made in shares",
         "two towers",
         "two models",
     ],
@@ -231,6 +237,61 @@ def test_weights_of_a_file_are_shared_out(
         outcome = train(nursery, tmp_path / str(kind), *args, kind=kind)
         assert "left as initialised: none; not used: none" in outcome.output
     assert_equal_bytes(tmp_path / "None", tmp_path / KINDS[1])
+
+
+def build() -> tuple[torch.nn.Module, torch.Tensor]:
+    """A model whose large weights are filled in most of the ways there are; the numbers after."""
+    torch.manual_seed(3)
+    block = torch.nn.TransformerEncoderLayer(512, 8, 1024)  # copied twice
+    blocks = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    model = torch.nn.Sequential(torch.nn.Embedding(600, 512, padding_idx=3), blocks)
+    model += torch.nn.Sequential(*(torch.nn.Linear(512, 600, bias=False) for _ in range(5)))
+    model[2].weight = model[0].weight
+    torch.nn.init.normal_(model[2].weight, std=0.02)
+    torch.nn.init.orthogonal_(model[3].weight)
+    torch.nn.init.trunc_normal_(model[4].weight)
+    torch.nn.init.constant_(model[5].weight[:7], 0.5)
+    torch.nn.init.kaiming_normal_(model[6].weight, generator=torch.Generator().manual_seed(4))
+    model[5].weight.data.mul_(3).add_(0.1)
+    model.register_buffer("noise", torch.empty(2**18).uniform_())
+    return model, torch.rand(9)
+
+
+def test_weights_that_are_filled_later_are_those_of_an_ordinary_model() -> None:
+    (expected, numbers), deferred = build(), Deferred()
+    with deferred:
+        model, found = build()
+    assert torch.equal(found, numbers)
+    num_deferred = 0
+    for name, value in model.state_dict().items():
+        num_deferred += value in deferred
+        value = deferred.values(value) if value in deferred else value
+        assert torch.equal(value, expected.state_dict()[name]), name
+    assert num_deferred == 13
+    deferred.fill_all_but([model[6].weight])
+    assert len(deferred.unwritten) == 1
+    assert torch.equal(model.noise, expected.noise) and torch.equal(
+        model[5].weight, expected[5].weight
+    )
+
+
+def test_the_file_of_weights_is_that_of_the_library(tmp_path: Path) -> None:
+    kinds = (torch.bfloat16, torch.complex64, torch.bool, torch.int64)
+    tensors = {f'"{kind}\u00e9': torch.randn(3, 5).to(kind).t() for kind in kinds}
+    tensors |= {"scalar": torch.tensor(0.5), "none": torch.zeros(0, 3)}
+    write_tensors(tmp_path / "file", tensors, {"text": "\u00fc", "list": [1]})
+    said = {"trainkit": json.dumps({"text": "\u00fc", "list": [1]})}
+    expected = save({name: value.contiguous() for name, value in tensors.items()}, said)
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_weights_that_cannot_be_written_leave_no_process_waiting(
+    nursery: Nursery, runs: dict[str | None, Path], tmp_path: Path
+) -> None:
+    where = copy_until(runs[KINDS[1]], tmp_path / "run", 8)
+    (where / ".tmp-model.safetensors").mkdir()
+    outcome = train(nursery, where, *SMALL, kind=KINDS[1], codes=[1, 1])
+    assert outcome.output.count("model.safetensors cannot be written") == 1, outcome.output
 
 
 # What is refused.
@@ -304,6 +365,30 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_killed(
     memory["available"] = 11 * 2**20  # a gradient and two moments take 12
     with pytest.raises(UsageError, match=r"need 0\.0 GiB on this machine and 0\.0 GiB are free"):
         check_memory(accelerator, [optimizer])
+
+
+def test_the_limits_of_all_groups_around_this_process_count(tmp_path: Path) -> None:
+    """Version 2 of control groups, with a limit on an outer one, and version 1 in a container."""
+    files = {
+        "proc/self/cgroup": "5:cpu:/\n4:memory:/seen/from/outside\n0::/job/step\n",
+        "sys/fs/cgroup/job/memory.max": "9000",
+        "sys/fs/cgroup/job/memory.current": "5000",
+        "sys/fs/cgroup/job/memory.stat": "anon 4000\ninactive_file 1000\n",
+        "sys/fs/cgroup/job/step/memory.max": "max",
+        "sys/fs/cgroup/job/step/memory.current": "1",
+        "sys/fs/cgroup/job/step/memory.stat": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path) == 5000
+    group = tmp_path / "sys/fs/cgroup/memory"
+    group.mkdir()
+    for name, text in (("limit_in_bytes", "3000"), ("usage_in_bytes", "2900")):
+        (group / f"memory.{name}").write_text(text)
+    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 700\n")
+    assert free_memory(tmp_path) == 800
+    assert free_memory(tmp_path / "none") > 9000
 
 
 # What is frozen.

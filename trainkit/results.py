@@ -20,7 +20,7 @@ from trainkit.ema import EMA
 from trainkit.errors import RunFailure, failing_together
 from trainkit.run_dir import records
 from trainkit.run_dir.files import write_durably, write_json
-from trainkit.run_dir.weights import numbered, write_tensors
+from trainkit.run_dir.weights import layout, numbered, write_tensors
 
 
 class Results:
@@ -95,10 +95,16 @@ class Results:
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
         path, main = self.run_dir / name, self.accelerator.is_main_process
-        tensors = shards.gathered(tensors, keep=main)
+        # One by one, because the main process may not have the memory for a sharded model.
+        names, _ = layout(tensors, metadata)
+        rows = (shards.gathered(tensors[each], keep=main) for each in names)
         with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
-            if main:
-                write_tensors(path, tensors, metadata)
+            try:
+                if main:
+                    write_tensors(path, tensors, metadata, rows)
+            finally:
+                for _ in rows:  # every process gathers all of them, even if the disk is full
+                    pass
 
     def _write_model(self, name: str, model: nn.Module, more: dict[str, Any]) -> None:
         tensors = model.state_dict() if self.save_frozen else shards.state_of(model)

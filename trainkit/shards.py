@@ -10,7 +10,7 @@ A sharded run and one that is not sharded can each continue from either kind of 
 parameters (requires_grad=False) are not in checkpoints; a resume compares their fingerprint.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ import torch
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from trainkit.deferred import Deferred
 from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch.environment import shards_wanted
 from trainkit.optim import weights_of
@@ -66,16 +68,24 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
             "fsdp_offload_params: see accelerate_configs/2cpu_fsdp.yaml"
         )
     bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    recompute, plugin.activation_checkpointing = plugin.activation_checkpointing, False
+    plugin.activation_checkpointing = False  # get_ready does it
 
     def prepare_sharded(prepare: Callable[..., Any], *objects: Any) -> Any:
         models, prepared = owners(objects), dict[int, Any]()
         for number in sorted(set(models)):  # Accelerate shards one model in a call
             own = [n for n, of in enumerate(models) if of == number]
-            for model in (objects[n] for n in own if isinstance(objects[n], nn.Module)):
-                get_ready(accelerator, model, recompute, fingerprint)
+            weights: list[tuple[dict[str, Any], list]] = []
+            for each in (objects[n] for n in own):
+                if isinstance(each, nn.Module) and not is_sharded(each):
+                    get_ready(accelerator, each, fingerprint)
+                elif isinstance(each, torch.optim.Optimizer):
+                    weights += ((group, [*group["params"]]) for group in each.param_groups)
             with as_usage_error("the model cannot be sharded"):
                 made = prepare(*(objects[n] for n in own))
+            for group, params in weights:
+                # Accelerate confuses those of which this process has no row.
+                if any(hasattr(param, "full_tensor") for param in params):
+                    group["params"] = params
             prepared |= zip(own, made if len(own) > 1 else [made], strict=True)
         result = tuple(prepared[n] for n in range(len(objects)))
         return result if len(objects) > 1 else result[0]
@@ -84,10 +94,51 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
     wrap_prepare(accelerator, prepare_sharded)
 
 
+def make(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:
+    """Return build(). If the run is sharded, each process only keeps its rows of the weights.
+
+    The numbers are those of the whole model, as build() makes it on the CPU. A weight is made on
+    the first process when its turn comes, sent to all, and freed, so that this takes the memory of
+    the share and of the largest weight; of the whole model, if something in it is frozen. Weights
+    that build() reads are whole until the end. It must not write them by numpy, which torch does
+    not see. Every process must call this.
+    """
+    if not accelerator.is_fsdp2:
+        return build()
+    with Deferred() as deferred:
+        model = build()
+    deferred.fill_all_but(() if frozen(model) else model.parameters())
+    if not deferred.unwritten:
+        return model  # accelerator.prepare shards it
+    get_ready(accelerator, model, {}, deferred)
+    later = {name: w.detach() for name, w in model.named_parameters() if w in deferred}
+    with as_usage_error("the model cannot be sharded"):
+        fsdp2_prepare_model(accelerator, model)
+    main = accelerator.is_main_process
+    for name, rows in model.named_parameters():
+        if name in later:
+            whole = later.pop(name)
+            value = deferred.values(whole) if main else torch.empty_like(whole)
+            value = broadcast(value.to(accelerator.device.type))
+            rows.detach().copy_(join_rows(rows, value))
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Is this a model from make()?"""
+    return any(hasattr(weight, "full_tensor") for weight in model.parameters())
+
+
 def get_ready(
-    accelerator: Accelerator, model: nn.Module, recompute: bool, fingerprint: dict[str, str]
+    accelerator: Accelerator,
+    model: nn.Module,
+    fingerprint: dict[str, str],
+    unwritten: Container[torch.Tensor] = (),
 ) -> None:
-    """Do what must be done to a model before Accelerate shards it: see shard."""
+    """Do what must be done to a model before Accelerate shards it: see shard.
+
+    Weights in `unwritten` get their values later.
+    """
     model.register_forward_hook(_share_buffers)
     make_contiguous(model)  # FSDP2 does not support channels_last
     plugin = accelerator.state.fsdp_plugin
@@ -96,8 +147,9 @@ def get_ready(
         models = [*prepared_models(accelerator), model]
         fingerprint.update(fingerprint_frozen(models) | fingerprint)
         for value in state_of(model).values():  # as DDP does
-            value.copy_(broadcast(value.to(accelerator.device.type)))
-    if recompute:
+            if value not in unwritten:
+                value.copy_(broadcast(value.to(accelerator.device.type)))
+    if FullyShardedDataParallelPlugin().activation_checkpointing:
         if any(isinstance(layer, Dropout) for layer in model.modules()):
             raise UsageError(
                 "fsdp_activation_checkpointing: true computes layers twice, and "
@@ -300,13 +352,15 @@ def writer(accelerator: Accelerator, averages: Sequence[Tensors]) -> Callable[[P
 
 def read(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) -> None:
     """Load what writer() wrote, or what accelerator.save_state wrote, into a sharded run."""
-    load = partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
+    load = partial(torch.load, map_location="cpu", weights_only=True)
     parts = parts_of(accelerator, averages)
     # Their numbers have five digits, so sorting the names gives the order of the processes.
     paths, join = sorted(folder.glob("shard-*")), join_rows
     if accelerator.is_fsdp2 and len(paths) == accelerator.num_processes:
         # The others hold no row of this process.
         paths, join = [paths[accelerator.process_index]], own_rows
+    else:  # more than this process keeps
+        load = partial(load, mmap=True)
     files = [load(path) for path in paths]
     if not files:
         files = [[(load_file if ".s" in name else load)(folder / name) for name in parts]]

@@ -3,19 +3,17 @@
 Each check raises RuntimeError or UsageError, with one sentence that says what to do instead.
 """
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.cli.console import num_moments
-from trainkit.errors import UsageError, as_usage_error, failing_together
+from trainkit.checks.memory import check_memory
+from trainkit.errors import as_usage_error
 from trainkit.loaders import EpochBatches, batches_of
 from trainkit.optim import weights_of
 from trainkit.private import (
@@ -25,7 +23,7 @@ from trainkit.private import (
     prepared_optimizers,
     prepared_schedulers,
 )
-from trainkit.run_dir.weights import to_safetensors
+from trainkit.run_dir.weights import layout
 
 Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
 
@@ -89,29 +87,6 @@ def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> Epoch
         f"run.evaluate(...) {got} that is not the evaluation loader of make_loaders(...) as "
         "prepared: give it that one, because others may give a sample twice or not at all"
     )
-
-
-def check_memory(accelerator: Accelerator, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse a run whose gradients and moments do not fit into the memory of this machine.
-
-    Linux would end it with SIGKILL in its first step. Every process must call this. Raises
-    UsageError on all of them. It is not about GPUs, which say themselves what they lack.
-    """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    needed = 0
-    for group in groups:
-        for weight in group["params"]:
-            rows = getattr(weight, "to_local", weight.detach)()
-            needed += rows.numel() * rows.itemsize * (1 + num_moments(group))
-    needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with failing_together(accelerator, "the memory cannot be read"):
-        free = psutil.virtual_memory().available + psutil.swap_memory().free
-        if accelerator.device.type == "cpu" and needed > free:
-            raise UsageError(
-                f"gradients and moments need {needed / 2**30:,.1f} GiB on this machine and "
-                f"{free / 2**30:,.1f} GiB are free: use more machines with sharded weights "
-                "(docs/scaling.md), a smaller model, or end what else runs here"
-            )
 
 
 class Prepared:
@@ -207,5 +182,5 @@ def check_predictions(
     """Return the predictions as tensors. They are checked in every epoch, not only at the end."""
     with as_usage_error("run.end_epoch(...) got predictions, or metadata, that cannot be written"):
         tensors = {name: torch.as_tensor(value) for name, value in (predictions or {}).items()}
-        to_safetensors({name: tensor.new_empty(0) for name, tensor in tensors.items()}, metadata)
+        layout(tensors, metadata)
     return None if predictions is None else (tensors, metadata)

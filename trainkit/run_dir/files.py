@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,15 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
     return held
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Replace `path` atomically: after a crash it holds either the old bytes or the new ones."""
+def write_durably(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
+    """Replace `path` atomically: after a crash it holds either the old bytes or the new ones.
+
+    The bytes may come in parts.
+    """
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.unlink(missing_ok=True)  # it may be a link that somebody left there
     with open(temporary, "wb") as file:
-        file.write(content)
+        file.writelines([content] if isinstance(content, bytes) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

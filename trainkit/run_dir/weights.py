@@ -1,6 +1,8 @@
 """Weights as safetensors files: written at the end of a run, read by --start-from."""
 
 import json
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,35 @@ def numbered(name: str, number: int) -> str:
     return f"{stem}_{number}{dot}{ending}" if number else name
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
+def write_tensors(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, Any],
+    rows: Iterable[torch.Tensor] | None = None,
+) -> None:
     """Write a safetensors file that loads in plain PyTorch.
 
     `metadata` is saved as JSON in one entry, "trainkit", because safetensors writes several entries
-    in random order.
+    in random order. `rows` may give the content of the tensors, in the order of layout().
     """
-    write_durably(path, to_safetensors(tensors, metadata))
+    names, head = layout(tensors, metadata)
+    values = (value.contiguous() for value in rows or (tensors[name] for name in names))
+    parts = (value.flatten().view(torch.uint8).numpy().data for value in values)
+    write_durably(path, chain([head], parts))
 
 
-def to_safetensors(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> bytes:
-    """Return the bytes that write_tensors writes."""
-    return save(separate(tensors), metadata={"trainkit": json.dumps(metadata)})
+def layout(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> tuple[list[str], bytes]:
+    """Return the order of the tensors in a safetensors file, and its bytes before the first."""
+    # The library decides on the order and on the names of types, from tensors without elements.
+    empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    head = json.loads(save(empty, metadata={"trainkit": json.dumps(metadata)})[8:])
+    names, end = [name for name in head if name in tensors], 0
+    for name in names:
+        start, end = end, end + tensors[name].numel() * tensors[name].itemsize
+        head[name] |= {"shape": [*tensors[name].shape], "data_offsets": [start, end]}
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return names, len(text).to_bytes(8, "little") + text
 
 
 def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

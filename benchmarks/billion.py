@@ -1,0 +1,143 @@
+"""Measure the memory of a large sharded model, from its first weight to the folder it leaves.
+
+    python -m benchmarks.billion --parameters 2e7
+    python -m benchmarks.billion --parameters 1e9     needs 20 GB of memory and 40 GB of disk
+
+Two CPU processes train a new Llama with 2cpu_fsdp.yaml and SHARDED_STATE_DICT: once to the end, and
+once until the save of its third step, when both are killed; then it is resumed by two processes and
+by one. Prints the highest resident memory of each phase over the process's share, which is 16 bytes
+for each of its parameters: weights, gradients and two moments of AdamW.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+from safetensors import safe_open
+
+from benchmarks._runs import ROOT, Parser, table
+
+SHARDED = ["-m", "accelerate.commands.launch", "--config_file"]
+SHARDED += [str(ROOT / "accelerate_configs/2cpu_fsdp.yaml")]
+SHARDED += ["--fsdp_state_dict_type", "SHARDED_STATE_DICT"]
+SHARDED += ["--fsdp_transformer_layer_cls_to_wrap", "Linear"]  # gathers one matrix at a time
+SAVED = "memory {} saves"  # a line of _llama.py
+
+
+def shape(parameters: float) -> list[str]:
+    """Flags of _llama.py for about this number of parameters, half as wide for an eighth."""
+    width = max(128, round(24 * (parameters / 1e9) ** (1 / 3)) * 64)
+    return [f"--width={width}", f"--layers={round(parameters / (10.5 * width**2)) or 1}"]
+
+
+def lines_of(launch: list[str], *flags: str) -> Iterator[str]:
+    """Yield the lines that _llama.py prints; if closed before its end, kill all its processes.
+
+    Raises RuntimeError with its output if it fails.
+    """
+    command = [sys.executable, *launch, str(ROOT / "benchmarks/_llama.py"), *flags]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process, lines = psutil.Popen(command, env=env, **pipes), []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            yield line
+    finally:
+        for each in [*process.children(recursive=True), process]:
+            each.send_signal(signal.SIGKILL)
+        code = process.wait()
+    if code:
+        raise RuntimeError("".join(lines[-40:]))
+
+
+class Memory:
+    """Bytes by process and phase, from the lines of _llama.py, and seconds of each run."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple] = []
+        self.parameters = 0
+
+    def run(self, name: str, launch: list[str], *flags: str, until: tuple[str, ...] = ()) -> None:
+        """Run _llama.py, to its end or until all of these lines have come."""
+        share, missing, started_at = (2 if launch else 1), {*until}, time.perf_counter()
+        peaks: dict[tuple, int] = {}
+        with closing(lines_of(launch, *flags)) as lines:
+            for line in lines:
+                print(f"{time.perf_counter() - started_at:6.0f} s  {line}", end="", file=sys.stderr)
+                if found := re.search(r"([\d,]+) parameters", line):
+                    self.parameters = int(found[1].replace(",", ""))
+                if found := re.match(r"memory (\d) (.+) (\d+) \d+ \d+\n", line):
+                    key = found[2], int(found[1])
+                    peaks[key] = max(peaks.get(key, 0), int(found[3]))
+                missing -= {each for each in missing if line.startswith(each)}
+                if until and not missing:
+                    break
+        for phase in dict.fromkeys(phase for phase, _ in peaks):
+            values = [peaks[key] for key in sorted(peaks) if key[0] == phase]
+            ratio = max(values) * share / (16 * self.parameters)
+            said = ", ".join(f"{value / 1e9:.3f}" for value in values)
+            self.rows.append((name, phase, said, f"{ratio:.3f}"))
+
+
+def digest(run_dir: Path) -> list[str]:
+    """SHA-256 of what must be equal."""
+    found = []
+    for name in ("metrics.jsonl", "model.safetensors"):
+        with open(run_dir / name, "rb") as file:
+            found.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return found
+
+
+def num_loaded(run_dir: Path) -> int:
+    """Load RUN_DIR/pretrained by from_pretrained; the number of weights equal to those written."""
+    from transformers import AutoModelForCausalLM
+
+    loaded, equal = AutoModelForCausalLM.from_pretrained(run_dir / "pretrained").state_dict(), 0
+    with safe_open(run_dir / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            equal += bool((file.get_tensor(name) == loaded[name]).all())
+    return equal
+
+
+def main() -> None:
+    parser = Parser(__doc__, rounds=1)
+    parser.add_argument("--parameters", type=float, default=2e7)
+    parser.add_argument("--folder", type=Path, default=Path())
+    args = parser.parse_args()
+    flags = [*shape(args.parameters), "--save-every=3", "--stop-after-steps=4", "--keep=2"]
+    flags += ["--log-every=1", "--no-pictures", "--resume=auto", "--timeout=1200"]
+    memory = Memory()
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        whole, run, one = (Path(name, each) for each in ("whole", "run", "one"))
+        memory.run("2 processes", SHARDED, *flags, f"--run-dir={whole}")
+        expected, num_equal = digest(whole), num_loaded(whole)
+        shutil.rmtree(whole)
+        until = tuple(SAVED.format(rank) for rank in range(2))
+        memory.run("killed", SHARDED, *flags, f"--run-dir={run}", until=until)
+        shutil.copytree(run, one, copy_function=os.link)
+        memory.run("resumed by 2", SHARDED, *flags, f"--run-dir={run}")
+        same = digest(run) == expected
+        shutil.rmtree(run)
+        try:
+            memory.run("resumed by 1", [], *flags, f"--run-dir={one}")
+        except RuntimeError as problem:
+            print(f"resumed by 1: {problem}")
+    print(f"{memory.parameters:,} parameters; a share of 2: {8 * memory.parameters / 1e9:.3f} GB")
+    print(f"killed, resumed by 2 processes: {'equal bytes' if same else 'OTHER BYTES'}")
+    print(f"{num_equal} tensors of pretrained/ are those of model.safetensors")
+    table("run | phase | highest GB, by process | over its share", memory.rows)
+
+
+if __name__ == "__main__":
+    main()
