@@ -139,9 +139,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             for name, tokens in prompts.items():
                 run.print(f"{name}: {answer(run.models[0], tokenizer, tokens)}")
             run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
-        metrics = run.finish()
-    write_pretrained(run, tokenizer, config.base, config.merge)
-    return metrics
+        write_pretrained(run, tokenizer, config.base, config.merge)
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ python examples/pictures.py --dataset fruit
 python examples/pictures.py --dataset fruit --freeze    trains the last layer alone: much faster
 """
 
-import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -106,16 +105,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "pictures") as run:
         accelerator = run.accelerator
-        load = functools.partial(backbones.load_data, device=accelerator.device)
-        train_set, eval_set, train, held_out, network, about, plan = run.load(load)
+        train, held_out, network, about, plan = run.load(backbones.load_data)
+        # With --freeze the sets are features; if not, a new last layer is fitted to features first.
+        head, sets = backbones.begin(accelerator, config, network, about, train, held_out)
+        model = head if config.freeze else network.to(memory_format=torch.channels_last)
         weights = 1 / train.labels.bincount()[train.labels] if config.balance else None
-        loaders = make_loaders(accelerator, train_set, eval_set, config, weights=weights)
-        head, body = backbones.split(network, train.classes)
-        model, groups = head, [{"params": head.parameters()}]
-        if not config.freeze:
-            model = network.to(memory_format=torch.channels_last)
-            groups += [{"params": body, "lr": config.peak_learning_rate / 3}]
-        optimizer = make_optimizer(accelerator, groups, config)
+        loaders = make_loaders(accelerator, *sets, config, weights=weights)
+        optimizer = make_optimizer(accelerator, model.parameters(), config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, *loaders, scheduler
@@ -123,8 +119,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         run.begin(model, about | {"script": Path(__file__).stem}, plan)
 
         for epoch in run.epochs():
-            for layer in model.train().modules():  # BatchNorm keeps its mean and variance
-                layer.training = not isinstance(layer, nn.BatchNorm2d)
+            backbones.train_but_norms(model)  # they keep their mean and variance
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
                     images, targets = make_input(batch, epoch, config, train)
@@ -141,9 +136,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 if run.must_save():
                     run.save()
             run.end_epoch(*validate(run, model, eval_loader, held_out, about))
-        metrics = run.finish(f"python app.py {config.run_dir}")
-    backbones.write_results(run, network, about)
-    return metrics
+        backbones.write_results(run, network, about)
+        return run.finish(f"python app.py {config.run_dir}")
 
 
 if __name__ == "__main__":

@@ -141,9 +141,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 if run.must_save():
                     run.save()
             run.end_epoch(run.evaluate(eval_loader, lambda x: compute_values(model, x, config)))
-        metrics = run.finish()
-    write_pretrained(run, tokenizer, config.base, config.merge)
-    return metrics
+        write_pretrained(run, tokenizer, config.base, config.merge)
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Photos as people have them: every kind of file, folder and list is read right or named."""
 
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from test_pictures import BAD_FILES, deep, fruits, save_animation, turned
 from examples import pictures
 from trainkit.config import parse
 from trainkit.data import files, photos
+from trainkit.data import pictures as reading
 from trainkit.data.pictures import read_photo_pixels
 from trainkit.errors import UsageError
 
@@ -34,6 +38,22 @@ def half_clear(mode: str) -> Image.Image:
     return picture.convert(mode)
 
 
+def in_16_bits(upper: tuple[int, ...], lower: tuple[int, ...]) -> bytes:
+    """Two halves in colours of 16 bits, where the upper one is clear; Pillow cannot write it."""
+    lines = [struct.pack(f">x{60 * len(half)}H", *half * 60) for half in (upper, lower)]
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", 60, 40, 16, 2 * (len(upper) == 3), 0, 0, 0),
+        b"tRNS": struct.pack(f">{len(upper)}H", *upper),
+        b"IDAT": zlib.compress(b"".join(line * 20 for line in lines)),
+        b"IEND": b"",
+    }
+    file = b"\x89PNG\r\n\x1a\n"
+    for name, body in chunks.items():
+        file += struct.pack(">I", len(body)) + name + body
+        file += struct.pack(">I", zlib.crc32(name + body))
+    return file
+
+
 # File name, the picture, how it is saved, and the colours of the upper and the lower half.
 WHITE, GREYS = (255,) * 3, [(88,) * 3, (133,) * 3]
 KINDS: dict[str, tuple] = {
@@ -45,6 +65,9 @@ KINDS: dict[str, tuple] = {
     "grey.png": (photo().convert("L"), {}, GREYS),
     "bits.png": (photo().convert("L").point(lambda v: 255 * (v > 100), "1"), {}, [(0,) * 3, WHITE]),
     "16 bits.png": (deep(photo().convert("L")), {}, GREYS),
+    "16 bits, one clear.png": (in_16_bits((9000,), (34181,)), {}, [WHITE, GREYS[1]]),
+    "16 bits in colour, one clear.png": (
+        in_16_bits((9000, 8000, 300), tuple(257 * value for value in GREEN)), {}, [WHITE, GREEN]),
     "rgba.png": (half_clear("RGBA"), {}, [WHITE, GREEN]),
     "la.png": (half_clear("LA"), {}, [WHITE, GREYS[1]]),
     "palette.png": (photo().quantize(8), {}, [RED, GREEN]),
@@ -53,9 +76,21 @@ KINDS: dict[str, tuple] = {
     "photo.webp": (photo(), {"lossless": True}, [RED, GREEN]),
     "clear.webp": (half_clear("RGBA"), {"lossless": True}, [WHITE, GREEN]),
     "photo.avif": (photo(), {"quality": 95}, [RED, GREEN]),
+    "photo.heic": (photo(), {"quality": 95}, [RED, GREEN]),
     "photo.bmp": (photo(), {}, [RED, GREEN]),
     "photo.tiff": (photo(), {}, [RED, GREEN]),
     "photo.gif": (photo(), {}, [RED, GREEN]),
+    "photo.jp2": (photo(), {"quality_layers": [0]}, [RED, GREEN]),
+    "photo.ppm": (photo(), {}, [RED, GREEN]),
+    "photo.ico": (photo((48, 48)), {"bitmap_format": "bmp"}, [RED, GREEN]),
+    "grey.jpg": (photo().convert("L"), {"quality": 95}, GREYS),
+    "fax.tiff": (photo().convert("L").point(lambda v: 255 * (v > 100), "1"),
+                 {"compression": "group4"}, [(0,) * 3, WHITE]),
+    "floats.tiff": (Image.fromarray(np.float32(np.asarray(photo().convert("L")) / 255)), {}, GREYS),
+    "moving.webp": (photo(), {"save_all": True, "append_images": [Image.new("RGB", (60, 40))],
+                              "lossless": True}, [RED, GREEN]),
+    "two in one.jpg": (photo(), {"format": "MPO", "save_all": True, "quality": 95,
+                                 "append_images": [Image.new("RGB", (60, 40))]}, [RED, GREEN]),
     "moving.gif": (photo(), {"save_all": True, "append_images": [Image.new("RGB", (60, 40))]},
                    [RED, GREEN]),
 }  # fmt: skip
@@ -64,7 +99,12 @@ KINDS: dict[str, tuple] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_file_of_any_kind_has_its_colours(name: str, tmp_path: Path) -> None:
     picture, options, expected = KINDS[name]
-    picture.save(tmp_path / name, **options)
+    if name.endswith("heic"):
+        pytest.importorskip("pillow_heif")
+    if isinstance(picture, bytes):
+        (tmp_path / name).write_bytes(picture)
+    else:
+        picture.save(tmp_path / name, **options)
     values = files.read_centre(tmp_path / name, 32)[0].astype(int)
     assert values.shape == (32, 32, 3)
     for half, colour in zip((values[3:13], values[19:29]), expected, strict=True):
@@ -100,6 +140,41 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(
     found, plan = load(tmp_path, "--skip-unreadable")
     assert len(found) == 8 and "4 left out" in plan["unreadable"]
     assert found.pick(torch.arange(8))[0].shape == (8, 3, 16, 16)
+
+
+def test_a_set_of_the_hub_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, *FIVE)
+    cells = [{"bytes": (tmp_path / name).read_bytes(), "path": None} for name in FIVE]
+    kinds = datasets.Features(picture=datasets.Image(), kind=datasets.Value("string"))
+    given = {"picture": cells, "kind": [name[0] for name in FIVE]}
+    rows = {"train": datasets.Dataset.from_dict(given, kinds)}
+    monkeypatch.setattr(reading, "load_by_datasets", {"owner/name": rows}.__getitem__)
+    found, _ = load(Path("owner/name"))
+    expected = load(tmp_path)[0].pick(torch.arange(8))
+    assert all(map(torch.equal, found.pick(torch.arange(8)), expected))
+    assert found.classes == ["a", "b"]
+
+
+@pytest.mark.parametrize("base", ["hub", "folder"])
+def test_a_network_with_layer_norm_and_squeezes_comes_from_the_hub_or_a_folder(
+    base: str, tmp_path: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last layer is fitted first, then all of it is trained; the result is another base."""
+    timm = pytest.importorskip("timm")
+    fill(tmp_path / "data", *FIVE, *(f"{name}/{n}.png" for name in "ab" for n in range(5, 20)))
+    folder = tmp_path / ("models--owner--name/snapshots/0" if base == "hub" else "base")
+    network = timm.create_model("test_convnext" if base == "hub" else "test_efficientnet")
+    timm.models.save_for_hf(network, str(folder), safe_serialization=True)
+    (tmp_path / "models--owner--name/refs").mkdir(parents=True)
+    (tmp_path / "models--owner--name/refs/main").write_text("0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    flags = ["--dataset", tmp_path / "data", "--size", 32, "--epochs", 2, "--no-pictures"]
+    flags += ["--mix", "mixup", "--run-dir", tmp_path / "run", "--base"]
+    metrics = run_main("examples.pictures", *flags, "owner/name" if base == "hub" else folder)
+    assert metrics["eval_samples"] == 8
+    again = run_main("examples.pictures", *flags, tmp_path / "run/pretrained", "--freeze")
+    assert again["eval_samples"] == 8
 
 
 def test_a_single_class_is_one_sentence(tmp_path: Path) -> None:
@@ -214,3 +289,5 @@ def test_the_three_fruits_are_told_apart(tmp_path: Path, run_main: Callable) -> 
     assert metrics["eval_accuracy"] >= 0.98 and metrics["eval_samples"] == 36
     network = timm.create_model(f"local-dir:{tmp_path}/run/pretrained", pretrained=True)
     assert network.num_classes == 3
+    done, weights = tmp_path / "run" / "DONE", tmp_path / "run/pretrained/model.safetensors"
+    assert done.stat().st_mtime_ns > weights.stat().st_mtime_ns  # a kill between leaves no DONE

@@ -155,7 +155,7 @@ def test_a_kill_changes_no_byte(
 def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
     run_main: Callable, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preferences, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     flags = [*flags, "--run-dir", f"{tmp_path}/run"]
     run_main("examples.preference", *flags, "--stop-after-steps", 2)
     (kept,) = (tmp_path / "cache/preferences").iterdir()

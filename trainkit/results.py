@@ -44,6 +44,7 @@ class Results:
         check_json("the metadata of run.begin(...)", metadata)
         self.accelerator, self.config, self.run_dir = accelerator, config, config.run_dir
         self.models, self.metadata, self.save_frozen = models, metadata, save_frozen
+        self.has_weights = False
 
     def write_start(self) -> None:
         """Write run.json, and remove DONE, which is there if this run finished before."""
@@ -62,6 +63,16 @@ class Results:
         if predicted is not None:
             self._write(records.PREDICTIONS, *predicted)
 
+    def write_weights(self, ema: EMA) -> None:
+        """Write the weights, unless they have been written."""
+        if self.has_weights:
+            return
+        if self.config.ema:
+            with ema.trained_weights():
+                self._write_models("raw.safetensors")
+        self._write_models("model.safetensors")
+        self.has_weights = True
+
     def finish(self, progress: Progress, ema: EMA, next_command: str) -> str:
         """Write the weights, DONE and pictures, and return the closing message.
 
@@ -69,10 +80,7 @@ class Results:
         drawn, the message says so and the run does not fail.
         """
         config, said = self.config, ""
-        if config.ema:
-            with ema.trained_weights():
-                self._write_models("raw.safetensors")
-        self._write_models("model.safetensors")
+        self.write_weights(ema)
         with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
             if self.accelerator.is_main_process:
                 write_durably(self.run_dir / "DONE", b"")

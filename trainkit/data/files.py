@@ -10,6 +10,7 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+import PIL
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -33,6 +34,8 @@ with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
 
     pillow_heif.register_heif_opener()
     FORMATS += ("HEIF",)
+# What the values of a picture hang on, besides its file.
+READER = f"{FORMATS} {PIL.__version__} {torch.__version__}".encode() + Path(__file__).read_bytes()
 RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # of modes that do not define one
 
 
@@ -41,7 +44,11 @@ def open_file(file: Path | BytesIO) -> Image.Image:
     try:
         picture = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(f"it is none of {', '.join(FORMATS)}") from None
+        more = "" if "HEIF" in FORMATS else " (for HEIC: `pip install pillow-heif`)"
+        raise ValueError(f"it is none of {', '.join(FORMATS)}{more}") from None
+    clear = picture.info.get("transparency")
+    if isinstance(clear, tuple) and max(clear) > 255:  # of 16 bits, where Pillow keeps the upper 8
+        picture.info["transparency"] = tuple(value >> 8 for value in clear)
     num_pixels, most = math.prod(picture.size), Image.MAX_IMAGE_PIXELS or math.inf
     if num_pixels > most:  # Pillow itself only warns, up to twice as many
         raise ValueError(f"it has {num_pixels} pixels, more than {most}")
@@ -57,11 +64,11 @@ def open_picture(file: Path | BytesIO) -> Image.Image:
         return ImageOps.exif_transpose(picture)
 
 
-def to_values(picture: Image.Image, mode: str) -> np.ndarray:
+def to_values(picture: Image.Image, mode: str, on_white: bool = False) -> np.ndarray:
     """Return values 0 to 255 as float64 (channels, height, width), for mode "L" or "RGB".
 
-    Transparent pixels become background, which is white if the visible pixels are dark, else black.
-    Raises ValueError for values outside the range of the picture's own mode.
+    Transparent pixels become background, which is white if the visible pixels are dark, or if
+    on_white, else black. Raises ValueError for values outside the range of the picture's own mode.
     """
     transparent = picture.has_transparency_data
     if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
@@ -83,8 +90,8 @@ def to_values(picture: Image.Image, mode: str) -> np.ndarray:
         if mode != "L":
             values = np.array(shown.convert(mode), dtype=np.float64).transpose(2, 0, 1)
     if transparent:
-        is_dark = (grey * alpha).sum() <= 128 * alpha.sum()
-        values = values * alpha + (1 - alpha) * 255 * is_dark
+        is_white = on_white or (grey * alpha).sum() <= 128 * alpha.sum()
+        values = values * alpha + (1 - alpha) * 255 * is_white
     return values
 
 
@@ -116,7 +123,7 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
         opened.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
         picture = ImageOps.exif_transpose(opened)
     if picture.mode[0] in RANGES:
-        values = to_values(picture, "L")[0]
+        values = to_values(picture, "L", on_white=True)[0]
         picture = Image.fromarray(values.round().astype(np.uint8))
     picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     short = min(picture.size)

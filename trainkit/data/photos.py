@@ -4,13 +4,13 @@ A batch maps the file into memory for as long as it takes to copy its rows, so t
 more memory for more pictures. A set whose file would be too large is decoded for each batch.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import datasets
 import numpy as np
-import PIL
 import torch
 import torch.nn.functional as F
 import xxhash
@@ -71,18 +71,15 @@ class Photos(Dataset):
     """A sample is a picture, uint8 (3, side, side), its class and its index.
 
     Args:
-        path: of the file that holds all rows, uint8 (num_rows, side, side, 3).
+        path: of the file that holds all rows, uint8 (num_rows, side, side, 3), and is named by
+            their content.
         rows: the row of each sample, int64.
         labels: the class of each sample, int64.
         classes: their names.
-        key: identifies the content of the rows.
     """
 
-    def __init__(
-        self, path: Path, rows: torch.Tensor, labels: torch.Tensor, classes: list[str], key: str
-    ):
-        self.path, self.rows, self.key = path, rows, key
-        self.labels, self.classes = labels, classes
+    def __init__(self, path: Path, rows: torch.Tensor, labels: torch.Tensor, classes: list[str]):
+        self.path, self.rows, self.labels, self.classes = path, rows, labels, classes
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -97,10 +94,16 @@ class Photos(Dataset):
         pixels = torch.from_numpy(mapped[self.rows[indices].numpy()]).permute(0, 3, 1, 2)
         return pixels, self.labels[indices], indices
 
+    def take(self, number: int) -> Self:
+        """Return at most so many of the samples, evenly over all."""
+        part, some = copy.copy(self), slice(None, None, -(-len(self) // number))
+        part.rows, part.labels = self.rows[some], self.labels[some]
+        return part
+
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
         chosen = xxhash.xxh3_128_hexdigest(self.rows.numpy().tobytes())
-        return {"pictures": f"{self.key}-{chosen}"}
+        return {"pictures": f"{self.path.stem}-{chosen}"}
 
 
 class Files(Photos):
@@ -136,8 +139,7 @@ def load_photos(
     (image,) = rows.column_names
     cells, side = rows.cast_column(image, datasets.Image(decode=False)), config.resize
     stored = len(rows) * side * side * 3 <= config.cache_bytes
-    read_by = f"{side} centre {PIL.__version__}".encode() + Path(files.__file__).read_bytes()
-    key = xxhash.xxh3_128_hexdigest(fingerprint_of(rows).encode() + read_by)
+    key = f"{fingerprint_of(rows)} {side} centre ".encode() + files.READER
     decoded = decode_once(
         cells, (side, side, 3), lambda file: files.read_centre(file, side), key, stored
     )
@@ -148,10 +150,11 @@ def load_photos(
     if problems:
         plan["unreadable"] = f"{len(problems)} left out: {shorten([*problems.values()])}"
         chosen = chosen[~torch.isin(chosen, torch.tensor([*problems]))]
+    options = decoded.path, chosen, labels[chosen], classes
     if stored:
-        return Photos(decoded.path, chosen, labels[chosen], classes, key), plan
+        return Photos(*options), plan
     plan["decoding"] = "for each batch (--cache-bytes): use --num-workers"
-    return Files(cells, side, decoded.path, chosen, labels[chosen], classes, key), plan
+    return Files(cells, side, *options), plan
 
 
 def describe_largest(held_out: Photos) -> dict[str, str]:

@@ -11,10 +11,8 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
-import PIL
 import pyarrow.parquet as pq
 import torch
-import xxhash
 from datasets.data_files import DataFilesList
 
 from trainkit.cli.text import shorten
@@ -171,8 +169,7 @@ def load_images(
     """
     rows, labels, classes, chosen, where = read_split(name, split, *options)
     (image,) = rows.column_names
-    made_by = Path(files.__file__).read_bytes() + f"{PIL.__version__} {torch.__version__}".encode()
-    key = xxhash.xxh3_128_hexdigest(f"{fingerprint_of(rows)} {size} {mode} ".encode() + made_by)
+    key = f"{fingerprint_of(rows)} {size} {mode} ".encode() + files.READER
     cells = rows.cast_column(image, datasets.Image(decode=False))
     shape = len(mode), size, size
     decoded = decode_once(cells, shape, lambda file: files.read_square(file, size, mode), key)

@@ -1,15 +1,11 @@
 """Turn pairs of answers, one of which is preferred, into tokens, and keep the base's numbers."""
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from datasets.config import HF_DATASETS_CACHE
-from safetensors.torch import load_file, save
 from torch import nn
 
 from trainkit.data.conversations import (
@@ -23,8 +19,8 @@ from trainkit.data.conversations import (
     read_rows,
     show,
 )
+from trainkit.data.kept import compute_once
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.run_dir.files import write_durably
 
 # The tokens of the chosen conversation, int64 (length,), which are learned, bool; the rejected one.
 Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -154,41 +150,15 @@ def add_reference(
         digest.update(str((tensor.shape, tensor.dtype)).encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     model.to(accelerator.device).eval()
-    name = f"{digest.hexdigest()}-{accelerator.mixed_precision}.safetensors"
-    path = Path(HF_DATASETS_CACHE, "preferences", name)
+    name = f"preferences/{digest.hexdigest()}-{accelerator.mixed_precision}"
 
-    def compute_part(part: list[Pair]) -> torch.Tensor:
-        return compute(*(each.to(accelerator.device) for each in collate(part)))
+    def compute_part(part: slice) -> torch.Tensor:
+        with accelerator.autocast():
+            return compute(*(each.to(accelerator.device) for each in collate(pairs[part])))
 
-    numbers = iter(_keep(accelerator, path, pairs, compute_part))
+    shape = len(pairs), 2
+    numbers = iter(compute_once(accelerator, name, shape, NUM_AT_ONCE, compute_part))
     model.train()
     for each in sets:
         each[:] = [(*pair, next(numbers)) for pair in each]
     return digest.hexdigest()
-
-
-def _keep(
-    accelerator: Accelerator,
-    path: Path,
-    pairs: list[Pair],
-    compute: Callable[[list[Pair]], torch.Tensor],
-) -> torch.Tensor:
-    """Return what the file holds, or else compute(pairs), (n, 2), and write the file."""
-    numbers = torch.zeros(len(pairs), 2, device=accelerator.device)
-    is_kept = torch.zeros((), device=accelerator.device)
-    if accelerator.is_main_process and path.exists():
-        numbers, is_kept = load_file(path)["numbers"].to(accelerator.device), is_kept + 1
-    is_kept = accelerator.reduce(is_kept)
-    if not is_kept:
-        starts = range(0, len(pairs), NUM_AT_ONCE)
-        with torch.no_grad(), accelerator.autocast():
-            for start in starts[accelerator.process_index :: accelerator.num_processes]:
-                part = slice(start, start + NUM_AT_ONCE)
-                numbers[part] = compute(pairs[part])
-    numbers = accelerator.reduce(numbers).cpu()  # each row is 0 in all processes but one
-    if accelerator.is_main_process and not is_kept:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        own = path.with_suffix(f".{os.getpid()}")  # another run may be writing the same
-        write_durably(own, save({"numbers": numbers}))
-        os.replace(own, path)
-    return numbers

@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +69,25 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
     return held
 
 
-def write_durably(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
-    """Replace `path` atomically: after a crash it holds either the old bytes or the new ones.
+@contextmanager
+def replacing(path: Path, own: str = "") -> Iterator[Path]:
+    """Yield the path of a file to write in the body, which then replaces `path` atomically.
 
-    The bytes may come in parts.
+    After a crash `path` holds either the old bytes or the new ones. own: a part of the file's name,
+    if several processes may write it at once.
     """
-    temporary = path.with_name(f".tmp-{path.name}")
+    temporary = path.with_name(f".tmp-{own}{path.name}")
     temporary.unlink(missing_ok=True)  # it may be a link that somebody left there
-    with open(temporary, "wb") as file:
-        file.writelines([content] if isinstance(content, bytes) else content)
-        file.flush()
-        os.fsync(file.fileno())
+    yield temporary
+    sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
+
+
+def write_durably(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
+    """Replace the content of `path` as replacing() does. The bytes may come in parts."""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.writelines([content] if isinstance(content, bytes) else content)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from trainkit.errors import RunFailure, failing_together
 from trainkit.run_dir.records import read_run_json
 
 
@@ -21,12 +22,19 @@ def write_pretrained(run: Any, tokenizer: Any, base: str, merge: bool = False) -
     """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
 
     For a PeftModel it holds the adapter; with `merge` RUN_DIR/merged has the whole model too, with
-    the adapter added to its weights. Call this after `with Run(...)`, on any process; the main
-    process writes the weights from the file, so nothing has to be gathered. The first model of the
-    run must have save_pretrained; the tokenizer may be any processor that has it.
+    the adapter added to its weights. Every process must call this, before run.finish(), so that no
+    finished run is without the folder; the main process writes the weights from the file, so
+    nothing has to be gathered. The first model of the run must have save_pretrained; the tokenizer
+    may be any processor that has it.
     """
-    if not run.accelerator.is_main_process:
-        return
+    run.results.write_weights(run.ema)
+    what = f"{run.config.run_dir / 'pretrained'} cannot be written"
+    with failing_together(run.accelerator, what, RunFailure):
+        if run.accelerator.is_main_process:
+            _write_pretrained(run, tokenizer, base, merge)
+
+
+def _write_pretrained(run: Any, tokenizer: Any, base: str, merge: bool) -> None:
     config, model, folder = run.config, run.models[0], run.config.run_dir / "pretrained"
     model.save_pretrained(folder, state_dict=load_file(config.run_dir / "model.safetensors"))
     if hasattr(model, "peft_config"):  # its save_pretrained omits the generation settings

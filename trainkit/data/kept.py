@@ -1,0 +1,55 @@
+"""Compute rows once, by all processes, and keep them among the caches of `datasets`."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from trainkit.data.decoding import no_bar
+from trainkit.run_dir.files import replacing
+
+NUM_ROUND = 8  # batches that a process computes before it meets the others, within --timeout
+
+
+def compute_once(
+    accelerator: Accelerator,
+    name: str,
+    shape: tuple[int, int],
+    batch_size: int,
+    compute: Callable[[slice], torch.Tensor],
+) -> torch.Tensor:
+    """Return float32 rows of this shape: those in the cache, or else computed and written there.
+
+    The processes share the batches, which do not depend on the number of processes. Every process
+    must call this.
+
+    Args:
+        name: names the file in the cache: what the rows depend on.
+        compute: returns the rows of a slice, on any device. It is called without gradients.
+    """
+    path, rows = Path(datasets.config.HF_DATASETS_CACHE, f"{name}.safetensors"), torch.zeros(shape)
+    is_kept = torch.zeros((), device=accelerator.device)
+    if accelerator.is_main_process and path.is_file():
+        rows, is_kept = load_file(path)["numbers"], is_kept + 1
+    is_kept, world = bool(accelerator.reduce(is_kept)), accelerator.num_processes
+    bar = tqdm(total=len(rows), desc=Path(name).parent.name, leave=False, disable=no_bar(), delay=1)
+    with bar, torch.no_grad():
+        for batches in torch.arange(len(rows)).split(batch_size * NUM_ROUND * world):
+            own = batches.split(batch_size)[accelerator.process_index :: world]
+            for batch in own if not is_kept else ():
+                part = slice(int(batch[0]), int(batch[-1]) + 1)
+                rows[part] = compute(part).float().cpu()
+            part = slice(int(batches[0]), int(batches[-1]) + 1)
+            # Each row is 0 in all processes but one.
+            rows[part] = accelerator.reduce(rows[part].to(accelerator.device)).cpu()
+            bar.update(len(batches))
+    if accelerator.is_main_process and not is_kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, own=f"{os.getpid()}-") as temporary:
+            save_file({"numbers": rows}, temporary)
+    return rows
