@@ -231,7 +231,7 @@ def _write_results(run_dir: Path, network: nn.Module, about: dict[str, Any]) -> 
     size, folder, classes = about["size"], run_dir / "pretrained", about["classes"]
     data = {"input_size": (3, size, size), "crop_pct": size / about["resize"]}
     data |= {"mean": about["mean"], "std": about["std"], "interpolation": "bicubic"}
-    whole.pretrained_cfg |= data
+    whole.pretrained_cfg.update(data)
     save_for_hf(whole, str(folder), {"label_names": classes}, safe_serialization=True)
     print(describe_recall(load_file(run_dir / PREDICTIONS), classes))
     print(f"for timm.create_model: local-dir:{folder}", flush=True)
