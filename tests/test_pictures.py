@@ -290,7 +290,8 @@ def holding(*paths: str) -> Callable[[Path], None]:
                 some = {"image": [picture], "label": [path]} if "empty" not in path else {}
                 features = Features(image=datasets.Image(), label=Value("string"))
                 rows = {"image": [], "label": []} | some
-                Dataset.from_dict(rows, features=features).to_parquet(folder / path)
+                made = Dataset.from_dict(rows, features=features)
+                pq.write_table(made.data.table, folder / path)  # to_parquet: no empty table
             else:
                 picture.save(folder / path, "PNG")
 

@@ -57,19 +57,8 @@ def test_no_other_module_uses_a_private_name_of_another_package() -> None:
         assert not found, (path, node.lineno, found)
 
 
-OWN = {
-    "self",
-    "args",
-    "part",
-    "progress",
-    "run",
-    "column",
-    "table",
-    "settings",
-    "layer",
-    "batches",
-    "ctx",
-}
+OWN = {"self", "args", "part", "progress", "run", "column", "table", "settings"}
+OWN |= {"layer", "batches", "ctx"}
 # What is set on an object of another package elsewhere: settings that are meant to be set.
 SETTINGS = {
     "torch.backends.cuda.matmul.allow_tf32",
