@@ -204,7 +204,7 @@ def one_way(name: str, flags: list[str]) -> None:
     register_optimizer_step_post_hook(
         lambda *_: found.append(Path("/proc/self/status").read_text().partition("VmHWM:")[2])
     )
-    if name == "loop":  # as its command does; it would let the others keep more memory
+    if name in ("loop", "bare"):  # as the command does and did; the others would keep more with it
         startup.keep_memory()
     WAYS[name](flags)
     print(f"\nPEAK {int(found[-1].split()[0]) // 1024}", flush=True)

@@ -1,6 +1,6 @@
 """Accuracy and CPU time of examples/text.py --base, beside a loop of transformers and Accelerate.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.texts FILE BASE [--epochs N] [flags of both]
+    OMP_NUM_THREADS=1 python -m benchmarks.texts FILE BASE [--eval-data FILE]
 
     text      examples/text.py: it also logs, checks, saves checkpoints and follows its schedule
     peer      the model that AutoModelForSequenceClassification makes of BASE, AdamW, a rate that
@@ -80,9 +80,11 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("base")
     parser.add_argument("--epochs", type=int, default=2)
-    args, more = parser.parse_known_args()
+    parser.add_argument("--eval-data")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*more, "--data", args.data, "--base", args.base, "--epochs", str(args.epochs)]
+        flags = ["--eval-data", args.eval_data] if args.eval_data else []
+        flags += ["--data", args.data, "--base", args.base, "--epochs", str(args.epochs)]
         flags += ["--run-dir", f"{folder}/run", "--no-pictures"]
         for number in range(args.rounds):
             for way in ("text", "peer"):
