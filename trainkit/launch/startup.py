@@ -36,6 +36,7 @@ from trainkit.launch.environment import by_accelerate, shards_wanted
 from trainkit.private import run_exit_functions, skip_the_compiler
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # <malloc.h>
+M_ARENA_MAX = -8
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -150,11 +151,12 @@ def keep_memory() -> None:
     a time and shrinks only if 2 GB are free.
 
     A sharded run still returns blocks of a megabyte or more: it gathers and frees layers all the
-    time, which left holes in the heap until that was four times as large as the model.
+    time, which left holes in the heap until that was four times as large as the model. All its
+    threads share one heap, because each heap keeps what was freed in it.
     """
-    mapped = (M_MMAP_THRESHOLD, 2**20) if shards_wanted() else (M_MMAP_MAX, 0)
+    mapped = [(M_MMAP_THRESHOLD, 2**20), (M_ARENA_MAX, 1)] if shards_wanted() else [(M_MMAP_MAX, 0)]
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        for name, value in (mapped, (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
+        for name, value in (*mapped, (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
             libc.mallopt(name, value)
 
 
