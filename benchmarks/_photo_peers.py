@@ -123,7 +123,7 @@ def fastai(folder: Path, names: list[str], size: int, epochs: int) -> None:
         weight for weight in model.parameters() if all(weight is not w for w in head.parameters())
     ]
     data = vision.DataBlock(
-        (vision.TransformBlock, vision.CategoryBlock(names)),
+        (vision.TransformBlock(batch_tfms=vision.IntToFloatTensor), vision.CategoryBlock(names)),
         get_items=lambda folder: sorted(folder.glob("*/*/*")),
         get_x=lambda path: vision.PILImage.create(open_on_white(path)),
         get_y=lambda path: path.parent.name,

@@ -12,6 +12,7 @@ CPU time is user + system of all processes of a run, from its start to its end. 
 examples/pictures.py is empty at each start, so decoding and features are part of its time.
 """
 
+import os
 import resource
 import shutil
 import tempfile
@@ -45,7 +46,9 @@ def measure(way: str, data: Path, size: int, epochs: int) -> tuple[float, float]
             ended = one_run(script, *flags, env={"HF_HOME": cache})
         accuracy = [row["eval_accuracy"] for row in ended.metrics if "eval_accuracy" in row][-1]
     else:
-        ended = execute(ROOT / "benchmarks" / "_photo_peers.py", way, data, size, epochs)
+        # fastai may be in a folder of its own, because it asks for older packages.
+        env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        ended = execute(ROOT / "benchmarks" / "_photo_peers.py", way, data, size, epochs, env=env)
         lines = [line for _, line in ended.lines if line.startswith("accuracy")]
         accuracy = float(lines[-1].split()[1])
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

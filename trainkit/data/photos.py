@@ -4,10 +4,9 @@ A batch maps the file into memory for as long as it takes to copy its rows, so t
 more memory for more pictures. A set whose file would be too large is decoded for each batch.
 """
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import datasets
 import numpy as np
@@ -93,12 +92,6 @@ class Photos(Dataset):
         mapped = np.load(self.path, mmap_mode="r")  # for this batch: mapped pages count as memory
         pixels = torch.from_numpy(mapped[self.rows[indices].numpy()]).permute(0, 3, 1, 2)
         return pixels, self.labels[indices], indices
-
-    def take(self, number: int) -> Self:
-        """Return at most so many of the samples, evenly over all."""
-        part, some = copy.copy(self), slice(None, None, -(-len(self) // number))
-        part.rows, part.labels = self.rows[some], self.labels[some]
-        return part
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
