@@ -58,7 +58,7 @@ def load_data(config: PhotoConfig) -> tuple:
     held_out, more = load_photos(config, "test", train.classes)
     # Few pictures make few steps in an epoch.
     epochs = 20 if config.freeze else min(20, max(5, NUM_SEEN // len(train)))
-    config.epochs = config.epochs or epochs
+    vars(config).update(epochs=config.epochs or epochs)
     about = {"input": "photo", "model": known["architecture"], "size": config.size}
     about |= {"resize": config.resize, "classes": train.classes, "freeze": config.freeze}
     about |= {name: [float(value) for value in known[name]] for name in ("mean", "std")}
