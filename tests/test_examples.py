@@ -85,7 +85,7 @@ def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
             run_dir = tmp_path_factory.mktemp(name) / "run"
             outcome = start(name, run_dir, world, "--accumulate", accumulate)
             assert outcome.codes == [0] * world, outcome.output
-            assert f"device      {world} process" in outcome.output
+            assert f"  {world} process" in outcome.output
             (run_dir / "output").write_text(outcome.output)
             made[name, world, accumulate] = run_dir
         return made[name, world, accumulate]

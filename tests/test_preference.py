@@ -59,7 +59,7 @@ def start(nursery: Any, flags: list[str], tmp_path_factory: Any) -> Callable[...
         outcome = nursery.run("examples/preference.py", *args, world=world, **plan)
         if "fault" not in plan:
             assert outcome.codes == [0] * world, outcome.output
-            assert f"device      {world} process" in outcome.output
+            assert f"  {world} process" in outcome.output
             assert ("sharded" in outcome.output) == (kind is not None)
         return outcome
 
