@@ -100,13 +100,13 @@ def main(argv: list[str] | None = None) -> None:
             note("steps", rank)
             run.end_epoch(metrics)
             note("saves", rank)
-        run.finish()
-        note("writes the weights", rank)
-    if rank == 0:
         from transformers import ByT5Tokenizer
 
+        run.results.write_weights(run.ema)
+        note("writes the weights", rank)
         write_pretrained(run, ByT5Tokenizer(), "none")
         note("writes pretrained/", rank)
+        run.finish()
     sys.stdout.flush()
 
 
