@@ -18,7 +18,7 @@ All train a Llama of 7.3 million parameters, and take turns in one process. Firs
 256 samples of lengths as chats have them, of which an answer is the last two thirds, and counts the
 tokens that are not padding in all of the CPU time from the first forward pass to the last optimizer
 step; packed rows have 1,024 tokens, two a step. `memory --samples 36` starts a process for each
-way, in which a small model has a vocabulary of 128,000 and batches 4 samples of at most 256 tokens.
+way, in which a small model has a vocabulary of 128,000 and batches 8 samples of at most 256 tokens.
 """
 
 import contextlib
@@ -188,7 +188,7 @@ def memory(rounds: int, num: int) -> None:
     names = ("bare", "loop", "trainer", "sft")
     with tempfile.TemporaryDirectory() as folder:
         flags = make_base(folder, "--layers", "2", "--width", "64", "--vocabulary", "128000")
-        flags += [*make_chats(folder, num * 10 // 9, 256), "--batch-size", "4"]
+        flags += [*make_chats(folder, num * 10 // 9, 256), "--batch-size", "8"]
         found = in_turn({name: partial(peak, name, flags) for name in names}, rounds)
     ratios("highest, MiB", found)
 
