@@ -1,6 +1,6 @@
 """Write the files that a run leaves: run.json, weights, predictions, DONE and pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -72,6 +72,17 @@ class Results:
                 self._write_models("raw.safetensors")
         self._write_models("model.safetensors")
         self.has_weights = True
+
+    def write_pretrained(self, ema: EMA, write: Callable[[], None]) -> None:
+        """Write the weights; then the main process calls `write`, which makes pretrained/ of them.
+
+        Call this before run.finish(), so that no finished run is without the folder.
+        """
+        self.write_weights(ema)
+        what = f"{self.run_dir / 'pretrained'} cannot be written"
+        with failing_together(self.accelerator, what, RunFailure):
+            if self.accelerator.is_main_process:
+                write()
 
     def finish(self, progress: Progress, ema: EMA, next_command: str) -> str:
         """Write the weights, DONE and pictures, and return the closing message.

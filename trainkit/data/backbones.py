@@ -23,7 +23,7 @@ from trainkit.data.photos import (
     load_photos,
     normalise,
 )
-from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
+from trainkit.errors import UsageError, as_usage_error
 from trainkit.loaders import InMemory
 from trainkit.run_dir.records import PREDICTIONS
 
@@ -190,11 +190,9 @@ def write_results(run: Any, network: nn.Module, about: dict[str, Any]) -> None:
     run.finish(), so that no finished run is without the folder. The weights are those of
     model.safetensors, which has only the last layer of a network that was frozen.
     """
-    run.results.write_weights(run.ema)
-    what = f"{run.config.run_dir / 'pretrained'} cannot be written"
-    with failing_together(run.accelerator, what, RunFailure):
-        if run.accelerator.is_main_process:
-            _write_results(run.config.run_dir, network, about)
+    run.results.write_pretrained(
+        run.ema, lambda: _write_results(run.config.run_dir, network, about)
+    )
 
 
 def _write_results(run_dir: Path, network: nn.Module, about: dict[str, Any]) -> None:

@@ -56,7 +56,8 @@ def share_rows(samples: list[Sample], size: int) -> list[tuple[torch.Tensor, ...
     """
     lengths = [len(tokens) for tokens, _ in samples]
     longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    best, num_computed = samples, len(samples) * max(lengths)
+    best: list[list[int]] = []
+    num_computed = len(samples) * max(lengths)
     num_rows = len(samples) // 2
     while num_rows and num_computed > 1.02 * sum(lengths):
         rows: list[list[int]] = [[] for _ in range(num_rows)]
@@ -67,12 +68,9 @@ def share_rows(samples: list[Sample], size: int) -> list[tuple[torch.Tensor, ...
             heapreplace(sums, (total + lengths[index], number))
         longest = max(sums)[0]
         if longest <= size and num_rows * longest < num_computed:
-            best, num_computed = (
-                [join([samples[n] for n in row]) for row in rows],
-                num_rows * longest,
-            )
+            best, num_computed = rows, num_rows * longest
         num_rows //= 2
-    return best
+    return [join([samples[n] for n in row]) for row in best] or samples
 
 
 class Packed(Dataset):

@@ -6,7 +6,6 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from trainkit.errors import RunFailure, failing_together
 from trainkit.run_dir.records import read_run_json
 
 
@@ -27,11 +26,7 @@ def write_pretrained(run: Any, tokenizer: Any, base: str, merge: bool = False) -
     nothing has to be gathered. The first model of the run must have save_pretrained; the tokenizer
     may be any processor that has it.
     """
-    run.results.write_weights(run.ema)
-    what = f"{run.config.run_dir / 'pretrained'} cannot be written"
-    with failing_together(run.accelerator, what, RunFailure):
-        if run.accelerator.is_main_process:
-            _write_pretrained(run, tokenizer, base, merge)
+    run.results.write_pretrained(run.ema, lambda: _write_pretrained(run, tokenizer, base, merge))
 
 
 def _write_pretrained(run: Any, tokenizer: Any, base: str, merge: bool) -> None:
