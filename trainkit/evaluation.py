@@ -1,11 +1,13 @@
 """run.evaluate: means over an evaluation set, in which each sample counts exactly once."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.checks.prepared import check_evaluated, check_loader
@@ -13,6 +15,17 @@ from trainkit.metrics import RunningMeans, sum_and_count
 from trainkit.private import prepared_models
 
 CALL = "run.evaluate(...)"
+
+
+@contextmanager
+def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+    """In the body the models are in evaluation mode; then each layer is in its mode of before."""
+    modes = {layer: layer.training for model in models for layer in model.modules()}
+    for model in models:
+        model.eval()
+    yield
+    for layer, mode in modes.items():
+        layer.training = mode
 
 
 def evaluate(
@@ -30,12 +43,9 @@ def evaluate(
     processes, is true after a batch.
     """
     check_loader(accelerator, loader, training=False)
-    models = prepared_models(accelerator)
-    modes = {layer: layer.training for model in models for layer in model.modules()}
     means, num_rows = RunningMeans(accelerator), Counter[str]()  # without a mask
-    for model in models:
-        model.eval()
-    with torch.no_grad():  # not inference_mode: FSDP could not train with its tensors afterwards
+    # Not inference_mode: FSDP could not train with its tensors afterwards.
+    with torch.no_grad(), evaluating(prepared_models(accelerator)):
         for batch in loader:
             values = compute_losses(batch)
             counted = {name: values.pop(name) for name in ("mask", "weights") if name in values}
@@ -50,7 +60,5 @@ def evaluate(
                 means.add(name, *sum_and_count(CALL, value, **counted))
             if stopping():
                 return {}
-    for layer, mode in modes.items():
-        layer.training = mode
     check_evaluated(accelerator, num_rows, loader)
     return means.compute("eval") | {"eval_samples": len(loader.dataset)}

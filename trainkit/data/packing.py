@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from trainkit.data.conversations import Sample, Sets
 from trainkit.errors import UsageError
+from trainkit.evaluation import evaluating
 from trainkit.private import attends_by_sdpa
 
 
@@ -177,9 +178,8 @@ def keeps_apart(accelerator: Accelerator, model: Any) -> bool:
     if accelerator.is_main_process:
         tokens = torch.arange(8, device=model.device).repeat(2, 1)
         others = torch.cat([tokens[:, 4:], tokens[:, 4:]], dim=1)
-        modes = {layer: layer.training for layer in model.modules()}
-        model.eval()
-        with contextlib.suppress(TypeError, ValueError):  # it takes no position_ids
+        refusals = contextlib.suppress(TypeError, ValueError)  # it takes no position_ids
+        with evaluating([model]), refusals:
             apart, one = (
                 (model(input_ids=tokens, **how).logits - model(input_ids=others, **how).logits)[
                     :, 4:
@@ -188,6 +188,4 @@ def keeps_apart(accelerator: Accelerator, model: Any) -> bool:
             )
             # 0 in most models; with experts rounding depends on which tokens go to the same one.
             is_apart += apart.abs().max() <= one.abs().max() / 10
-        for layer, mode in modes.items():
-            layer.training = mode
     return bool(broadcast(is_apart))
