@@ -5,9 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, linux_only, posix_only
+
+from trainkit.launch import world
 
 
 def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
@@ -198,3 +202,14 @@ def main(argv):
     done = fork_main(str(tmp_path / "share.py"), "--run-dir", "runs/a", world=2, cwd=tmp_path)
     assert done.codes == [2, 2] and "is not the same folder" in done.stderr, done.output
     assert not [*tmp_path.rglob(".tmp-*")]
+
+
+def test_the_process_group_of_a_run_that_has_ended_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or freeing it may wait for ever: see end_training."""
+    monkeypatch.setattr(world, "ENDED", [])
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    group = distributed.group.WORLD
+    world.end_training(SimpleNamespace(end_training=distributed.destroy_process_group))
+    kept = [*world.ENDED]
+    assert kept == [group]
