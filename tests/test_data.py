@@ -16,7 +16,7 @@ MD5 = {
 
 
 @pytest.mark.parametrize("split", ["test", pytest.param("train", marks=pytest.mark.slow)])
-def test_shipped_mnist_has_the_pixels_its_readme_names(split: str) -> None:
+def test_shipped_mnist_has_the_pixels_its_readme_names(split):
     data, names, _ = load_images(str(ROOT / "data" / "mnist"), split, 28)
     assert names == list("0123456789")
     pixels = hashlib.md5(data.tensors[0].numpy()).hexdigest()

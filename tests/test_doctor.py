@@ -1,8 +1,5 @@
 """The doctor finds what keeps processes from training together."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from conftest import linux_only
 
@@ -49,9 +46,7 @@ ILL = [
 
 @linux_only
 @pytest.mark.parametrize(("illness", "code", "sentence"), ILL)
-def test_an_illness_is_named(
-    illness: str, code: int, sentence: str, fork_main: Callable, tmp_path: Path
-) -> None:
+def test_an_illness_is_named(illness, code, sentence, fork_main, tmp_path):
     (tmp_path / "patient.py").write_text(PATIENT)
     flags = ["--timeout", 2] if illness == "absent" else []
     plan = {"kill": [[5, 1, 9]]} if illness == "absent" else {}
@@ -60,9 +55,7 @@ def test_an_illness_is_named(
     assert "ready to train" not in done.output
 
 
-def test_healthy_processes_are_measured_and_called_healthy(
-    fork_main: Callable, tmp_path: Path
-) -> None:
+def test_healthy_processes_are_measured_and_called_healthy(fork_main, tmp_path):
     done = fork_main("trainkit.tools.doctor", "--run-dir", tmp_path / "run", world=2)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("world: 2 processes on cpu, float32"), done
@@ -77,7 +70,7 @@ def test_healthy_processes_are_measured_and_called_healthy(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_run_saves_as_often_as_young_says_and_not_before_the_last_save_is_durable() -> None:
+def test_a_run_saves_as_often_as_young_says_and_not_before_the_last_save_is_durable():
     # sqrt(2 C M): half a second, and a failure every 6,250 hours, as of eight GPUs.
     assert doctor.save_interval(0.5, 2, 6250 * 3600) == pytest.approx(4743.4, abs=0.1)
     assert doctor.save_interval(0.5, 7200, 60) == 7200

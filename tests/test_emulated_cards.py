@@ -30,7 +30,7 @@ COPIES_PER_STEP = 3  # pictures, labels, indices
 
 
 @pytest.fixture(scope="session")
-def emulated_cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def emulated_cards(tmp_path_factory):
     """The environment of a process that believes in cards."""
     if sys.platform != "linux" or not torch.backends.cuda.is_built() or not shutil.which("gcc"):
         pytest.skip("emulated cards need Linux, a torch with CUDA, and gcc")
@@ -41,7 +41,7 @@ def emulated_cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def real_cards() -> dict[str, str]:
+def real_cards():
     """The environment of a process on the cards of this machine."""
     if not torch.cuda.is_available():
         pytest.skip("this machine has no GPU")
@@ -49,7 +49,7 @@ def real_cards() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session", params=["emulated", pytest.param("real", marks=pytest.mark.gpu)])
-def cards(request: pytest.FixtureRequest) -> dict[str, str]:
+def cards(request):
     """The environment of a process on emulated cards, or on real ones."""
     return request.getfixturevalue(f"{request.param}_cards")
 
@@ -140,8 +140,8 @@ def emulate(
 
 
 def test_waits_and_copies_are_counted_and_wrong_devices_refused_with_their_lines(
-    emulated_cards: dict[str, str], tmp_path: Path
-) -> None:
+    emulated_cards, tmp_path
+):
     program = PROGRAM
     for line, _, _ in STEPS:
         program += f"{line}\ntrain(lambda batch: batch)\n"
@@ -167,9 +167,7 @@ def test_waits_and_copies_are_counted_and_wrong_devices_refused_with_their_lines
         assert place(line) in output or "dist" in line or "load(" in line, (line, output)
 
 
-def test_a_lost_process_is_noticed_before_the_host_waits_for_the_device(
-    emulated_cards: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_lost_process_is_noticed_before_the_host_waits_for_the_device(emulated_cards, tmp_path):
     """On a card that would not end: its work waits for the lost process.
 
     The guard looks at the step before, which all are known to have made; GradScaler at this one.
@@ -213,7 +211,7 @@ for precision in ("no", "fp16"):
 
 
 @pytest.fixture(scope="session")
-def problems(tiny_mnist: Path) -> dict[str, list[object]]:
+def problems(tiny_mnist):
     """Per script, a run of ten steps in two epochs, on up to eight cards."""
     shared = ["--batch-size", 64, "--epochs", 2, "--log-every", 4, "--save-every", 4, "--keep", 9]
     shared += ["--eval-batch-size", 56, "--timeout", 60, "--no-pictures"]
@@ -294,9 +292,7 @@ def check_steps(run_dir: Path, quiet: tuple[int, ...], first: int = 1) -> list[t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("yaml", YAMLS)
-def test_every_single_machine_yaml_trains_and_resumes_both_scripts(
-    cards: dict[str, str], problems: dict, tmp_path: Path, yaml: str
-) -> None:
+def test_every_single_machine_yaml_trains_and_resumes_both_scripts(cards, problems, tmp_path, yaml):
     """All processes of one script are killed after step 6; the other gets SIGTERM."""
     faults = [{"signal": [6, signal.SIGKILL]}, {"rank": 0, "signal": [2, signal.SIGTERM]}]
     plans = zip(problems.items(), faults, (101, 80), strict=True)
@@ -319,9 +315,7 @@ def test_every_single_machine_yaml_trains_and_resumes_both_scripts(
 
 
 @pytest.mark.slow
-def test_four_cards_in_float32_go_on_as_two_in_half_precision(
-    cards: dict[str, str], problems: dict, tmp_path: Path
-) -> None:
+def test_four_cards_in_float32_go_on_as_two_in_half_precision(cards, problems, tmp_path):
     args = [*problems["train_mnist"], "--run-dir", tmp_path / "run"]
     launch(cards, "4gpu", "train_mnist", *args)
     before = rows(tmp_path / "run")
@@ -338,9 +332,7 @@ def test_four_cards_in_float32_go_on_as_two_in_half_precision(
 
 
 @pytest.mark.slow
-def test_a_run_on_one_card_gives_the_numbers_of_the_cpu(
-    cards: dict[str, str], problems: dict, tmp_path: Path
-) -> None:
+def test_a_run_on_one_card_gives_the_numbers_of_the_cpu(cards, problems, tmp_path):
     """If emulated, the same kernels made them: only the GPU's own path could make a difference."""
     close = {"rel": 1e-6} if are_emulated(cards) else {"rel": 1e-3, "abs": 0.02}
     for script, args in problems.items():
@@ -362,9 +354,7 @@ EXAMPLES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_each_example_trains_and_evaluates_in_fp16(
-    cards: dict[str, str], tiny_mnist: Path, tmp_path: Path, name: str
-) -> None:
+def test_each_example_trains_and_evaluates_in_fp16(cards, tiny_mnist, tmp_path, name):
     flags, num_evaluated = EXAMPLES[name]
     flags = [*flags, *[tiny_mnist] * (name == "gan")]
     flags += ["--batch-size", 4, "--eval-batch-size", 26, "--stop-after-steps", 4]
@@ -377,7 +367,7 @@ def test_each_example_trains_and_evaluates_in_fp16(
 
 
 @pytest.mark.gpu
-def test_the_doctor_calls_every_card_healthy(real_cards: dict[str, str], tmp_path: Path) -> None:
+def test_the_doctor_calls_every_card_healthy(real_cards, tmp_path):
     """Not on emulated ones: it multiplies matrices as large as a card needs to show its rate."""
     number = torch.cuda.device_count()
     config = "4gpu" if number > 1 else "1gpu"

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, rows, run
-from faults import Nursery, Outcome
+from faults import Outcome
 from PIL import Image
 
 SMALL = "--batch-size 12 --eval-batch-size 27 --epochs 3"  # of 109 samples: 10 steps
@@ -35,7 +35,7 @@ Start = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
-def digits(tiny_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def digits(tiny_mnist, tmp_path_factory):
     """A folder with 109 pictures to train on and 55 to evaluate on."""
     folder = tmp_path_factory.mktemp("digits")
     for split, size in (("train", 109), ("test", NUM_EVALUATED["gan"])):
@@ -45,7 +45,7 @@ def digits(tiny_mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory):
     """136 colour pictures in two classes, and a small network of timm with BatchNorm."""
     timm = pytest.importorskip("timm")
     folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
@@ -60,7 +60,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(nursery: Nursery, digits: Path, photos: Path) -> Start:
+def start(nursery, digits, photos):
     """Start an example."""
 
     def call(name: str, run_dir: Path, world: int, *args: object, **plan: Any) -> Outcome:
@@ -76,7 +76,7 @@ def start(nursery: Nursery, digits: Path, photos: Path) -> Start:
 
 
 @pytest.fixture(scope="module")
-def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def whole(start, tmp_path_factory):
     """The folder of an undisturbed run, made once."""
     made: dict[tuple, Path] = {}
 
@@ -107,9 +107,7 @@ def by_example(**quick: set[int]) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "world"), by_example(text={3}, gan={2}, pictures={3}, frozen=set())
 )
-def test_losses_do_not_depend_on_processes_and_micro_batches(
-    whole: Callable[..., Path], name: str, world: int, accumulate: int
-) -> None:
+def test_losses_do_not_depend_on_processes_and_micro_batches(whole, name, world, accumulate):
     expected, found = rows(whole(name, 1)), rows(whole(name, world, accumulate))
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     assert sum("learning_rate" in row for row in found) == NUM_STEPS
@@ -125,9 +123,7 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(
     ("name", "world"),
     by_example(text=set(), gan={2}, pictures={2}, frozen={1}, two_towers=set()),
 )
-def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
-    start: Start, whole: Callable[..., Path], tmp_path: Path, name: str, world: int
-) -> None:
+def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(start, whole, tmp_path, name, world):
     accumulate = 1 + (name == "gan")
     run_dir, save = tmp_path / "run", ["--save-every", SAVE_EVERY, "--accumulate", accumulate]
     fault = {"signal": [KILLED_AT, signal.SIGKILL]}
@@ -146,16 +142,14 @@ def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
         assert (run_dir / file).read_bytes() == (undisturbed / file).read_bytes(), file
 
 
-def test_an_example_starts_where_it_lies(tmp_path: Path) -> None:
+def test_an_example_starts_where_it_lies(tmp_path):
     """From any folder, without anything installed or exported."""
     flags = ["--run-dir", tmp_path / "run", "--stop-after-steps", 1, "--no-pictures"]
     result = run("examples/text.py", *FLAGS["text"], *flags, cwd=tmp_path, env={"PYTHONPATH": ""})
     assert result.returncode == 0, result.stderr
 
 
-def test_the_five_edits_of_the_docs_make_a_script_that_learns(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_the_five_edits_of_the_docs_make_a_script_that_learns(nursery, tmp_path):
     """What docs/your_own.md shows is done to a copy of examples/text.py."""
     docs = (ROOT / "docs" / "your_own.md").read_text()
     script = (ROOT / "examples" / "text.py").read_text()
@@ -187,7 +181,7 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(
     sorted(p for p in (ROOT / "examples").glob("*.py") if "def main" in p.read_text()),
     ids=lambda p: p.stem,
 )
-def test_an_example_stays_on_a_few_pages(path: Path) -> None:
+def test_an_example_stays_on_a_few_pages(path):
     source = path.read_text()
     main = next(n for n in ast.parse(source).body if getattr(n, "name", "") == "main")
     assert len(source.splitlines()) <= 150 and main.end_lineno - main.lineno < 50

@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -24,14 +23,14 @@ for name in export.PACKAGES:
 
 
 @pytest.fixture(scope="module")
-def run_dir(mnist_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(mnist_run, tmp_path_factory):
     folder = shutil.copytree(mnist_run, tmp_path_factory.mktemp("runs") / "mnist")
     predict.main([str(folder), "--export", "--license", "mit"])
     return folder
 
 
 @pytest.fixture(scope="module")
-def table_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> Path:
+def table_dir(tmp_path_factory, run_main):
     folder, data = tmp_path_factory.mktemp("runs") / "rooms", tmp_path_factory.mktemp("private")
     table = [
         f"{area},{city},{area * 3 + 100 * (city == 'Rome')}"
@@ -48,9 +47,7 @@ def table_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> P
     return folder
 
 
-def test_the_card_says_what_was_measured_and_how_the_model_was_made(
-    run_dir: Path, table_dir: Path
-) -> None:
+def test_the_card_says_what_was_measured_and_how_the_model_was_made(run_dir, table_dir):
     for folder, task, said in (
         (run_dir, "image-classification", f"on {NUM_TEST} samples"),
         (table_dir, "tabular-regression", "--data=rooms.csv`"),
@@ -68,7 +65,7 @@ def test_the_card_says_what_was_measured_and_how_the_model_was_made(
 
 
 @pytest.fixture(scope="module")
-def photo_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photo_dir(tmp_path_factory):
     folder = colours.make_run(tmp_path_factory.mktemp("runs") / "photos")
     predict.main([str(folder), "--script", colours.__file__, "--export"])
     return folder
@@ -85,8 +82,8 @@ with open("said", "w") as file, contextlib.redirect_stdout(file):
 
 @pytest.mark.parametrize("kind", ["run_dir", "table_dir", "photo_dir"])
 def test_a_stranger_who_follows_the_card_gets_what_it_says(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, in_fresh_process: Callable
-) -> None:
+    kind, request, tmp_path, in_fresh_process
+):
     """Without this repository and without torch."""
     folder = shutil.copytree(request.getfixturevalue(kind) / "export", tmp_path / "export")
     card = (folder / "README.md").read_text()
@@ -103,8 +100,8 @@ def test_a_stranger_who_follows_the_card_gets_what_it_says(
 
 
 def test_the_card_reads_a_photo_as_predict_does_and_timm_gets_what_it_needs(
-    photo_dir: Path, tmp_path: Path, in_fresh_process: Callable
-) -> None:
+    photo_dir, tmp_path, in_fresh_process
+):
     folder = shutil.copytree(photo_dir / "export", tmp_path / "export")
     card = ModelCard.load(folder / "README.md")
     assert card.data.library_name == "timm" and "pretrained=True" in card.text
@@ -122,9 +119,7 @@ def test_the_card_reads_a_photo_as_predict_does_and_timm_gets_what_it_needs(
     assert float(share.strip().rstrip("%")) == pytest.approx(100 * probability.item(), abs=0.5)
 
 
-def test_the_program_agrees_with_pytorch_on_every_evaluated_sample(
-    run_dir: Path, table_dir: Path
-) -> None:
+def test_the_program_agrees_with_pytorch_on_every_evaluated_sample(run_dir, table_dir):
     import onnxruntime
 
     for folder, name in ((run_dir, "image"), (table_dir, "feature")):
@@ -138,18 +133,14 @@ def test_the_program_agrees_with_pytorch_on_every_evaluated_sample(
         assert json.loads(saved) == json.loads(json.dumps(predictor.metadata))
 
 
-def test_no_path_of_this_machine_is_published(
-    run_dir: Path, table_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_no_path_of_this_machine_is_published(run_dir, table_dir, tmp_path_factory):
     for folder in (run_dir, table_dir):
         for path in (folder / "export").iterdir():
             for secret in (tmp_path_factory.getbasetemp(), ROOT):
                 assert str(secret).encode() not in path.read_bytes(), path
 
 
-def test_a_push_uploads_the_folder_when_it_is_asked_for(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_push_uploads_the_folder_when_it_is_asked_for(run_dir, monkeypatch, capsys):
     api = mock.create_autospec(HfApi, instance=True)
     api.create_repo.return_value.repo_id = "someone/digits"
     api.upload_folder.return_value = "https://address"
@@ -165,9 +156,7 @@ def test_a_push_uploads_the_folder_when_it_is_asked_for(
         predict.main([str(run_dir), "--push", "someone/digits"])
 
 
-def test_an_export_that_cannot_be_made_is_one_sentence(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_cannot_be_made_is_one_sentence(run_dir, tmp_path, monkeypatch):
     for name, content, message in (
         ("export", "a file of somebody's", "cannot be exported: FileExistsError"),
         ("run.json", "{}", "is not complete: KeyError: 'command'"),

@@ -149,8 +149,8 @@ class Sweep:
     [("kill", 0, 1, 11), ("kill", 0, 2, 19), ("enospc", 0, 1, 17), ("enospc", 1, 2, 3)],
 )
 def test_a_fault_inside_a_save_loses_nothing(
-    nursery: Nursery, arguments: dict, tmp_path: Path, how: str, rank: int, world: int, stride: int
-) -> None:
+    nursery, arguments, tmp_path, how, rank, world, stride
+):
     sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], world, tmp_path)
     row = Row(how, "train_mnist", world)
     for event in range(min(stride, 4), sweep.count_events(rank) + 1, stride):
@@ -159,8 +159,8 @@ def test_a_fault_inside_a_save_loses_nothing(
 
 
 def test_what_the_thread_of_one_process_meets_ends_all_at_the_next_step(
-    nursery: Nursery, arguments: dict, tmp_path: Path
-) -> None:
+    nursery, arguments, tmp_path
+):
     """Long before the next save, which would find it too."""
     args = [*arguments["train_mnist"], "--epochs", 99, "--save-every", 100, "--run-dir", tmp_path]
     fault = {"rank": 1, "save": 1, "event": 5, "how": "enospc"}  # its part of the manifest
@@ -170,9 +170,7 @@ def test_what_the_thread_of_one_process_meets_ends_all_at_the_next_step(
     assert newest(tmp_path) == -1 and 100 <= rows(tmp_path)[-1]["step"] < 200
 
 
-def test_a_signal_does_not_hide_that_the_last_checkpoint_was_lost(
-    nursery: Nursery, arguments: dict, tmp_path: Path
-) -> None:
+def test_a_signal_does_not_hide_that_the_last_checkpoint_was_lost(nursery, arguments, tmp_path):
     args = [*arguments["train_mnist"], "--save-every", 100, "--run-dir", tmp_path]
     fault = {"signal": [3, signal.SIGTERM], "save": 1, "event": 9, "how": "enospc"}
     outcome = nursery.run("train_mnist", *args, fault=fault)
@@ -180,9 +178,7 @@ def test_a_signal_does_not_hide_that_the_last_checkpoint_was_lost(
     assert "stopped by" not in outcome.output
 
 
-def test_a_folder_that_cannot_be_written_is_refused(
-    nursery: Nursery, arguments: dict, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(nursery, arguments, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     for run_dir, world in ((tmp_path / "file", 1), ("/proc/run", 2), (Path.cwd().parent, 2)):
         args = [*arguments["train_mnist"], "--run-dir", run_dir]
@@ -192,9 +188,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
         assert error.startswith("error: ") and str(run_dir) in error
 
 
-def test_a_refused_resume_leaves_the_finished_run_as_it_was(
-    nursery: Nursery, arguments: dict, tmp_path: Path
-) -> None:
+def test_a_refused_resume_leaves_the_finished_run_as_it_was(nursery, arguments, tmp_path):
     args = [*arguments["train_mnist"], "--run-dir", tmp_path / "run"]
     assert nursery.run("train_mnist", *args).codes == [0]
     paths = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -240,7 +234,7 @@ EXAMPLES = {
 
 
 @pytest.fixture
-def tiny(arguments: dict, tiny_mnist: Path) -> dict[str, list[object]]:
+def tiny(arguments, tiny_mnist):
     """The `arguments` of the scripts, and the same for the examples."""
     digits = ["--dataset", tiny_mnist]
     shared = arguments["train_regression"][4:]
@@ -252,7 +246,7 @@ def tiny(arguments: dict, tiny_mnist: Path) -> dict[str, list[object]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("script", [*SCRIPTS, *EXAMPLES])
-def test_sweep(nursery: Nursery, tiny: dict, tmp_path: Path, script: str, world: int) -> None:
+def test_sweep(nursery, tiny, tmp_path, script, world):
     sweep = Sweep(nursery, script, tiny[script], world, tmp_path)
     rows = sweep.break_each_save()
     num_strikes, num_others = (80, 20) if script in SCRIPTS else (20, 10)
@@ -270,7 +264,7 @@ def test_sweep(nursery: Nursery, tiny: dict, tmp_path: Path, script: str, world:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_sweep_of_a_sharded_run(nursery: Nursery, tmp_path: Path, kind: str) -> None:
+def test_sweep_of_a_sharded_run(nursery, tmp_path, kind):
     from test_shards import env
 
     args = ["--num-lines", 60, "--batch-size", 12, "--epochs", 2, "--save-every", 2]
@@ -282,7 +276,7 @@ def test_sweep_of_a_sharded_run(nursery: Nursery, tmp_path: Path, kind: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_disk_that_is_full(nursery: Nursery, arguments: dict, tmp_path: Path, world: int) -> None:
+def test_a_disk_that_is_full(nursery, arguments, tmp_path, world):
     mount = tmp_path / "disk"
     mount.mkdir()
     made = subprocess.run(

@@ -41,7 +41,7 @@ def quick(ways: Iterable[tuple], chosen: list[tuple]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def flags(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def flags(nursery, tmp_path_factory):
     """What all runs here have in common; the pairs are made, and the model, in float64 as well."""
     folder, size = tmp_path_factory.mktemp("made"), ["--width", 32, "--layers", 1]
     for where, double in (folder / "double", True), (folder, False):
@@ -54,9 +54,7 @@ def flags(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
-def in_double(
-    float64_default: None, flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
+def in_double(float64_default, flags, monkeypatch):
     """The flags of a run in float64; this process computes in it, the loss of transformers too."""
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -64,7 +62,7 @@ def in_double(
 
 
 @pytest.fixture(scope="module")
-def start(nursery: Any, flags: list[str]) -> Callable[..., Any]:
+def start(nursery, flags):
     def call(run_dir: Path, lora: int | None, way: Any, *args: object, **plan: Any) -> Any:
         args = *flags, *(["--lora", lora] if lora else []), "--run-dir", run_dir, *args
         kind, world = (way, 2) if way in KINDS else (None, way)
@@ -124,14 +122,8 @@ def logits(model: Any) -> torch.Tensor:
     quick(WAYS, [(None, KINDS[0], 4, []), (4, 2, 4, PACKED)]),
 )
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
-    start: Callable,
-    in_double: list[str],
-    tmp_path: Path,
-    lora: int | None,
-    way: Any,
-    accumulate: int,
-    packed: list[str],
-) -> None:
+    start, in_double, tmp_path, lora, way, accumulate, packed
+):
     more = ["--accumulate", accumulate, *(["--ema", 0.9] if way != 1 else []), *packed]
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True).output
     losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
@@ -152,9 +144,7 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
 @pytest.mark.parametrize(
     ("lora", "way"), quick(itertools.product((None, 4), (2, *KINDS)), [(4, KINDS[1])])
 )
-def test_a_kill_changes_no_byte(
-    start: Callable, tmp_path: Path, lora: int | None, way: Any
-) -> None:
+def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     kill, packed = {"signal": [14, signal.SIGKILL]}, [] if lora else PACKED
     assert 0 not in start(tmp_path / "killed", lora, way, *packed, fault=kill).codes
     for name in ("killed", "whole"):
@@ -274,7 +264,7 @@ CASES = [
 
 
 @pytest.fixture
-def tokenizer(flags: list[str]) -> Any:
+def tokenizer(flags):
     made = transformers.AutoTokenizer.from_pretrained(flags[-1])
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return made
@@ -282,8 +272,8 @@ def tokenizer(flags: list[str]) -> Any:
 
 @pytest.mark.parametrize(("template", "given", "learned", "said"), CASES)
 def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said(
-    tokenizer: Any, tmp_path: Path, template: str, given: list, learned: list[str], said: Any
-) -> None:
+    tokenizer, tmp_path, template, given, learned, said
+):
     tokenizer.chat_template, path = TEMPLATES[template], tmp_path / "rows.jsonl"
     if template == "no tokens":
         tokenizer.eos_token = tokenizer.pad_token = None
@@ -316,8 +306,8 @@ def train_on(
 
 
 def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pipeline(
-    run_main: Callable, tokenizer: Any, tmp_path: Path, capfd: Any
-) -> None:
+    run_main, tokenizer, tmp_path, capfd
+):
     tokenizer.chat_template = TEMPLATES["chatml"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
     model.resize_token_embeddings(len(tokenizer))
@@ -346,8 +336,8 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
     ("template", "end", "prompt"), [("chatml", "<end>", "say"), ("none", "<|im_end|>", "lora")]
 )
 def test_an_answer_stops_where_those_that_were_learned_end(
-    run_main: Callable, tokenizer: Any, tmp_path: Path, template: str, end: str, prompt: str
-) -> None:
+    run_main, tokenizer, tmp_path, template, end, prompt
+):
     model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
     model.resize_token_embeddings(len(tokenizer))  # its settings name <end> and no other
     tokenizer.chat_template, tokenizer.eos_token = TEMPLATES[template], end
@@ -362,9 +352,7 @@ def test_an_answer_stops_where_those_that_were_learned_end(
 
 
 @pytest.mark.parametrize("prompt", [" x" * 100, "", "broken"])
-def test_a_sample_answer_ends_no_run(
-    run_main: Callable, tokenizer: Any, tmp_path: Path, prompt: str, monkeypatch: Any, capfd: Any
-) -> None:
+def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monkeypatch, capfd):
     tokenizer.chat_template = None
     config = transformers.GPT2Config(n_positions=128, n_embd=32, n_layer=1, n_head=1)
     config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), 0, 0
@@ -381,7 +369,7 @@ LINES = ['{"prompt": "a", "answer": "b"}', "", "{", "[1]", '{"prompt": "a", "ans
 
 
 @pytest.mark.parametrize("line", LINES[1:])
-def test_a_line_without_a_pair_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_without_a_pair_is_named(tmp_path, line):
     path = tmp_path / "pairs.jsonl"
     path.write_text(f"{LINES[0]}\n{line}\n{LINES[0]}\n")
     with pytest.raises(UsageError, match=f"^line 2 of {path} {'' if line else 'is blank'}"):
@@ -389,8 +377,8 @@ def test_a_line_without_a_pair_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_parquet_holds_the_same_samples_and_a_base_that_is_not_there_ends_in_a_sentence(
-    flags: list[str], tmp_path: Path
-) -> None:
+    flags, tmp_path
+):
     args = parse(finetune.Config, flags)
     samples, pairs = finetune.load_data(args)[0], Dataset.from_json(args.data)
     args.data = str(tmp_path / "few.parquet")
@@ -401,7 +389,7 @@ def test_parquet_holds_the_same_samples_and_a_base_that_is_not_there_ends_in_a_s
         finetune.load_data(args)
 
 
-def test_a_missing_package_is_asked_for(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_asked_for(flags, monkeypatch):
     args = parse(finetune.Config, [*flags, "--lora", "1"])
     for name, call in (("peft", finetune.make_model), ("transformers", finetune.load_data)):
         monkeypatch.setitem(sys.modules, name, None)
@@ -410,8 +398,8 @@ def test_a_missing_package_is_asked_for(flags: list[str], monkeypatch: pytest.Mo
 
 
 def test_a_model_is_trained_as_from_pretrained_returns_it_but_not_once_it_is_put_to_rest(
-    run_main: Callable, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_main, flags, tmp_path, monkeypatch
+):
     make, modes = finetune.make_model, []
     monkeypatch.setattr(finetune, "make_model", lambda args: make(args).eval())
 

@@ -1,13 +1,11 @@
 """Numbers that went bad stop every process in the same step and reach neither weights nor disk."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from faults import Nursery, incomplete, newest
 
 from trainkit.checks.finite import MAX_SKIPPED, FiniteGuard, Position
@@ -15,16 +13,14 @@ from trainkit.errors import RunFailure
 from trainkit.optim import clip_gradients
 
 
-def test_the_norm_is_over_all_parameter_groups(accelerator: Accelerator) -> None:
+def test_the_norm_is_over_all_parameter_groups(accelerator):
     first, second, unused = torch.ones(3, 1)
     first.grad, second.grad = torch.tensor([[3.0], [4.0]])
     optimizer = torch.optim.SGD([{"params": first}, {"params": [second, unused]}])
     assert clip_gradients(accelerator, math.inf, optimizer) == 5
 
 
-def test_weights_that_differ_between_processes_reach_no_checkpoint(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_differ_between_processes_reach_no_checkpoint(accelerator, monkeypatch):
     guard, weight = FiniteGuard(accelerator), torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for *other, words in (
@@ -48,9 +44,7 @@ class OnACard(torch.Tensor):
     device = torch.device("cuda", 0)
 
 
-def test_a_norm_on_a_card_is_read_one_step_later_or_before_a_checkpoint(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_norm_on_a_card_is_read_one_step_later_or_before_a_checkpoint(accelerator, monkeypatch):
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch, "Event", lambda device: event)
     guard = FiniteGuard(accelerator)
@@ -66,7 +60,7 @@ def test_a_norm_on_a_card_is_read_one_step_later_or_before_a_checkpoint(
         guard.finish()
 
 
-def test_fp16_may_skip_steps_but_not_for_ever(accelerator: Accelerator) -> None:
+def test_fp16_may_skip_steps_but_not_for_ever(accelerator):
     guard, losses = FiniteGuard(accelerator), [torch.tensor(math.nan)]
     for skipped in [True] * (MAX_SKIPPED - 1) + [False] + [True] * (MAX_SKIPPED - 1):
         guard.count_skipped(skipped, losses)
@@ -87,8 +81,8 @@ def failed(nursery: Nursery, args: list[object], world: int, **plan: Any) -> str
 # the fifth step, and after the evaluation the 14th of the sixth.
 @pytest.mark.parametrize(("bad", "call", "world"), [("nan", 9, 2), ("inf", 14, 2), ("inf", 14, 1)])
 def test_a_bad_number_on_the_last_process_stops_all_in_that_step(
-    nursery: Nursery, arguments: dict, tmp_path: Path, bad: str, call: int, world: int
-) -> None:
+    nursery, arguments, tmp_path, bad, call, world
+):
     args = [*arguments["train_mnist"], *f"--log-every 50 --run-dir {tmp_path}/run".split()]
     error = failed(nursery, args, world, fault={"rank": world - 1, bad: call})
     assert "loss or gradient is not finite at step 6, learning rate " in error

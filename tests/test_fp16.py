@@ -44,8 +44,8 @@ def checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
-    run_main: Any, tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_main, tiny_mnist, tmp_path, monkeypatch
+):
     run_dir, steps = tmp_path / "run", []
     step, finish = AcceleratedOptimizer.step, Step.finish
 
@@ -128,8 +128,8 @@ def train_two(run_dir: Path, order: str, overflows: tuple[int, ...] = ()) -> lis
 
 @pytest.mark.parametrize("order", ["clip0 step0 clip1 step1", "clip0 clip1 step0 step1"])
 def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
-    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    order, tmp_path, monkeypatch
+):
     """Every batch is the same, so that it does not matter which ones are skipped."""
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
     plain = train_two(tmp_path / "run", order)

@@ -4,8 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import conftest
 import pytest
@@ -37,7 +36,7 @@ mkdir $0; sed -n 's/^COPY //p' docs/kubernetes/Dockerfile | while read -a words;
 done"""
 
 
-def test_the_yaml_is_one_that_a_cluster_takes_and_its_names_and_exit_codes_fit() -> None:
+def test_the_yaml_is_one_that_a_cluster_takes_and_its_names_and_exit_codes_fit():
     assert SERVICE["metadata"]["name"] == POD["subdomain"]
     assert SERVICE["spec"]["selector"]["job-name"] == JOB["metadata"]["name"]
     rules = JOB["spec"]["podFailurePolicy"]["rules"]
@@ -51,7 +50,7 @@ def test_the_yaml_is_one_that_a_cluster_takes_and_its_names_and_exit_codes_fit()
 
 
 @pytest.fixture
-def start_pods(tmp_path: Path) -> Iterator[Callable[[str], list[subprocess.Popen]]]:
+def start_pods(tmp_path):
     """Start what the kubelets would, each pod on a host of its own, with more flags."""
     net, image, job = f"k{os.getpid()}", tmp_path / "image", JOB["metadata"]["name"]
     subprocess.run(["bash", "-ec", IMAGE, image], cwd=conftest.ROOT, check=True)
@@ -84,11 +83,8 @@ def start_pods(tmp_path: Path) -> Iterator[Callable[[str], list[subprocess.Popen
 
 @pytest.mark.slow
 def test_pods_stopped_and_killed_end_with_the_bytes_of_an_undisturbed_launch(
-    start_pods: Callable[[str], list[subprocess.Popen]],
-    undisturbed: Path,
-    tiny_mnist: Path,
-    tmp_path: Path,
-) -> None:
+    start_pods, undisturbed, tiny_mnist, tmp_path
+):
     def attempt(step: int, disturb: Callable, more: str = "") -> list[int]:
         pods = start_pods(f"{conftest.ENGINE_FLAGS} {tiny_mnist} {more}")
         try:

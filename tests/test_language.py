@@ -66,8 +66,8 @@ def gradients(model: Any, batch: tuple) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
-    kind: str, float64_default: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, float64_default, monkeypatch
+):
     monkeypatch.setattr(torch, "float32", torch.float64)  # which some models ask for
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     model, samples = make(kind, **KINDS[kind]), make_samples(9)
@@ -89,9 +89,7 @@ def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_a_head_may_be_frozen_have_a_bias_and_be_rounded_to_bfloat16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_head_may_be_frozen_have_a_bias_and_be_rounded_to_bfloat16(monkeypatch):
     model, batch = make("phi", **WIDTHS, intermediate_size=64), finetune.collate(make_samples(4))
     head, results = model.get_output_embeddings(), []
     assert head.may_have_parts and head.bias is not None
@@ -111,7 +109,7 @@ def test_a_head_may_be_frozen_have_a_bias_and_be_rounded_to_bfloat16(
 
 
 @pytest.mark.parametrize("kind", ["opt", "bloom", "mamba"])
-def test_a_model_in_which_samples_of_a_row_see_each_other_is_refused(kind: str) -> None:
+def test_a_model_in_which_samples_of_a_row_see_each_other_is_refused(kind):
     sizes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "bloom": {}, "mamba": {}}
     names = {"bloom": {"n_layer": 2, "n_head": 2, "hidden_size": 32}}.get(kind, WIDTHS)
     model = make(kind, **names, **sizes[kind])
@@ -123,9 +121,7 @@ def test_a_model_in_which_samples_of_a_row_see_each_other_is_refused(kind: str) 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=300))
-def test_each_sample_is_in_one_row_and_no_row_is_too_long_or_could_have_been_spared(
-    lengths: list[int],
-) -> None:
+def test_each_sample_is_in_one_row_and_no_row_is_too_long_or_could_have_been_spared(lengths):
     rows = best_fit(lengths, 50)
     assert sorted(itertools.chain(*rows)) == [*range(len(lengths))]
     sums = [sum(lengths[index] for index in row) for row in rows]
@@ -138,7 +134,7 @@ def test_each_sample_is_in_one_row_and_no_row_is_too_long_or_could_have_been_spa
     assert max(map(len, shared)) * len(shared) <= max(lengths) * len(lengths)
 
 
-def test_rows_are_full_with_lengths_as_chats_have_them() -> None:
+def test_rows_are_full_with_lengths_as_chats_have_them():
     lengths = torch.randn(5000, generator=torch.Generator().manual_seed(0)).add(4.6).exp()
     rows = best_fit(lengths.clamp(8, 2048).long().tolist(), 2048)
     assert lengths.clamp(8, 2048).long().sum() / (len(rows) * 2048) > 0.99
@@ -146,9 +142,7 @@ def test_rows_are_full_with_lengths_as_chats_have_them() -> None:
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=50)
 @given(st.integers(1, 700), st.integers(1, 8), st.integers(0, 3))
-def test_each_sample_comes_once_and_in_the_same_place_whatever_is_asked_for(
-    num: int, batch_size: int, epoch: int
-) -> None:
+def test_each_sample_comes_once_and_in_the_same_place_whatever_is_asked_for(num, batch_size, epoch):
     order = by_length(torch.arange(num) % 37, batch_size, 0)
     whole = order(epoch, 0, num)
     assert torch.equal(whole.sort().values, torch.arange(num))
@@ -162,7 +156,7 @@ def test_each_sample_comes_once_and_in_the_same_place_whatever_is_asked_for(
         )
 
 
-def test_a_batch_has_similar_lengths_and_neither_batches_nor_the_short_one_are_sorted() -> None:
+def test_a_batch_has_similar_lengths_and_neither_batches_nor_the_short_one_are_sorted():
     num, size = 4007, 8
     lengths = torch.randint(1, 1000, (num,), generator=torch.Generator().manual_seed(0))
     order = by_length(lengths, size, 0)

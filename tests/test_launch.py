@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -35,9 +35,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the YAML trains: pytest -m gpu")
-def test_a_yaml_of_cards_says_what_is_missing_once_though_the_main_process_comes_last(
-    tmp_path: Path,
-) -> None:
+def test_a_yaml_of_cards_says_what_is_missing_once_though_the_main_process_comes_last(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     words = [ROOT / "train_regression.py", "--run-dir", tmp_path / "run"]
     flags = ["--num_processes", "2"]
@@ -45,7 +43,7 @@ def test_a_yaml_of_cards_says_what_is_missing_once_though_the_main_process_comes
     assert_trains_or_refuses(result, "GPU", tmp_path / "run")
 
 
-def test_every_yaml_explains_each_key() -> None:
+def test_every_yaml_explains_each_key():
     for path in CONFIGS.glob("*.yaml"):
         assert f"accelerate_configs/{path.name}" in path.read_text(), path
         for line in path.read_text().splitlines():
@@ -102,17 +100,13 @@ def environment(variables: str, num_gpus: int = 0) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("variables", "num_gpus", "precision"), TRAINS)
-def test_a_launch_trains_what_its_variables_ask_for(
-    variables: str, num_gpus: int, precision: str
-) -> None:
+def test_a_launch_trains_what_its_variables_ask_for(variables, num_gpus, precision):
     with environment(variables, num_gpus):
         assert launch.check_launch() == precision
 
 
 @pytest.mark.parametrize(("variables", "num_gpus", "words"), REFUSED)
-def test_a_launch_that_cannot_be_is_refused_in_one_sentence(
-    variables: str, num_gpus: int, words: str
-) -> None:
+def test_a_launch_that_cannot_be_is_refused_in_one_sentence(variables, num_gpus, words):
     with environment(variables, num_gpus):
         with pytest.raises(UsageError, match=words) as refused:
             launch.check_launch()
@@ -128,9 +122,7 @@ def test_a_launch_that_cannot_be_is_refused_in_one_sentence(
         ("--num_processes 2 --mixed_precision bf16 --same_network", None),
     ],
 )
-def test_a_flag_that_the_launcher_keeps_to_itself_is_refused(
-    flags: str, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flag_that_the_launcher_keeps_to_itself_is_refused(flags, words, monkeypatch):
     # What the script itself was given, here --zero-x, is the script's.
     line = ["python", "accelerate", "launch", *flags.split(), sys.argv[0], "--zero-x", "3"]
     monkeypatch.setattr("psutil.Process.cmdline", lambda self: line)
@@ -142,7 +134,7 @@ def test_a_flag_that_the_launcher_keeps_to_itself_is_refused(
             launch.check_launch()
 
 
-def test_one_process_of_a_notebook_trains_in_the_precision_that_it_asked_for() -> None:
+def test_one_process_of_a_notebook_trains_in_the_precision_that_it_asked_for():
     asked = []
     with environment(""):
         for precision in ("bf16", "fp16", "no"):
@@ -174,8 +166,8 @@ STARTED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("variables", "words", "outcome"), STARTED)
 def test_what_is_started_trains_what_it_announces_or_says_one_sentence(
-    variables: str, words: str, outcome: str, tmp_path: Path
-) -> None:
+    variables, words, outcome, tmp_path
+):
     (tmp_path / "accelerate").mkdir()
     shutil.copy(CONFIGS / "1cpu_bf16.yaml", tmp_path / "accelerate" / "default_config.yaml")
     flags = shlex.split(words)
@@ -203,7 +195,7 @@ def assert_trains_or_refuses(
     assert not run_dir.exists() and "done" not in result.stdout
 
 
-def test_wrong_arguments_are_told_once_and_end_with_2(fork_main: Callable, tmp_path: Path) -> None:
+def test_wrong_arguments_are_told_once_and_end_with_2(fork_main, tmp_path):
     wrong = "--seed 4294967296", "--epochs 0", "--batch-size 7", "--keep 1"
     flags = ["--dataset", "x", "--run-dir", tmp_path / "run", *" ".join(wrong).split()]
     result = fork_main("train_mnist.py", *flags, world=2)
@@ -227,8 +219,8 @@ MORE_SPLITS = [(f"{PICTURES}compact", 3, 3), (f"{PICTURES}lenet", 1, 1)]
     [*SPLITS, *(pytest.param(*split, marks=pytest.mark.slow) for split in MORE_SPLITS)],
 )
 def test_one_two_and_three_processes_give_the_same_numbers(
-    started: str, two: int, three: int, tiny_mnist: Path, tmp_path: Path, train_in_double: Callable
-) -> None:
+    started, two, three, tiny_mnist, tmp_path, train_in_double
+):
     script, *flags = started.split()
     flags += ["--dataset", tiny_mnist] * (script == "train_mnist") + ["--log-every", 1, "--run-dir"]
     train_in_double(script, *flags, tmp_path / "1")
@@ -247,9 +239,7 @@ def test_one_two_and_three_processes_give_the_same_numbers(
 
 
 @pytest.mark.numeric
-def test_two_processes_give_the_first_losses_of_one(
-    small_mnist: Path, tmp_path: Path, run_main: Callable, fork_main: Callable
-) -> None:
+def test_two_processes_give_the_first_losses_of_one(small_mnist, tmp_path, run_main, fork_main):
     """In float32: over so few steps rounding is not yet amplified."""
     arguments = ["--dataset", small_mnist, "--log-every", 1, "--stop-after-steps", 5]
     result = fork_main("train_mnist.py", *arguments, "--run-dir", tmp_path / "two", world=2)
@@ -264,9 +254,7 @@ def test_two_processes_give_the_first_losses_of_one(
     )
 
 
-def test_a_process_that_waits_too_long_for_the_others_ends_in_one_sentence(
-    fork_main: Callable, tmp_path: Path
-) -> None:
+def test_a_process_that_waits_too_long_for_the_others_ends_in_one_sentence(fork_main, tmp_path):
     """gloo waits in C, five times its timeout, and lets no signal through."""
     (tmp_path / "wait.py").write_text(
         "import time; from datetime import timedelta; from trainkit.launch.nodes import deadline\n"

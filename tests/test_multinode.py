@@ -105,13 +105,7 @@ def elastic_config(folder: Path) -> Path:
     [(("a", "b"), 2), pytest.param(("a", "a"), 4, marks=pytest.mark.slow)],
     ids=["two", "shared"],
 )
-def test_two_nodes_train_as_one_process(
-    small_mnist: Path,
-    tmp_path: Path,
-    train_in_double: Callable[..., str],
-    caches: tuple[str, str],
-    world: int,
-) -> None:
+def test_two_nodes_train_as_one_process(small_mnist, tmp_path, train_in_double, caches, world):
     port, args = free_port(), ("--dataset", small_mnist, *SMALL)
     extra = ("--num_processes", world)
     script = tmp_path / "train_counting.py"
@@ -142,14 +136,7 @@ DIFFERENCES = [
 
 @linux_only
 @pytest.mark.parametrize(("how", "sentence"), DIFFERENCES)
-def test_a_node_that_differs_is_named(
-    how: str,
-    sentence: str,
-    small_mnist: Path,
-    tiny_mnist: Path,
-    tmp_path: Path,
-    fork_main: Callable,
-) -> None:
+def test_a_node_that_differs_is_named(how, sentence, small_mnist, tiny_mnist, tmp_path, fork_main):
     (tmp_path / "different.py").write_text(DIFFERENT)
     args = ["--dataset", small_mnist, "--run-dir", tmp_path / "run", *SMALL]
     args += [how, tiny_mnist if how == "--dataset" else 7]
@@ -165,8 +152,8 @@ EIGHT_EPOCHS = (*SMALL, "--epochs", 8, "--save-every", 5, "--timeout", 20)
 
 @pytest.mark.slow
 def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_bytes(
-    small_mnist: Path, tmp_path: Path
-) -> None:
+    small_mnist, tmp_path
+):
     args = ("--dataset", small_mnist, *EIGHT_EPOCHS)
     port = free_port()
     finish([start_node(n, port, *args, "--run-dir", tmp_path / "whole") for n in (0, 1)])
@@ -196,8 +183,8 @@ def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_b
 
 @pytest.mark.slow
 def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
-    small_mnist: Path, tmp_path: Path, train_in_double: Callable[..., str]
-) -> None:
+    small_mnist, tmp_path, train_in_double
+):
     args = ("--dataset", small_mnist, *EIGHT_EPOCHS)
     train_in_double("train_mnist", *args, "--run-dir", tmp_path / "one")
     port, config = free_port(), elastic_config(tmp_path)

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import nbclient
@@ -26,9 +25,7 @@ notebook_launcher(train_regression.main, (argv,), num_processes=2, mixed_precisi
 
 
 @linux_only  # elsewhere a fork after torch was imported is not safe, and a Mac trains on its GPU
-def test_notebook_launcher_runs_main_on_two_processes(
-    tmp_path: Path, in_fresh_process: Callable
-) -> None:
+def test_notebook_launcher_runs_main_on_two_processes(tmp_path, in_fresh_process):
     argv = f"--num-samples 100 --epochs 2 --no-pictures --run-dir {tmp_path / 'run'}".split()
     in_fresh_process(CELLS, root=str(ROOT), argv=argv)
     made = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -41,7 +38,7 @@ QUICKSTART = ROOT / "examples" / "quickstart.ipynb"
 SHELL = "%%bash -e\n"
 
 
-def test_the_quickstart_names_what_is_there_and_holds_no_output() -> None:
+def test_the_quickstart_names_what_is_there_and_holds_no_output():
     notebook = nbformat.read(QUICKSTART, 4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -62,9 +59,7 @@ def test_the_quickstart_names_what_is_there_and_holds_no_output() -> None:
 
 @linux_only
 @pytest.mark.slow
-def test_the_quickstart_runs_from_a_fresh_clone(
-    small_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_quickstart_runs_from_a_fresh_clone(small_mnist, tmp_path, monkeypatch):
     notebook = nbformat.read(QUICKSTART, 4)
     settings = next(cell for cell in notebook.cells if cell.source.startswith("REPOSITORY"))
     settings.source = f'REPOSITORY = {str(ROOT)!r}\nFLAGS = "--epochs 3 --dataset {small_mnist}"'

@@ -21,13 +21,13 @@ from trainkit.rng import (
 )
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_epochs_and_seeds_differ():
     batches = EpochBatches(50, 10, seed=1)
     for other in (batches.order(4), EpochBatches(50, 10, seed=2).order(3)):
         assert not torch.equal(batches.order(3), other)
 
 
-def test_orders_are_as_random_as_all_permutations() -> None:
+def test_orders_are_as_random_as_all_permutations():
     """Means over 1,000 orders of 1,000 numbers, within 4.5 standard errors; fixed seeds."""
     num, size = 1000, 100
     keys = torch.tensor([key(n) for n in range(num)]).repeat_interleave(num)
@@ -47,7 +47,7 @@ def test_orders_are_as_random_as_all_permutations() -> None:
         assert abs(values.mean() - mean) < 4.5 * (variance / num) ** 0.5
 
 
-def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn() -> None:
+def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn():
     text = (ROOT / "docs" / "your_own.md").read_text().partition("def mixture")[2]
     names = {"torch": torch, "key": key, "permute": permute, "Callable": Callable}
     exec("def mixture" + text.partition("train_set =")[0], names)
@@ -64,7 +64,7 @@ def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn() -
 CPU = torch.device("cpu")
 
 
-def test_what_draws_is_seeded_by_position_and_first_sample() -> None:
+def test_what_draws_is_seeded_by_position_and_first_sample():
     def mask(first: int, *position: int) -> tuple[float, ...]:
         seed_dropout([], CPU, first, *position)
         return tuple(torch.rand(4).tolist())
@@ -74,7 +74,7 @@ def test_what_draws_is_seeded_by_position_and_first_sample() -> None:
     assert mask(3, 2, 9, 0) == mask(3, 2, 9, 0)
 
 
-def test_dropout_draws_the_same_masks_however_a_step_is_split() -> None:
+def test_dropout_draws_the_same_masks_however_a_step_is_split():
     layers = [Dropout(0.3), Dropout(0.3)]
     ones = torch.ones(600, 5, 7).bfloat16()
 
@@ -139,7 +139,7 @@ ARGS = SimpleNamespace(
 )
 
 
-def test_a_loader_that_is_not_prepared_is_refused_where_there_are_several_processes() -> None:
+def test_a_loader_that_is_not_prepared_is_refused_where_there_are_several_processes():
     for num, sentence in ((1, None), (2, "accelerator.prepare has returned")):
         accelerator = SimpleNamespace(num_processes=num, device=torch.device("cpu"))
         for loader in make_loaders(accelerator, Noisy(), Noisy(), ARGS):
@@ -147,7 +147,7 @@ def test_a_loader_that_is_not_prepared_is_refused_where_there_are_several_proces
                 next(iter(loader))
 
 
-def test_a_batch_that_never_comes_ends_the_run() -> None:
+def test_a_batch_that_never_comes_ends_the_run():
     """A worker that cannot send one, because /dev/shm is full, tells nobody."""
     forget_accelerator()
     accelerator = Accelerator(cpu=True)
@@ -167,7 +167,7 @@ def test_a_batch_that_never_comes_ends_the_run() -> None:
         StackDataset(Noisy()),
     ],
 )
-def test_a_random_transform_does_not_depend_on_the_batch(dataset: Dataset) -> None:
+def test_a_random_transform_does_not_depend_on_the_batch(dataset):
     batches = WholeBatches(dataset, list, 3, torch.tensor(1))
     together = batches.make(torch.tensor([4, 2, 5]))
     alone = [batches.make(torch.tensor([index]))[0] for index in (4, 2, 5)]

@@ -11,7 +11,7 @@ from conftest import ROOT, rows
 
 
 @pytest.fixture(scope="module")
-def site_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site_dir(tmp_path_factory):
     """A folder into which pip has installed the wheel of this repository, and nothing else."""
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"  # setuptools writes beside its sources
@@ -26,9 +26,7 @@ def site_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_a_script_in_another_folder_trains_resumes_and_is_told_of(
-    site_dir: Path, tmp_path: Path
-) -> None:
+def test_a_script_in_another_folder_trains_resumes_and_is_told_of(site_dir, tmp_path):
     env = os.environ | {"PYTHONPATH": str(site_dir)}
 
     def call(*words: object) -> str:

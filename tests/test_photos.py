@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib
@@ -21,7 +21,7 @@ FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> Path:
+def run_dir(tmp_path_factory, run_main):
     """A run on 36,000 of the shipped digits."""
     data, folder = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("runs") / "mnist"
     for split in ("train", "test"):
@@ -33,7 +33,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, run_main: Callable) -> Pat
 
 
 @pytest.fixture(scope="module")
-def digits() -> list[tuple[Image.Image, int]]:
+def digits():
     table = pq.read_table(ROOT / "data" / "mnist" / "test-00000-of-00001.parquet").slice(0, 1000)
     images = [Image.open(io.BytesIO(image["bytes"])) for image in table["image"].to_pylist()]
     return list(zip(images, table["label"].to_pylist(), strict=True))
@@ -114,7 +114,7 @@ def answers(run_dir: Path, pictures: list[Image.Image], folder: Path) -> list[st
 
 
 @pytest.mark.slow
-def test_sixty_photographs(run_dir: Path, digits: list, tmp_path: Path) -> None:
+def test_sixty_photographs(run_dir, digits, tmp_path):
     rng = np.random.default_rng(0)
     chosen = [digits[rng.integers(len(digits))] for _ in range(60)]
     pictures = [photograph(digit, KINDS[n % 7], rng) for n, (digit, _) in enumerate(chosen)]
@@ -129,9 +129,7 @@ def test_sixty_photographs(run_dir: Path, digits: list, tmp_path: Path) -> None:
     assert sum(text.startswith("unsure") for text in said) < 30  # a model that is never sure
 
 
-def test_what_is_not_one_digit_is_called_unsure(
-    run_dir: Path, digits: list, tmp_path: Path
-) -> None:
+def test_what_is_not_one_digit_is_called_unsure(run_dir, digits, tmp_path):
     kinds, pictures = zip(*no_digits(digits, np.random.default_rng(0)), strict=True)
     said = answers(run_dir, pictures, tmp_path)
     sure = [text for text in said if not text.startswith("unsure")]
@@ -147,7 +145,7 @@ def calibration_error(probability: torch.Tensor, right: torch.Tensor) -> float:
     return gaps.abs().sum().item() / len(right)
 
 
-def test_ninety_two_per_cent_means_ninety_two_per_cent(run_dir: Path) -> None:
+def test_ninety_two_per_cent_means_ninety_two_per_cent(run_dir):
     predictor = predict.load_run(run_dir)
     pictures, truth = (predictor.evaluated[name] for name in ("image", "target"))
     with torch.inference_mode():
@@ -156,7 +154,7 @@ def test_ninety_two_per_cent_means_ninety_two_per_cent(run_dir: Path) -> None:
     assert 0.3 < predictor.calibration["temperature"] < 0.9  # label smoothing makes it too modest
 
 
-def test_calibration_finds_the_temperature_of_exact_probabilities() -> None:
+def test_calibration_finds_the_temperature_of_exact_probabilities():
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(20_000, 5, generator=generator)
     targets = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
@@ -169,9 +167,7 @@ def test_calibration_finds_the_temperature_of_exact_probabilities() -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-def test_a_bad_file_does_not_end_a_batch(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, digits: list
-) -> None:
+def test_a_bad_file_does_not_end_a_batch(run_dir, tmp_path, capsys, digits):
     digits[0][0].save(tmp_path / "a.png")
     (tmp_path / "b.png").write_text("not a picture")
     files = [str(tmp_path / name) for name in ("a.png", "b.png", "none.png", "a.png")]

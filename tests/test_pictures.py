@@ -153,8 +153,8 @@ LAYOUTS = {
     [*((layout, False) for layout in LAYOUTS), ("ClassLabel", True), ("transparent", True)],
 )
 def test_a_layout_is_read_as_it_was_meant_and_its_files_alike_by_predict(
-    layout: str, negative: bool, tmp_path: Path
-) -> None:
+    layout, negative, tmp_path
+):
     make, classes, read_as = LAYOUTS[layout]
     make(tmp_path / "data", negative)
     train_set, eval_set, about = load(tmp_path / "data")
@@ -220,7 +220,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_one_sentence_with_its_name(name: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_one_sentence_with_its_name(name, tmp_path):
     save, message = BAD_FILES[name]
     image_folder(tmp_path / "data", ".png")
     path = tmp_path / "data" / "train" / "one" / name
@@ -324,7 +324,7 @@ BAD_LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", BAD_LAYOUTS)
-def test_a_layout_that_cannot_be_meant_is_one_sentence(layout: str, tmp_path: Path) -> None:
+def test_a_layout_that_cannot_be_meant_is_one_sentence(layout, tmp_path):
     make, flags, message = BAD_LAYOUTS[layout]
     make(tmp_path / "data")
     with pytest.raises(UsageError, match=message) as raised:
@@ -351,9 +351,7 @@ FOLDERS: dict[str, dict[str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_splits_and_classes_are_folders_and_what_tools_leave_is_not_read(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_splits_and_classes_are_folders_and_what_tools_leave_is_not_read(name, tmp_path, capfd):
     expected, found = FOLDERS[name], {}
     holding(*expected)(tmp_path / name)
     (tmp_path / name / "link").symlink_to(tmp_path)
@@ -370,9 +368,7 @@ def test_splits_and_classes_are_folders_and_what_tools_leave_is_not_read(
 
 
 @pytest.mark.parametrize("kind", ["folder", "list", "parquet"])
-def test_other_pixels_and_another_decoder_are_other_data(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_pixels_and_another_decoder_are_other_data(kind, tmp_path, monkeypatch):
     data, label = tmp_path / "data", "cls" if kind == "list" else None
 
     def read(negative: bool) -> torch.Tensor:
@@ -405,23 +401,21 @@ def test_other_pixels_and_another_decoder_are_other_data(
         (257, np.uint16, None),
     ],
 )
-def test_values_that_fill_a_small_part_of_their_range_are_named(
-    scale: float, kind: type, said: str | None, tmp_path: Path
-) -> None:
+def test_values_that_fill_a_small_part_of_their_range_are_named(scale, kind, said, tmp_path):
     make = changed(lambda p: Image.fromarray((np.asarray(p, int) * scale).astype(kind)))
     make(tmp_path, False)
     line = load(tmp_path)[-1]["plan"].get("values", "")
     assert re.search(f"^77 of 77 pictures .*{said}", line) if said else not line
 
 
-def test_the_column_of_the_classes_can_be_named(tmp_path: Path) -> None:
+def test_the_column_of_the_classes_can_be_named(tmp_path):
     two_columns(tmp_path / "data")
     _, eval_set, about = load(tmp_path / "data", "--label", "kind")
     assert about["classes"] == ["5", "6", "7"] and eval_set.tensors[1].tolist() == labels("test")
     assert load(tmp_path / "data", "--label", "id")[1].tensors[1].tolist() == [*range(17)]
 
 
-def test_the_classes_of_another_split_go_by_their_names(tmp_path: Path) -> None:
+def test_the_classes_of_another_split_go_by_their_names(tmp_path):
     parquet(tmp_path / "data", dataset("string"))
     rows = pq.read_table(tmp_path / "data" / "test-00000-of-00001.parquet").to_pylist()
     few = [row for row in rows if row["kind"] != "one"]  # else `two` would be the second
@@ -432,13 +426,13 @@ def test_the_classes_of_another_split_go_by_their_names(tmp_path: Path) -> None:
     assert about["classes"] == SORTED and names == [row["kind"] for row in few]
 
 
-def test_a_photo_with_a_copy_inside_is_one_picture(tmp_path: Path) -> None:
+def test_a_photo_with_a_copy_inside_is_one_picture(tmp_path):
     photo = Image.fromarray(np.full((40, 40, 3), 90, np.uint8))
     photo.save(tmp_path / "photo.jpg", format="MPO", save_all=True, append_images=[photo])
     assert picture_files.open_picture(tmp_path / "photo.jpg").size == (40, 40)
 
 
-def test_what_is_learned_of_pictures_is_theirs_alone() -> None:
+def test_what_is_learned_of_pictures_is_theirs_alone():
     pixels = torch.zeros(3, 28, 28, dtype=torch.uint8)
     pixels[0, 4:24, 10:18] = 200
     pixels[1] = 255
@@ -460,7 +454,7 @@ def test_what_is_learned_of_pictures_is_theirs_alone() -> None:
         pictures.describe_pictures(28, (pixels[2:], kinds))
 
 
-def test_pictures_of_every_mode_keep_their_values_in_grey_and_in_colour(tmp_path: Path) -> None:
+def test_pictures_of_every_mode_keep_their_values_in_grey_and_in_colour(tmp_path):
     ramp = np.linspace(0, 255, 784).round().astype(np.uint8).reshape(28, 28)
     deep = ramp.astype(np.uint16) * 257
     grey, black, white = (Image.fromarray(each) for each in (ramp, 0 * ramp, 0 * ramp + 255))
@@ -482,7 +476,7 @@ def test_pictures_of_every_mode_keep_their_values_in_grey_and_in_colour(tmp_path
     np.testing.assert_allclose(clear, np.where(ramp == 1, 255, ramp))
 
 
-def test_floats_and_32_bits_are_read_by_one_rule_for_all_pictures() -> None:
+def test_floats_and_32_bits_are_read_by_one_rule_for_all_pictures():
     """Classes that differ by brightness alone stay different."""
     for kind, white in ((np.float32, 1), (np.int32, 65535)):
         for grey in (51, 204):
@@ -518,8 +512,8 @@ def fruits(folder: Path, number: int) -> None:
 
 
 def test_a_folder_of_colour_pictures_without_a_test_split_works_at_the_first_try(
-    tmp_path: Path, run_main: Callable, capsys: pytest.CaptureFixture
-) -> None:
+    tmp_path, run_main, capsys
+):
     fruits(tmp_path / "data", 60)
     flags = ["--dataset", tmp_path / "data", "--run-dir", tmp_path / "run", "--save-every", 10**6]
     metrics = run_main("train_mnist", *flags)
@@ -533,7 +527,7 @@ def test_a_folder_of_colour_pictures_without_a_test_split_works_at_the_first_try
     assert (chosen["batch_size"], chosen["epochs"], chosen["drop_last"]) == (32, 113, False)
 
 
-def test_what_is_held_out_is_a_fifth_of_each_class_and_nothing_is_in_both(tmp_path: Path) -> None:
+def test_what_is_held_out_is_a_fifth_of_each_class_and_nothing_is_in_both(tmp_path):
     fruits(tmp_path / "data", 10)
     for flags, sizes in (((), (24, 6)), (("--validation-split", 10), (20, 10))):
         train_set, eval_set, _ = load(tmp_path / "data", *flags, "--epochs", 1)
@@ -554,7 +548,7 @@ def test_what_is_held_out_is_a_fifth_of_each_class_and_nothing_is_in_both(tmp_pa
         (60_000, "--max-shift 0", (3, 128, True, 0, 5)),
     ],
 )
-def test_sizes_that_are_given_are_kept(num: int, typed: str, sizes: tuple) -> None:
+def test_sizes_that_are_given_are_kept(num, typed, sizes):
     config = parse(train_mnist.Config, typed.split())
     plan = fit_to_size(config, num, train_mnist.LARGE, train_mnist.SMALL)
     chosen = config.epochs, config.batch_size, config.drop_last, config.max_shift, config.max_turn

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from conftest import NUM_TEST, ROOT, posix_only, rows
 from PIL import Image
@@ -51,9 +50,7 @@ if __name__ == "__main__":
 
 
 @posix_only  # Windows has nothing that could be taken away
-def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(
-    small_mnist: Path, tmp_path: Path
-) -> None:
+def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(small_mnist, tmp_path):
     run_dir, picture, program = (tmp_path / name for name in ("run", "black.png", "program.py"))
     Image.new("L", (28, 28)).save(picture)
     program.write_text(STOP_RESUME_AND_USE)

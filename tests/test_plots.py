@@ -1,7 +1,6 @@
 """The numbers behind each picture, and pictures that the files of a run folder alone give again."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import colours
@@ -19,9 +18,7 @@ FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5
 
 
 @pytest.fixture(scope="module")
-def folders(
-    small_mnist: Path, tmp_path_factory: pytest.TempPathFactory, run_main: Callable
-) -> tuple[Path, Path]:
+def folders(small_mnist, tmp_path_factory, run_main):
     """A run of two epochs, and the same run stopped after 30 of its 42 steps and continued."""
     whole, parts = (tmp_path_factory.mktemp("runs") / name for name in ("whole", "parts"))
     for run_dir, *more in (
@@ -33,9 +30,7 @@ def folders(
     return whole, parts
 
 
-def test_a_resume_leaves_the_same_predictions_and_pictures_need_the_files_alone(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_resume_leaves_the_same_predictions_and_pictures_need_the_files_alone(folders, capsys):
     whole, parts = folders
     assert (whole / records.PREDICTIONS).read_bytes() == (parts / records.PREDICTIONS).read_bytes()
     capsys.readouterr()
@@ -47,9 +42,7 @@ def test_a_resume_leaves_the_same_predictions_and_pictures_need_the_files_alone(
             assert min(picture.size) > 500, path
 
 
-def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(
-    folders: tuple[Path, Path],
-) -> None:
+def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(folders):
     tensors, metadata = saved(folders[0], "predictions")
     matrix = plots.confusion_matrix(tensors["prediction"], tensors["target"], 10)
     assert matrix.sum() == NUM_TEST
@@ -61,7 +54,7 @@ def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(
     assert f"of {NUM_TEST} right ({accuracy:.2%})" in axes.get_title()
 
 
-def test_confusion_of_300_classes_is_a_picture_of_the_usual_size() -> None:
+def test_confusion_of_300_classes_is_a_picture_of_the_usual_size():
     num, classes = 300, [f"class {number}" for number in range(300)]
     target = torch.arange(num).repeat_interleave(20)
     prediction = torch.where(torch.arange(len(target)) % 4 == 0, (target + 7) % num, target)
@@ -74,7 +67,7 @@ def test_confusion_of_300_classes_is_a_picture_of_the_usual_size() -> None:
     assert 20 < len(axes.get_xticks()) < 40
 
 
-def test_curves_show_every_row_and_where_the_run_was_resumed(folders: tuple[Path, Path]) -> None:
+def test_curves_show_every_row_and_where_the_run_was_resumed(folders):
     parts = folders[1]
     loss, accuracy, rate = curves.draw_curves(parts).axes
     steps, epochs = rows(parts, "steps"), rows(parts, "epochs")
@@ -100,7 +93,7 @@ def write_log(folder: Path, losses: list[float], **others: float) -> Path:
     return folder
 
 
-def test_the_axes_fit_what_was_measured(tmp_path: Path) -> None:
+def test_the_axes_fit_what_was_measured(tmp_path):
     short = write_log(tmp_path / "short", [3.0, 2.0, 1.5])
     loss, rate = curves.draw_curves(short).axes  # no score: two panels
     assert [list(line.get_xdata()) for line in loss.lines] == [[1, 2, 3]] * 2
@@ -110,14 +103,14 @@ def test_the_axes_fit_what_was_measured(tmp_path: Path) -> None:
     assert loss.get_yscale() == "log"
 
 
-def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(tmp_path):
     for _ in range(2):
         with pytest.raises(UsageError, match=str(tmp_path)):
             plots.main([str(tmp_path)])
         (tmp_path / "metrics.jsonl").write_text("not json\n")
 
 
-def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: Path) -> None:
+def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path):
     feature = torch.tensor([[2.0], [0.0], [1.0]])
     tensors = {"prediction": 3 * feature + 1, "target": 3 * feature, "feature": feature}
     about = {"targets": ["price"], "feature": "area"}
@@ -133,7 +126,7 @@ def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path: 
     assert line.get_xlabel() == "area"
 
 
-def test_mistakes_are_shown_in_colour_if_there_is_a_picture_of_them(tmp_path: Path) -> None:
+def test_mistakes_are_shown_in_colour_if_there_is_a_picture_of_them(tmp_path):
     run_dir = colours.make_run(tmp_path / "photos")
     tensors, about = saved(run_dir, "predictions")
     shown = tensors["shown"].tolist()

@@ -5,7 +5,6 @@ import io
 import json
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import colours
@@ -27,7 +26,7 @@ from trainkit.tools.photos import read_photo
 
 
 @pytest.fixture(scope="module")
-def pictures(small_mnist: Path) -> list[tuple[Image.Image, int]]:
+def pictures(small_mnist):
     table = pq.read_table(small_mnist / "test-00000-of-00001.parquet").to_pydict()
     images = [Image.open(io.BytesIO(image["bytes"])) for image in table["image"]]
     return list(zip(images, table["label"], strict=True))
@@ -51,9 +50,7 @@ def in_many_forms(digit: Image.Image, folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in forms}
 
 
-def test_the_digit_is_told_from_any_size_mode_and_polarity(
-    mnist_run: Path, pictures: list, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_digit_is_told_from_any_size_mode_and_polarity(mnist_run, pictures, tmp_path, capsys):
     predictor = predict.load_run(mnist_run)
     right, num_digits = {}, 0
     for digit, label in pictures[:10]:
@@ -82,7 +79,7 @@ def classify(predictor: predict.PicturePredictor, path: Path) -> tuple[float, in
     return best.values.item(), best.indices.item()
 
 
-def test_predictions_are_those_of_the_last_evaluation(mnist_run: Path, pictures: list) -> None:
+def test_predictions_are_those_of_the_last_evaluation(mnist_run, pictures):
     model = predict.load_run(mnist_run)
     pixels = torch.stack([torch.from_numpy(np.array(digit)) for digit, _ in pictures])
     with torch.inference_mode():
@@ -98,9 +95,7 @@ def test_predictions_are_those_of_the_last_evaluation(mnist_run: Path, pictures:
     assert accuracy == round(rows(mnist_run)[-1]["eval_accuracy"] * NUM_TEST)
 
 
-def test_weights_of_an_unfinished_run_are_said_to_be(
-    mnist_run: Path, pictures: list, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_weights_of_an_unfinished_run_are_said_to_be(mnist_run, pictures, tmp_path, capsys):
     copy = tmp_path / "run"
     shutil.copytree(mnist_run, copy)
     pictures[0][0].save(tmp_path / "0.png")
@@ -120,7 +115,7 @@ def forge(run_dir: Path, folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_what_cannot_be_used_is_refused_in_one_sentence(mnist_run: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_refused_in_one_sentence(mnist_run, tmp_path):
     text, blank = tmp_path / "text.png", tmp_path / "blank.png"
     text.write_text("not a picture")
     Image.new("L", (50, 50), "white").save(blank)
@@ -157,7 +152,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("case", FORGED)
-def test_a_model_file_that_is_none_is_one_sentence(case: str, tmp_path: Path) -> None:
+def test_a_model_file_that_is_none_is_one_sentence(case, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(FORGED[case])
     with pytest.raises(UsageError, match=r"model\.safetensors is not a model") as raised:
         predict.main([str(tmp_path), "a.png"])
@@ -172,9 +167,7 @@ def test_a_model_file_that_is_none_is_one_sentence(case: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "name", ["../evil", "/tmp/evil", "evil/evil", "evil.py", "a.b", "", "link", None]
 )
-def test_a_script_elsewhere_is_not_run(
-    name: object, mnist_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_elsewhere_is_not_run(name, mnist_run, tmp_path, monkeypatch):
     home = tmp_path / "home"
     for path in (tmp_path / "evil.py", home / "evil" / "evil.py", home / "a.b.py"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,9 +181,7 @@ def test_a_script_elsewhere_is_not_run(
     assert "it was run" not in str(raised.value)
 
 
-def test_a_script_that_predict_cannot_use_gets_one_sentence(
-    mnist_run: Path, tmp_path: Path
-) -> None:
+def test_a_script_that_predict_cannot_use_gets_one_sentence(mnist_run, tmp_path):
     script, forged = tmp_path / "train_mine.py", forge(mnist_run, tmp_path / "forged")
     for source, message in (
         ("MODELS = {}", r"needs two things of it: make_model\(metadata\), and \"input\""),
@@ -205,7 +196,7 @@ def test_a_script_that_predict_cannot_use_gets_one_sentence(
         predict.load_run(forge(mnist_run, tmp_path / "sound", input="sound"))
 
 
-def test_a_run_of_an_earlier_version_is_told_of(mnist_run: Path, tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_is_told_of(mnist_run, tmp_path):
     """It did not say its kind, and had the calibration and the framing in the metadata."""
     framing = {"read_as": "", "shape": [28, 28], "border": [0, 0], "frame": [0.7, 0.5, 0.5]}
     old = forge(mnist_run, tmp_path / "old", input=None, pictures={**framing, "most_ink": 0.3})
@@ -231,16 +222,14 @@ def test_a_run_of_an_earlier_version_is_told_of(mnist_run: Path, tmp_path: Path)
     ],
 )
 def test_metadata_that_do_not_fit_the_weights_are_one_sentence(
-    changes: dict, message: str, mnist_run: Path, tmp_path: Path
-) -> None:
+    changes, message, mnist_run, tmp_path
+):
     with pytest.raises(UsageError, match=message) as raised:
         predict.load_run(forge(mnist_run, tmp_path / "forged", **changes))
     assert "\n" not in str(raised.value) and "is not a model" in str(raised.value)
 
 
-def test_as_is_leaves_the_polarity_of_a_picture(
-    mnist_run: Path, pictures: list, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_as_is_leaves_the_polarity_of_a_picture(mnist_run, pictures, tmp_path, capsys):
     path = tmp_path / "page.png"
     Image.eval(pictures[0][0], lambda value: 255 - value).save(path)
     said = []
@@ -251,9 +240,7 @@ def test_as_is_leaves_the_polarity_of_a_picture(
 
 
 @pytest.fixture(scope="module")
-def table_run(
-    tmp_path_factory: pytest.TempPathFactory, run_main: Callable
-) -> tuple[Path, Path, list[dict[str, str]]]:
+def table_run(tmp_path_factory, run_main):
     """A run on a table with a category, a missing value and two targets."""
     folder = tmp_path_factory.mktemp("tables")
     random, numbers = np.random.default_rng(0), np.arange(200)
@@ -271,9 +258,7 @@ def table_run(
     return folder / "run", path, records
 
 
-def test_a_table_gets_its_predictions_beside_its_rows(
-    table_run: tuple[Path, Path, list[dict[str, str]]], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_table_gets_its_predictions_beside_its_rows(table_run, capsys):
     run_dir, path, records = table_run
     predict.main([str(run_dir), str(path)])
     output = path.with_name("houses_predictions.csv")
@@ -296,9 +281,7 @@ def test_a_table_gets_its_predictions_beside_its_rows(
         predict.main([str(run_dir), "--as-is", str(path)])
 
 
-def test_a_photo_is_answered_in_colour_and_called_unsure_if_it_is_faint(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_photo_is_answered_in_colour_and_called_unsure_if_it_is_faint(tmp_path, capsys):
     run_dir = colours.make_run(tmp_path / "photos")
     flags = [str(run_dir), "--script", colours.__file__]
     (tmp_path / "text.jpg").write_text("not a picture")
@@ -318,7 +301,7 @@ def test_a_photo_is_answered_in_colour_and_called_unsure_if_it_is_faint(
         predict.main([*flags, paths[0]])
 
 
-def test_photos_are_given_the_numbers_of_their_evaluation(tmp_path: Path) -> None:
+def test_photos_are_given_the_numbers_of_their_evaluation(tmp_path):
     predictor = predict.load_run(colours.make_run(tmp_path / "run"), Path(colours.__file__))
     temperature = predictor.calibration["temperature"]
     expected = (predictor.evaluated["logits"] / temperature).softmax(1)

@@ -4,13 +4,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import pytest
-from accelerate import Accelerator
 from conftest import kill_all, linux_only, processes, start, wait_for_step, wait_until
 
 from trainkit.errors import Stopped
@@ -24,7 +21,7 @@ ENDLESS += ["--schedule", "constant", "--warmup", 0, "--eval-batch-size", 50]
 
 
 @pytest.fixture
-def started(tiny_mnist: Path, tmp_path: Path) -> Iterator:
+def started(tiny_mnist, tmp_path):
     """Start an endless run and wait until it trains."""
     running: list[subprocess.Popen] = []
 
@@ -54,8 +51,8 @@ def ranks(process: subprocess.Popen) -> list[psutil.Process]:
 
 @linux_only
 def test_sigterm_to_loader_workers_too_saves_and_a_second_run_is_refused(
-    started: Callable, fork_main: Callable, tiny_mnist: Path, tmp_path: Path
-) -> None:
+    started, fork_main, tiny_mnist, tmp_path
+):
     process = started("--num-workers", 2, start_new_session=True)
     second = fork_main("train_mnist.py", "--dataset", tiny_mnist, "--run-dir", tmp_path / "run")
     assert second.returncode == 2
@@ -88,9 +85,7 @@ def main(argv):
 
 
 @linux_only
-def test_a_second_interrupt_ends_at_once(
-    fork_main: Callable, tiny_mnist: Path, tmp_path: Path
-) -> None:
+def test_a_second_interrupt_ends_at_once(fork_main, tiny_mnist, tmp_path):
     """(test_resume.py: after a single one the run saves and ends with 75.)"""
     (tmp_path / "slow.py").write_text(SLOW.format(where="Accelerator.save_state"))
     flags = ["--dataset", tiny_mnist, "--run-dir", tmp_path / "run", "--no-pictures", *ENDLESS]
@@ -102,9 +97,7 @@ def test_a_second_interrupt_ends_at_once(
 
 
 @linux_only
-def test_sigterm_while_data_are_loaded_ends_at_once_with_75(
-    fork_main: Callable, tmp_path: Path
-) -> None:
+def test_sigterm_while_data_are_loaded_ends_at_once_with_75(fork_main, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW.format(where="train_mnist.load_data"))
     flags, kill = ["--run-dir", tmp_path / "run"], [[4, None, signal.SIGTERM]]
     ended = fork_main(str(tmp_path / "slow.py"), *flags, kill=kill)
@@ -114,7 +107,7 @@ def test_sigterm_while_data_are_loaded_ends_at_once_with_75(
 
 
 @pytest.fixture
-def watching(accelerator: Accelerator) -> Iterator[Callable[[], Signals]]:
+def watching(accelerator):
     """Make Signals; in the end what was handled before is handled again."""
     hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started these tests
     made: list[Signals] = []
@@ -131,8 +124,8 @@ def watching(accelerator: Accelerator) -> Iterator[Callable[[], Signals]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_before_the_first_step_a_signal_ends_at_once_and_later_it_waits_for_the_step(
-    number: int, watching: Callable[[], Signals]
-) -> None:
+    number, watching
+):
     watching()
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Stopped):
         os.kill(os.getpid(), number)
@@ -142,7 +135,7 @@ def test_before_the_first_step_a_signal_ends_at_once_and_later_it_waits_for_the_
     assert signals.requested()
 
 
-def test_under_nohup_a_run_goes_on_without_its_terminal(watching: Callable[[], Signals]) -> None:
+def test_under_nohup_a_run_goes_on_without_its_terminal(watching):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     signals = watching()
     os.kill(os.getpid(), signal.SIGHUP)
@@ -159,9 +152,7 @@ def test_under_nohup_a_run_goes_on_without_its_terminal(watching: Callable[[], S
         pytest.param("2cpu", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_a_dead_launcher_leaves_a_saved_run_and_no_process(
-    started: Callable, tmp_path: Path, config: str, number: int
-) -> None:
+def test_a_dead_launcher_leaves_a_saved_run_and_no_process(started, tmp_path, config, number):
     process = started(config=config)
     assert len(ranks(process)) == int(config[0])
     process.send_signal(number)
@@ -172,9 +163,7 @@ def test_a_dead_launcher_leaves_a_saved_run_and_no_process(
 
 
 @linux_only
-def test_a_killed_peer_ends_the_job_within_seconds(
-    fork_main: Callable, tiny_mnist: Path, tmp_path: Path
-) -> None:
+def test_a_killed_peer_ends_the_job_within_seconds(fork_main, tiny_mnist, tmp_path):
     flags = ["--dataset", tiny_mnist, "--run-dir", tmp_path / "run", *ENDLESS]
     fault = {"rank": 1, "signal": [6, signal.SIGKILL]}
     ended = fork_main("train_mnist.py", *flags, world=2, fault=fault)
@@ -183,7 +172,7 @@ def test_a_killed_peer_ends_the_job_within_seconds(
 
 
 @pytest.mark.slow
-def test_a_frozen_peer_ends_the_job_within_the_timeout(started: Callable) -> None:
+def test_a_frozen_peer_ends_the_job_within_the_timeout(started):
     process = started("--timeout", 4, config="2cpu")
     ranks(process)[1].send_signal(signal.SIGSTOP)
     at = time.monotonic()

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,7 @@ WAYS = itertools.product((None, 4), (1, 2, *KINDS), (1, 2))
 
 
 @pytest.fixture(scope="module")
-def flags(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def flags(nursery, tmp_path_factory):
     """What all runs here have in common; the model is also made in float64."""
     folder = tmp_path_factory.mktemp("made")
     for where, double in (folder / "double", True), (folder, False):
@@ -48,7 +47,7 @@ def flags(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def start(nursery: Any, flags: list[str], tmp_path_factory: Any) -> Callable[..., Any]:
+def start(nursery, flags, tmp_path_factory):
     caches = tmp_path_factory.mktemp("caches")
 
     def call(run_dir: Path, lora: int | None, way: Any, *args: object, **plan: Any) -> Any:
@@ -109,15 +108,8 @@ def plain(flags: list[str], lora: int | None) -> tuple[list[float], list[float]]
     ("lora", "way", "accumulate"), quick(WAYS, [(None, 1, 1), (None, KINDS[0], 2), (4, 2, 2)])
 )
 def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
-    start: Callable,
-    float64_default: None,
-    flags: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    lora: int | None,
-    way: Any,
-    accumulate: int,
-) -> None:
+    start, float64_default, flags, monkeypatch, tmp_path, lora, way, accumulate
+):
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     base = flags[-1].replace("/base", "/double/base")
@@ -140,9 +132,7 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
 
 
 @pytest.mark.parametrize(("lora", "way"), quick(itertools.product((None, 4), (1, 2)), [(None, 2)]))
-def test_a_kill_changes_no_byte(
-    start: Callable, tmp_path: Path, lora: int | None, way: Any
-) -> None:
+def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     kill = {"signal": [8, signal.SIGKILL]}
     assert 0 not in start(tmp_path / "killed", lora, way, "--save-every", 1, fault=kill).codes
     for name in ("killed", "whole"):
@@ -153,8 +143,8 @@ def test_a_kill_changes_no_byte(
 
 
 def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
-    run_main: Callable, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_main, flags, tmp_path, monkeypatch
+):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     flags = [*flags, "--run-dir", f"{tmp_path}/run"]
     run_main("examples.preference", *flags, "--stop-after-steps", 2)
@@ -170,7 +160,7 @@ def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
         run_main("examples.preference", *flags, "--resume", "latest", "--base", tmp_path / "other")
 
 
-def test_dropout_of_the_base_is_off(flags: list[str], tmp_path: Path) -> None:
+def test_dropout_of_the_base_is_off(flags, tmp_path):
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=1024)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = preference.make_model(parse(preference.Config, [*flags, "--base", str(tmp_path)]))
@@ -179,7 +169,7 @@ def test_dropout_of_the_base_is_off(flags: list[str], tmp_path: Path) -> None:
     assert torch.equal(*twice)
 
 
-def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refused() -> None:
+def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refused():
     plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
     state: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     with pytest.raises(UsageError, match=r"fsdp_cpu_ram_efficient_loading: true .* to false"):
@@ -203,9 +193,7 @@ LONG = "x = 1 ; " * 90
 @pytest.mark.parametrize(
     "row", [TEXTS, LISTS | {"prompt": [ASK]}, WHOLE, WHOLE | {"prompt": "2?"}, SHARED], ids=str
 )
-def test_each_way_to_write_a_pair_is_the_same_pair(
-    flags: list[str], tmp_path: Path, row: dict
-) -> None:
+def test_each_way_to_write_a_pair_is_the_same_pair(flags, tmp_path, row):
     pairs = make(flags, tmp_path, [row] * 2)
     assert pairs.plan["chosen"] == "<user>2?<end><assistant>[[4<end>]]"
     assert pairs.plan["rejected"] == "<user>2?<end><assistant>[[5<end>]]"
@@ -218,7 +206,7 @@ def make(flags: list[str], folder: Path, given: list) -> preferences.Pairs:
     return preferences.make_pairs(tokenizer, str(path), 64)
 
 
-def test_what_is_cut_or_dropped_is_counted(flags: list[str], tmp_path: Path) -> None:
+def test_what_is_cut_or_dropped_is_counted(flags, tmp_path):
     lost, same = TEXTS | {"prompt": LONG}, TEXTS | {"chosen": f"{LONG}4", "rejected": f"{LONG}5"}
     pairs = make(flags, tmp_path, [TEXTS, TEXTS, lost, same, TEXTS | {"rejected": "4"}])
     assert pairs.plan["cut"] == "2 of 5 pairs, to --max-tokens 64"
@@ -237,8 +225,6 @@ def test_what_is_cut_or_dropped_is_counted(flags: list[str], tmp_path: Path) -> 
         (["4", "5"], "line 1 of .* has no chosen and rejected"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(
-    flags: list[str], tmp_path: Path, row: Any, said: str
-) -> None:
+def test_what_cannot_be_learned_is_refused(flags, tmp_path, row, said):
     with pytest.raises(UsageError, match=said):
         make(flags, tmp_path, [row] * 3)

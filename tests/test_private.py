@@ -3,21 +3,20 @@
 import ast
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainkit import private
 
 import torch
-from accelerate import Accelerator
 from conftest import ROOT
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 
-def test_accelerate_keeps_what_it_prepared_in_order(accelerator: Accelerator) -> None:
+def test_accelerate_keeps_what_it_prepared_in_order(accelerator):
     models = [nn.Linear(1, 1), nn.Linear(2, 2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     schedulers = [LambdaLR(optimizer, lambda step: 1.0) for optimizer in optimizers]
@@ -29,7 +28,7 @@ def test_accelerate_keeps_what_it_prepared_in_order(accelerator: Accelerator) ->
     assert private.prepared_loaders(accelerator) == list(made[6:])
 
 
-def test_loader_workers_end_when_they_are_told_to(accelerator: Accelerator) -> None:
+def test_loader_workers_end_when_they_are_told_to(accelerator):
     others = {*multiprocessing.active_children()}
     loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
     assert [*map(int, accelerator.prepare(loader))] == [0, 1, 2, 3]
@@ -45,7 +44,7 @@ def nodes() -> Iterator[tuple[Path, ast.AST]]:
             yield from ((path, node) for node in ast.walk(ast.parse(path.read_text())))
 
 
-def test_no_other_module_uses_a_private_name_of_another_package() -> None:
+def test_no_other_module_uses_a_private_name_of_another_package():
     for path, node in nodes():
         names = []
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
@@ -77,7 +76,7 @@ SETTINGS = {
 }
 
 
-def test_no_other_module_replaces_what_belongs_to_another_package() -> None:
+def test_no_other_module_replaces_what_belongs_to_another_package():
     for path, node in nodes():
         if not path.is_relative_to(ROOT / "trainkit"):
             continue
@@ -102,9 +101,7 @@ for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
 """
 
 
-def test_without_the_compiler_numbers_are_the_same_and_hooks_are_called(
-    in_fresh_process: Callable,
-) -> None:
+def test_without_the_compiler_numbers_are_the_same_and_hooks_are_called(in_fresh_process):
     plain: dict[str, Any] = {}
     exec(STEPS, plain)
     assert "torch._dynamo" in sys.modules  # this process is as torch made it

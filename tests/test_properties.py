@@ -10,7 +10,6 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from conftest import posix_only
@@ -46,14 +45,8 @@ NUMBERS_63 = st.integers(0, 2**63 - 1)
     num_done=st.integers(0, 220),
 )
 def test_each_sample_comes_once_in_one_order_in_every_world_and_from_every_position(
-    num_samples: int,
-    num_processes: int,
-    accumulate: int,
-    share: int,
-    drop_last: bool,
-    seed: int | None,
-    num_done: int,
-) -> None:
+    num_samples, num_processes, accumulate, share, drop_last, seed, num_done
+):
     batch_size = share * num_processes * accumulate
     batches = EpochBatches(
         num_samples, batch_size, seed=seed, drop_last=drop_last, accumulate=accumulate
@@ -92,16 +85,14 @@ def splitmix64(state: int) -> int:
 
 @FIXED
 @given(st.lists(NUMBERS_63, max_size=6))
-def test_a_key_is_splitmix64_of_its_numbers_one_after_another(numbers: list[int]) -> None:
+def test_a_key_is_splitmix64_of_its_numbers_one_after_another(numbers):
     assert splitmix64(1234567) == 6457827717110365317  # as published
     assert key(*numbers) == reduce(lambda z, n: splitmix64((z + n) % 2**64), numbers, 0) >> 1
 
 
 @FIXED
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**48), min_size=1, max_size=20))
-def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(
-    seed: int, indices: list[int]
-) -> None:
+def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(seed, indices):
     first, num = key(seed, 3), 5
     given_ = keyed_uniform(seed, 3, torch.tensor(indices), num)
     assert given_.dtype == torch.float32
@@ -146,8 +137,8 @@ EPOCHS, STEPS, PERCENT = st.integers(1, 10), st.integers(1, 5), st.integers(0, 9
 @FIXED
 @given(PLAIN, EPOCHS, STEPS, st.floats(0.3, 1), st.none() | st.integers(1, 14))
 def test_at_each_epoch_the_rates_are_those_of_pytorchs_schedulers_stepped_together(
-    schedule: str, epochs: int, steps_per_epoch: int, gamma: float, cosine_epochs: int | None
-) -> None:
+    schedule, epochs, steps_per_epoch, gamma, cosine_epochs
+):
     optimizer, schedulers = two_groups(), []
     if "exponential" in schedule:
         schedulers.append(lr_scheduler.ExponentialLR(optimizer, gamma))
@@ -159,9 +150,7 @@ def test_at_each_epoch_the_rates_are_those_of_pytorchs_schedulers_stepped_togeth
 
 @FIXED
 @given(EPOCHS, STEPS, PERCENT)
-def test_within_an_epoch_cosine_and_onecycle_are_pytorchs(
-    epochs: int, steps_per_epoch: int, warmup: int
-) -> None:
+def test_within_an_epoch_cosine_and_onecycle_are_pytorchs(epochs, steps_per_epoch, warmup):
     optimizer, steps = two_groups(), epochs * steps_per_epoch
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, steps)
     same(rates("cosine", epochs, steps_per_epoch), stepped(optimizer, steps, cosine))
@@ -177,9 +166,7 @@ def test_within_an_epoch_cosine_and_onecycle_are_pytorchs(
 
 @FIXED
 @given(PLAIN, EPOCHS, STEPS, PERCENT)
-def test_a_warmup_multiplies_by_a_line_up_to_1(
-    schedule: str, epochs: int, steps_per_epoch: int, warmup: int
-) -> None:
+def test_a_warmup_multiplies_by_a_line_up_to_1(schedule, epochs, steps_per_epoch, warmup):
     num = math.ceil(warmup / 100 * epochs * steps_per_epoch)
     plain = rates(schedule, epochs, steps_per_epoch)
     line = np.minimum(1, (np.arange(len(plain)) + 1) / max(num, 1))[:, None]
@@ -231,9 +218,7 @@ def write_checkpoint(where: Path) -> Path:
     st.sampled_from(sorted(CHANGES)),
     st.integers(0, 2**13),
 )
-def test_every_single_change_of_a_checkpoint_is_found(
-    tmp_path_factory: pytest.TempPathFactory, name: str, change: str, place: int
-) -> None:
+def test_every_single_change_of_a_checkpoint_is_found(tmp_path_factory, name, change, place):
     folder = write_checkpoint(tmp_path_factory.mktemp("run"))
     CHANGES[change](folder / name, place)
     said = verify(folder)
@@ -241,7 +226,7 @@ def test_every_single_change_of_a_checkpoint_is_found(
 
 
 @posix_only  # pipes
-def test_a_pipe_in_a_checkpoint_is_found_and_not_read(tmp_path: Path) -> None:
+def test_a_pipe_in_a_checkpoint_is_found_and_not_read(tmp_path):
     folder, said = write_checkpoint(tmp_path), []
     (folder / NAMES[1]).unlink()
     os.mkfifo(folder / NAMES[1])

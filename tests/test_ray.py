@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import conftest
 import pytest
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster():
     """A head without work and two nodes with a CPU each."""
     utils = pytest.importorskip("ray.cluster_utils", exc_type=ImportError)
     os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token is written to the home folder
@@ -41,8 +39,8 @@ def start(run_dir: Path, retries: int, flags: str) -> subprocess.Popen:
 
 
 def test_a_refusal_is_said_once_and_a_disturbed_run_ends_with_the_bytes_of_an_undisturbed_one(
-    cluster: Any, undisturbed: Path, tiny_mnist: Path, tmp_path: Path
-) -> None:
+    cluster, undisturbed, tiny_mnist, tmp_path
+):
     assert start(tmp_path / "refused", 9, "--batch-size 3").wait(120) == EXIT_USAGE
     assert (tmp_path / "refused.log").read_text().count("error: --batch-size 3 must") == 1
     run_dir = tmp_path / "run"
@@ -72,8 +70,8 @@ def test_a_refusal_is_said_once_and_a_disturbed_run_ends_with_the_bytes_of_an_un
 
 
 def test_the_sweep_of_the_page_prints_a_table_by_the_metric_of_keep_best(
-    cluster: Any, tiny_mnist: Path, tmp_path: Path
-) -> None:
+    cluster, tiny_mnist, tmp_path
+):
     page = (conftest.ROOT / "docs" / "scaling.md").read_text()
     program = page.split("```python\n")[1].split("```")[0]
     for old, new in {

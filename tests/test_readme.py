@@ -71,14 +71,14 @@ def parts(text: str) -> dict[str, Any]:
     }
 
 
-def test_both_readmes_have_the_same_commands_figures_and_links_and_are_short() -> None:
+def test_both_readmes_have_the_same_commands_figures_and_links_and_are_short():
     english, chinese = README.read_text(), CHINESE.read_text()
     assert parts(english) == parts(chinese)
     assert max(english.count("\n"), chinese.count("\n")) <= 200
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_every_link_picture_and_requirements_file_is_there(path: Path) -> None:
+def test_every_link_picture_and_requirements_file_is_there(path):
     text = path.read_text()
     for target in targets(text):
         assert target.startswith("http") or (path.parent / target).exists(), target
@@ -145,9 +145,7 @@ def check_script(module: str, words: list[str], num_processes: int) -> None:
         for words in sorted({words for path in PAGES for words in commands(path)})
     ],
 )
-def test_every_command_of_the_pages_would_be_understood(
-    words: tuple[str, ...], pytestconfig: pytest.Config
-) -> None:
+def test_every_command_of_the_pages_would_be_understood(words, pytestconfig):
     num_processes, words = 1, [word for word in words if word != "..."]
     if words[0] == "accelerate":
         if not any(word == "-m" or word.endswith(".py") for word in words):
@@ -172,7 +170,7 @@ def test_every_command_of_the_pages_would_be_understood(
         check_script(module, flags, num_processes)
 
 
-def test_the_table_has_every_yaml_and_without_a_flag_the_scripts_fit_its_processes() -> None:
+def test_the_table_has_every_yaml_and_without_a_flag_the_scripts_fit_its_processes():
     rows = table((ROOT / "docs" / "yamls.md").read_text())[2:]
     listed = {name: row[1] for row in rows for name in code_spans(row[0])}
     assert listed.keys() == YAMLS.keys()
@@ -183,13 +181,13 @@ def test_the_table_has_every_yaml_and_without_a_flag_the_scripts_fit_its_process
             check_script(script, [], num_processes)
 
 
-def test_the_loop_that_is_shown_is_that_of_the_script() -> None:
+def test_the_loop_that_is_shown_is_that_of_the_script():
     (shown,) = (text for kind, text in FENCE.findall(README.read_text()) if kind == "python")
     script = (ROOT / "train_mnist.py").read_text()
     assert textwrap.indent(shown, " " * 8).rstrip() in script
 
 
-def test_the_file_map_is_the_repository() -> None:
+def test_the_file_map_is_the_repository():
     rows = table((ROOT / "CONTRIBUTING.md").read_text())[2:]
     listed = {name for row in rows for name in code_spans(row[0])}
     assert all((ROOT / name).exists() for name in listed), listed
@@ -201,7 +199,7 @@ def test_the_file_map_is_the_repository() -> None:
             assert any(name.startswith(entry) for entry in listed), f"{name} is not in the file map"
 
 
-def test_the_figures_of_both_tables_are_rounded_from_a_record() -> None:
+def test_the_figures_of_both_tables_are_rounded_from_a_record():
     """README's four, and RECORDS.md at a glance; those with a decimal point."""
     glance, records = RECORDS.read_text().split("\n## Machine B", 1)
     decimals = re.compile(r"\d+\.\d+")

@@ -3,7 +3,6 @@
 import math
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def beside_least_squares(run_dir: Path, *flags: object, noise: float = 0.1) -> d
 
 
 @pytest.mark.parametrize("data_seed", [0, 1])
-def test_the_defaults_recover_the_truth(data_seed: int, tmp_path: Path, run_main: Callable) -> None:
+def test_the_defaults_recover_the_truth(data_seed, tmp_path, run_main):
     started_at = time.process_time()  # of one thread: a busy machine does not count
     seed = ["--data-seed", data_seed]
     run_main("train_regression", "--run-dir", tmp_path, *seed, "--save-every", 10**6)
@@ -79,9 +78,7 @@ TEMPLATE_TOLERANCE = 1e-6  # what README promises
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_published_templates_are_plain_pytorch(
-    template: str, tmp_path: Path, run_main: Callable
-) -> None:
+def test_the_published_templates_are_plain_pytorch(template, tmp_path, run_main):
     flags = f"{TEMPLATES[template]} --batch-size 32 --optimizer sgd --momentum 0 --test-fraction 0"
     run = f"--run-dir {tmp_path} --log-every 1 --save-every 1000000"
     run_main("train_regression", *f"{run} {flags}".split())
@@ -139,7 +136,7 @@ def r2_of(truth: np.ndarray, guess: np.ndarray) -> float:
     return 1 - ((truth - guess) ** 2).sum() / ((truth - truth.mean()) ** 2).sum()
 
 
-def test_a_table_reaches_the_r2_of_least_squares(tmp_path: Path, run_main: Callable) -> None:
+def test_a_table_reaches_the_r2_of_least_squares(tmp_path, run_main):
     table = housing()
     table.to_csv(tmp_path / "table.csv", index=False)
     data = ["--data", tmp_path / "table.csv", "--target", "Price"]
@@ -168,7 +165,7 @@ def test_a_table_reaches_the_r2_of_least_squares(tmp_path: Path, run_main: Calla
     assert about["features"][-4:-1] == ["Ocean=inland", "Ocean=near bay", "Ocean=near, ocean"]
 
 
-def test_an_mlp_learns_what_a_line_cannot(tmp_path: Path, run_main: Callable) -> None:
+def test_an_mlp_learns_what_a_line_cannot(tmp_path, run_main):
     random = np.random.default_rng(0)
     inputs = random.uniform(-2, 2, (600, 2))
     table = pd.DataFrame(inputs, columns=["a", "b"])
@@ -187,7 +184,7 @@ def test_an_mlp_learns_what_a_line_cannot(tmp_path: Path, run_main: Callable) ->
     assert ended.value.code == 3
 
 
-def test_r2_of_a_target_that_does_not_vary_is_0_or_if_it_is_met_1() -> None:
+def test_r2_of_a_target_that_does_not_vary_is_0_or_if_it_is_met_1():
     generator = np.random.default_rng(0)
     truth, guess = generator.normal(size=(2, 20, 4))
     truth[:, 1] = guess[:, 1] = truth[:, 2] = 3.0  # met exactly; not met
@@ -198,7 +195,7 @@ def test_r2_of_a_target_that_does_not_vary_is_0_or_if_it_is_met_1() -> None:
     assert found["eval_r2_train_mean"] == pytest.approx(expected.mean(), rel=1e-6)
 
 
-def test_synthetic_data_come_from_a_generator_of_their_own() -> None:
+def test_synthetic_data_come_from_a_generator_of_their_own():
     args = Namespace(num_samples=50, num_features=3, num_targets=2, noise=0.0, data_seed=5)
     state = torch.random.get_rng_state()
     table, names, known = train_regression.make_synthetic(args)

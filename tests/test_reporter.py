@@ -2,8 +2,6 @@
 
 import re
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +16,7 @@ LEFT = re.compile(r"epoch (\d)/3 +(\d+) %\|.*\| (\S+) left")
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     """The time, which stands still until a test moves it."""
     now = [1000.0]
     for name in ("tqdm.std.time", "time.perf_counter"):
@@ -36,9 +34,7 @@ def last(capsys: pytest.CaptureFixture) -> tuple[str, ...]:
     return LEFT.findall(capsys.readouterr().err)[-1]
 
 
-def test_the_time_left_is_that_of_this_process_with_its_evaluations(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_time_left_is_that_of_this_process_with_its_evaluations(clock, monkeypatch, capsys):
     """Resumed in mid-epoch, at step 150 of 300: what was done before says nothing of the speed."""
     shown = reporter(monkeypatch)
     shown.start(Progress(epoch=1, step=150), 50, 300)
@@ -61,7 +57,7 @@ METRICS: dict[str, Any] = {"epoch": 1, "train_loss": 0.1, "eval_loss": 0.2, "eva
 METRICS |= {"eval_rmse": 18713.2, "eval_mae": 1.0, "eval_r2": 0.9812, "eval_samples": 10}
 
 
-def test_a_table_fits_and_says_first_what_a_person_reads_first() -> None:
+def test_a_table_fits_and_says_first_what_a_person_reads_first():
     table = MetricsTable()
     head, row = table.line("10/10", METRICS, 12.3, 123456).splitlines()
     assert len(head) == len(row) < 80
@@ -75,9 +71,7 @@ def test_a_table_fits_and_says_first_what_a_person_reads_first() -> None:
     )
 
 
-def test_a_long_line_is_broken_between_words_for_a_terminal_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_line_is_broken_between_words_for_a_terminal_alone(monkeypatch):
     plan = "device      " + "word " * 30 + "--a-flag " * 10 + "\ndone"
     assert fit(plan) == plan
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
@@ -111,9 +105,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 @linux_only  # forks
-def test_nothing_wraps_in_80_columns(
-    tiny_mnist: Path, tmp_path: Path, in_fresh_process: Callable
-) -> None:
+def test_nothing_wraps_in_80_columns(tiny_mnist, tmp_path, in_fresh_process):
     flags = ["--batch-size", "30", "--epochs", "2", "--eval-every", "4", "--no-pictures"]
     flags += ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path / "run")]
     flags += ["--stop-after-steps", "15"]

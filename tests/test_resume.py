@@ -4,13 +4,12 @@ import itertools
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import finish, rows
 from double import SAME
-from faults import Nursery, digests
+from faults import digests
 from test_checkpoint import reforge
 
 LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
@@ -31,9 +30,7 @@ SLOW += [("train_mnist", 1, "--model normed --max-warp 1")]
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
-def test_resume_is_exact(
-    nursery: Nursery, arguments: dict, tmp_path: Path, script: str, world: int, flags: str
-) -> None:
+def test_resume_is_exact(nursery, arguments, tmp_path, script, world, flags):
     """One undisturbed run that keeps every step; then a resume from some places in it."""
     args = [*arguments[script], *flags.split(), "--save-every", "1", "--keep", "99", "--run-dir"]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
@@ -62,13 +59,8 @@ def samples(run_dir: Path, world: int) -> list[tuple[int, int]]:
 @pytest.mark.numeric
 @pytest.mark.parametrize(("before", "after", "accumulate"), [(1, 2, 2), (2, 1, 1)])
 def test_other_numbers_of_processes_and_micro_batches_go_on_with_the_same_samples(
-    train_in_double: Callable,
-    arguments: dict,
-    tmp_path: Path,
-    before: int,
-    after: int,
-    accumulate: int,
-) -> None:
+    train_in_double, arguments, tmp_path, before, after, accumulate
+):
     # A row every 3 steps: at step 4 there are sums that no row has yet.
     flags = "--model compact --log-every 3 --keep 9 --run-dir"
     args = [*arguments["train_mnist"], *flags.split()]
@@ -97,8 +89,8 @@ def test_other_numbers_of_processes_and_micro_batches_go_on_with_the_same_sample
     ],
 )
 def test_a_signal_at_any_step_to_one_process_saves_that_step_and_loses_nothing(
-    nursery: Nursery, arguments: dict, tmp_path: Path, world: int, stops: list
-) -> None:
+    nursery, arguments, tmp_path, world, stops
+):
     args = [*arguments["train_mnist"], "--run-dir"]
     finish(nursery, "train_mnist", *args, tmp_path / "whole", world=world)
     for step, number, words in stops:

@@ -52,7 +52,7 @@ def layer(module: str) -> int | None:
 
 
 @pytest.mark.parametrize("path", KIT, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_only_run_down(path: Path) -> None:
+def test_imports_only_run_down(path):
     own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for name in imported(path):
         assert name.partition(".")[0] != "examples", name
@@ -60,12 +60,12 @@ def test_imports_only_run_down(path: Path) -> None:
             assert theirs <= layer(own), f"{own} imports {name}"
 
 
-def test_training_does_not_know_what_shows_its_results() -> None:
+def test_training_does_not_know_what_shows_its_results():
     for path in (*ROOT.glob("train_*.py"), *(ROOT / "examples").glob("*.py")):
         assert not [name for name in imported(path) if name.startswith("trainkit.tools")], path
 
 
-def test_nothing_but_scripts_imports_run() -> None:
+def test_nothing_but_scripts_imports_run():
     for path in KIT:
         assert not [n for n in imported(path) if n.startswith("trainkit.run.")], path
 
@@ -77,13 +77,13 @@ def num_tokens(path: Path) -> int:
     return sum(bool(t.string) and not t.string.startswith('"""') for t in tokens)
 
 
-def test_the_loop_is_read_in_one_sitting() -> None:
+def test_the_loop_is_read_in_one_sitting():
     files = [ROOT / "trainkit" / f"{name}.py" for name in LOOP]
     assert sum(map(num_tokens, files)) <= 9200
     assert len(files[0].read_text().splitlines()) <= 350
 
 
-def test_no_function_is_long_and_little_is_kept_from_the_formatter() -> None:
+def test_no_function_is_long_and_little_is_kept_from_the_formatter():
     num_skipped = 0
     for path in (ROOT / "train_mnist.py", ROOT / "train_regression.py", *KIT):
         if "tools" in path.parts:

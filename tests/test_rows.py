@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ def write_file(path: Path, first: int, size: int) -> None:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def server(tmp_path, monkeypatch):
     """A web server of data/; `plan(number)` says how the request with this number breaks."""
     monkeypatch.setattr(rows, "HF_HOME", tmp_path / "cache")
     monkeypatch.setattr(rows, "WAITS", (0, 0, 0.1, None))
@@ -74,9 +74,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("batch_size", [1, 12, 96, 2000])
-def test_the_order_has_each_row_once_and_is_the_same_in_parts(
-    server: SimpleNamespace, batch_size: int
-) -> None:
+def test_the_order_has_each_row_once_and_is_the_same_in_parts(server, batch_size):
     order = ParquetRows(str(server.folder), "id").order(batch_size, 3)
     everything = order(1)
     assert everything.sort().values.tolist() == [*range(NUM)]
@@ -87,7 +85,7 @@ def test_the_order_has_each_row_once_and_is_the_same_in_parts(
 
 
 @pytest.fixture
-def s3(server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def s3(server, monkeypatch):
     """The same files in bucket/data; the plan drops connections."""
     pytest.importorskip("s3fs")
     moto = pytest.importorskip("moto.moto_server.threaded_moto_server")
@@ -112,7 +110,7 @@ def s3(server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
 
 
 @pytest.fixture
-def train(server: SimpleNamespace, tmp_path: Path, nursery: Any) -> Callable:
+def train(server, tmp_path, nursery):
     """train(name, url, ...): a run in this folder, which ends, each step with its samples."""
     words = "--epochs 3 --layers 1 --width 32 --batch-size 24 --eval-every 60 --save-every 4"
     order = ParquetRows(str(server.folder), "id").order(24, 0)
@@ -146,9 +144,7 @@ SLOW = pytest.mark.slow
         *(pytest.param(n, w, marks=SLOW) for n, w in [(1, 0), (1, 2), (2, 0), (4, 0), (4, 2)]),
     ],
 )
-def test_all_worlds_see_the_same_and_fetch_each_row_group_once(
-    server: SimpleNamespace, train: Callable, world: int, workers: int
-) -> None:
+def test_all_worlds_see_the_same_and_fetch_each_row_group_once(server, train, world, workers):
     ParquetRows(server.url, "tokens")  # keeps the footers
     server.ranges.clear()
     ended = train("run", server.url, "--num-workers", workers, world=world)
@@ -157,9 +153,7 @@ def test_all_worlds_see_the_same_and_fetch_each_row_group_once(
     assert sum(server.ranges.values()) <= 1.1 * 23
 
 
-def test_a_killed_run_goes_on_with_equal_bytes_but_not_with_other_files(
-    server: SimpleNamespace, tmp_path: Path, train: Callable
-) -> None:
+def test_a_killed_run_goes_on_with_equal_bytes_but_not_with_other_files(server, tmp_path, train):
     assert train("whole", server.url).returncode == 0
     kill = {"save": 4, "event": 3, "how": "kill"}
     assert train("broken", server.url, "--num-workers", 2, fault=kill).returncode == -9
@@ -182,8 +176,8 @@ def test_a_killed_run_goes_on_with_equal_bytes_but_not_with_other_files(
 @pytest.mark.parametrize("fault", ["503", "drop", "slow", "gone", "other"])
 @pytest.mark.parametrize("place", range(6))
 def test_a_run_with_a_fault_ends_right_or_with_its_sentence(
-    request: Any, server: SimpleNamespace, tmp_path: Path, fault: str, place: int
-) -> None:
+    request, server, tmp_path, fault, place
+):
     """And then goes on; a third of them on S3, half of them in two processes."""
     files, folder, url = fsspec.filesystem("file"), str(server.folder), server.url
     if place % 3 == 2:
@@ -216,7 +210,7 @@ def test_a_run_with_a_fault_ends_right_or_with_its_sentence(
 
 
 @linux_only
-def test_a_process_does_not_fork_while_row_groups_are_read(server: SimpleNamespace) -> None:
+def test_a_process_does_not_fork_while_row_groups_are_read(server):
     """In Python before 3.11.10 one child of a few hundred hangs at its start."""
     data = ParquetRows(server.url, "id")
     server.plan = lambda number: "slow"
@@ -229,9 +223,7 @@ def test_a_process_does_not_fork_while_row_groups_are_read(server: SimpleNamespa
     assert reads == [True] * 5  # the next ones too
 
 
-def test_what_breaks_in_mid_run_is_said_at_once(
-    server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_breaks_in_mid_run_is_said_at_once(server, monkeypatch):
     data = ParquetRows(server.url, "id")
     assert not HTTPFileSystem._cache, "a loader worker would wait a second to close what is there"
     monkeypatch.setattr(rows, "WAITS", ["nothing may be tried again"])
@@ -245,7 +237,7 @@ def test_what_breaks_in_mid_run_is_said_at_once(
         ParquetRows(str(file), "id")[0]
 
 
-def test_columns_keep_their_kind_and_the_cache_its_size(server: SimpleNamespace) -> None:
+def test_columns_keep_their_kind_and_the_cache_its_size(server):
     floats = pa.array([0, 1, 2], pa.float32())
     columns = {"float": floats, "list": [[1], [], [2, 3]], "text": ["a", "b", "c"]}
     pq.write_table(pa.table(columns), server.folder.parent / "kinds.parquet")
@@ -276,9 +268,7 @@ def test_columns_keep_their_kind_and_the_cache_its_size(server: SimpleNamespace)
 @pytest.mark.parametrize(
     "pattern", ["{0}", "{0}/../*.parquet", "memory://set.parquet", "{1}/", "{1}/*.parquet"]
 )
-def test_copies_are_not_read_but_counted(
-    server: SimpleNamespace, pattern: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_copies_are_not_read_but_counted(server, pattern, capsys):
     folder = server.folder.rename(server.folder.with_name("set.parquet"))
     copies = ["._0.parquet", ".ipynb_checkpoints/0.parquet", "_delta_log/0.parquet"]
     for name in (*copies, "_temporary/0/0.parquet", "_k=1/3.parquet"):
@@ -291,7 +281,7 @@ def test_copies_are_not_read_but_counted(
     assert capsys.readouterr().err.count(f": {hidden} hidden file") == 1
 
 
-def test_what_cannot_be_read_is_a_sentence(server: SimpleNamespace) -> None:
+def test_what_cannot_be_read_is_a_sentence(server):
     twice = server.folder / "twice"
     pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, ["id", "id"]), twice)
     for pattern, column, sentence in (

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, finish, forget_accelerator, posix_only, rows
-from faults import Nursery, digests
+from faults import digests
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -123,9 +123,7 @@ def assert_same_bytes(one: Path, other: Path, *more: str) -> None:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_two_models_and_two_optimizers_are_saved_and_resumed_to_the_same_bytes(
-    tmp_path: Path,
-) -> None:
+def test_two_models_and_two_optimizers_are_saved_and_resumed_to_the_same_bytes(tmp_path):
     flags = ["--save-every", "2", "--schedule", "cosine", "--run-dir"]
     train(*flags, tmp_path / "whole")
 
@@ -144,14 +142,14 @@ def test_two_models_and_two_optimizers_are_saved_and_resumed_to_the_same_bytes(
     assert list(load_file(tmp_path / "whole" / "model_1.safetensors")) == ["bias", "weight"]
 
 
-def test_gradients_are_divided_once_however_often_they_are_clipped(tmp_path: Path) -> None:
+def test_gradients_are_divided_once_however_often_they_are_clipped(tmp_path):
     where = r"step_mean\(loss\)", "step_mean(loss, weights=torch.full_like(loss, 3.0))"
     once = changed(where)("--run-dir", tmp_path / "once")
     twice = r"(run.clip_and_check\(optimizer\))", r"\1; \1"
     assert changed(where, twice)("--run-dir", tmp_path / "twice") == once
 
 
-def test_a_process_that_has_no_sample_of_a_batch_says_so(tmp_path: Path) -> None:
+def test_a_process_that_has_no_sample_of_a_batch_says_so(tmp_path):
     def fail(run: Run, number: int) -> None:
         run.step.num_rows = 0
         raise ValueError
@@ -161,7 +159,7 @@ def test_a_process_that_has_no_sample_of_a_batch_says_so(tmp_path: Path) -> None
     assert "no sample of this short batch" in raised.value.__notes__[0]
 
 
-def test_what_the_loop_draws_is_the_same_after_a_resume(tmp_path: Path) -> None:
+def test_what_the_loop_draws_is_the_same_after_a_resume(tmp_path):
     drawn: list[tuple[float, float]] = []
 
     def draw(run: Run, number: int) -> None:
@@ -177,9 +175,7 @@ def test_what_the_loop_draws_is_the_same_after_a_resume(tmp_path: Path) -> None:
         assert drawn == whole
 
 
-def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_run(
-    tmp_path: Path,
-) -> None:
+def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_run(tmp_path):
     layer, places = Dropout(0.5), []
     train(
         *f"--run-dir {tmp_path}/run --accumulate 2".split(),
@@ -194,7 +190,7 @@ def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_ru
     assert layer.place is None
 
 
-def test_the_first_weights_depend_on_the_seed_whatever_loading_drew(tmp_path: Path) -> None:
+def test_the_first_weights_depend_on_the_seed_whatever_loading_drew(tmp_path):
     weights = []
     for seed in (1, 2, 1):
         train(
@@ -205,7 +201,7 @@ def test_the_first_weights_depend_on_the_seed_whatever_loading_drew(tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [3, 6])
-def test_stop_ends_the_run_whole_and_a_resume_ends_too(tmp_path: Path, number: int) -> None:
+def test_stop_ends_the_run_whole_and_a_resume_ends_too(tmp_path, number):
     flags = f"--run-dir {tmp_path} --epochs 5 --save-every 100".split()
     losses = train(*flags, body=lambda run, n: run.stop() if n == number else None)
     assert len(losses) == number
@@ -238,9 +234,7 @@ CALLS: list[tuple[Callable[[Run], object], str]] = [
 ]
 
 
-def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(tmp_path):
     stages = set()
 
     def look(run: Run) -> None:
@@ -262,7 +256,7 @@ def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(
     assert losses == train(*flags, tmp_path / "plain")
 
 
-def test_a_body_that_forgets_to_finish_is_told_so(tmp_path: Path) -> None:
+def test_a_body_that_forgets_to_finish_is_told_so(tmp_path):
     with (
         pytest.raises(RuntimeError, match=r"the end of `with Run.* what comes next is run\.load"),
         Run(make_config("--run-dir", tmp_path), "test"),
@@ -271,9 +265,7 @@ def test_a_body_that_forgets_to_finish_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_whatever_ends_the_body_signals_and_folder_are_given_back(
-    tmp_path: Path, error: type
-) -> None:
+def test_whatever_ends_the_body_signals_and_folder_are_given_back(tmp_path, error):
     numbers = signal.SIGINT, signal.SIGTERM
     before = [*map(signal.getsignal, numbers)]
 
@@ -288,9 +280,7 @@ def test_whatever_ends_the_body_signals_and_folder_are_given_back(
     assert [*map(signal.getsignal, numbers)] == before
 
 
-def test_a_picture_that_cannot_be_drawn_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_picture_that_cannot_be_drawn_is_a_sentence(tmp_path, monkeypatch, capfd):
     def fail(run_dir: Path) -> None:
         assert (run_dir / "DONE").exists()
         raise ModuleNotFoundError("No module named 'matplotlib'")
@@ -300,17 +290,15 @@ def test_a_picture_that_cannot_be_drawn_is_a_sentence(
     assert "the pictures were not drawn: ModuleNotFoundError: No module" in capfd.readouterr().out
 
 
-def test_a_long_epoch_says_where_it_is_off_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_long_epoch_says_where_it_is_off_a_terminal(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("trainkit.cli.reporter.QUIET_SECONDS", -1.0)
     train(*f"--run-dir {tmp_path} --epochs 1".split())
     assert "epoch 1: 16 of 43 samples, train_loss " in capfd.readouterr().out
 
 
 def test_a_resume_adds_gradients_in_the_same_order_whatever_the_buckets_were(
-    nursery: Nursery, arguments: dict, tmp_path: Path
-) -> None:
+    nursery, arguments, tmp_path
+):
     """Of three processes: a sum of two has only one order."""
     args = [*arguments["train_mnist"], "--epochs", 1, "--save-every", 1, "--keep", 9]
     args += ["--run-dir", tmp_path / "run"]
@@ -324,9 +312,7 @@ def test_a_resume_adds_gradients_in_the_same_order_whatever_the_buckets_were(
 NOISY = ["--learning-rate", 5, "--schedule", "constant", "--num-samples", 130, "--epochs", 6]
 
 
-def test_the_best_checkpoint_is_kept_beside_the_newest_and_after_a_kill(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_after_a_kill(nursery, tmp_path):
     flags = [*NOISY, "--no-pictures", "--keep-best", "eval_loss", "--run-dir"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(nursery, "train_regression", *flags, whole, world=2)
@@ -344,9 +330,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_after_a_kill(
     assert_same_bytes(killed, whole, "best.safetensors")
 
 
-def test_the_best_weights_are_those_that_the_last_sentence_names(
-    tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
-) -> None:
+def test_the_best_weights_are_those_that_the_last_sentence_names(tmp_path, run_main, capfd):
     flags = [*NOISY, *f"--keep 99 --run-dir {tmp_path} --keep-best eval_loss".split()]
     run_main("train_regression", *flags)
     losses = [row["eval_loss"] for row in rows(tmp_path, "epochs")]
@@ -363,9 +347,7 @@ def test_the_best_weights_are_those_that_the_last_sentence_names(
     assert "no evaluation gave a finite eval_r2" in capfd.readouterr().out
 
 
-def test_a_metric_that_is_not_a_number_is_never_the_best(
-    tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path, capfd):
     def train_with(scores: list[float], flags: str) -> dict[str, Any]:
         edit = r"end_epoch\(metrics", "end_epoch(metrics | {'eval_score': next(scores)}"
         changed(edit, scores=iter(scores))("--run-dir", tmp_path / "run", *flags.split())
@@ -381,9 +363,7 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(
         train_with([0.5], "--keep-best score:min")
 
 
-def test_an_average_is_saved_beside_weights_that_are_channels_last(
-    tmp_path: Path, tiny_mnist: Path, run_main: Callable
-) -> None:
+def test_an_average_is_saved_beside_weights_that_are_channels_last(tmp_path, tiny_mnist, run_main):
     flags = f"--dataset {tiny_mnist} --run-dir {tmp_path} --ema 0.9 --save-every 1".split()
     run_main("train_mnist", *flags, "--stop-after-steps", 2)
     average, raw = (load_file(tmp_path / f"{name}.safetensors") for name in ("model", "raw"))
@@ -484,9 +464,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("text", "mistake", "sentence"), MISTAKES)
-def test_a_mistake_in_the_loop_is_told_before_the_second_epoch(
-    tmp_path: Path, text: str, mistake: str, sentence: str
-) -> None:
+def test_a_mistake_in_the_loop_is_told_before_the_second_epoch(tmp_path, text, mistake, sentence):
     batches: list[int] = []
     with pytest.raises((RuntimeError, UsageError), match=sentence):
         changed((re.escape(text), mistake))(
@@ -496,7 +474,7 @@ def test_a_mistake_in_the_loop_is_told_before_the_second_epoch(
     assert len(batches) <= 11
 
 
-def test_a_resume_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_resume_of_something_else_is_refused(tmp_path):
     flags = f"--run-dir {tmp_path} --resume auto".split()
     train(*flags, "--stop-after-steps", 2)
     with pytest.raises(
@@ -507,13 +485,13 @@ def test_a_resume_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_numbers_of_16_bits_are_added_up_in_float32(dtype: torch.dtype) -> None:
+def test_numbers_of_16_bits_are_added_up_in_float32(dtype):
     values = torch.full((300,), 1000.0, dtype=dtype)
     assert sum_of(values) == sum_and_count("", values)[0] == 300_000
     assert sum_and_count("", values, values > 0)[0] == 300_000
 
 
-def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path: Path) -> None:
+def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path):
     class Mine(torch.optim.AdamW):
         def step(self, closure: Any = None) -> None:
             super().step(closure)
@@ -533,14 +511,14 @@ def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path: P
     ],
 )
 def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
-    accelerator: Any, monkeypatch: pytest.MonkeyPatch, mine: dict, theirs: dict, sentence: str
-) -> None:
+    accelerator, monkeypatch, mine, theirs, sentence
+):
     monkeypatch.setattr("trainkit.launch.nodes.gather_object", lambda of_this: [*of_this, theirs])
     with pytest.raises(RuntimeError, match=sentence) if sentence else ExitStack():
         assert agree(accelerator, mine) == mine
 
 
-def test_processes_that_add_other_names_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_add_other_names_are_told_so(monkeypatch):
     monkeypatch.setattr("trainkit.metrics.gather_object", lambda mine: [*mine, ["loss_b"]])
     two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, gather=None, reduce=None)
     means = RunningMeans(two)
@@ -552,9 +530,7 @@ def test_processes_that_add_other_names_are_told_so(monkeypatch: pytest.MonkeyPa
 
 @posix_only
 @pytest.mark.parametrize("more", ["--epochs 1", "--ema 0.9"])
-def test_a_signal_in_an_evaluation_is_heard_and_a_resume_evaluates_again(
-    tmp_path: Path, more: str
-) -> None:
+def test_a_signal_in_an_evaluation_is_heard_and_a_resume_evaluates_again(tmp_path, more):
     num_batches = count(1)
 
     def interrupted(losses: torch.Tensor) -> torch.Tensor:
@@ -572,9 +548,7 @@ def test_a_signal_in_an_evaluation_is_heard_and_a_resume_evaluates_again(
     assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(nursery, tmp_path):
     def start(code: int, name: str, path: Path | None, *more: object, world: int = 1) -> str:
         flags = [*NOISY, "--model", "mlp", "--hidden", 8, "--epochs", 1, "--no-pictures"]
         flags += ["--run-dir", tmp_path / name]
@@ -602,7 +576,7 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(
         assert not (tmp_path / "bad").exists()
 
 
-def test_nothing_outside_startup_changes_the_process() -> None:
+def test_nothing_outside_startup_changes_the_process():
     for path in [*ROOT.glob("*.py"), *(ROOT / "trainkit").glob("*.py")]:
         for node in ast.parse(path.read_text()).body:  # nothing is called but to make a value
             call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)

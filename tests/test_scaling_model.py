@@ -6,7 +6,7 @@ from conftest import ROOT
 from benchmarks import scaling_model as model
 
 
-def test_no_checkpoint_interval_keeps_more_work_than_the_computed_one() -> None:
+def test_no_checkpoint_interval_keeps_more_work_than_the_computed_one():
     for save, mean_time_to_failure in ((12, 18_000), (60, 7200)):
         best = model.checkpoint_interval(save, mean_time_to_failure)
         kept = model.simulate(best, save, 60, mean_time_to_failure)
@@ -14,12 +14,12 @@ def test_no_checkpoint_interval_keeps_more_work_than_the_computed_one() -> None:
             assert model.simulate(best * factor, save, 60, mean_time_to_failure) < kept
 
 
-def test_the_table_of_the_page_is_what_the_program_prints(capsys: pytest.CaptureFixture) -> None:
+def test_the_table_of_the_page_is_what_the_program_prints(capsys):
     model.main([])
     assert capsys.readouterr().out in (ROOT / "docs" / "scaling.md").read_text()
 
 
-def test_sharded_weights_are_gathered_twice_and_gradients_go_half_the_way() -> None:
+def test_sharded_weights_are_gathered_twice_and_gradients_go_half_the_way():
     """Of float32 weights and gradients a ring sends 3 (n - 1) / n instead of 2 (n - 1) / n."""
     work = model.WORKLOADS["wide"]
     talk = {}

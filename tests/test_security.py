@@ -31,7 +31,7 @@ PRECIOUS = "what nobody may touch"
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def outside(tmp_path):
     """A folder beside the others with a file in it, both unchanged when the test ends."""
     folder = tmp_path / "outside"
     folder.mkdir()
@@ -54,9 +54,7 @@ def refused(call: Callable[[], object], message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside/file", "/etc/hostname", "state"])
-def test_a_manifest_names_nothing_outside_its_folder(
-    name: str, tmp_path: Path, outside: Path
-) -> None:
+def test_a_manifest_names_nothing_outside_its_folder(name, tmp_path, outside):
     folder = tmp_path / "step-0000000001"
     (folder / "state").mkdir(parents=True)
     write_manifest(folder, make_durable(folder, 0))
@@ -67,7 +65,7 @@ def test_a_manifest_names_nothing_outside_its_folder(
 
 
 @posix_only  # links
-def test_what_a_link_names_is_neither_removed_nor_written(tmp_path: Path, outside: Path) -> None:
+def test_what_a_link_names_is_neither_removed_nor_written(tmp_path, outside):
     folder = tmp_path / "run"
     folder.mkdir()
     for name, target in ((".tmp-step", "."), ("a.json", "file"), (".tmp-b.json", "file")):
@@ -93,7 +91,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", ["zip", "raw"])
 @pytest.mark.parametrize("name", READERS)
-def test_a_pickle_under_any_name_is_not_executed(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_pickle_under_any_name_is_not_executed(name, kind, tmp_path):
     path, mark = tmp_path / name, tmp_path / "executed"
     test_checkpoint.write_hostile(path, kind, mark)
     refused(lambda: READERS[name](path), re.escape(str(path)))
@@ -103,7 +101,7 @@ def test_a_pickle_under_any_name_is_not_executed(name: str, kind: str, tmp_path:
         assert mark.exists()  # it does work
 
 
-def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path: Path) -> None:
+def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path):
     folder, mark = tmp_path / "data", tmp_path / "executed"
     test_pictures.parquet(folder, test_pictures.dataset())
     for name in ("dataset.py", "__init__.py", "data.py"):  # the last is what datasets once ran
@@ -115,7 +113,7 @@ def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     """A run folder whose classes are named by somebody who means harm."""
     about = {
         "script": "train_mnist",
@@ -134,9 +132,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @posix_only  # such names of files
-def test_names_do_not_steer_the_terminal(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_do_not_steer_the_terminal(run_dir, tmp_path, capsys, monkeypatch):
     path = tmp_path / "\x1b[31m.png"
     monkeypatch.setattr(startup, "leave", lambda code: None)  # it ends a process with children
     for _ in range(2):
@@ -151,6 +147,6 @@ def test_names_do_not_steer_the_terminal(
 
 
 @pytest.mark.parametrize("row", ["[]", '{"step": "x", "train_loss": [1]}'])
-def test_a_log_that_lacks_something_is_one_sentence(row: str, tmp_path: Path) -> None:
+def test_a_log_that_lacks_something_is_one_sentence(row, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(f'{{"eval_loss": 1}}\n{row}\n')
     refused(lambda: plots.main([str(tmp_path)]), re.escape(str(tmp_path)))

@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
 from conftest import CONFIGS, rows, saved
 from faults import Nursery, Outcome, digests
 from safetensors.torch import save
@@ -61,7 +60,7 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
+def runs(nursery, tmp_path_factory):
     """An undisturbed run of each kind; None: without sharding."""
     folder = tmp_path_factory.mktemp("runs")
     for kind in (None, *KINDS):
@@ -90,13 +89,13 @@ def assert_close(one: Path, other: Path, tolerance: float = CLOSE) -> None:
         assert found[row["step"], "eval_loss" in row] == pytest.approx(row, abs=tolerance)
 
 
-def test_a_sharded_run_has_the_bytes_of_an_unsharded_one(runs: dict[str | None, Path]) -> None:
+def test_a_sharded_run_has_the_bytes_of_an_unsharded_one(runs):
     assert len(rows(runs[None], "steps")) == LAST
     for kind in KINDS:
         assert_equal_bytes(runs[kind], runs[None])
 
 
-def test_with_sharded_state_every_process_writes_its_share(runs: dict[str | None, Path]) -> None:
+def test_with_sharded_state_every_process_writes_its_share(runs):
     sizes = {}
     for kind in KINDS:
         state = runs[kind] / "checkpoints" / f"step-{LAST:010d}" / "state"
@@ -105,9 +104,7 @@ def test_with_sharded_state_every_process_writes_its_share(runs: dict[str | None
     assert len(shares) == 2 and max(shares) < 0.53 * whole and sum(shares) < 1.05 * whole
 
 
-def test_a_killed_sharded_run_ends_with_the_bytes_of_an_undisturbed_one(
-    nursery: Nursery, runs: dict[str | None, Path], tmp_path: Path
-) -> None:
+def test_a_killed_sharded_run_ends_with_the_bytes_of_an_undisturbed_one(nursery, runs, tmp_path):
     """With sharded state: below, where some weights are frozen."""
     kill = {"rank": 1, "signal": [6, signal.SIGKILL]}
     train(nursery, tmp_path, *SMALL, kind=KINDS[0], fault=kill, codes=[1, -signal.SIGKILL])
@@ -115,9 +112,7 @@ def test_a_killed_sharded_run_ends_with_the_bytes_of_an_undisturbed_one(
     assert digests(tmp_path) == digests(runs[KINDS[0]])
 
 
-def test_any_kind_of_run_continues_from_any_other_with_equal_bytes(
-    nursery: Nursery, runs: dict[str | None, Path], tmp_path: Path
-) -> None:
+def test_any_kind_of_run_continues_from_any_other_with_equal_bytes(nursery, runs, tmp_path):
     where = copy_until(runs["SHARDED_STATE_DICT"], tmp_path / "run", 2)
     for step, kind in ((4, None), (6, "FULL_STATE_DICT"), (8, None), (LAST, KINDS[1])):
         train(nursery, where, *SMALL, "--stop-after-steps", step, kind=kind)
@@ -127,9 +122,7 @@ def test_any_kind_of_run_continues_from_any_other_with_equal_bytes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_numbers_of_processes_continue(
-    nursery: Nursery, runs: dict[str | None, Path], tmp_path: Path, kind: str
-) -> None:
+def test_other_numbers_of_processes_continue(nursery, runs, tmp_path, kind):
     where = copy_until(runs[kind], tmp_path / "run", 2)
     for step, how, world in ((4, kind, 3), (6, None, 1), (LAST, kind, 2)):
         train(nursery, where, *SMALL, "--stop-after-steps", step, kind=how, world=world)
@@ -140,8 +133,8 @@ MORE = ["--ema", 0.8, "--accumulate", 3, "--clip-norm", 0.05, "--keep-best", "ev
 
 
 def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsharded_run(
-    nursery: Nursery, arguments: dict, tmp_path: Path
-) -> None:
+    nursery, arguments, tmp_path
+):
     args = [*arguments["train_regression"], *MORE, "--resume", "auto"]
     plan: dict[str, Any] = {"kind": KINDS[1], "double": True}
     train(nursery, tmp_path / "sharded", *args, "--stop-after-steps", 6, **plan)
@@ -156,8 +149,8 @@ def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsh
 
 
 def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
-    nursery: Nursery, arguments: dict, tmp_path: Path
-) -> None:
+    nursery, arguments, tmp_path
+):
     """A run without sharding goes on sharded and back, its convolutions in another layout."""
     args = [*arguments["train_mnist"], "--model", "normed", "--resume", "auto"]
     plan: dict[str, Any] = {"script": "train_mnist", "double": True}
@@ -191,8 +184,8 @@ def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
     ],
 )
 def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
-    nursery: Nursery, tiny_mnist: Path, tmp_path: Path, script: str, flags: list
-) -> None:
+    nursery, tiny_mnist, tmp_path, script, flags
+):
     digits = ["--dataset", tiny_mnist] if script in ("examples.gan", "examples.two_towers") else []
     args = [
         *flags,
@@ -210,9 +203,7 @@ def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
     assert_close(tmp_path / "None", tmp_path / KINDS[1], 1e-5)
 
 
-def test_layers_that_are_computed_twice_have_the_same_dropout_and_names(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_layers_that_are_computed_twice_have_the_same_dropout_and_names(nursery, tmp_path):
     args = "--layers 2 --width 32 --num-bytes 9000 --batch-size 24 --dropout 0.3 --ema 0.8 --keep 9"
     args = [*args.split(), "--save-every", 2, "--stop-after-steps", 6, "--resume", "auto"]
     twice = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
@@ -229,9 +220,7 @@ def test_layers_that_are_computed_twice_have_the_same_dropout_and_names(
     assert outcome.codes == [2, 2] and "finds no layer to compute twice" in outcome.output
 
 
-def test_weights_of_a_file_are_shared_out(
-    nursery: Nursery, runs: dict[str | None, Path], tmp_path: Path
-) -> None:
+def test_weights_of_a_file_are_shared_out(nursery, runs, tmp_path):
     args = [*SMALL, "--start-from", runs[None] / "model.safetensors", "--stop-after-steps", 2]
     for kind in (None, KINDS[1]):
         outcome = train(nursery, tmp_path / str(kind), *args, kind=kind)
@@ -257,7 +246,7 @@ def build() -> tuple[torch.nn.Module, torch.Tensor]:
     return model, torch.rand(9)
 
 
-def test_weights_that_are_filled_later_are_those_of_an_ordinary_model() -> None:
+def test_weights_that_are_filled_later_are_those_of_an_ordinary_model():
     (expected, numbers), deferred = build(), Deferred()
     with deferred:
         model, found = build()
@@ -275,7 +264,7 @@ def test_weights_that_are_filled_later_are_those_of_an_ordinary_model() -> None:
     )
 
 
-def test_the_file_of_weights_is_that_of_the_library(tmp_path: Path) -> None:
+def test_the_file_of_weights_is_that_of_the_library(tmp_path):
     kinds = (torch.bfloat16, torch.complex64, torch.bool, torch.int64)
     tensors = {f'"{kind}\u00e9': torch.randn(3, 5).to(kind).t() for kind in kinds}
     tensors |= {"scalar": torch.tensor(0.5), "none": torch.zeros(0, 3)}
@@ -285,9 +274,7 @@ def test_the_file_of_weights_is_that_of_the_library(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == expected
 
 
-def test_weights_that_cannot_be_written_leave_no_process_waiting(
-    nursery: Nursery, runs: dict[str | None, Path], tmp_path: Path
-) -> None:
+def test_weights_that_cannot_be_written_leave_no_process_waiting(nursery, runs, tmp_path):
     where = copy_until(runs[KINDS[1]], tmp_path / "run", 8)
     (where / ".tmp-model.safetensors").mkdir()
     outcome = train(nursery, where, *SMALL, kind=KINDS[1], codes=[1, 1])
@@ -307,9 +294,7 @@ def test_weights_that_cannot_be_written_leave_no_process_waiting(
         ({}, {"num_processes": 1}),
     ],
 )
-def test_what_would_silently_train_something_else_is_refused(
-    monkeypatch: pytest.MonkeyPatch, changes: dict, world: dict
-) -> None:
+def test_what_would_silently_train_something_else_is_refused(monkeypatch, changes, world):
     for key, given in env(KINDS[0], **changes).items():
         monkeypatch.setenv(key, given)
     launched = SimpleNamespace(**{"num_processes": 2, "mixed_precision": "no"} | world)
@@ -317,9 +302,7 @@ def test_what_would_silently_train_something_else_is_refused(
         shards.shard(launched, {})
 
 
-def test_dropout_that_draws_once_is_not_computed_twice(
-    nursery: Nursery, arguments: dict, tmp_path: Path
-) -> None:
+def test_dropout_that_draws_once_is_not_computed_twice(nursery, arguments, tmp_path):
     args = arguments["train_mnist"]  # --model wide has trainkit.rng.Dropout
     twice = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
     run = {"world": 2, "env": env(KINDS[0], **twice)}
@@ -327,7 +310,7 @@ def test_dropout_that_draws_once_is_not_computed_twice(
     assert outcome.codes == [2, 2] and outcome.output.startswith("error: fsdp_activation_check")
 
 
-def test_optimizers_in_another_order_than_their_models_are_refused() -> None:
+def test_optimizers_in_another_order_than_their_models_are_refused():
     models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
     optimizers = [torch.optim.SGD(model.parameters()) for model in models]
     assert shards.owners([*models, *optimizers, "a loader"]) == [0, 1, 0, 1, 1]
@@ -336,9 +319,7 @@ def test_optimizers_in_another_order_than_their_models_are_refused() -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_share_that_does_not_fit_ends_in_one_sentence(
-    nursery: Nursery, runs: dict[str | None, Path], tmp_path: Path, damage: str
-) -> None:
+def test_a_share_that_does_not_fit_ends_in_one_sentence(nursery, runs, tmp_path, damage):
     """In a sharded run and in one that is not, even if the manifest knows the file."""
     where = copy_until(runs[KINDS[1]], tmp_path / "run", 8)
     path = where / "checkpoints" / "step-0000000008"
@@ -354,9 +335,7 @@ def test_a_share_that_does_not_fit_ends_in_one_sentence(
         assert outcome.output.count("\nerror:") == 1, outcome.output
 
 
-def test_what_does_not_fit_into_memory_is_refused_before_it_is_killed(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_killed(accelerator, monkeypatch):
     optimizer = torch.optim.AdamW(torch.nn.Linear(1024, 1024).parameters())
     memory = {"available": 13 * 2**20, "free": 0}
     for name in ("virtual_memory", "swap_memory"):
@@ -367,7 +346,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_killed(
         check_memory(accelerator, [optimizer])
 
 
-def test_the_limits_of_all_groups_around_this_process_count(tmp_path: Path) -> None:
+def test_the_limits_of_all_groups_around_this_process_count(tmp_path):
     """Version 2 of control groups, with a limit on an outer one, and version 1 in a container."""
     files = {
         "proc/self/cgroup": "5:cpu:/\n4:memory:/seen/from/outside\n0::/job/step\n",
@@ -396,8 +375,8 @@ def test_the_limits_of_all_groups_around_this_process_count(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", [None, KINDS[1]])
 def test_a_killed_run_ends_with_equal_bytes_and_its_checkpoints_hold_nothing_frozen(
-    nursery: Nursery, tmp_path: Path, kind: str | None
-) -> None:
+    nursery, tmp_path, kind
+):
     args = [*SMALL, "--hidden", "400,400", "--keep", 2, "--ema", 0.9, "--keep-best", "eval_loss"]
     plan: dict[str, Any] = {"script": "adapted", "kind": kind}
     kill = {"rank": 1, "signal": [6, signal.SIGKILL]}

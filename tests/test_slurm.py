@@ -34,9 +34,7 @@ DONE = 'mkdir -p "$WHERE/run"; touch "$WHERE/run/DONE"'
         ("true", 1, SAVE, 1, False),  # nothing new was saved: the next attempt would end alike
     ],
 )
-def test_the_run_folder_says_how_a_job_ended(
-    tmp_path: Path, job: str, code: int, earlier: str, expected: int, requeued: bool
-) -> None:
+def test_the_run_folder_says_how_a_job_ended(tmp_path, job, code, earlier, expected, requeued):
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -77,8 +75,8 @@ def go_on(job: str) -> None:
 
 @pytest.mark.slow
 def test_a_job_with_a_killed_and_a_stopped_process_ends_with_the_bytes_of_an_undisturbed_run(
-    undisturbed: Path, tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    undisturbed, tiny_mnist, tmp_path, monkeypatch
+):
     try:
         assert slurm("sinfo", "-h", "-o", "%D %t") == "2 idle\n"
     except (OSError, subprocess.CalledProcessError):

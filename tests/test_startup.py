@@ -3,8 +3,6 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +12,7 @@ from conftest import ROOT, linux_only, posix_only
 from trainkit.launch import world
 
 
-def test_freed_memory_is_kept(in_fresh_process: Callable) -> None:
+def test_freed_memory_is_kept(in_fresh_process):
     if not sys.platform.startswith("linux"):
         pytest.skip("glibc's settings")
     in_fresh_process("""
@@ -32,7 +30,7 @@ assert faults() < 100, "a freed tensor of 64 MB was given back"
 """)
 
 
-def test_accelerate_searches_for_no_package_in_a_step(in_fresh_process: Callable) -> None:
+def test_accelerate_searches_for_no_package_in_a_step(in_fresh_process):
     in_fresh_process("""
 import importlib.machinery
 from accelerate import optimizer
@@ -43,9 +41,7 @@ assert not optimizer.is_lomo_available()
 """)
 
 
-def test_settings_about_numbers_and_safety_hold_however_main_was_started(
-    in_fresh_process: Callable,
-) -> None:
+def test_settings_about_numbers_and_safety_hold_however_main_was_started(in_fresh_process):
     in_fresh_process("""
 import io, os, pickle, torch
 import train_regression
@@ -150,14 +146,12 @@ assert time.monotonic() - began < 60  # else something that was started has live
 
 @linux_only
 @pytest.mark.parametrize(("what", "code", "words"), ENDS)
-def test_every_end_has_its_code_and_its_sentence(
-    what: str, code: int, words: str, in_fresh_process: Callable
-) -> None:
+def test_every_end_has_its_code_and_its_sentence(what, code, words, in_fresh_process):
     in_fresh_process(IN_A_PROCESS_OF_ITS_OWN, what=what, expected=code, words=words, root=str(ROOT))
 
 
 @linux_only
-def test_one_process_says_why_it_cannot_start(fork_main: Callable) -> None:
+def test_one_process_says_why_it_cannot_start(fork_main):
     env = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "")
     done = fork_main("train_regression.py", "--bad", env=env)
     assert done.returncode == 2
@@ -166,7 +160,7 @@ def test_one_process_says_why_it_cannot_start(fork_main: Callable) -> None:
 
 @posix_only
 @pytest.mark.parametrize("module", ["trainkit", "numpy.exceptions", "torch", "accelerate"])
-def test_ctrl_c_during_the_imports_is_one_sentence(module: str) -> None:
+def test_ctrl_c_during_the_imports_is_one_sentence(module):
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "train_mnist.py", "--help"],
         stderr=subprocess.PIPE,
@@ -184,9 +178,7 @@ def test_ctrl_c_during_the_imports_is_one_sentence(module: str) -> None:
 
 
 @linux_only
-def test_a_run_folder_that_is_not_one_for_all_processes_is_refused(
-    tmp_path: Path, fork_main: Callable
-) -> None:
+def test_a_run_folder_that_is_not_one_for_all_processes_is_refused(tmp_path, fork_main):
     (tmp_path / "share.py").write_text("""
 import os
 import train_regression
@@ -204,7 +196,7 @@ def main(argv):
     assert not [*tmp_path.rglob(".tmp-*")]
 
 
-def test_the_process_group_of_a_run_that_has_ended_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_group_of_a_run_that_has_ended_is_kept(monkeypatch):
     """Or freeing it may wait for ever: see end_training."""
     monkeypatch.setattr(world, "ENDED", [])
     distributed = torch.distributed

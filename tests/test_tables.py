@@ -120,7 +120,7 @@ def predicted(model: predict.TablePredictor, path: Path) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("case", READ)
-def test_a_table_is_read_as_it_was_meant(case: str, tmp_path: Path) -> None:
+def test_a_table_is_read_as_it_was_meant(case, tmp_path):
     name, content, flags, features = READ[case]
     path = tmp_path / name
     path.write_bytes(content)
@@ -147,7 +147,7 @@ FORMS = {
 }  # fmt: skip
 
 
-def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path: Path) -> None:
+def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path):
     table = frame(200)
     table.loc[3, "city"] = None
     for name, write in FORMS.items():
@@ -213,7 +213,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_table_that_cannot_be_meant_is_one_sentence(case: str, tmp_path: Path) -> None:
+def test_a_table_that_cannot_be_meant_is_one_sentence(case, tmp_path):
     name, content, flags, message = REFUSED[case]
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -224,7 +224,7 @@ def test_a_table_that_cannot_be_meant_is_one_sentence(case: str, tmp_path: Path)
     assert len([*tmp_path.iterdir()]) == (content is not None)
 
 
-def test_a_folder_of_unlike_tables_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_unlike_tables_is_refused(tmp_path):
     (tmp_path / "a.csv").write_bytes(text())
     (tmp_path / "b.csv").write_bytes(frame().drop(columns="city").to_csv(index=False).encode())
     with pytest.raises(UsageError, match=r"b\.csv has other columns than a\.csv"):
@@ -234,9 +234,7 @@ def test_a_folder_of_unlike_tables_is_refused(tmp_path: Path) -> None:
         load("--data", tmp_path, "--target", "y")
 
 
-def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(tmp_path, capsys):
     copies = [".ipynb_checkpoints/a.csv", "._a.csv", "_temporary/0/a.csv", "_delta_log/0.json"]
     for name in ("b.csv", "a.csv/part.csv", "_k=2/a.csv", *copies):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
@@ -255,7 +253,7 @@ def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(
         assert load("--data", tmp_path / "t.csv", *flags[2:])[2]["plan"]["columns"] == "numbers"
 
 
-def test_means_come_from_the_training_rows_alone(tmp_path: Path) -> None:
+def test_means_come_from_the_training_rows_alone(tmp_path):
     table = frame(400).drop(columns="garden")
     table.loc[::7, "area"] = None
     table.loc[::11, "city"] = None
@@ -284,14 +282,14 @@ def test_means_come_from_the_training_rows_alone(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> predict.TablePredictor:
+def model(tmp_path_factory):
     """Of columns of every kind, from a Parquet file."""
     path = tmp_path_factory.mktemp("tables") / "t.parquet"
     frame(200).to_parquet(path)
     return untrained(load("--data", path, "--target", "y")[2])
 
 
-def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch):
     monkeypatch.chdir("/")
     rows = datasets.Dataset.from_pandas(frame())
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
@@ -300,9 +298,7 @@ def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "lines.jsonl", "commas.csv"])
-def test_what_is_no_feature_comes_back_as_it_was_written(
-    name: str, model: predict.TablePredictor, tmp_path: Path
-) -> None:
+def test_what_is_no_feature_comes_back_as_it_was_written(name, model, tmp_path):
     ids = ["1152921504606846977", "", "3"]
     table = frame(3).assign(id=pd.array([2**60 + 1, None, 3], "Int64"), note=["NA", "null", "x"])
     FORMS[name](table, tmp_path / name)
@@ -316,9 +312,7 @@ def test_what_is_no_feature_comes_back_as_it_was_written(
     ("name", "texts"),
     [("commas.csv", ["TRUE", "FALSE", "unknown"]), ("lines.jsonl", [1.0, 2.0, 2.5])],
 )
-def test_a_category_is_known_again_in_a_table_that_lacks_another(
-    name: str, texts: list[Any], tmp_path: Path
-) -> None:
+def test_a_category_is_known_again_in_a_table_that_lacks_another(name, texts, tmp_path):
     table = pd.DataFrame({"k": texts * 8, "y": [1.0, 2, 3] * 8})
     FORMS[name](table, tmp_path / name)
     _, _, about = load("--data", tmp_path / name, "--target", "y", "--categorical", "k")
@@ -327,9 +321,7 @@ def test_a_category_is_known_again_in_a_table_that_lacks_another(
     assert "not in the training rows" not in untrained(about).predict_file(tmp_path / name)
 
 
-def test_two_tables_with_one_answer_file_keep_the_first(
-    model: predict.TablePredictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_tables_with_one_answer_file_keep_the_first(model, tmp_path, monkeypatch):
     for name, size in (("commas.csv", 5), ("t.parquet", 9)):
         FORMS[name](frame(size), tmp_path / f"t{Path(name).suffix}")
     assert len(predicted(model, tmp_path / "t.csv")) == 5
@@ -339,9 +331,7 @@ def test_two_tables_with_one_answer_file_keep_the_first(
     assert len(predicted(model, tmp_path / "t.csv")) == 5  # once more is allowed
 
 
-def test_what_a_prediction_cannot_know_is_said(
-    model: predict.TablePredictor, tmp_path: Path
-) -> None:
+def test_what_a_prediction_cannot_know_is_said(model, tmp_path):
     path = tmp_path / "t.csv"
     frame(5).assign(city=["Mars", "Venus"] * 2 + ["Mars"]).to_csv(path, index=False)
     said = "(column 'city': 'Mars', 'Venus' not in the training rows)"
@@ -359,9 +349,7 @@ def test_what_a_prediction_cannot_know_is_said(
             model.predict_file(path)
 
 
-def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(
-    model: predict.TablePredictor, tmp_path: Path
-) -> None:
+def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(model, tmp_path):
     path = tmp_path / "t.csv"
     frame(5).to_csv(path, index=False)
     whole = predicted(model, path).predicted_y
@@ -376,7 +364,7 @@ def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(
     assert written[[1, 4]].tolist() == whole[[1, 4]].tolist()
 
 
-def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path: Path) -> None:
+def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path):
     days = pd.date_range("2019-12-31", periods=30)
     for form in ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y-%m-%d"):
         table = pd.DataFrame({"day": days.strftime(form), "y": range(30)})
@@ -391,9 +379,7 @@ def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path: Pat
     assert [row for row, *_ in problems] == [3]
 
 
-def test_all_columns_are_judged_at_once_and_the_command_below_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_columns_are_judged_at_once_and_the_command_below_works(tmp_path, monkeypatch):
     path = tmp_path / "t.csv"
     table = frame(60).assign(far=["12 km", "3 km"] * 30, note=[f"no {n}" for n in range(60)])
     table["year"] = [*range(56), *["?", "unknown"] * 2]
@@ -416,8 +402,8 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(
 
 
 def test_the_folder_at_hand_is_predicted_and_its_first_rows_shown_in_79_columns(
-    model: predict.TablePredictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, tmp_path, monkeypatch
+):
     (tmp_path / "new").mkdir()
     table = frame(9).drop(columns="y").assign(note="said at length " * 9)
     table = table.assign(**{f"a long name of a column {i}": i / 7 for i in range(40)})
@@ -432,9 +418,7 @@ def test_the_folder_at_hand_is_predicted_and_its_first_rows_shown_in_79_columns(
 
 
 @posix_only  # links
-def test_predictions_are_safe_to_open_in_a_spreadsheet(
-    model: predict.TablePredictor, tmp_path: Path
-) -> None:
+def test_predictions_are_safe_to_open_in_a_spreadsheet(model, tmp_path):
     risky = ["=1+1", "\r=1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1", "\n=1"]
     plain = ["-5", "+4.5", "-1e3", "a=b", "", "1-2", "me@home", "two\nlines"]
     table = frame(len(risky) + len(plain)).drop(columns="y").assign(**{"=note": risky + plain})

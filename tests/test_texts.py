@@ -6,7 +6,6 @@ The runs have 105 texts to train on, so that of two processes one gets no text o
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ FLAGS += " --learning-rate 1e-3 --max-tokens 12 --no-pictures"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A BERT with one layer, random weights and dropout."""
     folder = tmp_path_factory.mktemp("base")
     known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "and", *" ".join(WORDS.values()).split()]
@@ -59,7 +58,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(nursery: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def start(nursery, base, tmp_path_factory):
     data = tmp_path_factory.mktemp("data") / "lines.csv"
     pd.DataFrame(LINES, columns=["said", "kind"]).to_csv(data, index=False)
     plan = {"modules": ["transformers.models.bert.modeling_bert"], "timeout": 200}
@@ -77,16 +76,14 @@ def start(nursery: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def whole(start: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(start, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     output = start(run_dir, 1)
     assert "text 'said', label 'kind'" in output and "largest class" in output
     return run_dir
 
 
-def test_losses_do_not_depend_on_processes_and_micro_batches(
-    start: Callable, tmp_path: Path
-) -> None:
+def test_losses_do_not_depend_on_processes_and_micro_batches(start, tmp_path):
     start(tmp_path / "one", 1, double=True)
     for world, accumulate in ((2, 1), (2, 2)):
         folder = tmp_path / f"{world}{accumulate}"
@@ -96,7 +93,7 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(
     assert rows(tmp_path / "one", "epochs")[-1]["eval_samples"] == 26
 
 
-def test_a_kill_changes_no_byte(start: Callable, whole: Path, tmp_path: Path) -> None:
+def test_a_kill_changes_no_byte(start, whole, tmp_path):
     start(tmp_path, 1, "--save-every", 5, fault={"signal": [14, signal.SIGKILL]})
     again = start(tmp_path, 1, "--save-every", 5, "--resume", "auto")
     assert "resuming from" in again, again
@@ -104,7 +101,7 @@ def test_a_kill_changes_no_byte(start: Callable, whole: Path, tmp_path: Path) ->
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole: Path, tmp_path: Path) -> None:
+def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "new.txt").write_text("bread salt soup and\n\nball goal team and\n")
     pd.DataFrame({"n": [1], "said": ["paint song stage and"]}).to_json(
@@ -120,7 +117,7 @@ def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole: Path, tmp_p
         write_export(predictor, folder)
 
 
-def test_padding_and_other_texts_change_nothing_and_no_rows_are_no_rows(base: Path) -> None:
+def test_padding_and_other_texts_change_nothing_and_no_rows_are_no_rows(base):
     config = parse(text.Config, ["--base", str(base)])
     about, tokenizer = encoders.read_base(config)
     metadata = {"encoder": json.loads(json.dumps(about)), "max_tokens": 40, "classes": ["a", "b"]}
@@ -135,7 +132,7 @@ def test_padding_and_other_texts_change_nothing_and_no_rows_are_no_rows(base: Pa
         encoders.read_base(parse(text.Config, ["--base", str(base), "--max-tokens", "41"]))
 
 
-def test_nothing_that_a_configuration_names_is_fetched_or_run() -> None:
+def test_nothing_that_a_configuration_names_is_fetched_or_run():
     evil = {"auto_map": {"AutoModel": "evil.Model"}, "attn_implementation": "someone/kernel"}
     assert encoders.plain({"model_type": "bert", **evil, "part": {"n": 1, **evil}}) == {
         "model_type": "bert",
@@ -144,9 +141,7 @@ def test_nothing_that_a_configuration_names_is_fetched_or_run() -> None:
 
 
 @pytest.mark.parametrize(("kind", "most"), [("roberta", 38), ("bert", 40)])
-def test_as_many_tokens_are_taken_as_the_encoder_has_positions_for(
-    base: Path, tmp_path: Path, kind: str, most: int
-) -> None:
+def test_as_many_tokens_are_taken_as_the_encoder_has_positions_for(base, tmp_path, kind, most):
     folder = shutil.copytree(base, tmp_path / "base")
     transformers.CONFIG_MAPPING[kind](max_position_embeddings=40).save_pretrained(folder)
     config = parse(text.Config, ["--base", str(folder), "--max-tokens", "64"])
@@ -156,7 +151,7 @@ def test_as_many_tokens_are_taken_as_the_encoder_has_positions_for(
         encoders.read_base(config)
 
 
-def test_weights_that_are_missing_are_named(base: Path, tmp_path: Path) -> None:
+def test_weights_that_are_missing_are_named(base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "base")
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
@@ -192,9 +187,7 @@ CASES: list[tuple[dict[str, list], str, str]] = [
 
 
 @pytest.mark.parametrize(("columns", "flags", "said"), CASES)
-def test_columns_are_found_or_asked_for(
-    tmp_path: Path, columns: dict[str, list], flags: str, said: str
-) -> None:
+def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
     path, names = tmp_path / "lines.jsonl", [*columns]
     lines = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -210,9 +203,7 @@ def test_columns_are_found_or_asked_for(
     assert {label for _, label in sets.held_out} == {0, 1}
 
 
-def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(
-    tmp_path: Path,
-) -> None:
+def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_path):
     frame = pd.DataFrame(GOOD)
     for name, given in (("a", frame), ("b", frame[4:]), ("c", frame.replace("y", "z"))):
         given.to_parquet(tmp_path / f"{name}.parquet")

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 import weighted
 from conftest import finish, rows, saved
-from faults import Nursery
 from test_fp16 import scaled_float32
 from test_run import Numbers, make_config
 from torch.utils.data import default_collate
@@ -56,13 +55,13 @@ def batches_of(samples: Any, batch_size: int) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Where the text lies, and all runs."""
     return tmp_path_factory.mktemp("gpt")
 
 
 @pytest.fixture(scope="session")
-def plain(folder: Path) -> Callable[[str], tuple[list[float], dict, dict]]:
+def plain(folder):
     """The GPT in plain PyTorch: its losses, its weights, and their moving average."""
 
     def call(mode: str) -> tuple[list[float], dict, dict]:
@@ -109,14 +108,8 @@ def plain(folder: Path) -> Callable[[str], tuple[list[float], dict, dict]]:
     grid(("text", 2, 4), ("answers", 1, 4), ("answers", 3, 1)),
 )
 def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
-    nursery: Nursery,
-    folder: Path,
-    tmp_path: Path,
-    plain: Callable,
-    mode: str,
-    world: int,
-    accumulate: int,
-) -> None:
+    nursery, folder, tmp_path, plain, mode, world, accumulate
+):
     run_dir = folder / f"{mode}-{world}-{accumulate}"
     more = ["--accumulate", accumulate, "--ema", DECAY, "--stop-after-steps", NUM_STEPS]
     finish(nursery, "examples.gpt", *MODES[mode], *more, "--run-dir", run_dir, world=world)
@@ -135,8 +128,8 @@ def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
 
 
 def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
-    run_main: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_main, folder, monkeypatch
+):
     """Every batch is the same, so that it does not matter which ones are skipped."""
     num_calls, compute_losses, load_data = itertools.count(), gpt.compute_losses, gpt.load_data
 
@@ -177,8 +170,8 @@ ENDING += ["--keep-best", "eval_samples:max", "--patience", "2"]
 
 @pytest.mark.parametrize(("mode", "world", "accumulate"), grid(("answers", 2, 1)))
 def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
-    nursery: Nursery, folder: Path, mode: str, world: int, accumulate: int
-) -> None:
+    nursery, folder, mode, world, accumulate
+):
     flags = [*MODES[mode], *ENDING, "--accumulate", accumulate, "--run-dir"]
     whole = folder / f"whole-{mode}-{world}-{accumulate}"
     finish(nursery, "examples.gpt", *flags, whole, world=world)
@@ -202,7 +195,7 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
 
 
 @pytest.fixture(scope="session")
-def contrasted(tiny_mnist: Path) -> list[float]:
+def contrasted(tiny_mnist):
     """Losses of the two towers in plain PyTorch."""
     args = parse(two_towers.Config, ["--dataset", str(tiny_mnist)])
     samples, _ = two_towers.load_data(args)
@@ -225,8 +218,8 @@ def contrasted(tiny_mnist: Path) -> list[float]:
 
 @pytest.mark.parametrize("world", [*(pytest.param(w, marks=pytest.mark.slow) for w in (1, 2)), 3])
 def test_a_loss_that_couples_samples_sees_those_of_all_processes(
-    nursery: Nursery, tiny_mnist: Path, tmp_path: Path, contrasted: list[float], world: int
-) -> None:
+    nursery, tiny_mnist, tmp_path, contrasted, world
+):
     # 331 samples: 11 batches of 30, and one sample for the last; 101 to evaluate on.
     flags = "--batch-size 30 --epochs 2 --log-every 1 --schedule constant --warmup 0 --no-pictures"
     flags += f" --eval-batch-size 25 --timeout 60 --stop-after-steps {NUM_STEPS}"
@@ -240,7 +233,7 @@ def test_a_loss_that_couples_samples_sees_those_of_all_processes(
 
 
 @pytest.fixture(scope="session")
-def counted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+def counted(nursery, tmp_path_factory):
     """Run tests/weighted.py; return its folder and how often each sample was drawn."""
 
     def call(world: int, *args: object, run_dir: Path | None = None) -> tuple[Path, list[int]]:
@@ -252,7 +245,7 @@ def counted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return call
 
 
-def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes(counted: Callable) -> None:
+def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes(counted):
     ways = ((1, 2), (2, 1), (3, 2))
     found = [counted(world, "--accumulate", accumulate) for world, accumulate in ways]
     drawn = found[0][1]
@@ -288,9 +281,7 @@ def class_weighted() -> tuple[list[float], float]:
     return losses[:NUM_STEPS], expected
 
 
-def test_weighted_draws_state_and_stop_survive_a_kill(
-    nursery: Nursery, counted: Callable, tmp_path: Path
-) -> None:
+def test_weighted_draws_state_and_stop_survive_a_kill(nursery, counted, tmp_path):
     world = 2
     whole, drawn = counted(world)
     flags = ["--save-every", 5, "--run-dir", tmp_path / "run"]
@@ -306,7 +297,7 @@ def test_weighted_draws_state_and_stop_survive_a_kill(
     assert other.codes == [2] * world and "weights of samples" in other.output, other.output
 
 
-def test_weights_that_are_none_are_refused_in_a_sentence(accelerator: Any) -> None:
+def test_weights_that_are_none_are_refused_in_a_sentence(accelerator):
     for weights in ([1.0] * 42, [-1.0] + [1.0] * 42, [0.0] * 43, [math.inf] * 43):
         with pytest.raises(
             UsageError, match=r"weights= of shape .* must be 43 numbers of at least"

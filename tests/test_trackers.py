@@ -3,7 +3,7 @@
 import importlib
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ class Killed(Exception):
 
 
 @pytest.fixture
-def killed_and_resumed(
-    tmp_path: Path, tiny_mnist: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], tuple[Path, Points]]:
+def killed_and_resumed(tmp_path, tiny_mnist, run_main, monkeypatch):
     """A run whose tracker has seen more steps than its checkpoint when it ends abruptly.
 
     Its folder after a resume, and the rows of its metrics.jsonl as curves.
@@ -59,9 +57,7 @@ def killed_and_resumed(
     return call
 
 
-def test_tensorboard_forgets_the_rows_that_a_resume_makes_again(
-    killed_and_resumed: Callable,
-) -> None:
+def test_tensorboard_forgets_the_rows_that_a_resume_makes_again(killed_and_resumed):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_dir, expected = killed_and_resumed("tensorboard")
     folder = str(run_dir / "tensorboard")
@@ -88,9 +84,7 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
-def test_the_newest_offline_folder_of_wandb_holds_the_whole_curve(
-    killed_and_resumed: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_offline_folder_of_wandb_holds_the_whole_curve(killed_and_resumed, monkeypatch):
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
@@ -110,9 +104,7 @@ def test_the_newest_offline_folder_of_wandb_holds_the_whole_curve(
     assert found == expected
 
 
-def test_the_newest_run_of_trackio_holds_each_row_once(
-    tmp_path: Path, killed_and_resumed: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_run_of_trackio_holds_each_row_once(tmp_path, killed_and_resumed, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
@@ -128,9 +120,7 @@ def test_the_newest_run_of_trackio_holds_each_row_once(
     assert "learning_rate" in SQLiteStorage.get_run_config("mnist", "run")
 
 
-def test_a_missing_tracker_is_asked_for_by_name(
-    run_main: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tracker_is_asked_for_by_name(run_main, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for tracker in ("tensorboard", "trackio", "wandb"):
         with pytest.raises(UsageError, match=f"pip install {tracker}"):
@@ -139,7 +129,7 @@ def test_a_missing_tracker_is_asked_for_by_name(
 
 
 @pytest.fixture(autouse=True)
-def no_network() -> Iterator[None]:
+def no_network():
     """W&B and trackio stay on this machine."""
     before = dict(os.environ)
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "DO_NOT_TRACK": "1"}

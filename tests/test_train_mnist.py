@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,13 +32,8 @@ def training_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
     ("model", "clip"), [("compact", 1.2), pytest.param("lenet", 0.45, marks=pytest.mark.slow)]
 )
 def test_the_loop_is_plain_pytorch(
-    model: str,
-    clip: float,
-    small_mnist: Path,
-    tmp_path: Path,
-    train_in_double: Callable,
-    float64_default: None,
-) -> None:
+    model, clip, small_mnist, tmp_path, train_in_double, float64_default
+):
     data = f"--dataset {small_mnist} --run-dir {tmp_path}/run --model {model} --no-augment "
     data += "--epochs 1 --batch-size 96 --accumulate 3 --no-drop-last --label-smoothing 0.1"
     optimizer = "--optimizer sgd --learning-rate 0.05 --schedule constant --warmup 0"
@@ -70,9 +64,7 @@ def test_the_loop_is_plain_pytorch(
 
 
 @pytest.mark.numeric
-def test_each_loss_is_that_of_the_weights_before_its_step(
-    small_mnist: Path, tmp_path: Path, run_main: Callable
-) -> None:
+def test_each_loss_is_that_of_the_weights_before_its_step(small_mnist, tmp_path, run_main):
     """In float32, with augmentation: each step starts from saved weights, so nothing adds up."""
     flags = f"--dataset {small_mnist} --run-dir {tmp_path} --epochs 2 --batch-size 200"
     flags = f"{flags} --no-drop-last --log-every 1 --save-every 1 --keep 99".split()
@@ -98,9 +90,7 @@ def test_each_loss_is_that_of_the_weights_before_its_step(
     assert len(logged) == 12 and logged == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_run_leaves_metrics_weights_and_done(
-    small_mnist: Path, tmp_path: Path, run_main: Callable, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_run_leaves_metrics_weights_and_done(small_mnist, tmp_path, run_main, capfd):
     run_dir = tmp_path / "run"
     flags = f"--dataset {small_mnist} --run-dir {run_dir} --epochs 3 --batch-size 64"
     metrics = run_main("train_mnist", *f"{flags} --log-every 5".split())
@@ -129,9 +119,7 @@ def test_a_run_leaves_metrics_weights_and_done(
     assert right.double().mean().item() == metrics["eval_accuracy"]
 
 
-def test_compiled_the_weights_have_plain_names(
-    small_mnist: Path, tmp_path: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_the_weights_have_plain_names(small_mnist, tmp_path, run_main, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # traces, needs no compiler
     run_main(
         "train_mnist", *f"--dataset {small_mnist} --run-dir {tmp_path} --stop-after-steps 2".split()
@@ -141,8 +129,8 @@ def test_compiled_the_weights_have_plain_names(
 
 
 def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(
-    tiny_mnist: Path, tmp_path: Path, run_main: Callable
-) -> None:
+    tiny_mnist, tmp_path, run_main
+):
     run = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --batch-size 64 --save-every 2"
     arguments = f"{run} --epochs 3 --stop-after-steps 6".split()
     metrics = run_main("train_mnist", *arguments)
@@ -160,7 +148,7 @@ def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() != log
 
 
-def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone() -> None:
+def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone():
     args = SimpleNamespace(seed=3, max_turn=10.0, max_shift=2.0, max_warp=1.0)
     images = torch.zeros(4, 1, 28, 28, dtype=torch.uint8)
     images[:, :, 10:18, 10:18] = 200
@@ -180,7 +168,7 @@ def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone() -> None:
     assert shifted.sum((1, 2, 3)) == pytest.approx([8 * 8 * 200] * 4, rel=1e-3)  # nothing is lost
 
 
-def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch):
     images = torch.randint(0, 256, (1, 1, 28, 28), dtype=torch.uint8)
     args = SimpleNamespace(seed=0, max_turn=0.0, max_shift=0.0, max_warp=3.0)
 
@@ -198,12 +186,8 @@ def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch: pytest.Monke
 
 
 def test_batchnorm_is_named_where_a_batch_is_split(
-    tiny_mnist: Path,
-    tmp_path: Path,
-    run_main: Callable,
-    capfd: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_mnist, tmp_path, run_main, capfd, monkeypatch
+):
     monkeypatch.setitem(train_mnist.MODELS, "normed", normed)
     monkeypatch.setitem(train_mnist.Config.__annotations__, "model", str)
     run = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --batch-size 64 --stop-after-steps 1"
@@ -214,9 +198,7 @@ def test_batchnorm_is_named_where_a_batch_is_split(
         assert (named in capfd.readouterr().out) == (len(flags) == 4)
 
 
-def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(
-    tiny_mnist: Path, tmp_path: Path
-) -> None:
+def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(tiny_mnist, tmp_path):
     program = (
         "import atexit, runpy, socket, sys\n"
         "def refuse(self, address):\n"
@@ -242,7 +224,7 @@ def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(
 
 
 @pytest.mark.slow
-def test_the_default_run_reaches_what_the_readme_says(tmp_path: Path) -> None:
+def test_the_default_run_reaches_what_the_readme_says(tmp_path):
     threads = {"OMP_NUM_THREADS": "2"}
     result = run("train_mnist.py", "--run-dir", tmp_path / "run", env=threads, timeout=900)
     assert result.returncode == 0, result.stderr
