@@ -220,6 +220,21 @@ def mnist_run(small_mnist, tmp_path_factory, run_main):
     return folder
 
 
+@pytest.fixture(scope="session")
+def table_run(tmp_path_factory, run_main):
+    """The folder of a finished run on houses.csv, which lies beside it. No test may change it."""
+    folder = tmp_path_factory.mktemp("private")
+    table = [
+        f"{area},{city},1970-01-0{area % 7 + 1},{area * 3 + 100 * (city == 'Rome')}"
+        for area in range(20, 220)
+        for city in ("Bonn", "Rome")
+    ]
+    (folder / "houses.csv").write_text("\n".join(["area,city,age,price", *table]))
+    flags = ["--model", "mlp", "--target", "price", "--epochs", 5, "--run-dir", folder / "houses"]
+    run_main("train_regression", "--data", folder / "houses.csv", *flags)
+    return folder / "houses"
+
+
 def assert_num_processes(output: str, number: int) -> None:
     """The plan of a run says how many processes it has."""
     device = next((line for line in output.splitlines() if line.startswith("device ")), "")

@@ -28,20 +28,6 @@ ALONE = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # Chromium
 
 
 @pytest.fixture(scope="module")
-def table_dir(tmp_path_factory, run_main):
-    folder = tmp_path_factory.mktemp("runs")
-    table = [
-        f"{area},{city},1970-01-0{area % 7 + 1},{area * 3 + 100 * (city == 'Rome')}"
-        for area in range(20, 220)
-        for city in ("Bonn", "Rome")
-    ]
-    (folder / "houses.csv").write_text("\n".join(["area,city,age,price", *table]))
-    flags = ["--target", "price", "--epochs", 5, "--run-dir", folder / "run"]
-    run_main("train_regression", "--data", folder / "houses.csv", *flags)
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
@@ -139,8 +125,8 @@ def test_a_photo_is_uploaded_and_shown_in_colour_with_what_was_confused(tmp_path
     tab.wait_for_selector("img[src^='data:image']")
 
 
-def test_sliders_and_lists_of_a_table_are_answered(table_dir, open_page):
-    tab = open_page(table_dir)
+def test_sliders_and_lists_of_a_table_are_answered(table_run, open_page):
+    tab = open_page(table_run)
     tab.wait_for_selector(".said h2")
     before = tab.locator(".said h2").inner_text()
     tab.locator("input[type=number]").first.fill("200")
@@ -149,8 +135,8 @@ def test_sliders_and_lists_of_a_table_are_answered(table_dir, open_page):
     assert tab.locator(".said h2").inner_text().startswith("price: ")
 
 
-def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_dir):
-    predictor = predict.load_run(table_dir)
+def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_run):
+    predictor = predict.load_run(table_run)
     names = ["area", "city", "age"]
     spans = {name: page.find_span(predictor.metadata, name) for name in ("area", "age")}
     low, high = predictor.metadata["feature_range"][0]

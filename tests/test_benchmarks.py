@@ -1,14 +1,11 @@
 """The benchmarks run and print the figures that RECORDS.md tells of; how fast is not tested."""
 
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, linux_only
+from conftest import ROOT, linux_only, run
 
 import train_mnist
 from benchmarks import _cv_example, _runs, peers
@@ -19,15 +16,7 @@ pytestmark = linux_only  # they read the memory of processes and use mallopt
 
 def benchmark(name: str, *args: object, timeout: float = 300) -> str:
     """What `python -m benchmarks.NAME` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks{name}", *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run("-m", f"benchmarks{name}", *args, timeout=timeout, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, rows, run
+from conftest import ROOT, first_pictures, rows, run
 from faults import Outcome
 from PIL import Image
 
@@ -35,13 +34,9 @@ Start = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
-def digits(tiny_mnist, tmp_path_factory):
+def digits(datasets_cache, tmp_path_factory):
     """A folder with 109 pictures to train on and 55 to evaluate on."""
-    folder = tmp_path_factory.mktemp("digits")
-    for split, size in (("train", 109), ("test", NUM_EVALUATED["gan"])):
-        file = f"{split}-00000-of-00001.parquet"
-        pq.write_table(pq.read_table(tiny_mnist / file)[:size], folder / file)
-    return folder
+    return first_pictures(tmp_path_factory.mktemp("digits"), 109, NUM_EVALUATED["gan"])
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import colours
-import numpy as np
 import pytest
-import torch
 from conftest import NUM_TEST, ROOT, rows
 from huggingface_hub import HfApi, ModelCard
 
@@ -30,18 +28,10 @@ def run_dir(mnist_run, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def table_dir(tmp_path_factory, run_main):
-    folder, data = tmp_path_factory.mktemp("runs") / "rooms", tmp_path_factory.mktemp("private")
-    table = [
-        f"{area},{city},{area * 3 + 100 * (city == 'Rome')}"
-        for area in range(20, 220)
-        for city in ("Bonn", "Rome")
-    ]
-    (data / "rooms.csv").write_text("\n".join(["area,city,price", *table]))
-    flags = ["--epochs", "2", "--model", "mlp", "--target", "price", f"--data={data}/rooms.csv"]
-    run_main("train_regression", *flags, "--run-dir", folder)
+def table_dir(table_run, tmp_path_factory):
+    folder = shutil.copytree(table_run, tmp_path_factory.mktemp("runs") / "houses")
     recorded = json.loads((folder / "run.json").read_text())  # main() was not started by a person
-    recorded["command"] = ["train_regression.py", *flags]
+    recorded["command"] = ["train_regression.py", f"--data={table_run.parent}/houses.csv"]
     (folder / "run.json").write_text(json.dumps(recorded))
     predict.main([str(folder), "--export"])
     return folder
@@ -50,7 +40,7 @@ def table_dir(tmp_path_factory, run_main):
 def test_the_card_says_what_was_measured_and_how_the_model_was_made(run_dir, table_dir):
     for folder, task, said in (
         (run_dir, "image-classification", f"on {NUM_TEST} samples"),
-        (table_dir, "tabular-regression", "--data=rooms.csv`"),
+        (table_dir, "tabular-regression", "--data=houses.csv`"),
     ):
         card = ModelCard.load(folder / "export" / "README.md")
         recorded, last = json.loads((folder / "run.json").read_text()), rows(folder, "epochs")[-1]
@@ -80,7 +70,7 @@ with open("said", "w") as file, contextlib.redirect_stdout(file):
 """
 
 
-@pytest.mark.parametrize("kind", ["run_dir", "table_dir", "photo_dir"])
+@pytest.mark.parametrize("kind", ["run_dir", "table_dir"])
 def test_a_stranger_who_follows_the_card_gets_what_it_says(
     kind, request, tmp_path, in_fresh_process
 ):
@@ -109,28 +99,16 @@ def test_the_card_reads_a_photo_as_predict_does_and_timm_gets_what_it_needs(
         assert (folder / name).read_bytes() == (photo_dir / "pretrained" / name).read_bytes()
     (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     photo = colours.photograph(folder, "green", 0.2)
-    piece = code.replace("example.png", photo.name)
+    piece = code + code.replace("example.png", photo.name)
     names = {"folder": str(folder), "root": str(ROOT), "hidden": {"torch"}, "piece": piece}
     in_fresh_process(STRANGER, **names)
     predictor = predict.load_run(photo_dir, Path(colours.__file__))
-    name, share = (folder / "said").read_text().split(maxsplit=1)
+    first, said = (folder / "said").read_text().splitlines()
+    assert f"It prints: {first}\n" in card.text
+    name, share = said.split(maxsplit=1)
     probability, number = predictor(predictor.read(photo)[0])[0].max(0)
     assert name == predictor.metadata["classes"][number] == "green"
     assert float(share.strip().rstrip("%")) == pytest.approx(100 * probability.item(), abs=0.5)
-
-
-def test_the_program_agrees_with_pytorch_on_every_evaluated_sample(run_dir, table_dir):
-    import onnxruntime
-
-    for folder, name in ((run_dir, "image"), (table_dir, "feature")):
-        predictor = predict.load_run(folder)
-        inputs = predictor.evaluated[name]
-        session = onnxruntime.InferenceSession(folder / "export" / "model.onnx")
-        (outputs,) = session.run(None, {"inputs": inputs.numpy()})
-        with torch.inference_mode():
-            assert np.allclose(outputs, predictor(inputs).numpy(), rtol=1e-5, atol=1e-5)
-        saved = session.get_modelmeta().custom_metadata_map["trainkit"]
-        assert json.loads(saved) == json.loads(json.dumps(predictor.metadata))
 
 
 def test_no_path_of_this_machine_is_published(run_dir, table_dir, tmp_path_factory):

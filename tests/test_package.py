@@ -1,13 +1,12 @@
 """The kit as an installed package: a script in any folder can train with it."""
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, rows
+from conftest import ROOT, rows, run
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +26,15 @@ def site_dir(tmp_path_factory):
 
 
 def test_a_script_in_another_folder_trains_resumes_and_is_told_of(site_dir, tmp_path):
-    env = os.environ | {"PYTHONPATH": str(site_dir)}
-
     def call(*words: object) -> str:
-        command = [sys.executable, *map(str, words)]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = run(*words, cwd=tmp_path, env={"PYTHONPATH": str(site_dir)})
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     (tmp_path / "mine").mkdir()
     script = shutil.copy(ROOT / "train_regression.py", tmp_path / "mine" / "train_mine.py")
     flags = "--epochs 2 --save-every 2 --batch-size 60 --num-samples 375 --run-dir r"
-    for more in ("--stop-after-steps 5 --no-pictures", "--resume auto"):
+    for more in ("--stop-after-steps 5", "--resume auto --pictures"):
         call(script, *flags.split(), *more.split())
     assert [row["epoch"] for row in rows(tmp_path / "r", "epochs")][-1] == 2
     assert (tmp_path / "r" / "fit.png").exists()  # finish() found trainkit.tools

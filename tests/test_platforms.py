@@ -1,10 +1,8 @@
 """Without what other platforms lack: fcntl, resource, SIGUSR1, setpgid, folders to be synced."""
 
 import os
-import subprocess
-import sys
 
-from conftest import NUM_TEST, ROOT, posix_only, rows
+from conftest import NUM_TEST, ROOT, posix_only, rows, run
 from PIL import Image
 
 # In one process, because each start takes seconds.
@@ -58,18 +56,8 @@ def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(sma
     flags += ["--epochs", 60, "--no-pictures", "--run-dir", run_dir]
     folders = (ROOT / "tests" / "platform_without", ROOT, ROOT / "tests")
     # A cache of its own: without fcntl a file that a kernel lock left behind counts as locked.
-    environment = {
-        "PYTHONPATH": os.pathsep.join(map(str, folders)),
-        "HF_HOME": str(tmp_path / "hf"),
-    }
-    done = subprocess.run(
-        [sys.executable, *map(str, (program, run_dir, picture, *flags))],
-        env=os.environ | environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    env = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "HF_HOME": str(tmp_path / "hf")}
+    done = run(program, run_dir, picture, *flags, env=env, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "stopped by SIGINT at step " in done.stdout and "resuming from" in done.stdout
     assert f"{picture}: " in done.stdout

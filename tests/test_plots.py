@@ -82,25 +82,17 @@ def test_curves_show_every_row_and_where_the_run_was_resumed(folders):
     assert list(rate.lines[0].get_ydata()) == [row["learning_rate"] for row in steps]
 
 
-def write_log(folder: Path, losses: list[float], **others: float) -> Path:
-    """A run folder with a row and an evaluation at each step."""
-    folder.mkdir()
-    lines = []
-    for step, loss in enumerate(losses, 1):
-        lines.append({"step": step, "train_loss": loss, "learning_rate": 0.1})
-        lines.append({"step": step, "epoch": 0, "eval_loss": loss, **others})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def test_the_axes_fit_what_was_measured(tmp_path):
-    short = write_log(tmp_path / "short", [3.0, 2.0, 1.5])
-    loss, rate = curves.draw_curves(short).axes  # no score: two panels
-    assert [list(line.get_xdata()) for line in loss.lines] == [[1, 2, 3]] * 2
-    assert rate.get_ylabel() == "learning rate" and loss.get_yscale() == "linear"
-    long = write_log(tmp_path / "long", [2.0, *[0.3] * 30], eval_accuracy=1)
-    loss, *_ = curves.draw_curves(long).axes
-    assert loss.get_yscale() == "log"
+@pytest.mark.parametrize(
+    ("losses", "scale"), [([3.0, 2.0, 1.5], "linear"), ([2.0, *[0.3] * 30], "log")]
+)
+def test_without_a_score_there_are_two_panels_and_a_wide_range_is_logarithmic(
+    losses, scale, tmp_path
+):
+    with open(tmp_path / "metrics.jsonl", "w") as log:
+        for step, loss in enumerate(losses):
+            print(json.dumps({"step": step, "train_loss": loss, "learning_rate": 0.1}), file=log)
+    loss, rate = curves.draw_curves(tmp_path).axes
+    assert (rate.get_ylabel(), loss.get_yscale()) == ("learning rate", scale)
 
 
 def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(tmp_path):

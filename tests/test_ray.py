@@ -82,10 +82,7 @@ def test_the_sweep_of_the_page_prints_a_table_by_the_metric_of_keep_best(
     }.items():
         assert old in program
         program = program.replace(old, new)
-    env = os.environ | {"PYTHONPATH": str(conftest.ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240
-    )
+    done = conftest.run("-c", program, timeout=240)
     assert done.returncode == 0, done.stderr
     printed = [line.split() for line in done.stdout.splitlines()]
     head = printed.index(["config/--model", "config/--learning-rate", "epoch", "eval_accuracy"])

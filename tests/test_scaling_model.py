@@ -6,14 +6,6 @@ from conftest import ROOT
 from benchmarks import scaling_model as model
 
 
-def test_no_checkpoint_interval_keeps_more_work_than_the_computed_one():
-    for save, mean_time_to_failure in ((12, 18_000), (60, 7200)):
-        best = model.checkpoint_interval(save, mean_time_to_failure)
-        kept = model.simulate(best, save, 60, mean_time_to_failure)
-        for factor in (0.3, 3):
-            assert model.simulate(best * factor, save, 60, mean_time_to_failure) < kept
-
-
 def test_the_table_of_the_page_is_what_the_program_prints(capsys):
     model.main([])
     assert capsys.readouterr().out in (ROOT / "docs" / "scaling.md").read_text()

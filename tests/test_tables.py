@@ -1,7 +1,6 @@
 """Every table that people bring is read as they meant it or refused in one sentence."""
 
 import csv
-import gzip
 import io
 import re
 import shlex
@@ -73,7 +72,6 @@ READ = {
     "null and a text of it": ("t.json", b'[{"y": 0}' + b', {"k": "null", "y": 1}, '
                               b'{"k": "nan", "y": 2}, {"k": null, "y": 3}' * 9 + b"]", [],
                               ["k=nan", "k=null"]),
-    "gzip and tabs": ("t.CSV.GZ", gzip.compress(text("\t")), [], ALL),
     "a comma in a name that is chosen": ("t.csv", b'"a, b",c;d,y\n' + b"1,2,3\n2,5,4\n4,5,7\n" * 5,
                                          ["--features", '"a, b",c;d'], ["a, b", "c;d"]),
     "index left out": ("t.csv", b",Unnamed: 0,a,y, \n" + b"1,1,3,4,\n2,2,4,5,\n" * 9, [], ["a"]),
@@ -88,8 +86,8 @@ READ = {
     "codes of which one is missing": ("t.parquet", parquet(pd.DataFrame(
         {"code": [0, 1, 2, None] * 9, "y": range(36)})), ["--categorical", "code"],
         ["code=0", "code=1", "code=2"]),
-    "true and false to be predicted": ("t.csv", text(), ["--target", "garden"],
-                                       ["area", *CITIES, "y"]),
+    "two targets, one true or false": ("t.csv", text(), ["--target", "garden,y"],
+                                       ["area", *CITIES]),
     "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl", "SFoyer", "Duplex"]), [],
                           ["k=1Story", "k=2Story", "k=Duplex", "k=SFoyer", "k=SLvl", "n"]),
     "dates": ("t.csv", rows("day", ["2020-01-01", "2020-02-01T12:00", ""]), [], ["day", "n"]),
@@ -130,9 +128,9 @@ def test_a_table_is_read_as_it_was_meant(case, tmp_path):
     # What a run is trained from, predict.py takes.
     written = predicted(model := untrained(about), path)
     assert len(written) == len(train) + len(test) >= 15
-    said = written[f"predicted_{about['targets'][0]}"].to_numpy()[test.tensors[2]]
+    said = written[[f"predicted_{name}" for name in about["targets"]]].to_numpy()[test.tensors[2]]
     own = model.model(test.tensors[0]).double().numpy() * about["target_std"] + about["target_mean"]
-    assert said == pytest.approx(own[:, 0], rel=1e-5)
+    assert said == pytest.approx(own, rel=1e-5)
 
 
 FORMS = {
@@ -140,7 +138,7 @@ FORMS = {
     "commas.csv": lambda table, path: table.to_csv(path, index=False),
     "semicolons.CSV": lambda table, path: table.to_csv(path, sep=";"),
     "bars.txt": lambda table, path: table.to_csv(path, sep="|"),
-    "small.csv.gz": pd.DataFrame.to_csv,
+    "tabs.CSV.GZ": lambda table, path: table.to_csv(path, sep="\t", compression="gzip"),
     "lines.jsonl": lambda table, path: table.to_json(path, orient="records", lines=True,
                                                      double_precision=15),
     "wide.json": lambda table, path: table.to_json(path, double_precision=15),
@@ -192,15 +190,12 @@ REFUSED = {
                      "a: row 3: '2020-13-10' is not a date as in training"),
     "decimal commas in the target": ("t.csv", b"a;y\n" + b"1;2,5\n2;3,5\n" * 9, [],
                                      "y: row 1: '2,5' is not a number(?s:.*)without currency"),
-    "infinite": ("t.csv", b"a,y\n1,2\n2,inf\n3,4\n", [], r"y: row 2: 'inf' .*at most 1e38"),
     "beyond float32": ("t.csv", b"a,y\n1,2\n2,2\n-1e300,4\n", [], "a: row 3: '-1e300' .*1e38"),
     "missing": ("t.csv", b"a,b,y\n" + b"1,,3\n2,2,4\n3,4,5\n" * 5, ["--missing", "refuse"],
                 "b: row 1: the value is missing"),
     "no such file": ("nothing.csv", None, [], "nothing.csv cannot be read: FileNotFoundError"),
     "not a table": ("t.xlsx", b"PK\x03\x04", [], "is not a table: .*.csv, .tsv"),
     "not utf-8": ("t.csv", text(encoding="cp1252"), [], r"t\.csv is not in .* --encoding cp1252"),
-    "more values than names": ("t.csv", b"a,b,y\n1,2,3,4\n2,3,4,5\n", [],
-                               "cannot be read: ParserError: .*Expected 3 fields in line 2, saw 4"),
     "fewer values than names": ("t.csv", b"a,b,y\n" + b"1,2\n2,3\n" * 9, [], "of 0 rows 0"),
     "no target": ("t.csv", b'a,b c,"d, e"\n1,2,3\n', ["--target", ""],
                   """choose the column to predict with --target: a, 'b c', '"d, e"'$"""),
