@@ -175,11 +175,9 @@ def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 def saved(run_dir: Path, name: str = "model") -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a file of a run folder, and what is saved about them."""
-    from safetensors import safe_open
+    from trainkit.run_dir.records import load_predictions
 
-    with safe_open(run_dir / f"{name}.safetensors", "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        return tensors, json.loads((file.metadata() or {}).get("trainkit", "{}"))
+    return load_predictions(run_dir / f"{name}.safetensors")
 
 
 def forget_accelerator() -> None:

@@ -56,7 +56,7 @@ def test_settings_that_only_one_run_knows_are_shown(folders, tmp_path):
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        (4, 3, 1),
+        (3, 3, 1),
         (1, 9, 2 * (1 + 10) / 1024),
         (400, 460, 0.04416954819458914),  # scipy.stats.binomtest(400, 860).pvalue
     ],

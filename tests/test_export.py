@@ -70,41 +70,47 @@ with open("said", "w") as file, contextlib.redirect_stdout(file):
 """
 
 
-@pytest.mark.parametrize("kind", ["run_dir", "table_dir"])
-def test_a_stranger_who_follows_the_card_gets_what_it_says(
-    kind, request, tmp_path, in_fresh_process
-):
-    """Without this repository and without torch."""
-    folder = shutil.copytree(request.getfixturevalue(kind) / "export", tmp_path / "export")
-    card = (folder / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+@pytest.fixture(scope="module")
+def as_a_stranger(in_fresh_process):
+    """Run code in a folder, without this repository and without torch; the lines it prints."""
     hidden = {*importlib.metadata.packages_distributions()} & {"torch", "safetensors", "datasets"}
     assert len(hidden) == 3
-    names = {"folder": str(folder), "root": str(ROOT), "hidden": hidden, "piece": code}
-    in_fresh_process(STRANGER, **names)
-    said = (folder / "said").read_text().strip()
-    assert said and f"It prints: {said}\n" in card
+
+    def call(code: str, folder: Path) -> list[str]:
+        in_fresh_process(STRANGER, folder=str(folder), root=str(ROOT), hidden=hidden, piece=code)
+        return (folder / "said").read_text().splitlines()
+
+    return call
+
+
+def code_of(card: str) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    return code
+
+
+@pytest.mark.parametrize("kind", ["run_dir", "table_dir"])
+def test_a_stranger_who_follows_the_card_gets_what_it_says(kind, request, tmp_path, as_a_stranger):
+    folder = shutil.copytree(request.getfixturevalue(kind) / "export", tmp_path / "export")
+    card = (folder / "README.md").read_text()
+    (said,) = as_a_stranger(code_of(card), folder)
+    assert f"It prints: {said}\n" in card
     if kind == "run_dir":
         predictor = predict.load_run(request.getfixturevalue(kind))
         assert f"{said} " in predictor.predict_file(folder / "example.png") + " "
 
 
 def test_the_card_reads_a_photo_as_predict_does_and_timm_gets_what_it_needs(
-    photo_dir, tmp_path, in_fresh_process
+    photo_dir, tmp_path, as_a_stranger
 ):
     folder = shutil.copytree(photo_dir / "export", tmp_path / "export")
     card = ModelCard.load(folder / "README.md")
     assert card.data.library_name == "timm" and "pretrained=True" in card.text
     for name in ("config.json", "model.safetensors"):
         assert (folder / name).read_bytes() == (photo_dir / "pretrained" / name).read_bytes()
-    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
-    photo = colours.photograph(folder, "green", 0.2)
-    piece = code + code.replace("example.png", photo.name)
-    names = {"folder": str(folder), "root": str(ROOT), "hidden": {"torch"}, "piece": piece}
-    in_fresh_process(STRANGER, **names)
-    predictor = predict.load_run(photo_dir, Path(colours.__file__))
-    first, said = (folder / "said").read_text().splitlines()
+    photo, code = colours.photograph(folder, "green", 0.2), code_of(card.text)
+    first, said = as_a_stranger(code + code.replace("example.png", photo.name), folder)
     assert f"It prints: {first}\n" in card.text
+    predictor = predict.load_run(photo_dir, Path(colours.__file__))
     name, share = said.split(maxsplit=1)
     probability, number = predictor(predictor.read(photo)[0])[0].max(0)
     assert name == predictor.metadata["classes"][number] == "green"

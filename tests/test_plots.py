@@ -11,7 +11,6 @@ from PIL import Image
 
 from trainkit.errors import UsageError
 from trainkit.run_dir import records
-from trainkit.run_dir.weights import write_tensors
 from trainkit.tools import curves, plots
 
 FLAGS = ("--model", "lenet", "--batch-size", 48, "--epochs", 2, "--log-every", 5)
@@ -102,15 +101,11 @@ def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(tmp_path):
         (tmp_path / "metrics.jsonl").write_text("not json\n")
 
 
-def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path):
+def test_fit_shows_predictions_residuals_and_for_one_feature_the_line():
     feature = torch.tensor([[2.0], [0.0], [1.0]])
     tensors = {"prediction": 3 * feature + 1, "target": 3 * feature, "feature": feature}
     about = {"targets": ["price"], "feature": "area"}
-    write_tensors(tmp_path / records.PREDICTIONS, tensors, about)
-    log = {"step": 1, "epoch": 1, "train_loss": 1.0, "eval_loss": 1.0, "eval_rmse": 1.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(log) + "\n")
-    assert [path.name for path in plots.draw_run(tmp_path)] == ["curves.png", "fit.png"]
-    against, residuals, line = plots.draw_fit(*saved(tmp_path, "predictions")).axes
+    against, residuals, line = plots.draw_fit(tensors, about).axes
     assert against.collections[0].get_offsets().tolist() == [[6, 7], [0, 1], [3, 4]]
     assert residuals.collections[0].get_offsets()[:, 1].tolist() == [1, 1, 1]
     assert "1" in residuals.get_title() and residuals.get_ylabel() == "predicted - true price"
