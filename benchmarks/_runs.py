@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -52,6 +53,10 @@ class Ended:
     timing: Sequence[dict[str, Any]] = ()
     metrics: Sequence[dict[str, Any]] = ()
 
+    def said(self, first: str) -> str:
+        """Return what follows `first` in the last line that begins with it."""
+        return [line for _, line in self.lines if line.startswith(first)][-1].removeprefix(first)
+
     @property
     def train_seconds(self) -> float:
         return sum(row["train_seconds"] for row in self.timing)
@@ -69,11 +74,16 @@ def launcher(num_processes: int) -> list[object]:
 
 
 def execute(
-    *words: object, launch: Sequence = (), env: dict | None = None, cwd: Path | None = None
+    *words: object,
+    launch: Sequence = (),
+    env: dict | None = None,
+    cwd: Path | None = None,
+    until: Sequence[str] = (),
 ) -> Ended:
     """Run `python WORDS...`, or `accelerate launch LAUNCH... WORDS...`, to its end.
 
-    Raises RuntimeError with the end of its output unless its exit code is 0.
+    until: when a line that begins so has come for each of them, all its processes are killed.
+    Raises RuntimeError with the end of its output unless its exit code is 0 or it was killed.
     """
     if launch:
         words = ("-m", "accelerate.commands.launch", *launch, *words)
@@ -87,15 +97,24 @@ def execute(
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+    def read() -> list[tuple[float, str]]:
+        lines, awaited = [], {*until}
+        for line in process.stdout:
+            lines.append((time.perf_counter() - started_at, line))
+            awaited -= {first for first in awaited if line.startswith(first)}
+            if until and not awaited:
+                for each in [*process.children(recursive=True), process]:
+                    each.kill()
+        return lines
+
     with ThreadPoolExecutor() as pool:
-        reading = pool.submit(
-            lambda: [(time.perf_counter() - started_at, line) for line in process.stdout]
-        )
+        reading = pool.submit(read)
         while wait([reading], 0.05).not_done:
             with contextlib.suppress(psutil.Error):  # it has just ended
                 memory.append(process.memory_info())
     lines = reading.result()
-    if process.wait() != 0:
+    if process.wait() not in ((-signal.SIGKILL,) if until else (0,)):
         raise RuntimeError("".join(line for _, line in lines[-40:]))
     return Ended(time.perf_counter() - started_at, lines, memory)
 

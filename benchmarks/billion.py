@@ -13,22 +13,16 @@ import hashlib
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 from safetensors import safe_open
 
-from benchmarks._runs import ROOT, Parser, table
+from benchmarks._runs import ROOT, Parser, execute, table
 
-SHARDED = ["-m", "accelerate.commands.launch", "--config_file"]
-SHARDED += [str(ROOT / "accelerate_configs/2cpu_fsdp.yaml")]
+SHARDED = ["--config_file", ROOT / "accelerate_configs" / "2cpu_fsdp.yaml"]
 SHARDED += ["--fsdp_state_dict_type", "SHARDED_STATE_DICT"]
 SHARDED += ["--fsdp_transformer_layer_cls_to_wrap", "Linear"]  # gathers one matrix at a time
 SAVED = "memory {} saves"  # a line of _llama.py
@@ -40,49 +34,25 @@ def shape(parameters: float) -> list[str]:
     return [f"--width={width}", f"--layers={round(parameters / (10.5 * width**2)) or 1}"]
 
 
-def lines_of(launch: list[str], *flags: str) -> Iterator[str]:
-    """Yield the lines that _llama.py prints; if closed before its end, kill all its processes.
-
-    Raises RuntimeError with its output if it fails.
-    """
-    command = [sys.executable, *launch, str(ROOT / "benchmarks/_llama.py"), *flags]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process, lines = psutil.Popen(command, env=env, **pipes), []
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            yield line
-    finally:
-        for each in [*process.children(recursive=True), process]:
-            each.send_signal(signal.SIGKILL)
-        code = process.wait()
-    if code:
-        raise RuntimeError("".join(lines[-40:]))
-
-
 class Memory:
-    """Bytes by process and phase, from the lines of _llama.py, and seconds of each run."""
+    """Bytes by process and phase, from the lines of _llama.py."""
 
     def __init__(self) -> None:
         self.rows: list[tuple] = []
         self.parameters = 0
 
-    def run(self, name: str, launch: list[str], *flags: str, until: tuple[str, ...] = ()) -> None:
+    def run(self, name: str, launch: list[object], *flags: str, until: Sequence[str] = ()) -> None:
         """Run _llama.py, to its end or until all of these lines have come."""
-        share, missing, started_at = (2 if launch else 1), {*until}, time.perf_counter()
+        ended = execute(ROOT / "benchmarks" / "_llama.py", *flags, launch=launch, until=until)
+        print(f"{name}: {ended.seconds:.0f} s", file=sys.stderr)
+        share = 2 if launch else 1
         peaks: dict[tuple, int] = {}
-        with closing(lines_of(launch, *flags)) as lines:
-            for line in lines:
-                print(f"{time.perf_counter() - started_at:6.0f} s  {line}", end="", file=sys.stderr)
-                if found := re.search(r"([\d,]+) parameters", line):
-                    self.parameters = int(found[1].replace(",", ""))
-                if found := re.match(r"memory (\d) (.+) (\d+) \d+ \d+\n", line):
-                    key = found[2], int(found[1])
-                    peaks[key] = max(peaks.get(key, 0), int(found[3]))
-                missing -= {each for each in missing if line.startswith(each)}
-                if until and not missing:
-                    break
+        for _, line in ended.lines:
+            if found := re.search(r"([\d,]+) parameters", line):
+                self.parameters = int(found[1].replace(",", ""))
+            if found := re.match(r"memory (\d) (.+) (\d+) \d+ \d+\n", line):
+                key = found[2], int(found[1])
+                peaks[key] = max(peaks.get(key, 0), int(found[3]))
         for phase in dict.fromkeys(phase for phase, _ in peaks):
             values = [peaks[key] for key in sorted(peaks) if key[0] == phase]
             ratio = max(values) * share / (16 * self.parameters)
@@ -123,7 +93,7 @@ def main() -> None:
         memory.run("2 processes", SHARDED, *flags, f"--run-dir={whole}")
         expected, num_equal = digest(whole), num_loaded(whole)
         shutil.rmtree(whole)
-        until = tuple(SAVED.format(rank) for rank in range(2))
+        until = [SAVED.format(rank) for rank in range(2)]
         memory.run("killed", SHARDED, *flags, f"--run-dir={run}", until=until)
         shutil.copytree(run, one, copy_function=os.link)
         memory.run("resumed by 2", SHARDED, *flags, f"--run-dir={run}")

@@ -74,8 +74,7 @@ def main() -> None:
 
     def run(num: int, *words: object) -> list[float]:
         ended = execute("-m", "benchmarks.growth", "--begin", *words, launch=launcher(num))
-        said = next(line for _, line in ended.lines if line.startswith("begun "))
-        return [float(word) for word in said.split()[1:]]
+        return [float(word) for word in ended.said("begun").split()]
 
     ways = {
         (way, num, size, place): partial(run, num, way, size, place)

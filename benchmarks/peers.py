@@ -146,7 +146,7 @@ def main() -> None:
                 ways[name] = partial(execute, *how, script, "--epochs", 4, cwd=cwd)
         cv_example = ROOT / "benchmarks" / "_cv_example.py"
         ways["accelerate"] = partial(execute, cv_example, folder / "rows", cwd=cwd)
-        ways |= {"ours": ours, "fast": partial(ours, f"@{ROOT / 'recipes' / 'fast'}")}
+        ways |= {"ours": ours, "fast": partial(ours, f"@{ROOT / 'examples' / 'recipes' / 'fast'}")}
         ours("--stop-after-steps", 1)  # fills the cache
         wanted = {name: way for name, way in ways.items() if name in (args.only or ways)}
         results = in_turn(wanted, args.rounds)

@@ -107,8 +107,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as cache:
                 words = ("-m", "benchmarks.rows", "--read", url, name)
                 ended = execute(*words, launch=launcher(num), env={"HF_HOME": cache})
-            said = next(line for _, line in ended.lines if line.startswith("read "))
-            return float(said.split()[1]), sum(sent) / size
+            return float(ended.said("read")), sum(sent) / size
 
         ways = {(num, name): partial(rate, num, name) for num in (1, 2) for name in NAMES}
         results = in_turn(ways, args.rounds)

@@ -75,7 +75,7 @@ def time_parts(model: str, batch_size: int, steps: int) -> None:
     ms["averaging"] = ms["backward and averaging"] - ms["backward"]
     ms["slow sum"] = statistics.quantiles(laps["sum"], n=10)[-1]
     if accelerator.is_main_process:
-        print(json.dumps(ms))
+        print("milliseconds", json.dumps(ms))
     accelerator.end_training()
 
 
@@ -110,7 +110,7 @@ def main() -> None:
     parts_of = partial(execute, "-m", "benchmarks.scaling", "--parts", *sys.argv[1:])
     for number in args.processes:
         done = parts_of(launch=launcher(number), env=ONE_THREAD)
-        ms = json.loads(next(line for _, line in done.lines if line.startswith("{")))
+        ms = json.loads(done.said("milliseconds"))
         efficiency = rates[number] / rates[first] * first / number
         step, alone = (1000 * args.batch_size / rates[key] for key in (number, ("apart", number)))
         model = 1000 * args.batch_size / (alone + ms["sum"])

@@ -7,17 +7,10 @@ Prints the samples per second of examples/gpt.py, which has slightly more than 1
 width**2 parameters, and the size of a checkpoint, from the plan of the run.
 """
 
-import re
 import statistics
 from functools import partial
 
-from benchmarks._runs import ROOT, Ended, Parser, in_turn, one_run, spread, table
-
-
-def saved(run: Ended) -> str:
-    """Return the size of a checkpoint, as the plan of the run says it."""
-    plan = "".join(line for _, line in run.lines)
-    return re.search(r"checkpoint +([\d,.]+ MiB)", plan).group(1)
+from benchmarks._runs import ROOT, Parser, in_turn, one_run, spread, table
 
 
 def main() -> None:
@@ -38,7 +31,8 @@ def main() -> None:
     rows = []
     for name, values in rates.items():
         share = statistics.median(values) / unsharded
-        rows.append((name, spread(values), share, saved(runs[name][0])))
+        saved = runs[name][0].said("checkpoint").strip().partition(" each")[0]  # of the plan
+        rows.append((name, spread(values), share, saved))
     table("YAML | samples/s | over DDP | a checkpoint", rows)
 
 
