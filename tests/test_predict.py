@@ -31,13 +31,14 @@ def test_a_digit_is_read_in_either_polarity_and_from_a_corner_of_a_page(
     mnist_run, pictures, tmp_path, capsys
 ):
     predictor = predict.load_run(mnist_run)
-    paths = [tmp_path / name for name in ("same.png", "negative.png", "page.jpg")]
+    paths = [tmp_path / name for name in ("same.png", "negative.png", "print.tiff")]
     right = []
     for digit, label in pictures[:10]:
         negative = Image.eval(digit, lambda value: 255 - value)
         page = Image.new("RGB", (400, 300), "white")
         page.paste(negative.resize((140, 140)), (30, 120))
-        for picture, path in zip((digit, negative, page), paths, strict=True):
+        forms = digit, negative, page.convert("CMYK")
+        for picture, path in zip(forms, paths, strict=True):
             picture.save(path)
         (probability, prediction), *others = (classify(predictor, path) for path in paths)
         if prediction == label and probability > 0.9:  # else it proves nothing about the files
