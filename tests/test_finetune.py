@@ -167,6 +167,8 @@ TEMPLATES = {
     "no end": "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}",
     "none": None,
     "no tokens": None,  # nor one that ends a text or fills a row
+    "calls": "{% for each in tools or [] %}{{ each.function.name }}{% endfor %}"
+    + CHATML.replace("each.content", "each.tool_calls|tojson if each.tool_calls else each.content"),
     "alternates": "{% for each in messages %}"
     "{% if each.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "{% if (each.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -179,7 +181,9 @@ TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
 SHARED = [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}]
 SHARED += [{"from": "function_call", "value": '{"name": "f"}'}]
 SHARED += [{"from": "observation", "value": "5"}]
-TOOL = SAY | {"content": None, "tool_calls": [{"function": {"name": "f"}}]}
+CALL: dict[str, Any] = {"name": "f", "arguments": '{"n": 1}'}
+TOOL = SAY | {"content": None, "tool_calls": [{"function": CALL}]}
+CALLED = '[{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}]'
 ODD, PART = "\u00e9 e\u0301 \u4f60\U0001f468\u200d\U0001f469 \u202e", {"type": "text", "text": "4"}
 FOUR, NOT_LEFT = (
     "4<|im_end|>\n",
@@ -204,7 +208,10 @@ CASES = [
     ("chatml", [{"messages": [SAY | {"role": "system"}, *TALK, *TALK]}], [FOUR * 2], {}),
     ("thinks last", [{"messages": [ASK, THOUGHT, *TALK]}], [f"<think>2</think>{FOUR}", FOUR], {}),
     ("chatml", [{"messages": [SAY, *TALK, SAY, ASK]}], [FOUR * 3], {}),
-    ("chatml", [{"messages": [ASK, TOOL]}], ["<|im_end|>\n"], {}),
+    ("chatml", [{"messages": [ASK, TOOL]}], ["<|im_end|>\n"], {"template": "3 of 3 .* 'f'"}),
+    ("calls", [{"messages": [ASK, TOOL]}], [CALLED + FOUR[1:]], {}),
+    ("calls", [{"messages": TALK, "tools": json.dumps([CALL])}], [FOUR], {"first": "^f<"}),
+    ("chatml", [{"messages": TALK, "tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
     ("chatml", [{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
     ("chatml", [{"prompt": "2?", "completion": "4"}], [FOUR], {}),
     ("chatml", [{"conversations": SHARED[:2]}], [FOUR], {}),
@@ -212,7 +219,7 @@ CASES = [
         "chatml",
         [{"conversations": [*SHARED, SHARED[1]], "system": "be", "tools": "[]"}],
         [f"{FOUR}<|im_end|>\n{FOUR}"],
-        {"first": "system..be.*tool..5"},
+        {"first": "system..be.*tool..5", "template": "3 of 3 .* 'f'"},
     ),
     ("chatml", [{"conversations": [SHARED[2] | {"value": "{"}]}], [], "has no text, or no turns"),
     ("chatml", [{"messages": [*TALK, ASK, SAY | {"weight": 0}]}], [FOUR], {}),
@@ -372,7 +379,7 @@ LINES = ['{"prompt": "a", "answer": "b"}', "", "{", "[1]", '{"prompt": "a", "ans
 def test_a_line_without_a_pair_is_named(tmp_path, line):
     path = tmp_path / "pairs.jsonl"
     path.write_text(f"{LINES[0]}\n{line}\n{LINES[0]}\n")
-    with pytest.raises(UsageError, match=f"^line 2 of {path} {'' if line else 'is blank'}"):
+    with pytest.raises(UsageError, match=f"^line 2 of {path} "):
         conversations.read_conversations(str(path))
 
 

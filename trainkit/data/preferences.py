@@ -110,7 +110,7 @@ def _encode_one(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     samples, lost = encode(tokenizer, conversation, size)
     if lost:
-        raise ValueError(f"the chat template leaves out or changes the answer {lost[:30]!r}")
+        raise ValueError(f"the chat template leaves out or changes {lost[:30]!r}")
     if len(samples) > 1:
         raise ValueError("the chat template changes its earlier answers: compare one at a time")
     nothing = torch.zeros(0, dtype=torch.int64)
