@@ -64,7 +64,11 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     elif path.is_file():
         data = path.read_bytes()
         if path.suffix != ".json" or not data.lstrip().startswith(b"["):
-            yield from _read_lines(path, data)
+            for number, line in enumerate(data.splitlines(), 1):
+                place = f"line {number} of {path}"
+                with as_usage_error(f"{place} is no JSON"):
+                    row = json.loads(line)
+                yield place, row
             return
         rows = json.loads(data)
     else:
@@ -75,14 +79,6 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = rows["train"] if isinstance(rows, dict) else rows
     for number, row in enumerate(rows, 1):
         yield f"row {number} of {source}", row
-
-
-def _read_lines(path: Path, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(data.splitlines(), 1):
-        place = f"line {number} of {path}"
-        with as_usage_error(f"{place} is no JSON"):
-            row = json.loads(line)
-        yield place, row
 
 
 def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str]:
