@@ -201,6 +201,13 @@ def test_what_is_cut_or_dropped_is_counted(flags, tmp_path):
     assert len(pairs.train_set) == len(pairs.eval_set) == 1
 
 
+def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(flags, tmp_path):
+    row = TEXTS | {"system": "be"}
+    assert make(flags, tmp_path, [row] * 2).plan["chosen"].startswith("<system>be<end><user>2?")
+    with pytest.raises(UsageError, match=r"line 1 of .* leaves out or changes 'f'"):
+        make(flags, tmp_path, [row | {"tools": [{"name": "f"}]}] * 2)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -210,6 +217,7 @@ def test_what_is_cut_or_dropped_is_counted(flags, tmp_path):
         ({"chosen": "4", "rejected": "5"}, "line 1 of .* has no chosen and rejected"),
         (TEXTS | {"rejected": None}, "line 1 of .* has no chosen and rejected"),
         (["4", "5"], "line 1 of .* has no chosen and rejected"),
+        (TEXTS | {"images": ["a"]}, "line 1 of .* it has images"),
     ],
 )
 def test_what_cannot_be_learned_is_refused(flags, tmp_path, row, said):

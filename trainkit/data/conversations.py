@@ -113,19 +113,27 @@ def named(place: str, lacks: str) -> Iterator[None]:
 
 def _conversation(columns: list[str], row: dict[str, Any]) -> Conversation:
     """Make a conversation of a row that has the columns of one of the FORMATS."""
-    if missed := [name for name in NOT_READ if row.get(name)]:
-        raise UsageError(f"it has {missed[0]}, and only texts and turns are read: leave it out")
     if row.get("chosen"):
         raise UsageError("it has chosen: examples/preference.py learns from pairs of answers")
     if row.get("label") is False:
         raise UsageError("its label is false: leave out what is not wanted as an answer")
     if columns == ["text"]:
-        return Conversation([], text=row["text"] + "")
+        return in_context([], 0, row)._replace(text=row["text"] + "")
     given, said = ([], row[columns[0]]) if len(columns) == 1 else (row[name] for name in columns)
     if more := "instruction" in columns and (row.get("input") or row.get("context")):
         given = given + "\n\n" + more
     given, said = as_turns(given, "user"), as_turns(said, "assistant")
-    conversation = Conversation(given + said, len(given), _functions(row.get("tools") or []))
+    return in_context(given + said, len(given), row)
+
+
+def in_context(turns: list[dict[str, Any]], num_given: int, row: dict[str, Any]) -> Conversation:
+    """Return the conversation with the tools and the system turn that its row has.
+
+    Raises UsageError for a row that has something that is not read.
+    """
+    if missed := [name for name in NOT_READ if row.get(name)]:
+        raise UsageError(f"it has {missed[0]}, and only texts and turns are read: leave it out")
+    conversation = Conversation(turns, num_given, _functions(row.get("tools") or []))
     return with_system(conversation, row.get("system") or row.get("system_prompt"))
 
 
@@ -287,7 +295,7 @@ def _encode_turn(
         raise ValueError("the chat template changes the turn before an answer with the answer")
     before, tokens = tokenizer([ask, text], add_special_tokens=False).input_ids
     tools, calls = (
-        [each["function"]["name"] for each in functions]
+        [each["function"].get("name", "") for each in functions]
         for functions in (conversation.tools, said.get("tool_calls", ()))
     )
     # Templates may leave out what was thought earlier, and write what tools return in other ways.
