@@ -120,7 +120,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        metadata = {"script": Path(__file__).stem, "lora": config.lora}
+        # Rounding depends on the rows, so a resume must have the same ones.
+        metadata = {"script": Path(__file__).stem, "lora": config.lora, "shared rows": size}
         # What --lora freezes is not saved: it lies in --base.
         run.begin(model, metadata, plan | padded, save_frozen=not config.lora)
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded

@@ -75,6 +75,7 @@ def make_model(config: Config) -> torch.nn.Module:
     about = without_dropout(AutoConfig.from_pretrained(config.base))  # it would pass for a change
     dtype = "auto" if config.lora else torch.float32  # what is trained is float32
     model = AutoModelForCausalLM.from_pretrained(config.base, config=about, dtype=dtype)
+    model.config = AutoConfig.from_pretrained(config.base)  # to be written; its layers have theirs
     allow_parts(model)
     return model
 

@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             logits = torch.zeros(len(eval_set), len(classes), device=accelerator.device)
             metrics = run.evaluate(eval_loader, partial(compute_losses, model, kept=logits))
             run.end_epoch(metrics, *texts.predictions(accelerator, logits, eval_set, classes))
-        encoders.write_tokenizer(run, tokenizer)
+        encoders.write_results(run, tokenizer)
         return run.finish()
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,42 @@ def quick(ways: Iterable[tuple], chosen: list[tuple]) -> list[Any]:
     return [pytest.param(*way, marks=[pytest.mark.slow] * (way not in chosen)) for way in ways]
 
 
-@pytest.fixture(scope="module")
-def flags(nursery, tmp_path_factory):
-    """What all runs here have in common; the pairs are made, and the model, in float64 as well."""
-    folder, size = tmp_path_factory.mktemp("made"), ["--width", 32, "--layers", 1]
+def make_flags(nursery: Any, folder: Path, flags: str, name: str, num: int) -> list[str]:
+    """Make rows, and the model, in float64 as well; return what all runs have in common."""
     for where, double in (folder / "double", True), (folder, False):
-        words = "examples/docstrings.py", "--folder", where, *size
+        words = "examples/docstrings.py", "--folder", where, "--width", 32, "--layers", 1
         made = nursery.run(*words, double=double, modules=MODULES)
         assert made.codes == [0], made.output
-    pairs = (folder / "pairs.jsonl").read_text().splitlines()[:300]
-    (folder / "few.jsonl").write_text("\n".join(pairs))
-    return [*FLAGS.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
+    lines = (folder / f"{name}.jsonl").read_text().splitlines()[:num]
+    (folder / "few.jsonl").write_text("\n".join(lines))
+    return [*flags.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
+
+
+def start_run(
+    nursery: Any,
+    flags: list[str],
+    run_dir: Path,
+    lora: int | None,
+    way: Any,
+    *args: object,
+    script: str,
+    **plan: Any,
+) -> Any:
+    args = *flags, *(["--lora", lora] if lora else []), "--run-dir", run_dir, *args
+    kind, world = (way, 2) if way in KINDS else (None, way)
+    plan = {"timeout": 120, "modules": MODULES, **plan}
+    plan["env"] = env(kind, HF_DATASETS_CACHE=f"{run_dir}-cache") | plan.get("env", {})
+    outcome = nursery.run(script, *args, world=world, **plan)
+    if "fault" not in plan:
+        assert outcome.codes == [0] * world, outcome.output
+        assert f"  {world} process" in outcome.output
+        assert ("sharded" in outcome.output) == (kind is not None)
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def flags(nursery, tmp_path_factory):
+    return make_flags(nursery, tmp_path_factory.mktemp("made"), FLAGS, "pairs", 300)
 
 
 @pytest.fixture
@@ -63,18 +89,7 @@ def in_double(float64_default, flags, monkeypatch):
 
 @pytest.fixture(scope="module")
 def start(nursery, flags):
-    def call(run_dir: Path, lora: int | None, way: Any, *args: object, **plan: Any) -> Any:
-        args = *flags, *(["--lora", lora] if lora else []), "--run-dir", run_dir, *args
-        kind, world = (way, 2) if way in KINDS else (None, way)
-        plan = {"env": env(kind), "timeout": 120, "modules": MODULES, **plan}
-        outcome = nursery.run("examples/finetune.py", *args, world=world, **plan)
-        if "fault" not in plan:
-            assert outcome.codes == [0] * world, outcome.output
-            assert f"  {world} process" in outcome.output
-            assert ("sharded" in outcome.output) == (kind is not None)
-        return outcome
-
-    return call
+    return partial(start_run, nursery, flags, script="examples/finetune.py")
 
 
 def make_model(flags: list[str], lora: int | None, *more: str) -> tuple[Any, Any]:
@@ -125,7 +140,8 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate, packed
 ):
     more = ["--accumulate", accumulate, *(["--ema", 0.9] if way != 1 else []), *packed]
-    output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True).output
+    plan = {"double": True} | ({"script": "in_parts"} if accumulate == 4 else {})
+    output = start(tmp_path, lora, way, *in_double[-2:], *more, **plan).output
     losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
     assert losses == pytest.approx(plain(in_double, lora, *packed), abs=SAME)
     assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (6 if packed else 4)
@@ -139,6 +155,22 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     assert torch.equal(logits(opened), logits(model)) and not torch.equal(before, logits(model))
     assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
     assert "| seed | 0 |" in (folder / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_losses_in_parts_are_those_of_transformers_in_a_compiled_model(start, in_double, tmp_path):
+    plan = {"script": "in_parts", "double": True, "env": {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}}
+    start(tmp_path, None, 1, *in_double[-2:], **plan)
+    losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
+    assert losses == pytest.approx(plain(in_double, None), abs=SAME)
+
+
+def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypatch):
+    flags = [*flags, "--run-dir", f"{tmp_path}/run", "--resume", "auto", "--stop-after-steps"]
+    run_main("examples.finetune", *flags, "2")
+    monkeypatch.setattr(finetune, "row_size", lambda *_: (0, {}))
+    with pytest.raises(UsageError, match=r"metadata\[shared rows\] is '512' there and '0' here"):
+        run_main("examples.finetune", *flags, "3")
 
 
 @pytest.mark.parametrize(
@@ -167,6 +199,8 @@ TEMPLATES = {
     "no end": "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}",
     "none": None,
     "no tokens": None,  # nor one that ends a text or fills a row
+    "calls": "{% for each in tools or [] %}{{ each.function.name }}{% endfor %}"
+    + CHATML.replace("each.content", "each.tool_calls|tojson if each.tool_calls else each.content"),
     "alternates": "{% for each in messages %}"
     "{% if each.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "{% if (each.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -179,7 +213,9 @@ TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
 SHARED = [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}]
 SHARED += [{"from": "function_call", "value": '{"name": "f"}'}]
 SHARED += [{"from": "observation", "value": "5"}]
-TOOL = SAY | {"content": None, "tool_calls": [{"function": {"name": "f"}}]}
+CALL: dict[str, Any] = {"name": "f", "arguments": '{"n": 1}'}
+TOOL = SAY | {"content": None, "tool_calls": [{"function": CALL}]}
+CALLED = '[{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}]'
 ODD, PART = "\u00e9 e\u0301 \u4f60\U0001f468\u200d\U0001f469 \u202e", {"type": "text", "text": "4"}
 FOUR, NOT_LEFT = (
     "4<|im_end|>\n",
@@ -204,7 +240,10 @@ CASES = [
     ("chatml", [{"messages": [SAY | {"role": "system"}, *TALK, *TALK]}], [FOUR * 2], {}),
     ("thinks last", [{"messages": [ASK, THOUGHT, *TALK]}], [f"<think>2</think>{FOUR}", FOUR], {}),
     ("chatml", [{"messages": [SAY, *TALK, SAY, ASK]}], [FOUR * 3], {}),
-    ("chatml", [{"messages": [ASK, TOOL]}], ["<|im_end|>\n"], {}),
+    ("chatml", [{"messages": [ASK, TOOL]}], ["<|im_end|>\n"], {"template": "3 of 3 .* 'f'"}),
+    ("calls", [{"messages": [ASK, TOOL]}], [CALLED + FOUR[1:]], {}),
+    ("calls", [{"messages": TALK, "tools": json.dumps([CALL])}], [FOUR], {"first": "^f<"}),
+    ("chatml", [{"messages": TALK, "tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
     ("chatml", [{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
     ("chatml", [{"prompt": "2?", "completion": "4"}], [FOUR], {}),
     ("chatml", [{"conversations": SHARED[:2]}], [FOUR], {}),
@@ -212,7 +251,7 @@ CASES = [
         "chatml",
         [{"conversations": [*SHARED, SHARED[1]], "system": "be", "tools": "[]"}],
         [f"{FOUR}<|im_end|>\n{FOUR}"],
-        {"first": "system..be.*tool..5"},
+        {"first": "system..be.*tool..5", "template": "3 of 3 .* 'f'"},
     ),
     ("chatml", [{"conversations": [SHARED[2] | {"value": "{"}]}], [], "has no text, or no turns"),
     ("chatml", [{"messages": [*TALK, ASK, SAY | {"weight": 0}]}], [FOUR], {}),
@@ -241,7 +280,6 @@ CASES = [
         {"dropped": "3 of 6"},
     ),
     ("chatml", [{"messages": TALK}, {"messages": []}], [FOUR], {"dropped": "3 of 6"}),
-    ("chatml", [{"messages": [*TALK, SAY]}], [FOUR * 2], {}),
     ("alternates", [{"messages": [*TALK, SAY]}], [], "line 1 of .* must alternate"),
     ("alternates", [{"messages": [SAY | {"role": "system"}, *TALK]}], [], "line 1 .* no system"),
     ("chatml", [{"messages": [ASK, SAY | {"content": ODD}]}], [f"{ODD}<|im_end|>\n"], {}),
@@ -260,6 +298,8 @@ CASES = [
     ),
     ("chatml", [{"question": "2?"}], [], "line 1 of .* has not the columns"),
     ("chatml", [{"messages": [{"role": "assistant"}]}], [], "line 1 of .* has no text"),
+    ("chatml", [SHORT | {"answer": None}], [], "line 1 of .* has no text"),
+    ("chatml", [[1]], [], "line 1 of .* has not the columns"),
 ]
 
 
@@ -365,14 +405,11 @@ def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monk
     assert shown == ["none, because of TypeError" * (prompt == "broken")] * 5
 
 
-LINES = ['{"prompt": "a", "answer": "b"}', "", "{", "[1]", '{"prompt": "a", "answer": null}']
-
-
-@pytest.mark.parametrize("line", LINES[1:])
-def test_a_line_without_a_pair_is_named(tmp_path, line):
+@pytest.mark.parametrize("line", ["", "{"])
+def test_a_line_that_is_no_json_is_named(tmp_path, line):
     path = tmp_path / "pairs.jsonl"
-    path.write_text(f"{LINES[0]}\n{line}\n{LINES[0]}\n")
-    with pytest.raises(UsageError, match=f"^line 2 of {path} {'' if line else 'is blank'}"):
+    path.write_text(f"{json.dumps(SHORT)}\n{line}\n")
+    with pytest.raises(UsageError, match=f"^line 2 of {path} is no JSON"):
         conversations.read_conversations(str(path))
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 from conftest import rows
 from double import SAME
 from safetensors.torch import load_file
-from test_finetune import MODULES, quick
-from test_shards import KINDS, env
+from test_finetune import make_flags, quick, start_run
+from test_shards import KINDS
 
 from examples import preference
 from trainkit.config import parse
@@ -35,34 +36,12 @@ WAYS = itertools.product((None, 4), (1, 2, *KINDS), (1, 2))
 
 @pytest.fixture(scope="module")
 def flags(nursery, tmp_path_factory):
-    """What all runs here have in common; the model is also made in float64."""
-    folder = tmp_path_factory.mktemp("made")
-    for where, double in (folder / "double", True), (folder, False):
-        words = "examples/docstrings.py", "--folder", where, "--width", 32, "--layers", 1
-        made = nursery.run(*words, double=double, modules=MODULES)
-        assert made.codes == [0], made.output
-    pairs = (folder / "preferred.jsonl").read_text().splitlines()[:50]
-    (folder / "few.jsonl").write_text("\n".join(pairs))
-    return [*FLAGS.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
+    return make_flags(nursery, tmp_path_factory.mktemp("made"), FLAGS, "preferred", 50)
 
 
 @pytest.fixture(scope="module")
-def start(nursery, flags, tmp_path_factory):
-    caches = tmp_path_factory.mktemp("caches")
-
-    def call(run_dir: Path, lora: int | None, way: Any, *args: object, **plan: Any) -> Any:
-        args = *flags, *(["--lora", lora] if lora else []), "--run-dir", run_dir, *args
-        kind, world = (way, 2) if way in KINDS else (None, way)
-        plan = {"env": env(kind, HF_DATASETS_CACHE=str(caches / run_dir.name))} | plan
-        plan = {"timeout": 120, "modules": MODULES, **plan}
-        outcome = nursery.run("examples/preference.py", *args, world=world, **plan)
-        if "fault" not in plan:
-            assert outcome.codes == [0] * world, outcome.output
-            assert f"  {world} process" in outcome.output
-            assert ("sharded" in outcome.output) == (kind is not None)
-        return outcome
-
-    return call
+def start(nursery, flags):
+    return partial(start_run, nursery, flags, script="examples/preference.py")
 
 
 def log_probability(model: Any, tokens: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
@@ -156,17 +135,25 @@ def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
     model.lm_head.weight.data.mul_(2)
     for each in (model, preference.load_data(parse(preference.Config, flags))[-1]):
         each.save_pretrained(tmp_path / "other")
-    with pytest.raises(UsageError, match=r"belongs to another run: metadata\[reference\]"):
-        run_main("examples.preference", *flags, "--resume", "latest", "--base", tmp_path / "other")
+    others = (
+        (r"metadata\[reference]", "--base", tmp_path / "other"),
+        ("max_tokens", "--max-tokens", 40),
+    )
+    for number, (name, *more) in enumerate(others, 2):
+        with pytest.raises(UsageError, match=f"belongs to another run: ({name}|data is)"):
+            run_main("examples.preference", *flags, "--resume", "latest", *more)
+        assert len([*kept.parent.iterdir()]) == number
 
 
-def test_dropout_of_the_base_is_off(flags, tmp_path):
+def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=1024)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = preference.make_model(parse(preference.Config, [*flags, "--base", str(tmp_path)]))
     tokens = torch.arange(20).view(1, 2, 10)
     twice = [preference.log_probabilities(model.train(), tokens, tokens > 3) for _ in range(2)]
     assert torch.equal(*twice)
+    model.save_pretrained(tmp_path / "end")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "end").attn_pdrop == 0.1
 
 
 def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refused():
@@ -214,6 +201,13 @@ def test_what_is_cut_or_dropped_is_counted(flags, tmp_path):
     assert len(pairs.train_set) == len(pairs.eval_set) == 1
 
 
+def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(flags, tmp_path):
+    row = TEXTS | {"system": "be"}
+    assert make(flags, tmp_path, [row] * 2).plan["chosen"].startswith("<system>be<end><user>2?")
+    with pytest.raises(UsageError, match=r"line 1 of .* leaves out or changes 'f'"):
+        make(flags, tmp_path, [row | {"tools": [{"name": "f"}]}] * 2)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -223,6 +217,7 @@ def test_what_is_cut_or_dropped_is_counted(flags, tmp_path):
         ({"chosen": "4", "rejected": "5"}, "line 1 of .* has no chosen and rejected"),
         (TEXTS | {"rejected": None}, "line 1 of .* has no chosen and rejected"),
         (["4", "5"], "line 1 of .* has no chosen and rejected"),
+        (TEXTS | {"images": ["a"]}, "line 1 of .* it has images"),
     ],
 )
 def test_what_cannot_be_learned_is_refused(flags, tmp_path, row, said):

@@ -80,6 +80,7 @@ def whole(start, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     output = start(run_dir, 1)
     assert "text 'said', label 'kind'" in output and "largest class" in output
+    assert "\nrecognised: art " in output
     return run_dir
 
 
@@ -180,7 +181,6 @@ CASES: list[tuple[dict[str, list], str, str]] = [
     (GOOD | {"b": [True, False] * 10}, "", "16 4 False,True"),
     (GOOD | {"a": [A] * 20}, "--text a", "16 4 x,y: 4 of 4 texts to evaluate on are also"),
     (GOOD, "--text z", "there is no column 'z', only a, b"),
-    (GOOD, "--text a --label a", "has 20 different values|both --text and --label"),
     (GOOD | {"a": [[1]] * 20}, "--text a", "column 'a' holds bytes or lists"),
     (GOOD | {"a": [f"\ud800 {each}" for each in GOOD["a"]]}, "", "16 4 x,y"),
 ]

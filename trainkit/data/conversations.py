@@ -29,7 +29,7 @@ FORMATS = [
     "text",
 ]
 # Columns without which the text of a row would mean something else.
-NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "history", "chosen")
+NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "history")
 WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's
 # Who speaks in files in the format of ShareGPT, whose turns have `from` and `value`.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -40,15 +40,15 @@ class Conversation(NamedTuple):
     """The turns of a conversation, as chat templates take them, or one text.
 
     Attributes:
-        turns: role and content; a turn that calls tools may have no content.
+        turns: role and content, both texts, and the tool_calls of a turn, as transformers has them.
         num_given: the number of turns at the start that are a prompt; no answer in it is learned.
-        tools: descriptions of tools for the template, if there are any.
+        tools: descriptions of tools for the template.
         text: used instead of turns; all of it is learned.
     """
 
     turns: list[dict[str, Any]]
     num_given: int = 0
-    tools: list[Any] | None = None
+    tools: Sequence[Any] = ()
     text: str | None = None
 
 
@@ -64,7 +64,11 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     elif path.is_file():
         data = path.read_bytes()
         if path.suffix != ".json" or not data.lstrip().startswith(b"["):
-            yield from _read_lines(path, data)
+            for number, line in enumerate(data.splitlines(), 1):
+                place = f"line {number} of {path}"
+                with as_usage_error(f"{place} is no JSON"):
+                    row = json.loads(line)
+                yield place, row
             return
         rows = json.loads(data)
     else:
@@ -75,16 +79,6 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = rows["train"] if isinstance(rows, dict) else rows
     for number, row in enumerate(rows, 1):
         yield f"row {number} of {source}", row
-
-
-def _read_lines(path: Path, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(data.splitlines(), 1):
-        place = f"line {number} of {path}"
-        if not line.strip():
-            raise UsageError(f"{place} is blank: each line holds one JSON row")
-        with as_usage_error(f"{place} is no JSON"):
-            row = json.loads(line)
-        yield place, row
 
 
 def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str]:
@@ -119,18 +113,27 @@ def named(place: str, lacks: str) -> Iterator[None]:
 
 def _conversation(columns: list[str], row: dict[str, Any]) -> Conversation:
     """Make a conversation of a row that has the columns of one of the FORMATS."""
-    if missed := [name for name in NOT_READ if row.get(name)]:
-        raise UsageError(f"it has {missed[0]}, and only texts and turns are read: leave it out")
+    if row.get("chosen"):
+        raise UsageError("it has chosen: examples/preference.py learns from pairs of answers")
     if row.get("label") is False:
         raise UsageError("its label is false: leave out what is not wanted as an answer")
     if columns == ["text"]:
-        return Conversation([], text=row["text"] + "")
+        return in_context([], 0, row)._replace(text=row["text"] + "")
     given, said = ([], row[columns[0]]) if len(columns) == 1 else (row[name] for name in columns)
     if more := "instruction" in columns and (row.get("input") or row.get("context")):
         given = given + "\n\n" + more
     given, said = as_turns(given, "user"), as_turns(said, "assistant")
-    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-    conversation = Conversation(given + said, len(given), _filled(tools) or None)
+    return in_context(given + said, len(given), row)
+
+
+def in_context(turns: list[dict[str, Any]], num_given: int, row: dict[str, Any]) -> Conversation:
+    """Return the conversation with the tools and the system turn that its row has.
+
+    Raises UsageError for a row that has something that is not read.
+    """
+    if missed := [name for name in NOT_READ if row.get(name)]:
+        raise UsageError(f"it has {missed[0]}, and only texts and turns are read: leave it out")
+    conversation = Conversation(turns, num_given, _functions(row.get("tools") or []))
     return with_system(conversation, row.get("system") or row.get("system_prompt"))
 
 
@@ -148,16 +151,28 @@ def _as_turn(turn: dict[str, Any]) -> dict[str, Any]:
         role, value = turn["from"], turn["value"]
         turn = {"role": ROLES.get(role, role), "content": value}
         if role == "function_call":
-            calls = [{"type": "function", "function": json.loads(value)}]
-            turn = {"role": "assistant", "content": "", "tool_calls": calls}
-    content = turn["content"] or "" if turn.get("tool_calls") else turn["content"]
+            turn = {"role": "assistant", "tool_calls": value}
+    calls = _functions(turn.get("tool_calls") or [])
+    content = turn.get("content") or "" if calls else turn["content"]
     if isinstance(content, list):  # most templates would write it as Python does
         if others := [part["type"] for part in content if part["type"] != "text"]:
             raise UsageError(f"a turn holds {others[0]}, and only text can be learned from")
         content = "".join(part["text"] if "text" in part else part["value"] for part in content)
     if not isinstance(turn["role"], str) or not isinstance(content, str):
         raise TypeError
-    return _filled(turn) | {"content": content}
+    return _filled(turn) | {"content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def _functions(values: Any) -> list[dict[str, Any]]:
+    """Return tools, or calls of tools, as transformers has them, also if they are given as JSON."""
+    values = json.loads(values) if isinstance(values, str) else _filled(values)
+    found = []
+    for value in values if isinstance(values, list) else [values]:
+        function = value.get("function", value)
+        if isinstance(function.get("arguments"), str):  # most templates would quote it once more
+            function = function | {"arguments": json.loads(function["arguments"] or "{}")}
+        found.append({"type": "function", "function": function})
+    return found
 
 
 def _filled(value: Any) -> Any:
@@ -211,10 +226,10 @@ def check_left(sets: Sequence[Sequence], num_rows: int, what: str, why: str) -> 
 
 
 def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[Sample], str]:
-    """Return samples in which what the assistant says is learned, and an answer that lost text.
+    """Return samples in which what the assistant says is learned, and what is not in them.
 
-    That answer is "" unless the template leaves something out of one. There is one sample, or one
-    for each answer if the template changes earlier turns when others follow them, as some do with
+    That is "" unless the template leaves out or changes something. There is one sample, or one for
+    each answer if the template changes earlier turns when others follow them, as some do with
     the text between <think> and </think>; this way nothing of a turn is lost. Answers that begin
     after `size` tokens may be left out. Raises ValueError if answers cannot be told apart.
     """
@@ -232,9 +247,8 @@ def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[
     lost = ""
     for number in range(conversation.num_given, len(turns)):
         if _is_learned(turns[number]) and not (pieces and len(pieces[-1]) > size):
-            tokens, span, is_whole = _encode_turn(tokenizer, conversation, number)
-            pieces, spans = [*pieces, tokens], [*spans, span]
-            lost = lost or "" if is_whole else str(turns[number]["content"])
+            tokens, span, missing = _encode_turn(tokenizer, conversation, number)
+            pieces, spans, lost = [*pieces, tokens], [*spans, span], lost or missing
     if pieces and all(pieces[-1][: len(tokens)] == tokens for tokens in pieces):
         return [_sample(pieces[-1], spans)], lost
     return [_sample(*piece) for piece in zip(pieces, ([span] for span in spans), strict=True)], lost
@@ -267,20 +281,28 @@ def with_system(conversation: Conversation, system: str | None) -> Conversation:
 
 def _encode_turn(
     tokenizer: Any, conversation: Conversation, number: int
-) -> tuple[list[int], tuple[int, int], bool]:
-    """Return the tokens up to a turn's end, the turn's span, and whether all its text is there."""
-    turns, how = conversation.turns, {"tools": conversation.tools, "tokenize": False}
+) -> tuple[list[int], tuple[int, int], str]:
+    """Return the tokens up to a turn's end, the turn's span, and what the template left out."""
+    turns, how = conversation.turns, {"tools": conversation.tools or None, "tokenize": False}
     given, said = turns[:number], turns[number]
     text = tokenizer.apply_chat_template([*given, said], **how)
-    ask = text[: text.find(str(said["content"]))]  # used if no turn comes before the answer
+    ask = text[: text.find(said["content"])]  # used if no turn comes before the answer
     if given:
         ask = tokenizer.apply_chat_template(given, add_generation_prompt=True, **how)
-        # Some templates write the end of a prompt differently if an answer follows it.
-        same = text[: _num_equal(ask, text)]
-        if _holds(ask, given[-1]) and not _holds(same, given[-1]):
-            raise ValueError("the chat template changes the turn before an answer with the answer")
+    same, asked = text[: _num_equal(ask, text)], given[-1]["content"] if given else ""
+    # Some templates write the end of a prompt differently if an answer follows it.
+    if not _missing(ask, asked) and _missing(same, asked):
+        raise ValueError("the chat template changes the turn before an answer with the answer")
     before, tokens = tokenizer([ask, text], add_special_tokens=False).input_ids
-    return tokens, (_num_equal(before, tokens), len(tokens)), _holds(text, said)
+    tools, calls = (
+        [each["function"].get("name", "") for each in functions]
+        for functions in (conversation.tools, said.get("tool_calls", ()))
+    )
+    # Templates may leave out what was thought earlier, and write what tools return in other ways.
+    parts = [turn["content"] for turn in given if turn["role"] not in ("assistant", "tool")]
+    parts += [said["content"], said.get("reasoning_content", ""), *tools]
+    lost = _missing(text, *parts) or _missing(text[len(same) :], *calls)
+    return tokens, (_num_equal(before, tokens), len(tokens)), lost
 
 
 def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -289,10 +311,10 @@ def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _holds(text: str, turn: dict[str, Any]) -> bool:
-    """Return whether the text contains a turn's content. Templates strip white space: ignored."""
-    content = turn["content"]
-    return not isinstance(content, str) or "".join(content.split()) in "".join(text.split())
+def _missing(text: str, *parts: str) -> str:
+    """Return the first part that the text lacks, or "". Templates strip white space: ignored."""
+    text = "".join(text.split())
+    return next((part for part in parts if "".join(part.split()) not in text), "")
 
 
 def _sample(tokens: list[int], spans: list[tuple[int, int]]) -> Sample:
@@ -391,8 +413,8 @@ def _encode_all(
         )
     if changed:
         said["template"] = (
-            f"leaves out or changes parts of answers in {len(changed)} of {len(rows)} rows, which "
-            f"are learned without: the first begins {changed[0][:30]!r}"
+            f"leaves out or changes parts of {len(changed)} of {len(rows)} rows, which are learned "
+            f"without: the first is {changed[0][:30]!r}"
         )
     return sets, said
 

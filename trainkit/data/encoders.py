@@ -16,6 +16,7 @@ from torch import nn
 from trainkit.data.conversations import without_dropout
 from trainkit.data.texts import NUM_HASHED
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.run_dir.records import PREDICTIONS, load_predictions
 
 MAX_TOKENS = {"scratch": 32, "base": 128}
 NEEDS = "--base needs `pip install transformers`"
@@ -106,16 +107,15 @@ def make_encoder(
         from transformers import CONFIG_MAPPING, AutoModel
     made = CONFIG_MAPPING[config["model_type"]].from_dict(plain(config))
     options = {"config": made, "trust_remote_code": False}
-    missing: list[str] = []
     if base is None:
         encoder = AutoModel.from_config(**options)
     else:
         with as_usage_error(f"--base {base} cannot be read"):
             options |= {"dtype": torch.float32, "output_loading_info": True}
             encoder, info = AutoModel.from_pretrained(base, **options)
-        missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
-    if missing:
-        raise UsageError(f"--base {base} has no weights for {len(missing)} parts: {missing[0]} ...")
+        if missing := sorted(name for name in info["missing_keys"] if "pooler" not in name):
+            what = f"{len(missing)} parts: {missing[0]} ..."
+            raise UsageError(f"--base {base} has no weights for {what}")
     if made.is_encoder_decoder:
         encoder = encoder.get_encoder()
     if getattr(encoder, "pooler", None) is not None:
@@ -123,7 +123,16 @@ def make_encoder(
     return encoder.train(), made.hidden_size  # from_pretrained returns it in evaluation mode
 
 
-def write_tokenizer(run: Any, tokenizer: Any) -> None:
-    """Write RUN_DIR/tokenizer, which predict.py reads. Call it on any process; None: no file."""
-    if tokenizer is not None and run.accelerator.is_main_process:
-        tokenizer.save_pretrained(run.config.run_dir / "tokenizer")
+def write_results(run: Any, tokenizer: Any) -> None:
+    """Write RUN_DIR/tokenizer, unless it is None, for predict.py; print what was recognised.
+
+    Call it on any process, when the run is over.
+    """
+    from trainkit.data.photos import describe_recall  # here: `datasets` takes a second
+
+    folder = run.config.run_dir
+    if run.accelerator.is_main_process:
+        tensors, about = load_predictions(folder / PREDICTIONS)
+        print(describe_recall(tensors, about["classes"]), flush=True)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder / "tokenizer")

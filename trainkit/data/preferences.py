@@ -15,6 +15,7 @@ from trainkit.data.conversations import (
     encode,
     find_end,
     find_limit,
+    in_context,
     named,
     read_rows,
     show,
@@ -56,7 +57,7 @@ def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     if not given:
         same = [one == other for one, other in zip(*both, strict=False)]
         num_given = [*same, False].index(False)
-    return Conversation(both[0], num_given), Conversation(both[1], num_given)
+    return in_context(both[0], num_given, row), in_context(both[1], num_given, row)
 
 
 def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None = None) -> Pairs:
@@ -110,7 +111,7 @@ def _encode_one(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     samples, lost = encode(tokenizer, conversation, size)
     if lost:
-        raise ValueError(f"the chat template leaves out or changes the answer {lost[:30]!r}")
+        raise ValueError(f"the chat template leaves out or changes {lost[:30]!r}")
     if len(samples) > 1:
         raise ValueError("the chat template changes its earlier answers: compare one at a time")
     nothing = torch.zeros(0, dtype=torch.int64)

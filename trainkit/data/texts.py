@@ -206,8 +206,6 @@ def choose(table: pd.DataFrame, text: str | None, label: str | None, where: str)
     label = label or _only(labels, [*table], where, "--label", "classes")
     texts = [name for name in table if name not in (label, *labels) and _is_prose(table[name])]
     text = text or _only(texts, [*table], where, "--text", "texts")
-    if text == label:
-        raise UsageError(f"{where}: column {text!r} cannot be both --text and --label")
     return text, label
 
 
