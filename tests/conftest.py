@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from double import SAME
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "accelerate_configs"
@@ -178,6 +179,27 @@ def saved(run_dir: Path, name: str = "model") -> tuple[dict[str, Any], dict[str,
     from trainkit.run_dir.records import load_predictions
 
     return load_predictions(run_dir / f"{name}.safetensors")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files in a folder."""
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
+
+
+def assert_same_bytes(one: Path, other: Path, *more: str) -> None:
+    """Their logs and weights are equal, and these files too."""
+    for name in ("metrics.jsonl", "model.safetensors", *more):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def assert_same_numbers(one: Path, other: Path) -> None:
+    """Two runs in float64 have the same rows, but for the rounding of sums in another order."""
+    ours, theirs = rows(one), rows(other)
+    assert len(ours) == len(theirs) > 2
+    for row, same in zip(ours, theirs, strict=True):
+        assert row == pytest.approx(same, rel=SAME)
+        for exact in ("learning_rate", "eval_accuracy"):  # not one picture is judged differently
+            assert row.get(exact) == same.get(exact)
 
 
 def forget_accelerator() -> None:

@@ -103,8 +103,9 @@ def digests(run_dir: Path) -> dict[str, str]:
         found[name] = hashlib.sha256((run_dir / name).read_bytes()).hexdigest()
     for path in last.glob("*.safetensors"):
         found[f"state/{path.name}"] = _digest(load_file(path))
-    for path in last.glob("*.bin"):
-        found[f"state/{path.name}"] = _digest(torch.load(path, weights_only=True))
+    for path in (*last.glob("*.bin"), *last.glob("scaler.pt")):
+        content = torch.load(path, weights_only=True, map_location="cpu")
+        found[f"state/{path.name}"] = _digest(content)
     return found
 
 
@@ -293,7 +294,7 @@ def normed(num_classes: int) -> Any:
 def _log_indices(script: Any, path: str) -> None:
     augment = script.augment
 
-    def logging(images: Any, indices: Any, epoch: int, args: Any) -> Any:
+    def logging(images, indices, epoch: int, args):
         with open(path, "a") as file:
             file.write(f"{json.dumps([epoch, *indices.tolist()])}\n")
         return augment(images, indices, epoch, args)
@@ -304,11 +305,10 @@ def _log_indices(script: Any, path: str) -> None:
 def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     """Write down each save that is durable; let one fault happen in this process.
 
-    fault: save (which save of the process, from 1), event (which I/O event of it, from 1; 0 only
-    counts) and how: "kill" before the event, "enospc" makes it fail as on a full disk; the number
-    of events goes to RUN_DIR.events. With how "copy" and a folder, the run folder, nothing strikes:
-    FOLDER.007-kill is what a kill before event 7 leaves behind, and FOLDER.007-tear what one after
-    it leaves, with the file that the event wrote half as long.
+    fault: save (which save of the process, from 1), event (which I/O event of it, from 1) and how:
+    "kill" before the event, "enospc" makes it fail as on a full disk. With how "copy" and a folder,
+    the run folder, nothing strikes: FOLDER.007-kill is what a kill before event 7 leaves behind,
+    and FOLDER.007-tear what one after it leaves, with the file that the event wrote half as long.
     Or signal: [step, signal number], which the process then sends to itself. Or nan: the call of
     normalise (from 1) whose pictures become NaN. Or inf: the call of cross_entropy whose loss
     becomes infinite while its gradient stays as it is.
@@ -324,11 +324,11 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
 
     saves, events, armed, in_save, saved = 0, 0, False, False, 0
 
-    def watch(holder: Any, name: str, written: Callable[..., Any] | None = None) -> None:
+    def watch(holder, name: str, written: Callable[..., Any] | None = None):
         original = getattr(holder, name)
 
         @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args, **kwargs):
             nonlocal events
             path = written(*args, **kwargs) if written else None
             by_save = in_save or threading.current_thread() is not threading.main_thread()
@@ -341,16 +341,15 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
                     return original(*args, **kwargs)
                 finally:
                     copy("tear", path)
-            strikes = events == fault.get("event")
-            if strikes and fault["how"] == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if strikes and fault["how"] == "enospc":
+            if events == fault["event"]:
+                if fault["how"] == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return original(*args, **kwargs)
 
         setattr(holder, name, watched)
 
-    def copy(name: str, torn: str | None = None) -> None:
+    def copy(name: str, torn: str | None = None):
         """Copy the run folder: SIGKILL would now leave exactly these bytes."""
         nonlocal armed
         armed, target = False, Path(f"{fault['folder']}.{events:03d}-{name}")
@@ -362,7 +361,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
             os.truncate(torn, torn.stat().st_size // 2)
         armed = True
 
-    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    def opened(file, mode: str = "r", *args, **kwargs):
         return file if set(mode) & set("wx") else None  # a log that grows is not torn
 
     if fault:
@@ -377,13 +376,13 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
 
     save, wait = Checkpoints.save, Commits.wait
 
-    def saving(self: Checkpoints, progress: Progress) -> None:
+    def saving(self: Checkpoints, progress: Progress):
         nonlocal saves, in_save, saved
         saves, in_save = saves + 1, True
         save(self, progress)
         in_save, saved = False, progress.step
 
-    def waiting(self: Commits) -> None:
+    def waiting(self: Commits):
         """Write down a save once it is known to be durable; the fault is in all of the save."""
         nonlocal armed
         run_dir, is_pending = self.tracker.path.parent, bool(self.jobs)
@@ -391,9 +390,6 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         if rank == 0 and is_pending:
             with open(f"{run_dir}.saved", "a") as file:
                 file.write(f"{saved}\n")
-        was_armed, armed = armed, False
-        if was_armed:
-            Path(f"{run_dir}.events").write_text(str(events))
         armed = in_save and saves == fault.get("save")
 
     Checkpoints.save, Commits.wait = saving, waiting
@@ -420,7 +416,7 @@ def _spoil(holder: Any, name: str, number: int, change: Callable[[Any], Any]) ->
     """Change what one call of a function returns."""
     original, calls = getattr(holder, name), iter(range(1, 1_000_000))
 
-    def spoiling(*args: Any, **kwargs: Any) -> Any:
+    def spoiling(*args, **kwargs):
         result = original(*args, **kwargs)
         return change(result) if next(calls) == number else result
 

@@ -4,7 +4,6 @@ What this shows and what only a real card will show is said in tests/emulated_ca
 Where there are real cards, `python -m pytest -m gpu` runs the same tests on them.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -19,6 +18,7 @@ import conftest
 import pytest
 import torch
 from conftest import ROOT, rows
+from faults import digests
 
 FOLDER = ROOT / "tests" / "emulated_cards"
 LAST = 10  # steps of a run of `problems`, five per epoch
@@ -261,19 +261,9 @@ def launch(
     return result
 
 
-def newest(run_dir: Path) -> Path:
-    return max((run_dir / "checkpoints").glob("step-*"))
-
-
 def progress(run_dir: Path) -> dict[str, Any]:
-    return json.loads((newest(run_dir) / "trainer.json").read_text())["progress"]
-
-
-def digests(run_dir: Path) -> dict[str, str]:
-    """What must be equal between an undisturbed run and one that was broken and resumed."""
-    files = [run_dir / "metrics.jsonl", run_dir / "model.safetensors"]
-    files += [path for path in newest(run_dir).glob("state/*") if "random" not in path.name]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    last = max((run_dir / "checkpoints").glob("step-*"))
+    return json.loads((last / "trainer.json").read_text())["progress"]
 
 
 def check_steps(run_dir: Path, quiet: tuple[int, ...], first: int = 1) -> list[tuple[int, int]]:

@@ -2,11 +2,10 @@
 
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from faults import Nursery, incomplete, newest
+from faults import incomplete, newest
 
 from trainkit.checks.finite import MAX_SKIPPED, FiniteGuard, Position
 from trainkit.errors import RunFailure
@@ -68,15 +67,6 @@ def test_fp16_may_skip_steps_but_not_for_ever(accelerator):
         guard.count_skipped(True, losses)
 
 
-def failed(nursery: Nursery, args: list[object], world: int, **plan: Any) -> str:
-    """Run train_mnist, which fails on all processes with one sentence; return that."""
-    outcome = nursery.run("train_mnist", *args, world=world, **plan)
-    assert outcome.codes == [1] * world, outcome.output
-    errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "Traceback" not in outcome.output
-    return errors[0]
-
-
 # A step has two losses, of which the first is minimised, and an evaluation three. So the 9th is of
 # the fifth step, and after the evaluation the 14th of the sixth.
 @pytest.mark.parametrize(("bad", "call", "world"), [("nan", 9, 2), ("inf", 14, 2), ("inf", 14, 1)])
@@ -84,7 +74,9 @@ def test_a_bad_number_on_the_last_process_stops_all_in_that_step(
     nursery, arguments, tmp_path, bad, call, world
 ):
     args = [*arguments["train_mnist"], *f"--log-every 50 --run-dir {tmp_path}/run".split()]
-    error = failed(nursery, args, world, fault={"rank": world - 1, bad: call})
+    outcome = nursery.run("train_mnist", *args, world=world, fault={"rank": world - 1, bad: call})
+    assert outcome.codes == [1] * world and "Traceback" not in outcome.output, outcome.output
+    (error,) = [line for line in outcome.output.splitlines() if line.startswith("error:")]
     assert "loss or gradient is not finite at step 6, learning rate " in error
     assert f"loss {bad}, gradient norm nan" in error
     assert newest(tmp_path / "run") == 4 and not incomplete(tmp_path / "run")

@@ -49,7 +49,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
     run_dir, steps = tmp_path / "run", []
     step, finish = AcceleratedOptimizer.step, Step.finish
 
-    def watched(self: AcceleratedOptimizer, *args: Any) -> None:
+    def watched(self: AcceleratedOptimizer, *args):
         weights = [weight for group in self.param_groups for weight in group["params"]]
         assert weights[0].grad.dtype == torch.float32
         before = [weight.detach().clone() for weight in weights]
@@ -108,7 +108,7 @@ def train_two(run_dir: Path, order: str, overflows: tuple[int, ...] = ()) -> lis
     In the batches of these numbers the gradients of both overflow.
     """
 
-    def clip_and_step(run: Run, optimizers: list[AcceleratedOptimizer], number: int) -> None:
+    def clip_and_step(run: Run, optimizers: list[AcceleratedOptimizer], number: int):
         for word in order.split():
             each = optimizers[int(word[-1])]
             run.clip_and_check(each) if word[:-1] == "clip" else each.step()

@@ -10,21 +10,18 @@ import conftest
 import pytest
 import yaml
 from conftest import linux_only
-from double import IN_DOUBLE, SAME
+from double import IN_DOUBLE
 
 SMALL = ("--epochs", 2, "--log-every", 3, "--eval-batch-size", 100)
 
-# train_mnist.py, with the second node made different in the ways that argv[0] names.
+# train_mnist.py, where only the second node gets the last flag.
 DIFFERENT = """
 import os
 import train_mnist
 
 def main(argv):
-    how, args, only_second = argv[0], argv[1:-2], argv[-2:]
-    os.environ["GROUP_RANK"] = os.environ["RANK"]
-    if os.environ["RANK"] == "1":
-        args += only_second if how.startswith("--") else []
-    train_mnist.main(args)
+    node = os.environ["GROUP_RANK"] = os.environ["RANK"]
+    train_mnist.main(argv if node == "1" else argv[:-2])
 """
 
 # train_mnist.py, which writes down beside the cache how many pictures each process decoded.
@@ -82,13 +79,6 @@ def finish(started: list[subprocess.Popen], timeout: float = 120) -> list[tuple[
     return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
 
 
-def assert_equal_rows(run_dir: Path, other_dir: Path) -> None:
-    rows, others = conftest.rows(run_dir), conftest.rows(other_dir)
-    assert len(rows) == len(others) > 2
-    for row, other in zip(rows, others, strict=True):
-        assert row == pytest.approx(other, rel=SAME)
-
-
 def elastic_config(folder: Path) -> Path:
     """2node_4cpu.yaml with the rendezvous of 2node_16gpu_elastic.yaml."""
     config = yaml.safe_load((conftest.CONFIGS / "2node_4cpu.yaml").read_text())
@@ -120,7 +110,7 @@ def test_two_nodes_train_as_one_process(small_mnist, tmp_path, train_in_double, 
     (code, output, errors), (other_code, _, _) = finish(started)
     assert code == other_code == 0, errors
     conftest.assert_num_processes(output, world)
-    assert_equal_rows(tmp_path / "four", tmp_path / "one")
+    conftest.assert_same_numbers(tmp_path / "four", tmp_path / "one")
     for cache in {*caches}:  # each is filled once, by one process
         counts = [line.split() for line in (tmp_path / cache / "decoded").read_text().splitlines()]
         assert sum(int(number) for number, _ in counts) == conftest.NUM_TRAIN + conftest.NUM_TEST
@@ -140,7 +130,7 @@ def test_a_node_that_differs_is_named(how, sentence, small_mnist, tiny_mnist, tm
     (tmp_path / "different.py").write_text(DIFFERENT)
     args = ["--dataset", small_mnist, "--run-dir", tmp_path / "run", *SMALL]
     args += [how, tiny_mnist if how == "--dataset" else 7]
-    ended = fork_main(str(tmp_path / "different.py"), how, *args, world=2)
+    ended = fork_main(str(tmp_path / "different.py"), *args, world=2)
     assert ended.codes == [2, 2] and "Traceback" not in ended.stderr, ended
     (line,) = ended.stderr.splitlines()
     assert f"error: the nodes of this run differ: {sentence}" in line and "on node 1 (" in line
@@ -177,8 +167,7 @@ def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_b
     port = free_port()
     results = finish([start_node(n, port, *args) for n in (0, 1)])
     assert [code for code, _, _ in results] == [0, 0], results
-    for name in ("metrics.jsonl", "model.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    conftest.assert_same_bytes(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -205,7 +194,7 @@ def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
     results = finish([first, start_elastic(1)])
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming from" in results[0][1] + results[1][1]
-    assert_equal_rows(tmp_path / "run", tmp_path / "one")
+    conftest.assert_same_numbers(tmp_path / "run", tmp_path / "one")
 
 
 def port_answers(port: int) -> bool:

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from conftest import ROOT, forget_accelerator
+from conftest import ROOT
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from trainkit.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
@@ -147,10 +146,8 @@ def test_a_loader_that_is_not_prepared_is_refused_where_there_are_several_proces
                 next(iter(loader))
 
 
-def test_a_batch_that_never_comes_ends_the_run():
+def test_a_batch_that_never_comes_ends_the_run(accelerator):
     """A worker that cannot send one, because /dev/shm is full, tells nobody."""
-    forget_accelerator()
-    accelerator = Accelerator(cpu=True)
     for data, how, workers in ((Changed(), None, 1), (Quick(), list, 1), (Quick(), None, 0)):
         for loader in make_loaders(accelerator, data, data, ARGS, how):
             assert loader.num_workers == workers

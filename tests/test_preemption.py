@@ -1,4 +1,4 @@
-"""Signals, dead launchers and dead peers, through the real launchers."""
+"""Signals, dead launchers and frozen peers, through the real launchers (killed: test_shards.py)."""
 
 import os
 import signal
@@ -160,15 +160,6 @@ def test_a_dead_launcher_leaves_a_saved_run_and_no_process(started, tmp_path, co
     output, errors = process.communicate()
     assert "at step" in output and "saved: start the same command" in output, errors
     assert output.count("stopped by") == 1
-
-
-@linux_only
-def test_a_killed_peer_ends_the_job_within_seconds(fork_main, tiny_mnist, tmp_path):
-    flags = ["--dataset", tiny_mnist, "--run-dir", tmp_path / "run", *ENDLESS]
-    fault = {"rank": 1, "signal": [6, signal.SIGKILL]}
-    ended = fork_main("train_mnist.py", *flags, world=2, fault=fault)
-    assert ended.codes == [1, -signal.SIGKILL] and ended.seconds < 20, ended
-    assert "error: process 0 lost contact with another process of this run" in ended.stderr
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The private names of torch and Accelerate that the kit uses: a release that changes one fails."""
 
 import ast
-import multiprocessing
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,32 +8,7 @@ from typing import Any
 
 from trainkit import private
 
-import torch
 from conftest import ROOT
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
-
-
-def test_accelerate_keeps_what_it_prepared_in_order(accelerator):
-    models = [nn.Linear(1, 1), nn.Linear(2, 2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    schedulers = [LambdaLR(optimizer, lambda step: 1.0) for optimizer in optimizers]
-    loaders = [DataLoader(range(4)), DataLoader(range(2))]
-    made = accelerator.prepare(*models, *optimizers, *schedulers, *loaders)
-    assert private.prepared_models(accelerator) == models
-    assert private.prepared_optimizers(accelerator) == list(made[2:4])
-    assert private.prepared_schedulers(accelerator) == list(made[4:6])
-    assert private.prepared_loaders(accelerator) == list(made[6:])
-
-
-def test_loader_workers_end_when_they_are_told_to(accelerator):
-    others = {*multiprocessing.active_children()}
-    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
-    assert [*map(int, accelerator.prepare(loader))] == [0, 1, 2, 3]
-    assert len({*multiprocessing.active_children()} - others) == 1
-    private.end_workers(accelerator)
-    assert {*multiprocessing.active_children()} <= others
 
 
 def nodes() -> Iterator[tuple[Path, ast.AST]]:
@@ -44,16 +18,13 @@ def nodes() -> Iterator[tuple[Path, ast.AST]]:
             yield from ((path, node) for node in ast.walk(ast.parse(path.read_text())))
 
 
-def test_no_other_module_uses_a_private_name_of_another_package():
+def test_no_other_module_imports_a_private_name_of_another_package():
+    """Private attributes: ruff's SLF, see pyproject.toml."""
     for path, node in nodes():
-        names = []
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            own = ast.unparse(node.value) in ("self", "cls", "os", "super()")
-            names = [] if own or node.attr == "_replace" else [node.attr]  # of NamedTuple: public
-        elif isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-        found = [n for n in names if n.startswith("_") and not n.endswith("__")]
-        assert not found, (path, node.lineno, found)
+            found = [n for n in names if n.startswith("_") and not n.endswith("__")]
+            assert not found, (path, node.lineno, found)
 
 
 OWN = {"self", "args", "part", "progress", "run", "column", "table", "settings"}

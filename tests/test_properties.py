@@ -167,7 +167,7 @@ def test_within_an_epoch_cosine_and_onecycle_are_pytorchs(epochs, steps_per_epoc
 @FIXED
 @given(PLAIN, EPOCHS, STEPS, PERCENT)
 def test_a_warmup_multiplies_by_a_line_up_to_1(schedule, epochs, steps_per_epoch, warmup):
-    num = math.ceil(warmup / 100 * epochs * steps_per_epoch)
+    num = math.ceil(warmup / 100 * (epochs * steps_per_epoch))  # in this order, as it rounds
     plain = rates(schedule, epochs, steps_per_epoch)
     line = np.minimum(1, (np.arange(len(plain)) + 1) / max(num, 1))[:, None]
     same(rates(schedule, epochs, steps_per_epoch, warmup=warmup / 100), line * plain)

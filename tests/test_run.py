@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, finish, forget_accelerator, posix_only, rows
+from conftest import ROOT, assert_same_bytes, contents, finish, forget_accelerator, posix_only, rows
 from faults import digests
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -118,16 +118,11 @@ def changed(*edits: tuple[str, str], **names: Any) -> Callable[..., list[float]]
     return scope["train"]
 
 
-def assert_same_bytes(one: Path, other: Path, *more: str) -> None:
-    for name in ("metrics.jsonl", "model.safetensors", *more):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
-
-
 def test_two_models_and_two_optimizers_are_saved_and_resumed_to_the_same_bytes(tmp_path):
     flags = ["--save-every", "2", "--schedule", "cosine", "--run-dir"]
     train(*flags, tmp_path / "whole")
 
-    def die(run: Run, number: int) -> None:
+    def die(run: Run, number: int):
         if number == 10:
             raise KeyboardInterrupt
 
@@ -150,7 +145,7 @@ def test_gradients_are_divided_once_however_often_they_are_clipped(tmp_path):
 
 
 def test_a_process_that_has_no_sample_of_a_batch_says_so(tmp_path):
-    def fail(run: Run, number: int) -> None:
+    def fail(run: Run, number: int):
         run.step.num_rows = 0
         raise ValueError
 
@@ -162,7 +157,7 @@ def test_a_process_that_has_no_sample_of_a_batch_says_so(tmp_path):
 def test_what_the_loop_draws_is_the_same_after_a_resume(tmp_path):
     drawn: list[tuple[float, float]] = []
 
-    def draw(run: Run, number: int) -> None:
+    def draw(run: Run, number: int):
         drawn.append((np.random.random(), random.random()))
 
     train("--run-dir", tmp_path / "whole", body=draw)
@@ -237,7 +232,7 @@ CALLS: list[tuple[Callable[[Run], object], str]] = [
 def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(tmp_path):
     stages = set()
 
-    def look(run: Run) -> None:
+    def look(run: Run):
         stages.add(run.stage)
         for call, allowed in CALLS:
             if run.stage not in (allowed, *allowed.split()):
@@ -269,7 +264,7 @@ def test_whatever_ends_the_body_signals_and_folder_are_given_back(tmp_path, erro
     numbers = signal.SIGINT, signal.SIGTERM
     before = [*map(signal.getsignal, numbers)]
 
-    def fail(run: Run, number: int) -> None:
+    def fail(run: Run, number: int):
         assert signal.getsignal(signal.SIGTERM) != before[1]
         raise error("stop")
 
@@ -281,7 +276,7 @@ def test_whatever_ends_the_body_signals_and_folder_are_given_back(tmp_path, erro
 
 
 def test_a_picture_that_cannot_be_drawn_is_a_sentence(tmp_path, monkeypatch, capfd):
-    def fail(run_dir: Path) -> None:
+    def fail(run_dir: Path):
         assert (run_dir / "DONE").exists()
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
@@ -348,7 +343,7 @@ def test_the_best_weights_are_those_that_the_last_sentence_names(tmp_path, run_m
 
 
 def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path, capfd):
-    def train_with(scores: list[float], flags: str) -> dict[str, Any]:
+    def train_with(scores: list[float], flags: str):
         edit = r"end_epoch\(metrics", "end_epoch(metrics | {'eval_score': next(scores)}"
         changed(edit, scores=iter(scores))("--run-dir", tmp_path / "run", *flags.split())
         last = max((tmp_path / "run/checkpoints").glob("step-*")) / "trainer.json"
@@ -474,14 +469,20 @@ def test_a_mistake_in_the_loop_is_told_before_the_second_epoch(tmp_path, text, m
     assert len(batches) <= 11
 
 
-def test_a_resume_of_something_else_is_refused(tmp_path):
-    flags = f"--run-dir {tmp_path} --resume auto".split()
-    train(*flags, "--stop-after-steps", 2)
-    with pytest.raises(
-        UsageError, match=r"belongs to another run: metadata\[pictures\] is '\"test\"' th"
+def test_a_resume_of_something_else_is_refused_and_leaves_the_run_as_it_was(tmp_path):
+    flags = f"--run-dir {tmp_path}/run --resume auto".split()
+    train(*flags, "--save-every", 4)
+    before = contents(tmp_path / "run")
+    # `pictures` is called like a flag that may change.
+    other = changed(('"pictures": "test"', "'pictures': 'other'"))
+    for resume, more, sentence in (
+        (other, "", r"metadata\[pictures\] is '\"test\"' there and '\"other\"' here"),
+        (train, "--seed 7", "seed is 0 there and 7 here"),
+        (train, "--stop-after-steps 2", "is of step 12 and this run ends at step 2"),
     ):
-        # Called like a flag that may change.
-        changed(('"pictures": "test"', "'pictures': 'other'"))(*flags)
+        with pytest.raises(UsageError, match=sentence):
+            resume(*flags, *more.split())
+        assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -493,7 +494,7 @@ def test_numbers_of_16_bits_are_added_up_in_float32(dtype):
 
 def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path):
     class Mine(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure=None):
             super().step(closure)
 
     changed((r"make_optimizer\(.*?\), args\)", "Mine(m.parameters())"), Mine=Mine)(
@@ -549,7 +550,7 @@ def test_a_signal_in_an_evaluation_is_heard_and_a_resume_evaluates_again(tmp_pat
 
 
 def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(nursery, tmp_path):
-    def start(code: int, name: str, path: Path | None, *more: object, world: int = 1) -> str:
+    def start(code: int, name: str, path: Path | None, *more, world: int = 1) -> str:
         flags = [*NOISY, "--model", "mlp", "--hidden", 8, "--epochs", 1, "--no-pictures"]
         flags += ["--run-dir", tmp_path / name]
         flags += ["--start-from", path] if path else []

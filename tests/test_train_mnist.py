@@ -135,12 +135,7 @@ def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(
     arguments = f"{run} --epochs 3 --stop-after-steps 6".split()
     metrics = run_main("train_mnist", *arguments)
     assert metrics["eval_samples"] == 101 and (tmp_path / "run" / "DONE").exists()
-    before, log = (
-        (tmp_path / "run" / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl")
-    )
-    assert run_main("train_mnist", *arguments, "--resume", "auto") == metrics
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == log
+    log = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(SystemExit) as ended:
         run_main("train_mnist", *arguments, "--seed", 1, "--target-accuracy", 0.99)
     assert ended.value.code == 3 and (tmp_path / "run" / "DONE").exists()
@@ -148,35 +143,37 @@ def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() != log
 
 
+def move(
+    images: torch.Tensor, indices: torch.Tensor, epoch: int = 2, **most: float
+) -> torch.Tensor:
+    """The pictures after an augmentation by at most so many degrees and pixels."""
+    amounts = {"max_turn": 0.0, "max_shift": 0.0, "max_warp": 0.0} | most
+    return train_mnist.augment(images, indices, epoch, SimpleNamespace(seed=3, **amounts))
+
+
 def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone():
-    args = SimpleNamespace(seed=3, max_turn=10.0, max_shift=2.0, max_warp=1.0)
+    most = {"max_turn": 10.0, "max_shift": 2.0, "max_warp": 1.0}
     images = torch.zeros(4, 1, 28, 28, dtype=torch.uint8)
     images[:, :, 10:18, 10:18] = 200
     indices = torch.tensor([5, 900, 17, 5])
-    moved = train_mnist.augment(images, indices, 2, args)
+    moved = move(images, indices, **most)
     assert torch.equal(moved[0], moved[3]) and not torch.equal(moved[0], moved[1])
-    alone = train_mnist.augment(images[1:2], indices[1:2], 2, args)
+    alone = move(images[1:2], indices[1:2], **most)
     torch.testing.assert_close(alone, moved[1:2], atol=1e-3, rtol=0)
-    assert not torch.equal(train_mnist.augment(images, indices, 3, args), moved)
-    still = train_mnist.augment(
-        images, indices, 2, SimpleNamespace(seed=3, max_turn=0, max_shift=0, max_warp=0)
-    )
-    torch.testing.assert_close(still, images.float(), atol=1e-2, rtol=0)
-    shifted = train_mnist.augment(
-        images, indices, 2, SimpleNamespace(seed=3, max_turn=0, max_shift=2.0, max_warp=0)
-    )
+    assert not torch.equal(move(images, indices, epoch=3, **most), moved)
+    torch.testing.assert_close(move(images, indices), images.float(), atol=1e-2, rtol=0)
+    shifted = move(images, indices, max_shift=2.0)
     assert shifted.sum((1, 2, 3)) == pytest.approx([8 * 8 * 200] * 4, rel=1e-3)  # nothing is lost
 
 
 def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch):
     images = torch.randint(0, 256, (1, 1, 28, 28), dtype=torch.uint8)
-    args = SimpleNamespace(seed=0, max_turn=0.0, max_shift=0.0, max_warp=3.0)
 
     def warp(*moved: int) -> torch.Tensor:
         noise = torch.full((1, 35), 0.5)  # no turn, no shift, no knot moves
         noise[:, [3 + knot for knot in moved]] = 1.0
         monkeypatch.setattr(train_mnist, "keyed_uniform", lambda *_: noise)
-        return train_mnist.augment(images, torch.tensor([0]), 0, args)[0, 0]
+        return move(images, torch.tensor([0]), max_warp=3.0)[0, 0]
 
     all_x = warp(*range(16))  # every knot 3 pixels along x is a shift
     torch.testing.assert_close(all_x[:, :25], images[0, 0, :, 3:].float(), atol=1e-2, rtol=0)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,10 +67,8 @@ class Event:
         ledger.wait("event")
 
 
-class Stream(Event):
+class Stream:
     """A stream, in order with everything else."""
-
-    wait_stream = wait_event = record_event = Event.record
 
     def is_capturing(self) -> bool:
         return False
@@ -80,60 +78,35 @@ def install_cuda() -> None:
     """torch.cuda and torch.accelerator, as far as they would ask the driver."""
 
     # A function of its own for each name: torch's compiler keeps a table of them.
-    def gives(value: Any) -> Callable:
+    def gives(value):
         return lambda *_, **__: value
 
-    def synchronize(device: Any = None) -> None:
-        ledger.wait("synchronize")
-
-    def set_device(device: Any) -> None:
+    def set_device(device):
         cards.current = device if isinstance(device, int) else torch.device(device).index or 0
 
-    def seed(number: int) -> None:
+    def seed(number: int):
         torch.default_generator.manual_seed(number)  # it makes the cards' random numbers too
 
-    cuda = torch.cuda
-    torch.Event, torch.Stream, cuda.Event, cuda.Stream = Event, Stream, Event, Stream
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    for module in (cuda, torch.accelerator):
-        module.current_stream = lambda device=None: Stream()
-        module.synchronize = functools.partial(synchronize)
+    cuda, torch.Event = torch.cuda, Event
+    torch.accelerator.current_stream = Stream
     cuda.set_device = functools.partial(set_device)
     torch.accelerator.set_device_index = functools.partial(set_device)
     cuda.current_device = lambda: cards.current
     torch.accelerator.current_device_index = lambda: cards.current
-    for name in (
-        "_lazy_init",
-        "init",
-        "empty_cache",
-        "reset_peak_memory_stats",
-        "set_rng_state",
-        "set_rng_state_all",
-    ):
-        setattr(cuda, name, gives(None))
-    cuda.is_initialized = gives(True)
+    cuda._lazy_init, cuda.set_rng_state_all = gives(None), gives(None)
     cuda.is_bf16_supported = gives(True)
-    cuda.is_current_stream_capturing = gives(False)
     cuda.get_device_name = gives("emulated card")
-    cuda.get_device_capability = gives((9, 0))
-    cuda.get_device_properties = gives(
-        SimpleNamespace(name="emulated card", major=9, minor=0, total_memory=2**34)
-    )
-    cuda.memory_allocated, cuda.max_memory_allocated = gives(0), gives(0)
-    cuda.mem_get_info = gives((2**33, 2**34))
-    cuda.nccl.version = gives((2, 27, 0))
     cuda.manual_seed, cuda.manual_seed_all = functools.partial(seed), functools.partial(seed)
-    cuda.get_rng_state = lambda device="cuda": torch.default_generator.get_state()
-    cuda.get_rng_state_all = lambda: [cuda.get_rng_state()] * cuda.device_count()
+    cuda.get_rng_state_all = lambda: [torch.default_generator.get_state()] * cuda.device_count()
     torch.compile = lambda model=None, **_: (lambda f: f) if model is None else model
 
 
 def install_tensors() -> None:
     """What reaches the device, or pinned memory, without an operator that could be seen."""
 
-    def through_the_host(make: Callable) -> Callable:
+    def through_the_host(make):
         @functools.wraps(make)
-        def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        def made(*args, device=None, **kwargs) -> torch.Tensor:
             tensor = make(*args, **kwargs)
             return tensor if device is None else tensor.to(device)
 
@@ -142,13 +115,13 @@ def install_tensors() -> None:
     torch.tensor = through_the_host(torch.tensor)
     torch.as_tensor = through_the_host(torch.as_tensor)
 
-    def new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
+    def new_tensor(self: torch.Tensor, data, **kwargs) -> torch.Tensor:
         return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
 
     torch.Tensor.new_tensor = new_tensor
     torch.Tensor.is_pinned = is_pinned
 
-    def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
+    def pin_memory(self: torch.Tensor, *_) -> torch.Tensor:
         if isinstance(self, Card):
             raise RuntimeError(
                 "cannot pin a tensor on a card: only dense CPU tensors can be pinned"
@@ -163,7 +136,7 @@ def install_tensors() -> None:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     apply = nn.Module._apply
 
-    def keeping_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def keeping_parameters(self: nn.Module, *args, **kwargs) -> nn.Module:
         # Module.to: the same Parameter, on a card now. Not for load_state_dict: hooks would go.
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
@@ -181,28 +154,28 @@ def install_nccl() -> None:
     init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
     world = SimpleNamespace(is_nccl=False)
 
-    def is_nccl(group: Any) -> bool:
+    def is_nccl(group) -> bool:
         return world.is_nccl and group not in others
 
-    def init_process_group(backend: str | None = None, **kwargs: Any) -> None:
+    def init_process_group(backend: str | None = None, **kwargs):
         world.is_nccl = backend == "nccl"
         kwargs.pop("device_id", None)
         init("gloo" if world.is_nccl else backend, **kwargs)
 
-    def make_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+    def make_group(*args, backend: str | None = None, **kwargs):
         as_world = backend in (None, "nccl")
         group = new_group(*args, backend="gloo" if as_world else backend, **kwargs)
         if not as_world:
             others.add(group)
         return group
 
-    def group_of(args: tuple, kwargs: dict[str, Any]) -> Any:
+    def group_of(args, kwargs):
         given = [*args, kwargs.get("group")]
         return next((x for x in given if isinstance(x, dist.ProcessGroup)), None)
 
-    def of_tensors(collective: Callable) -> Callable:
+    def of_tensors(collective):
         @functools.wraps(collective)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args, **kwargs):
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             if is_nccl(group_of(args, kwargs)) and not all(isinstance(x, Card) for x in tensors):
                 raise RuntimeError("No backend type associated with device type cpu")
@@ -212,19 +185,14 @@ def install_nccl() -> None:
 
         return checked
 
-    def of_objects(collective: Callable) -> Callable:
+    def of_objects(collective):
         @functools.wraps(collective)
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args, **kwargs):
             if is_nccl(group_of(args, kwargs)):
                 ledger.wait(collective.__name__)  # pickled, copied to the card and back
             return collective(*args, **kwargs)
 
         return counted
-
-    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        if is_nccl(group):
-            ledger.wait("barrier")
-        return dist.distributed_c10d.barrier(group=group, async_op=async_op)
 
     dist.init_process_group, dist.new_group = init_process_group, make_group
     dist.get_backend = lambda group=None: "nccl" if is_nccl(group) else get_backend(group)
@@ -233,7 +201,6 @@ def install_nccl() -> None:
             setattr(dist, name, of_tensors(getattr(dist, name)))
     for name in OBJECT_COLLECTIVES:
         setattr(dist, name, of_objects(getattr(dist, name)))
-    dist.barrier = barrier
     nn.parallel.DistributedDataParallel = DistributedDataParallel
     nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel
 
@@ -278,39 +245,39 @@ def install_files() -> None:
     load_file, save, load = safetensors.torch.load_file, torch.save, torch.load
     locations: dict[int, str] = {}  # of the storages of one save or load
 
-    def to_host(value: Any) -> Any:
+    def to_host(value):
         if not isinstance(value, Card):
             return value
         ledger.wait("copy to the host")
         locations[value.elem.untyped_storage()._cdata] = str(value.device)
         return value.elem
 
-    def restore(storage: Any, location: str) -> Any:
+    def restore(storage, location: str):
         if not location.startswith("cuda"):
             return None
         untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
         locations[untyped._cdata] = location
         return storage
 
-    def from_host(value: Any) -> Any:
+    def from_host(value):
         if not isinstance(value, torch.Tensor):
             return value
         location = locations.get(value.untyped_storage()._cdata)
         return value if location is None else value.to(location)
 
-    def save_to_host(function: Callable) -> Callable:
+    def save_to_host(function):
         @functools.wraps(function)
-        def saved(content: Any, *args: Any, **kwargs: Any) -> Any:
+        def saved(content, *args, **kwargs):
             locations.clear()
             return function(tree_map(to_host, content), *args, **kwargs)
 
         return saved
 
-    def load_to_card(*args: Any, **kwargs: Any) -> Any:
+    def load_to_card(*args, **kwargs):
         locations.clear()
         return tree_map(from_host, load(*args, **kwargs))
 
-    def load_file_to_card(filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+    def load_file_to_card(filename, device="cpu", **kwargs):
         device = f"cuda:{device}" if isinstance(device, int) else device
         return {name: value.to(device) for name, value in load_file(filename, **kwargs).items()}
 
