@@ -23,7 +23,7 @@ from trainkit.errors import as_usage_error, first_sentence, is_main_rank
 from trainkit.launch.signals import outlive_signals
 from trainkit.run_dir.files import replacing
 
-BLOCK = 64  # pictures that a worker decodes at a time
+NUM_BLOCKS, LARGEST = 200, 256  # of pictures, which a worker decodes at a time
 NUM_ALONE = 256  # so many pictures are decoded before workers have started
 
 # read(file) returns the values of a picture, uint8, and its size and mode in words.
@@ -77,9 +77,11 @@ def decode_once(
 def decode(cells: datasets.Dataset, read: Read, into: np.ndarray | None) -> dict[str, Any]:
     """Decode all pictures into an array, if one is given; return the problems and the kinds."""
     (column,) = cells.column_names
+    # Large blocks cost less for each picture, small ones keep all workers busy to the end.
+    size = min(LARGEST, 1 + len(cells) // NUM_BLOCKS)
 
     def decode_block(start: int) -> tuple[int, dict[int, str], Counter[str]]:
-        block, problems, kinds = cells[start : start + BLOCK][column], {}, Counter[str]()
+        block, problems, kinds = cells[start : start + size][column], {}, Counter[str]()
         for row, cell in enumerate(block, start):
             try:
                 pixels, kind = read(source_of(cell))
@@ -94,7 +96,7 @@ def decode(cells: datasets.Dataset, read: Read, into: np.ndarray | None) -> dict
 
     problems: dict[int, str] = {}
     kinds = Counter[str]()
-    starts = range(0, len(cells), BLOCK)
+    starts = range(0, len(cells), size)
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow warns of the same thing for each file
         make_pool(decode_block, len(cells)) as pool,

@@ -61,7 +61,8 @@ def open_picture(file: Path | BytesIO) -> Image.Image:
         # MPO is a JPEG as many phones write it: one photo, and a small or brighter copy of it.
         if (number := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
             raise ValueError(f"it holds {number} pictures: save one of them")
-        return ImageOps.exif_transpose(picture)
+        ImageOps.exif_transpose(picture, in_place=True)
+    return picture
 
 
 def to_values(picture: Image.Image, mode: str, on_white: bool = False) -> np.ndarray:
@@ -136,9 +137,11 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     return np.array(picture), kind
 
 
-def read_square(file: Path | BytesIO, size: int, mode: str) -> tuple[np.ndarray, str]:
-    """Return the values of a picture, uint8 (channels, size, size), and its size and mode."""
+def read_square(file: Path | BytesIO, size: int) -> tuple[np.ndarray, str]:
+    """Return the grey values of a picture, uint8 (1, size, size), and its size and mode."""
     picture = open_picture(file)
     width, height = picture.size
     kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
-    return resize(to_values(picture, mode), size), kind
+    if kind == f"{size} x {size} L" and not picture.has_transparency_data:
+        return np.asarray(picture)[None], kind  # as it is: digits come by ten thousands
+    return resize(to_grey(picture), size)[None], kind
