@@ -10,12 +10,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from conftest import linux_only
 from PIL import Image
 from test_pictures import BAD_FILES, deep, fruits, save_animation, turned
 
 from examples import pictures
 from trainkit.config import parse
-from trainkit.data import files, photos
+from trainkit.data import decoding, files, photos
 from trainkit.data import pictures as reading
 from trainkit.data.pictures import read_photo_pixels
 from trainkit.errors import UsageError
@@ -221,6 +222,24 @@ def test_pictures_beyond_cache_bytes_are_the_same(tmp_path):
     assert "use --num-workers" in plan["decoding"]
     pixels, labels, _ = decoded.pick(torch.tensor([3, 0]))
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
+
+
+@linux_only  # elsewhere threads decode
+def test_a_full_disk_is_one_sentence_and_leaves_no_part_of_a_file(tmp_path, monkeypatch):
+    import resource
+
+    fill(tmp_path / "data", *(f"{name}/{n}.png" for name in "ab" for n in range(150)))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    start_worker = decoding.start_worker
+
+    def start_with_little_disk(*given: object) -> None:
+        start_worker(*given)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    monkeypatch.setattr(decoding, "start_worker", start_with_little_disk)
+    with pytest.raises(UsageError, match=r"npy cannot be written: .*File too large"):
+        load(tmp_path / "data")
+    assert not [*(tmp_path / "cache/pictures").iterdir()]
 
 
 def test_two_runs_may_decode_the_same_pictures_at_once(tmp_path, monkeypatch):
