@@ -23,7 +23,7 @@ from trainkit.errors import as_usage_error, first_sentence, is_main_rank
 from trainkit.launch.signals import outlive_signals
 from trainkit.run_dir.files import replacing
 
-NUM_BLOCKS, LARGEST = 200, 256  # of pictures, which a worker decodes at a time
+NUM_BLOCKS, LARGEST = 100, 256  # of pictures, which a worker decodes at a time
 NUM_ALONE = 256  # so many pictures are decoded before workers have started
 
 # read(file) returns the values of a picture, uint8, and its size and mode in words.

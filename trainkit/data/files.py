@@ -118,11 +118,11 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     Transparent pixels become white; of an animation the first picture is taken. Raises an exception
     that says what is wrong with the picture.
     """
-    with open_file(file) as opened:
-        width, height = opened.size
-        kind = f"{width} x {height} {opened.mode}"
-        opened.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
-        picture = ImageOps.exif_transpose(opened)
+    with open_file(file) as picture:
+        width, height = picture.size
+        kind = f"{width} x {height} {picture.mode}"
+        picture.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
+        ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode[0] in RANGES:
         values = to_values(picture, "L", on_white=True)[0]
         picture = Image.fromarray(values.round().astype(np.uint8))
