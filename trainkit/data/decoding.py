@@ -101,7 +101,7 @@ def decode(
                 else:
                     kinds[kind] += 1
                 if into:
-                    into.write(pixels)
+                    into.write(pixels.tobytes())
         return len(block), problems, kinds
 
     problems: dict[int, str] = {}

@@ -16,24 +16,13 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 # The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
-FORMATS: tuple[str, ...] = (
-    "PNG",
-    "JPEG",
-    "GIF",
-    "BMP",
-    "PPM",
-    "TIFF",
-    "WEBP",
-    "JPEG2000",
-    "ICO",
-    "AVIF",
-)
+FORMATS = ["PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO", "AVIF"]
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see open_file
 with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
     import pillow_heif
 
     pillow_heif.register_heif_opener()
-    FORMATS += ("HEIF",)
+    FORMATS.append("HEIF")
 # What the values of a picture hang on, besides its file.
 READER = f"{FORMATS} {PIL.__version__} {torch.__version__}".encode() + Path(__file__).read_bytes()
 RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # of modes that do not define one
@@ -102,11 +91,9 @@ def to_grey(picture: Image.Image) -> np.ndarray:
 
 
 def resize(values: np.ndarray, size: int) -> np.ndarray:
-    """Resize values, float64 (..., height, width), to uint8 (..., size, size)."""
-    if values.shape[-2:] == (size, size):
+    """Resize values, float64 (height, width), to uint8 (size, size)."""
+    if values.shape == (size, size):
         return values.round().astype(np.uint8)
-    if values.ndim > 2:  # one by one: torch would start threads for three small planes
-        return np.stack([resize(plane, size) for plane in values])
     batch = torch.from_numpy(values)[None, None]
     resized = F.interpolate(batch, (size, size), mode="bilinear", antialias=True)
     return resized.round()[0, 0].byte().numpy()
