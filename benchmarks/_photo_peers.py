@@ -1,7 +1,7 @@
 """Train on photos as Accelerate's examples/cv_example.py does, or as fastai does.
 
-benchmarks/photos.py starts it with "cv_example" or "fastai", the folder, the side of the squares
-and the number of epochs. The network and its weights are those of examples/pictures.py.
+benchmarks/photos.py starts it with "cv_example" or "fastai", the folder, the side of the squares,
+the number of epochs and the seed. The network and its weights are those of examples/pictures.py.
 
 cv_example: a Dataset opens each picture with PIL whenever it is read, loader workers crop and
 resize; the last layer alone is trained, by Adam and OneCycleLR, with the rates, the crops and the
@@ -105,7 +105,7 @@ def cv_example(folder: Path, names: list[str], size: int, epochs: int) -> None:
                 predictions = model((batch["image"] - mean) / std).argmax(dim=-1)
             predictions, labels = accelerator.gather_for_metrics((predictions, batch["label"]))
             correct += (predictions == labels).sum().item()
-        accelerator.print(f"accuracy {correct / len(eval_set):.4f}", flush=True)
+        accelerator.print(f"accuracy {100 * correct / len(eval_set):.2f} %", flush=True)
     accelerator.end_training()
 
 
@@ -115,7 +115,7 @@ def fastai(folder: Path, names: list[str], size: int, epochs: int) -> None:
 
     class Say(Callback):
         def after_epoch(self) -> None:
-            print(f"accuracy {self.learn.recorder.log[3]:.4f}", flush=True)
+            print(f"accuracy {100 * self.learn.recorder.log[3]:.2f} %", flush=True)
 
     model = make_model(len(names))
     head = model.get_classifier()
@@ -144,9 +144,9 @@ def fastai(folder: Path, names: list[str], size: int, epochs: int) -> None:
 
 
 def main() -> None:
-    way, folder, size, epochs = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    way, folder, (size, epochs, seed) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
     ways: dict[str, Callable] = {"cv_example": cv_example, "fastai": fastai}
-    set_seed(0)
+    set_seed(seed)
     # Of both splits: one may lack a class.
     names = sorted({path.parent.name for path in folder.glob("*/*/*")})
     ways[way](folder, names, size, epochs)

@@ -1,26 +1,37 @@
-"""Compare examples/pictures.py with Accelerate's cv_example and fastai: CPU time and accuracy.
+"""Compare examples/pictures.py with Accelerate's cv_example and fastai: time to an accuracy.
 
-    python -m benchmarks.photos FOLDER
-    python -m benchmarks.photos FOLDER --pictures 400 --size 160 --ways cv_example freeze
+    OMP_NUM_THREADS=1 python -m benchmarks.photos FOLDER --size 160 --epochs 5 --rounds 2
+    OMP_NUM_THREADS=1 python -m benchmarks.photos FOLDER --pictures 400 --ways cv_example freeze
 
 FOLDER has a folder of pictures for each class. So many are taken, evenly over all, and every fifth
 of these is held out. benchmarks/_photo_peers.py has what the two others do; `freeze` and `whole`
 are examples/pictures.py with and without --freeze. All have the same network, weights, pictures and
-number of epochs.
+number of epochs; the seed is that of the round.
 
-CPU time is user + system of all processes of a run, from its start to its end. The cache of
+Seconds count from the start of a process to the end of the evaluation after an epoch: CPU time,
+user + system of the process and of its workers that have ended, and wall time. The cache of
 examples/pictures.py is empty at each start, so decoding and features are part of its time.
 """
 
 import os
-import resource
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
-from benchmarks._runs import ROOT, Parser, execute, in_turn, one_run, spread, table
+import psutil
 
-WAYS = ("cv_example", "fastai", "freeze", "whole")
+from benchmarks._runs import ROOT, Parser, table
+
+PEERS, OURS = ("cv_example", "fastai"), ("freeze", "whole")
+# After an epoch: what the peers print, and our row, whose third number is the accuracy.
+LINE = re.compile(r"(?:accuracy|\d+/\d+ +\S+ +\S+) +([\d.]+) %")
+
+# For each epoch: CPU seconds and seconds since the start, and the accuracy in percent.
+Epochs = list[tuple[float, float, float]]
 
 
 def lay_pictures(source: Path, folder: Path, number: int | None) -> None:
@@ -35,25 +46,42 @@ def lay_pictures(source: Path, folder: Path, number: int | None) -> None:
         shutil.copy(path, into / f"{n}{path.suffix}")
 
 
-def measure(way: str, data: Path, size: int, epochs: int) -> tuple[float, float]:
-    """Return the CPU seconds of a run and of its workers, and the last accuracy in percent."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if way in ("freeze", "whole"):
-        flags = ["--dataset", data, "--size", size, "--epochs", epochs, "--no-pictures"]
-        flags += ["--freeze"] * (way == "freeze")
-        with tempfile.TemporaryDirectory() as cache:
-            script = ROOT / "examples" / "pictures.py"
-            ended = one_run(script, *flags, env={"HF_HOME": cache})
-        accuracy = [row["eval_accuracy"] for row in ended.metrics if "eval_accuracy" in row][-1]
-    else:
-        # fastai may be in a folder of its own, because it asks for older packages.
-        env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        ended = execute(ROOT / "benchmarks" / "_photo_peers.py", way, data, size, epochs, env=env)
-        lines = [line for _, line in ended.lines if line.startswith("accuracy")]
-        accuracy = float(lines[-1].split()[1])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, 100 * accuracy
+def follow(*words: object, **env: str) -> Epochs:
+    """Run a script to its end. Raises RuntimeError unless its exit code is 0."""
+    started_at, found = time.perf_counter(), []
+    process = psutil.Popen(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **env},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if match := LINE.match(line):
+            cpu, seconds = sum(process.cpu_times()[:4]), time.perf_counter() - started_at
+            found.append((cpu, seconds, float(match[1])))
+    if process.wait():
+        raise RuntimeError(f"{words} ended with {process.returncode}")
+    return found
+
+
+def measure(way: str, data: Path, size: int, epochs: int, seed: int) -> Epochs:
+    if way in PEERS:
+        # fastai may be in a folder of PYTHONPATH, because it asks for older packages.
+        script = ROOT / "benchmarks" / "_photo_peers.py"
+        return follow(script, way, data, size, epochs, seed)
+    flags = ["--dataset", data, "--size", size, "--epochs", epochs, "--seed", seed]
+    flags += ["--no-pictures"] + ["--freeze"] * (way == "freeze")
+    with tempfile.TemporaryDirectory() as folder:
+        flags += ["--run-dir", f"{folder}/run"]
+        return follow(ROOT / "examples" / "pictures.py", *flags, HF_HOME=f"{folder}/cache")
+
+
+def reach(epochs: Epochs, accuracy: float) -> str:
+    """Return the CPU seconds and the seconds until an accuracy was reached."""
+    for cpu, seconds, reached in epochs:
+        if reached >= accuracy:
+            return f"{cpu:.1f}, {seconds:.1f}"
+    return "not reached"
 
 
 def main() -> None:
@@ -62,17 +90,22 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, help="so many of them (default: all)")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=PEERS + OURS, default=PEERS + OURS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory, "data")
         lay_pictures(args.folder, data, args.pictures)
-        results = in_turn(
-            {way: lambda way=way: measure(way, data, args.size, args.epochs) for way in args.ways},
-            args.rounds,
-        )
-    rows = [[way, *map(spread, zip(*found, strict=True))] for way, found in results.items()]
-    table("script | CPU s | accuracy, %", rows)
+        for seed in range(args.rounds):
+            found = {way: measure(way, data, args.size, args.epochs, seed) for way in args.ways}
+            best = {peer: max(row[2] for row in found[peer]) for peer in PEERS if peer in found}
+            head = "".join(f" | to the {best[peer]:.2f} % of {peer}" for peer in best)
+            rows = []
+            for way, epochs in found.items():
+                columns = zip(*epochs, strict=True)
+                cpu, seconds, accuracy = (", ".join(f"{x:.1f}" for x in each) for each in columns)
+                rows.append([way, accuracy, cpu, seconds, *(reach(epochs, best[p]) for p in best)])
+            print(f"seed {seed}; times to an accuracy are CPU seconds, seconds")
+            table(f"script | accuracy after each epoch, % | CPU s | s{head}", rows)
 
 
 if __name__ == "__main__":

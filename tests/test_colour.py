@@ -3,20 +3,25 @@
 import multiprocessing
 import os
 import struct
+import threading
 import zlib
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from conftest import linux_only
 from PIL import Image
 from test_pictures import BAD_FILES, deep, fruits, save_animation, turned
 
 from examples import pictures
 from trainkit.config import parse
-from trainkit.data import files, photos
+from trainkit.data import decoding, files, photos
 from trainkit.data import pictures as reading
+from trainkit.data.kept import compute_once
 from trainkit.data.pictures import read_photo_pixels
 from trainkit.errors import UsageError
 
@@ -223,6 +228,24 @@ def test_pictures_beyond_cache_bytes_are_the_same(tmp_path):
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
 
 
+@linux_only  # elsewhere threads decode
+def test_a_full_disk_is_one_sentence_and_leaves_no_part_of_a_file(tmp_path, monkeypatch):
+    import resource
+
+    fill(tmp_path / "data", *(f"{name}/{n}.png" for name in "ab" for n in range(150)))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    start_worker = decoding.start_worker
+
+    def start_with_little_disk(*given: object) -> None:
+        start_worker(*given)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    monkeypatch.setattr(decoding, "start_worker", start_with_little_disk)
+    with pytest.raises(UsageError, match=r"npy cannot be written: .*File too large"):
+        load(tmp_path / "data")
+    assert not [*(tmp_path / "cache/pictures").iterdir()]
+
+
 def test_two_runs_may_decode_the_same_pictures_at_once(tmp_path, monkeypatch):
     fill(tmp_path / "data", *FIVE)
     fork, replace = multiprocessing.get_context("fork"), os.replace
@@ -236,6 +259,33 @@ def test_two_runs_may_decode_the_same_pictures_at_once(tmp_path, monkeypatch):
         each.join(120)
     assert [each.exitcode for each in runs] == [0, 0]
     assert len([*(tmp_path / "cache/pictures").iterdir()]) == 2
+
+
+def test_processes_share_the_batches_of_rows_that_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    both, sent, computed = threading.Barrier(2, timeout=60), {}, []
+
+    def compute_in(rank: int) -> torch.Tensor:
+        def reduce(values: torch.Tensor) -> torch.Tensor:
+            sent[rank] = values
+            both.wait()
+            total = sent[0] + sent[1]
+            both.wait()
+            return total
+
+        def compute(part: slice) -> torch.Tensor:
+            computed.append(part.start)
+            return torch.arange(part.start + 1, part.stop + 1)[:, None]
+
+        process = SimpleNamespace(device="cpu", num_processes=2, process_index=rank)
+        process.is_main_process, process.reduce = rank == 0, reduce
+        return compute_once(process, "rows", (50, 1), 2, compute)
+
+    with ThreadPool(2) as pool:
+        for _ in range(2):  # the second time all rows are kept
+            for rows in pool.map(compute_in, [0, 1]):
+                assert rows.flatten().tolist() == [*range(1, 51)]
+    assert sorted(computed) == [*range(0, 50, 2)]
 
 
 @pytest.mark.parametrize(("side", "mode"), [(65, "RGB"), (64, "RGB"), (65, "L")])

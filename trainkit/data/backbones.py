@@ -1,7 +1,6 @@
 """Pretrained networks of timm: their weights, what they compute once if frozen, their folder."""
 
 import functools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,6 @@ def load_data(config: PhotoConfig) -> tuple:
     network, source = load_network(config.model, config.base, config.scratch)
     known = network.pretrained_cfg
     (side,) = {*known["input_size"][1:]}
-    if known.get("fixed_input_size") and config.size not in (None, side):
-        raise UsageError(f"--size {config.size}: this network takes pictures of {side} alone")
     size = config.size or (side if known.get("fixed_input_size") else min(224, side))
     vars(config).update(size=size, resize=config.resize or round(size / 0.95))
     train, plan = load_photos(config, "train")
@@ -175,12 +172,8 @@ def compute_features(
         hidden = network.forward_features(normalise(images, about))
         return network.forward_head(hidden, pre_logits=True)
 
-    shape, threads = (len(photos), network.get_classifier().in_features), torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // accelerator.num_processes))
-    name = f"features/{key.hexdigest()}"
-    features = compute_once(accelerator, name, shape, BATCH, compute)
-    torch.set_num_threads(threads)
-    return features
+    shape = len(photos), network.get_classifier().in_features
+    return compute_once(accelerator, f"features/{key.hexdigest()}", shape, BATCH, compute)
 
 
 def write_results(run: Any, network: nn.Module, about: dict[str, Any]) -> None:

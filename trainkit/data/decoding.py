@@ -23,7 +23,7 @@ from trainkit.errors import as_usage_error, first_sentence, is_main_rank
 from trainkit.launch.signals import outlive_signals
 from trainkit.run_dir.files import replacing
 
-BLOCK = 64  # pictures that a worker decodes at a time
+NUM_BLOCKS, LARGEST = 100, 256  # of pictures, which a worker decodes at a time
 NUM_ALONE = 256  # so many pictures are decoded before workers have started
 
 # read(file) returns the values of a picture, uint8, and its size and mode in words.
@@ -59,42 +59,54 @@ def decode_once(
     if not about.is_file() or stored > path.is_file():
         with as_usage_error(f"{path} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            into, own = None, f"{os.getpid()}-"  # another run may be writing the same
-            with replacing(path, own) if stored else nullcontext(path) as file:
-                if stored:
-                    shape = len(cells), *shape
-                    into = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
-                found = decode(cells, read, into)
+            own = f"{os.getpid()}-"  # another run may be writing the same
+            with replacing(path, own) if stored else nullcontext() as file:
+                try:
+                    found = decode(cells, shape, read, file)
+                except OSError as problem:  # of a worker, whose whole traceback is its cause
+                    raise problem from None
                 with replacing(about, own) as beside:
                     beside.write_text(json.dumps(found))
-                if into is not None:
-                    into.flush()
     known = json.loads(about.read_text())
     problems = {int(row): said for row, said in known["problems"].items()}
     return Decoded(path, problems, Counter(known["kinds"]))
 
 
-def decode(cells: datasets.Dataset, read: Read, into: np.ndarray | None) -> dict[str, Any]:
-    """Decode all pictures into an array, if one is given; return the problems and the kinds."""
+def decode(
+    cells: datasets.Dataset, shape: tuple[int, ...], read: Read, file: Path | None
+) -> dict[str, Any]:
+    """Decode all pictures into a file (.npy), if one is named; return the problems and the kinds.
+
+    The file is written, not mapped: on a full disk that would kill a worker without a word.
+    """
     (column,) = cells.column_names
+    # Large blocks cost less for each picture, small ones keep all workers busy to the end.
+    size = min(LARGEST, 1 + len(cells) // NUM_BLOCKS)
+    empty = np.zeros(shape, np.uint8)
+    if file:
+        whole = np.lib.format.open_memmap(file, "w+", np.uint8, (len(cells), *shape))
 
     def decode_block(start: int) -> tuple[int, dict[int, str], Counter[str]]:
-        block, problems, kinds = cells[start : start + BLOCK][column], {}, Counter[str]()
-        for row, cell in enumerate(block, start):
-            try:
-                pixels, kind = read(source_of(cell))
-            except Exception as problem:  # Pillow raises many kinds, and all are listed
-                name = f" ({cell['path']})" if cell and cell.get("path") else ""
-                problems[row] = f"row {row + 1}{name}: {first_sentence(problem)}"
-            else:
-                kinds[kind] += 1
-                if into is not None:
-                    into[row] = pixels
+        block, problems, kinds = cells[start : start + size][column], {}, Counter[str]()
+        with open(file, "r+b") if file else nullcontext() as into:
+            if into:
+                into.seek(whole.offset + start * empty.nbytes)
+            for row, cell in enumerate(block, start):
+                try:
+                    pixels, kind = read(source_of(cell))
+                except Exception as problem:  # Pillow raises many kinds, and all are listed
+                    name = f" ({cell['path']})" if cell and cell.get("path") else ""
+                    problems[row] = f"row {row + 1}{name}: {first_sentence(problem)}"
+                    pixels = empty
+                else:
+                    kinds[kind] += 1
+                if into:
+                    into.write(pixels.tobytes())
         return len(block), problems, kinds
 
     problems: dict[int, str] = {}
     kinds = Counter[str]()
-    starts = range(0, len(cells), BLOCK)
+    starts = range(0, len(cells), size)
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow warns of the same thing for each file
         make_pool(decode_block, len(cells)) as pool,

@@ -16,24 +16,13 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 # The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
-FORMATS: tuple[str, ...] = (
-    "PNG",
-    "JPEG",
-    "GIF",
-    "BMP",
-    "PPM",
-    "TIFF",
-    "WEBP",
-    "JPEG2000",
-    "ICO",
-    "AVIF",
-)
+FORMATS = ["PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO", "AVIF"]
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see open_file
 with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
     import pillow_heif
 
     pillow_heif.register_heif_opener()
-    FORMATS += ("HEIF",)
+    FORMATS.append("HEIF")
 # What the values of a picture hang on, besides its file.
 READER = f"{FORMATS} {PIL.__version__} {torch.__version__}".encode() + Path(__file__).read_bytes()
 RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # of modes that do not define one
@@ -61,7 +50,8 @@ def open_picture(file: Path | BytesIO) -> Image.Image:
         # MPO is a JPEG as many phones write it: one photo, and a small or brighter copy of it.
         if (number := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
             raise ValueError(f"it holds {number} pictures: save one of them")
-        return ImageOps.exif_transpose(picture)
+        ImageOps.exif_transpose(picture, in_place=True)
+    return picture
 
 
 def to_values(picture: Image.Image, mode: str, on_white: bool = False) -> np.ndarray:
@@ -101,11 +91,9 @@ def to_grey(picture: Image.Image) -> np.ndarray:
 
 
 def resize(values: np.ndarray, size: int) -> np.ndarray:
-    """Resize values, float64 (..., height, width), to uint8 (..., size, size)."""
-    if values.shape[-2:] == (size, size):
+    """Resize values, float64 (height, width), to uint8 (size, size)."""
+    if values.shape == (size, size):
         return values.round().astype(np.uint8)
-    if values.ndim > 2:  # one by one: torch would start threads for three small planes
-        return np.stack([resize(plane, size) for plane in values])
     batch = torch.from_numpy(values)[None, None]
     resized = F.interpolate(batch, (size, size), mode="bilinear", antialias=True)
     return resized.round()[0, 0].byte().numpy()
@@ -117,11 +105,11 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     Transparent pixels become white; of an animation the first picture is taken. Raises an exception
     that says what is wrong with the picture.
     """
-    with open_file(file) as opened:
-        width, height = opened.size
-        kind = f"{width} x {height} {opened.mode}"
-        opened.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
-        picture = ImageOps.exif_transpose(opened)
+    with open_file(file) as picture:
+        width, height = picture.size
+        kind = f"{width} x {height} {picture.mode}"
+        picture.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
+        ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode[0] in RANGES:
         values = to_values(picture, "L", on_white=True)[0]
         picture = Image.fromarray(values.round().astype(np.uint8))
@@ -136,9 +124,11 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     return np.array(picture), kind
 
 
-def read_square(file: Path | BytesIO, size: int, mode: str) -> tuple[np.ndarray, str]:
-    """Return the values of a picture, uint8 (channels, size, size), and its size and mode."""
+def read_square(file: Path | BytesIO, size: int) -> tuple[np.ndarray, str]:
+    """Return the grey values of a picture, uint8 (1, size, size), and its size and mode."""
     picture = open_picture(file)
     width, height = picture.size
     kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
-    return resize(to_values(picture, mode), size), kind
+    if kind == f"{size} x {size} L" and not picture.has_transparency_data:
+        return np.asarray(picture)[None], kind  # as it is: digits come by ten thousands
+    return resize(to_grey(picture), size)[None], kind

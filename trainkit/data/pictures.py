@@ -1,5 +1,6 @@
 """Labelled pictures of any size and mode as one uint8 tensor."""
 
+import functools
 import re
 import reprlib
 import sys
@@ -144,8 +145,6 @@ def read_split(
             "training pictures into train/"
         )
     rows = splits[read]
-    if not len(rows):
-        raise UsageError(f"{where}: there are no rows in it")
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     if len(images) != 1:
         raise UsageError(
@@ -158,21 +157,21 @@ def read_split(
 
 
 def load_images(
-    name: str, split: str, size: int, *options: Any, mode: str = "L"
+    name: str, split: str, size: int, *options: Any
 ) -> tuple[InMemory, list[str], tuple[torch.Tensor, Counter[str]]]:
     """Return the pictures and labels of a split, the names of its classes, and some pictures.
 
-    The last are meant for describe_pictures: uint8 (n, size, size), or (n, 3, size, size) with mode
-    "RGB", and a count of the sizes and modes of all files that were read. Pictures are decoded once
-    and cached; they are decoded again if a file's content or the way of decoding changes. For the
-    options see read_split. Raises UsageError.
+    The last are meant for describe_pictures: uint8 (n, size, size), and a count of the sizes and
+    modes of all files that were read. Pictures are decoded once and cached; they are decoded again
+    if a file's content or the way of decoding changes. For the options see read_split. Raises
+    UsageError.
     """
     rows, labels, classes, chosen, where = read_split(name, split, *options)
     (image,) = rows.column_names
-    key = f"{fingerprint_of(rows)} {size} {mode} ".encode() + files.READER
+    key = f"{fingerprint_of(rows)} {size} ".encode() + files.READER
     cells = rows.cast_column(image, datasets.Image(decode=False))
-    shape = len(mode), size, size
-    decoded = decode_once(cells, shape, lambda file: files.read_square(file, size, mode), key)
+    read, shape = functools.partial(files.read_square, size=size), (1, size, size)
+    decoded = decode_once(cells, shape, read, key)
     if decoded.problems:
         raise UsageError(f"{where}: {describe_problems(decoded.problems, len(rows))}")
     pixels = torch.from_numpy(np.load(decoded.path, mmap_mode="r")[chosen.numpy()])
