@@ -76,16 +76,11 @@ def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> Epoch
     trains = batches is not None and batches.seed is not None
     if batches is not None and trains == training and loader in prepared_loaders(accelerator):
         return batches
-    got = f"got a {type(loader).__name__}"
-    if training:
-        raise RuntimeError(
-            f"run.steps(...) {got} whose order cannot be resumed: give it the training loader that "
-            "make_loaders(...) made and accelerator.prepare returned (in place of a sampler of "
-            "your own use its weights= or order=)"
-        )
+    call, kind = ("steps", "training") if training else ("evaluate", "evaluation")
     raise RuntimeError(
-        f"run.evaluate(...) {got} that is not the evaluation loader of make_loaders(...) as "
-        "prepared: give it that one, because others may give a sample twice or not at all"
+        f"run.{call}(...) got a {type(loader).__name__}: give it the {kind} loader that "
+        "make_loaders(...) made and accelerator.prepare returned: the order of others cannot be "
+        "resumed, and they may give a sample twice (for one of your own use weights= or order=)"
     )
 
 
