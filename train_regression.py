@@ -178,8 +178,7 @@ def validate(
         "prediction": torch.from_numpy(prediction),
         "target": torch.from_numpy(target),
     }
-    names = {"targets": metadata["targets"], "feature": metadata["features"][0]}
-    return metrics, predictions, names
+    return metrics, predictions, {"targets": metadata["targets"]}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
