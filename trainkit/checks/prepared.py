@@ -17,7 +17,6 @@ from trainkit.errors import as_usage_error
 from trainkit.loaders import EpochBatches, batches_of
 from trainkit.optim import weights_of
 from trainkit.private import (
-    fix_bucket_order,
     prepared_loaders,
     prepared_models,
     prepared_optimizers,
@@ -109,14 +108,6 @@ class Prepared:
                 model.train()
         self.requires_grad = self._requires_grad()
         self.saved: str | None = None  # schedules and run.state as in the checkpoint
-
-    def batches_of(self, loader: Any) -> EpochBatches:
-        """Return the batches of the training loader; RuntimeError for any other loader."""
-        return check_loader(self.accelerator, loader, training=True)
-
-    def fix_bucket_order(self) -> None:
-        """See private.fix_bucket_order. Every process must call this."""
-        fix_bucket_order(*self.given)
 
     def note(self, state: dict[str, Any]) -> None:
         """Remember the schedules and run.state, which must not change until the next step."""
