@@ -29,7 +29,7 @@ def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> di
     each of its files, so that a message can name the file that changed. Raises UsageError on all
     processes if their values differ.
     """
-    config = run.config
+    config, may_differ = run.config, run.config.nodes_may_differ
     files = [dataset.fingerprint() for dataset in run.sets if hasattr(dataset, "fingerprint")]
     loaders = filter(None, map(batches_of, prepared_loaders(run.accelerator)))
     orders = [
@@ -41,14 +41,12 @@ def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> di
         **config.experiment(),
         **{name: value for of in files for name, value in of.items()},
         "data": run.data_fingerprint,
-        "weights of samples": fingerprint_data(
-            *orders
-        ),  # or order=; this name is in old checkpoints
+        "weights of samples": fingerprint_data(*orders),  # or order=; old checkpoints say so
         "size": num_parameters(run.models),
         **{
             f"metadata[{name}]": json.dumps(value)
             for name, value in metadata.items()
-            if name not in config.nodes_may_differ
+            if name not in may_differ
         },
     }
     frozen = run.frozen  # filled only if the run is sharded
