@@ -117,7 +117,7 @@ def test_fit_shows_predictions_and_residuals(tmp_path):
     log = {"step": 1, "epoch": 1, "train_loss": 1.0, "eval_loss": 1.0, "eval_rmse": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(log) + "\n")
     assert [path.name for path in plots.draw_run(tmp_path)] == ["curves.png", "fit.png"]
-    against, residuals = plots.draw_fit(*saved(tmp_path, "predictions")).axes
+    against, residuals = plots.draw_fit(tensors, ["price"]).axes
     assert against.collections[0].get_offsets().tolist() == [[6, 7], [0, 1], [3, 4]]
     assert residuals.collections[0].get_offsets()[:, 1].tolist() == [1, 1, 1]
     assert "1" in residuals.get_title() and residuals.get_ylabel() == "predicted - true price"

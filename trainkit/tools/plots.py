@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,8 +66,8 @@ def draw_run(run_dir: Path) -> list[Path]:
         figures["confusion.png"] = draw_confusion(tensors, metadata["classes"])
         if "image" in tensors:
             figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
-    elif known and tensors["target"].ndim == 2:
-        figures["fit.png"] = draw_fit(tensors, metadata)
+    elif known and "targets" in metadata:
+        figures["fit.png"] = draw_fit(tensors, metadata["targets"])
     for name, figure in figures.items():
         figure.savefig(run_dir / name)
     return [run_dir / name for name in figures]
@@ -90,14 +89,16 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     for row, column in np.argwhere(matrix) if num <= MAX_CELLS else ():
         share = shares[row, column]
         shown = "100%" if share == 1 else f"{min(share, 0.999):.1%}"  # 99.97 % is not 100 %
-        style: dict[str, Any] = {
-            "ha": "center",
-            "va": "center",
-            "fontsize": font,
-            "linespacing": 0.95,
-        }
-        text, color = f"{matrix[row, column]}\n{shown}", "white" if share > 0.08 else "black"
-        axes.text(column, row, text, color=color, **style)
+        axes.text(
+            column,
+            row,
+            f"{matrix[row, column]}\n{shown}",
+            color="white" if share > 0.08 else "black",
+            ha="center",
+            va="center",
+            fontsize=font,
+            linespacing=0.95,
+        )
     ticks = range(0, num, -(-num // MAX_CELLS))
     names = [classes[tick] for tick in ticks]
     axes.set_xticks(ticks, names, rotation=90 if max(map(len, classes)) > 2 else 0)
@@ -126,10 +127,9 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> F
     return figure
 
 
-def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Figure:
+def draw_fit(tensors: dict[str, torch.Tensor], targets: Sequence[str]) -> Figure:
     """Draw predicted against true values, and residuals, per target."""
     prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
-    targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
     figure = new_figure(8.6, 4.2 * len(targets))
     grid = figure.subplots(len(targets), 2, squeeze=False)
     dots = {"s": 14, "facecolors": "none", "edgecolors": COLOURS[0], "linewidths": 0.8}
