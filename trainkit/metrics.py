@@ -92,8 +92,8 @@ class RunningMeans:
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
 
     def _reduce(self) -> dict[str, np.ndarray]:
-        rows = self.accelerator.reduce(self._row(), reduction="sum").view(-1, 2).cpu().numpy()
-        pairs = dict(zip(sorted(self.totals), rows.astype(float), strict=True))
+        rows = self.accelerator.reduce(self._row(), reduction="sum").view(-1, 2).tolist()
+        pairs = dict(zip(sorted(self.totals), map(np.array, rows), strict=True))
         return {name: pairs[name] for name in self.totals}
 
 
