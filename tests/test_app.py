@@ -128,13 +128,13 @@ def test_a_photo_is_uploaded_and_shown_in_colour_with_what_was_confused(tmp_path
     sees, why = seen(tab, 0), seen(tab, 1)
     assert sees.shape == (64, 64, 3) and sees[32, 32].argmax() == 1
     assert why[32, 32, 0] > 100 > why[32, 32, 2]  # orange: the middle speaks for it
-    tab.locator(".shelf button img").nth(3).click()  # after one of each class
+    tab.locator(".shelf").last.locator("button img").first.click()
     tab.wait_for_function("document.querySelector('#why').innerText.includes('a smaller copy')")
     evaluated = predict.load_run(run_dir, Path(colours.__file__))
     logits = evaluated.evaluated["logits"][40] / evaluated.calibration["temperature"]
     said = f"green\n{logits.softmax(0).max():.2%}"  # as it was evaluated, not of the small copy
     assert tab.locator(".said").last.inner_text().split() == said.split()
-    assert "red, taken for green" in tab.locator(".shelf").inner_text()
+    assert "red, taken for green" in tab.locator(".shelf").last.inner_text()
     tab.get_by_text("confusions").click()
     tab.wait_for_selector("img[src^='data:image']")
 
@@ -168,11 +168,11 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_dir)
 
 def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnist_run):
     predictor = predict.load_run(mnist_run)
-    evaluated = page.find_evaluated(predictor)
-    numbers, captions = map(list, zip(*evaluated[:10], strict=True))
+    shelves = page.find_shelves(predictor)
+    numbers, captions = map(list, zip(*shelves["test pictures"], strict=True))
     assert captions == [*"0123456789"]
     assert predictor.evaluated["target"][numbers].tolist() == [*range(10)]
-    assert all(re.fullmatch(r"\d, taken for \d", text) for _, text in evaluated[10:])
+    assert all(re.fullmatch(r"\d, taken for \d", text) for _, text in shelves["worst mistakes"])
     seven = predictor.evaluated["image"][numbers[7]]
     said, shares, views = answers.describe(predictor, seven)
     assert max(shares, key=shares.get) in said and list(shares) == captions

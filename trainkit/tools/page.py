@@ -28,16 +28,16 @@ MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 
 MAX_SHOWN = 20  # test pictures, one of each class
 
 
-def find_evaluated(predictor: Any) -> list[tuple[int, str]]:
+def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
     """Return evaluated pictures to choose from, number and caption: one per class, mistakes."""
     tensors, classes = predictor.evaluated, predictor.metadata["classes"]
     said, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
     last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
     worst = plots.worst_mistakes(tensors)[0].tolist() if last else ()
-    return [
-        *[(last[name], name) for name in classes if name in last][:MAX_SHOWN],
-        *((number, f"{truth[number]}, taken for {said[number]}") for number in worst),
-    ]
+    return {
+        "test pictures": [(last[name], name) for name in classes if name in last][:MAX_SHOWN],
+        "worst mistakes": [(n, f"{truth[n]}, taken for {said[n]}") for n in worst],
+    }
 
 
 def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
@@ -62,26 +62,31 @@ def answer_drawing(predictor: Any, drawn: dict[str, Any] | None) -> tuple:
     return answer_file(predictor, file)
 
 
-def add_evaluated(predictor: Any, shown: list) -> None:
-    """Add evaluated pictures, of which the user can choose one, and what was taken for what."""
+def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: list) -> None:
+    """Add evaluated pictures of which the user can choose one to see its prediction."""
     import gradio
 
-    pictures, evaluated = plots.saved_pictures(predictor.evaluated), find_evaluated(predictor)
+    pictures = plots.saved_pictures(predictor.evaluated)
     logits = predictor.evaluated["logits"] / predictor.calibration["temperature"]
 
     def choose(chosen: gradio.SelectData) -> tuple:
-        number, _ = evaluated[chosen.index]
+        number, _ = shelf[chosen.index]
         return answers.describe(predictor, pictures[number], "", logits[number].softmax(0))
 
-    if evaluated:
-        gallery = gradio.Gallery(
-            [(plots.to_array(pictures[number]), caption) for number, caption in evaluated],
-            label="test pictures: one of each class, then the worst mistakes",
-            format="png",
-            allow_preview=False,
-            elem_classes="shelf",
-        )
-        gallery.select(choose, None, shown, show_progress="hidden")
+    named = [(plots.to_array(pictures[number]), caption) for number, caption in shelf]
+    gallery = gradio.Gallery(
+        named, label=label, format="png", allow_preview=False, elem_classes="shelf"
+    )
+    gallery.select(choose, None, shown, show_progress="hidden")
+
+
+def add_evaluated(predictor: Any, shown: list) -> None:
+    """Add the pictures to choose from, and what was taken for what."""
+    import gradio
+
+    for label, shelf in find_shelves(predictor).items():
+        if shelf:
+            add_shelf(predictor, label, shelf, shown)
     with gradio.Accordion("confusions", open=False):
         classes = predictor.metadata["classes"]
         gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
