@@ -36,7 +36,11 @@ from torch.utils.data import DataLoader
 from trainkit.config import Count, MayChange, NonNegative, Rule, Schedule, parse
 from trainkit.data import tables
 
-Widths = Annotated[list[int], Rule(lambda value: min(value, default=0) >= 1, "at least 1 each")]
+Widths = Annotated[
+    list[int],
+    tables.comma_separated(int),
+    Rule(lambda value: min(value, default=0) >= 1, "at least 1 each"),
+]
 LOSSES: dict[str, Callable] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
 
 

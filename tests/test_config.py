@@ -60,7 +60,7 @@ WRONG = {
     "--patience 3": "--patience needs --keep-best",
     "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
     "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
-    "--hidden 3 0": "--hidden [3, 0] must be at least 1 each",
+    "--hidden 3,0": "--hidden [3, 0] must be at least 1 each",
     "--noise -1": "--noise -1.0 must be a number of at least 0",
     "--test-fraction 1": "--test-fraction 1.0 must be at least 0 and below 1",
     "--target x": "--target and --features name columns of --data",

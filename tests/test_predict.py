@@ -236,7 +236,7 @@ def table_run(tmp_path_factory, run_main):
     table.loc[7, "area"] = None
     path = folder / "houses.csv"
     table.assign(price=price.round(2), rent=(price / 300).round(3)).to_csv(path, index=False)
-    flags = f"--data {path} --target price rent --features area city"
+    flags = f"--data {path} --target price,rent --features area,city --missing impute"
     run_main("train_regression", *f"{flags} --model mlp --epochs 5 --run-dir {folder}/run".split())
     with open(path, newline="") as file:
         records = [*csv.DictReader(file)]

@@ -171,9 +171,9 @@ def test_an_mlp_learns_what_a_line_cannot(tmp_path, run_main):
     table = pd.DataFrame(inputs, columns=["a", "b"])
     table["product"], table["square"] = inputs.prod(1) * 1000, inputs[:, 0] ** 2
     table.to_json(tmp_path / "table.jsonl", orient="records", lines=True)
-    data = f"--data {tmp_path}/table.jsonl --target product square --epochs 12 --save-every 1000000"
+    data = f"--data {tmp_path}/table.jsonl --target product,square --epochs 12 --save-every 1000000"
     line = run_main("train_regression", *f"{data} --run-dir {tmp_path}/line".split())
-    mlp = f"{data} --run-dir {tmp_path}/mlp --model mlp --hidden 32 32 --loss huber"
+    mlp = f"{data} --run-dir {tmp_path}/mlp --model mlp --hidden 32,32 --loss huber"
     metrics = run_main("train_regression", *f"{mlp} --target-r2 0.8".split())
     assert line["eval_r2"] < 0.2 < 0.9 < metrics["eval_r2"] < 1
     assert list(saved(tmp_path / "mlp")[0]) == [

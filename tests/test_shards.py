@@ -25,7 +25,7 @@ from trainkit.run_dir.weights import write_tensors
 
 CLOSE = 1e-6  # between losses of float32 runs that add up in different orders
 KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
-SMALL = ["--num-samples", 375, "--model", "mlp", "--hidden", 128, 128, "--batch-size", 60]
+SMALL = ["--num-samples", 375, "--model", "mlp", "--hidden", "128,128", "--batch-size", 60]
 SMALL += ["--epochs", 2, "--log-every", 1, "--save-every", 2, "--keep", 9, "--clip-norm", "inf"]
 SMALL += ["--timeout", 20, "--no-pictures", "--resume", "auto"]
 LAST = 10  # steps of it, five per epoch
@@ -374,7 +374,7 @@ def test_the_limits_of_all_groups_around_this_process_count(tmp_path):
 def test_a_killed_run_ends_with_equal_bytes_and_its_checkpoints_hold_nothing_frozen(
     nursery, tmp_path, kind
 ):
-    args = [*SMALL, "--hidden", 400, 400, "--keep", 2, "--ema", 0.9, "--keep-best", "eval_loss"]
+    args = [*SMALL, "--hidden", "400,400", "--keep", 2, "--ema", 0.9, "--keep-best", "eval_loss"]
     plan: dict[str, Any] = {"script": "adapted", "kind": kind}
     kill = {"rank": 1, "signal": [6, signal.SIGKILL]}
     train(nursery, tmp_path / "run", *args, **plan, fault=kill, codes=[1, -signal.SIGKILL])

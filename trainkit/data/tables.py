@@ -3,6 +3,8 @@
 `where` names the table; the sentence of a UsageError begins with it.
 """
 
+import csv
+import io
 import json
 import re
 import shlex
@@ -10,11 +12,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
+from tyro.constructors import PrimitiveConstructorSpec
 
 from trainkit.cli.text import count, shorten
 from trainkit.config import Fraction, MayChange, Seed, TrainingConfig
@@ -35,18 +38,40 @@ MAX_SHOWN = 30  # columns in a message
 MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]
 
 
+def names(text: str) -> list[str]:
+    """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`."""
+    lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+    return [name.strip() for line in lines for name in line if name.strip()]
+
+
+def comma_separated(kind: type) -> PrimitiveConstructorSpec[list]:
+    """Tell tyro how a flag that is one word, a,b, becomes a list of this type."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B",
+        instance_from_str=lambda words: [kind(name) for name in names(words[0])],
+        is_instance=lambda value: isinstance(value, list),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
+
+
+Names = Annotated[list[str], comma_separated(str)]
+
+
 @dataclass
 class TableConfig(TrainingConfig):
-    """The flags of a script that reads a table; several columns are written one after another."""
+    """The flags of a script that reads a table; columns are written as a,b."""
 
     data: MayChange[str | None] = None
     """CSV, JSON or Parquet file, a folder of them, or Hub id"""
-    target: list[str] | None = None
-    """columns to predict"""
-    features: list[str] | None = None
-    """columns to predict from (default: all that can be used)"""
-    categorical: list[str] = field(default_factory=list)
+    target: Names | None = None
+    """columns to predict, as a,b; a name with a comma in double quotes: 'a,"b, c"'"""
+    features: Names | None = None
+    """columns to predict from, written like --target (default: all that can be used)"""
+    categorical: Names = field(default_factory=list)
     """columns that are categories although their values read as numbers"""
+    missing: Literal["refuse", "impute", "drop"] | None = None
+    """of a feature: refuse it, fill in the training mean, drop the row (default: impute)"""
     separator: str | None = None
     """of the values in text files (default: , ; tab or |)"""
     encoding: str | None = None
@@ -103,6 +128,7 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     UsageError.
 
     separator: None means the one that splits the first line most often. encoding: None means UTF-8.
+    Other options come from older runs.
     """
     path = Path(name)
     if not path.exists():
@@ -146,7 +172,7 @@ def _kind(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def _read_file(path: Path, separator: Any = None, encoding: Any = None) -> pd.DataFrame:
+def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any) -> pd.DataFrame:
     import fsspec  # these two are imported here: a run on synthetic data starts without them
     import pyarrow.parquet
 
@@ -167,8 +193,9 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None) -> pd.Da
         separator = separator or max(",;\t|", key=first.count)
         # The names are read as a row, because pandas would rename the second of two equal ones.
         rows = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, header=None)
-    # A missing name becomes one that pandas gives to a second such column.
-    names = [name or f"Unnamed: {i}.0" for i, name in enumerate(rows.iloc[0].str.strip())]
+    names = [*rows.iloc[0].str.strip()]
+    for i, name in enumerate(names):  # a missing name becomes the one pandas gives
+        names[i] = name or f"Unnamed: {i}{'.0' * (f'Unnamed: {i}' in names)}"
     return rows[1:].set_axis(names, axis=1)
 
 
@@ -198,6 +225,11 @@ def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.
             )
     chosen = table[[*dict.fromkeys(names)]]
     return chosen.mask(chosen.isin([""]))
+
+
+def typed(*names: str) -> str:
+    """Return column names as typed after a flag; one with a comma is in two pairs of quotes."""
+    return shlex.quote(",".join(f'"{name}"' if "," in name else name for name in names))
 
 
 def parse(values: pd.Series, column: Column) -> pd.Series:
@@ -230,9 +262,10 @@ def learn_column(values: pd.Series, train: np.ndarray, config: TableConfig) -> C
     """Learn from its training rows how a feature is encoded, or return why it is left out.
 
     It is a category if --categorical says so, or if no value reads as a number or as a date. A
-    missing number becomes the mean, a missing category the most frequent one, if the column lacks a
-    value. In a column of numbers or dates the words of MISSING count as missing values. Words
-    without a digit do too, if at most one cell in ten holds one.
+    missing number becomes the mean, a missing category the most frequent one: with --missing
+    impute, and also without --missing if the column lacks a value. In a column of numbers or dates
+    the words of MISSING count as missing values. Words without a digit do too, if at most one cell
+    in ten holds one.
     """
     if INDEX.fullmatch(values.name) and not config.features:
         return "left out: an index"
@@ -249,8 +282,9 @@ def learn_column(values: pd.Series, train: np.ndarray, config: TableConfig) -> C
     parsed = parse(values, column)
     known, odd = parsed.iloc[train], values[parsed.isna()].astype(object).fillna("").astype(str)
     others = odd[~odd.isin(MISSING)]
+    impute = config.missing == "impute" or (config.missing is None and len(odd) > 0)
     # Words with a digit are not missing values: 1,234 is a number, although it is not read as one.
-    if len(odd) and 9 * len(others) <= parsed.count() and not others.str.contains(r"\d").any():
+    if impute and 9 * len(others) <= parsed.count() and not others.str.contains(r"\d").any():
         column.words = odd.value_counts().to_dict()
     counts = known.value_counts().sort_index()
     if len(counts) == 1 or not len(counts) + len(others):
@@ -262,7 +296,7 @@ def learn_column(values: pd.Series, train: np.ndarray, config: TableConfig) -> C
     else:
         # Of equally frequent texts the first in the alphabet, which is the same on every machine.
         column.categories, fill = [*counts.index], counts.idxmax()
-    column.fill = fill if len(odd) else None
+    column.fill = fill if impute else None
     return column
 
 
@@ -303,15 +337,19 @@ def load_table(config: TableConfig) -> tuple[pd.DataFrame, list[str], dict[str, 
     if not config.target:
         raise UsageError(
             f"{where}: choose the column to predict with --target: "
-            f"{shorten([*map(shlex.quote, table)], MAX_SHOWN)}"
+            f"{shorten([*map(typed, table)], MAX_SHOWN)}"
         )
     choose_columns(table, config.categorical, where)
     table = choose_columns(table, [*(config.features or table), *config.target], where)
-    needed = table[config.target]
-    missing = needed.isna() | needed.isin(MISSING)
+    needed, what = (
+        (table, "value") if config.missing == "drop" else (table[config.target], "target")
+    )
+    kinds = [learn_column(needed[name], np.arange(len(table)), config) for name in needed]
+    numbers = [getattr(kind, "categories", 0) is None for kind in kinds]
+    missing = needed.isna() | (needed.isin(MISSING) & numbers)
     used = table[~missing.any(axis=1)]
     words = needed.astype(object).fillna("").where(missing).stack().value_counts().to_dict()
-    dropped = f", {count(len(table) - len(used), 'row')} dropped: no target{_list_counts(words)}"
+    dropped = f", {count(len(table) - len(used), 'row')} dropped: no {what}{_list_counts(words)}"
     known = {
         "data": Path(config.data).name + table.attrs.get("files", ""),
         "read_options": options,
@@ -394,7 +432,7 @@ def _judge(learned: dict[str, Any], config: TableConfig) -> str:
         return (
             f"{text}\nWrite numbers like 1234.5, without currency, unit, % or thousands separator"
         )
-    return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {shlex.join(good)}"
+    return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
 
 
 def split_rows(num_rows: int, config: TableConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,6 @@
 
 import importlib.util
 import re
-import shlex
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -217,7 +216,7 @@ def _only(found: list[str], names: list[str], where: str, flag: str, what: str) 
         fits = f"{shorten(found, tables.MAX_SHOWN)} could be" if found else "no column seems to be"
         raise UsageError(
             f"{where}: {fits} the {what}: choose the column by {flag}: "
-            f"{shorten([*map(shlex.quote, names)], tables.MAX_SHOWN)}"
+            f"{shorten([*map(tables.typed, names)], tables.MAX_SHOWN)}"
         )
     return found[0]
 
