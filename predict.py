@@ -14,6 +14,7 @@ an input and an output into text. See docs/your_own.md for a script of your own.
 
 import contextlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from typing import Any
 from trainkit import startup
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from tyro.conf import Positional
@@ -86,6 +88,7 @@ class Classifier(Predictor):
     def __init__(self, *run: Any):
         super().__init__(*run)
         self.calibration = {"temperature": 1.0, "threshold": 0.0}
+        self.calibration |= self.metadata.get("calibration", {})
         if "logits" in self.evaluated:
             self.calibration = calibrate(self.evaluated["logits"], self.evaluated["target"])
 
@@ -235,8 +238,13 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
     if not path.is_file():
         raise UsageError(f"{run_dir} is not a finished run: it has no {path.name}")
     with as_usage_error(f"{path} is not a model of these scripts"):
-        metadata = records.read_metadata(path)
-        evaluated, _ = records.load_predictions(run_dir / records.PREDICTIONS)
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads((file.metadata() or {})["trainkit"])
+        evaluated, said = records.load_predictions(run_dir / records.PREDICTIONS)
+        metadata |= {name: said[name] for name in said if name == "calibration"}
+        for name, input_kind in (("pictures", "picture"), ("columns", "table")):
+            if name in metadata:
+                metadata.setdefault("input", input_kind)  # runs of earlier versions do not say it
         script = load_script(script_path or find_script(metadata["script"]))
         kind = KINDS.get(metadata.get("input", ""))
         if kind is None or not hasattr(script, "make_model"):

@@ -182,7 +182,8 @@ def validate(
         "prediction": torch.from_numpy(prediction),
         "target": torch.from_numpy(target),
     }
-    return metrics, predictions, {"targets": metadata["targets"]}
+    names = {"targets": metadata["targets"], "feature": metadata["features"][0]}
+    return metrics, predictions, names
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:

@@ -110,17 +110,20 @@ def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(tmp_path):
         (tmp_path / "metrics.jsonl").write_text("not json\n")
 
 
-def test_fit_shows_predictions_and_residuals(tmp_path):
-    target = torch.tensor([[6.0], [0.0], [3.0]])
-    tensors = {"prediction": target + 1, "target": target}
-    write_tensors(tmp_path / records.PREDICTIONS, tensors, {"targets": ["price"]})
+def test_fit_shows_predictions_residuals_and_for_one_feature_the_line(tmp_path):
+    feature = torch.tensor([[2.0], [0.0], [1.0]])
+    tensors = {"prediction": 3 * feature + 1, "target": 3 * feature, "feature": feature}
+    about = {"targets": ["price"], "feature": "area"}
+    write_tensors(tmp_path / records.PREDICTIONS, tensors, about)
     log = {"step": 1, "epoch": 1, "train_loss": 1.0, "eval_loss": 1.0, "eval_rmse": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(log) + "\n")
     assert [path.name for path in plots.draw_run(tmp_path)] == ["curves.png", "fit.png"]
-    against, residuals = plots.draw_fit(tensors, ["price"]).axes
+    against, residuals, line = plots.draw_fit(*saved(tmp_path, "predictions")).axes
     assert against.collections[0].get_offsets().tolist() == [[6, 7], [0, 1], [3, 4]]
     assert residuals.collections[0].get_offsets()[:, 1].tolist() == [1, 1, 1]
     assert "1" in residuals.get_title() and residuals.get_ylabel() == "predicted - true price"
+    assert line.lines[0].get_xydata().tolist() == [[0, 1], [1, 4], [2, 7]]
+    assert line.get_xlabel() == "area"
 
 
 def test_mistakes_are_shown_in_colour_if_there_is_a_picture_of_them(tmp_path):

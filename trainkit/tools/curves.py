@@ -18,13 +18,15 @@ def draw_curves(run_dir: Path) -> Figure:
     """Draw the loss, the accuracy or error if there is one, and the learning rate of a run."""
     rows = read_rows(run_dir / "metrics.jsonl")
     measured = {name for row in rows for name in row}
-    scores = [name for name in ("accuracy", "rmse") if f"eval_{name}" in measured][:1]
-    names, heights = ["loss", *scores, "learning_rate"], [3] * (1 + len(scores)) + [1.3]
-    figure = new_figure(8, 1.7 + sum(heights))
-    grid = figure.subplots(len(names), sharex=True, height_ratios=heights)
+    heights = {"loss": 3, "accuracy": 3, "rmse": 3, "learning_rate": 1.3}
+    for name in ("accuracy", "rmse"):
+        if f"eval_{name}" not in measured or len(heights) == 3:  # one score is drawn
+            del heights[name]
+    figure = new_figure(8, 1.7 + sum(heights.values()))
+    grid = figure.subplots(len(heights), sharex=True, height_ratios=[*heights.values()])
     timing = read_rows(run_dir / "timing.jsonl")
     resumes = [row["resumed_at"] for row in timing if "resumed_at" in row]
-    for axes, name in zip(grid, names, strict=True):
+    for axes, name in zip(grid, heights, strict=True):
         # An evaluation has a train_loss too, the mean of its epoch; only those of steps are drawn.
         steps = [row for row in rows if name != "loss" or "eval_loss" not in row]
         mean = "" if name == "loss" else ", mean of the epoch"

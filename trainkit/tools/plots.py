@@ -20,7 +20,7 @@ from trainkit.errors import UsageError, as_usage_error
 from trainkit.launch import startup
 from trainkit.run_dir.records import PREDICTIONS, load_predictions
 from trainkit.tools import curves
-from trainkit.tools.curves import COLOURS, new_figure
+from trainkit.tools.curves import COLOURS, legend_above, new_figure
 
 NUM_MISTAKES = 24
 MAX_CELLS = 32  # classes up to which confusion.png has room for all numbers and names
@@ -127,14 +127,18 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> F
     return figure
 
 
-def draw_fit(tensors: dict[str, torch.Tensor], targets: Sequence[str]) -> Figure:
-    """Draw predicted against true values, and residuals, per target."""
+def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Figure:
+    """Draw predicted against true values, and residuals, per target; for one feature the line."""
     prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
-    figure = new_figure(8.6, 4.2 * len(targets))
-    grid = figure.subplots(len(targets), 2, squeeze=False)
+    targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
+    feature = tensors.get("feature", torch.zeros(0, 0)).numpy()
+    columns = 3 if feature.shape[1] == 1 else 2
+    figure = new_figure(4.3 * columns, 4.2 * len(targets))
+    grid = figure.subplots(len(targets), columns, squeeze=False)
     dots = {"s": 14, "facecolors": "none", "edgecolors": COLOURS[0], "linewidths": 0.8}
-    for axes, name, said, true in zip(grid, targets, prediction.T, truth.T, strict=True):
-        against, residuals = axes
+    for (against, residuals, *line), name, said, true in zip(
+        grid, targets, prediction.T, truth.T, strict=True
+    ):
         against.scatter(true, said, **dots)
         against.axline((true.mean(), true.mean()), slope=1, color="black", linewidth=1.2)
         against.set(xlabel=f"true {name}", ylabel=f"predicted {name}", title="on the line: exact")
@@ -143,6 +147,12 @@ def draw_fit(tensors: dict[str, torch.Tensor], targets: Sequence[str]) -> Figure
         residuals.set(xlabel=f"predicted {name}", ylabel=f"predicted - true {name}")
         rmse = np.sqrt(np.mean((said - true) ** 2))
         residuals.set_title(f"root mean square error {rmse:.4g}")
+        for axes in line:
+            axes.scatter(feature, true, label="true", **dots)
+            order = feature[:, 0].argsort()
+            axes.plot(feature[order], said[order], color=COLOURS[1], label="predicted")
+            axes.set(xlabel=metadata.get("feature", "feature"), ylabel=name)
+            legend_above(axes, ncols=2)
     for axes in figure.axes:
         axes.locator_params(nbins=4)
     return figure
