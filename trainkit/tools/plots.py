@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,8 +67,8 @@ def draw_run(run_dir: Path) -> list[Path]:
         figures["confusion.png"] = draw_confusion(tensors, metadata["classes"])
         if "image" in tensors:
             figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
-    elif known and "targets" in metadata:
-        figures["fit.png"] = draw_fit(tensors, metadata["targets"])
+    elif known and tensors["target"].ndim == 2:
+        figures["fit.png"] = draw_fit(tensors, metadata)
     for name, figure in figures.items():
         figure.savefig(run_dir / name)
     return [run_dir / name for name in figures]
