@@ -14,9 +14,9 @@ from trainkit.errors import UsageError
 
 # What is typed, and a part of the sentence that answers it.
 SLIPS = {
-    "--epoch 3": "unrecognized arguments: --epoch 3; perhaps you meant --epochs (see ",
-    "--optimizer sgdd": "perhaps you meant sgd",
-    "--save-every None": "--save-every: INT cannot be read from ['None'] (see ",
+    "--epoch 3": "Unrecognized options: --epoch, 3; perhaps you meant --cosine-epochs or --epochs",
+    "--optimizer sgdd": "'--optimizer'. Expected one of ('adamw', 'adam', 'sgd') (see ",
+    "--save-every None": "--save-every: no type matching INT could be instantiated from ['None'] (",
     "--keep 2 --seed": "Missing value for argument '",
     "@{}/gone": "gone cannot be read: ",
     "@{}/open": "open cannot be read: ValueError: No closing quotation",

@@ -44,7 +44,12 @@ def test_the_card_says_what_was_measured_and_how_the_model_was_made(run_dir, tab
     ):
         card = ModelCard.load(folder / "export" / "README.md")
         recorded, last = json.loads((folder / "run.json").read_text()), rows(folder, "epochs")[-1]
-        for text in (said, recorded["machine"], recorded["versions"]["torch"]):
+        for text in (
+            f"# {folder.name}\n",
+            said,
+            recorded["machine"],
+            recorded["versions"]["torch"],
+        ):
             assert text in card.text
         found = {result.metric_type: result.metric_value for result in card.data.eval_results}
         known = {name[5:]: last[name] for name in last if name.startswith("eval_")}

@@ -155,7 +155,7 @@ def test_one_process_says_why_it_cannot_start(fork_main):
     env = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "")
     done = fork_main("train_regression.py", "--bad", env=env)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: unrecognized arguments: --bad")
+    assert done.stderr.startswith("error: Unrecognized options: --bad")
 
 
 @posix_only

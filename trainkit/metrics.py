@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -23,19 +24,18 @@ class RunningMeans:
             lambda: torch.zeros((), device=accelerator.device)
         )
         self.counts: dict[str, int | torch.Tensor] = defaultdict(int)
-        self.totals: dict[str, tuple[float, float]] = {}  # sum and count of the epoch, flushed
+        self.totals: dict[str, np.ndarray] = {}  # sum and count of the epoch, flushed
 
     def add(self, name: str, total: torch.Tensor, count: int | torch.Tensor) -> None:
         """Add the sum of `count` values of this process, a scalar on the device."""
-        self.totals.setdefault(name, (0.0, 0.0))
+        self.totals.setdefault(name, np.zeros(2))
         self.sums[name] += total
         self.counts[name] += count
 
     def flush(self, prefix: str) -> dict[str, float]:
         """PREFIX_NAME: the means since the last flush. Every process must call this."""
         window = self._reduce()
-        for name, pair in window.items():
-            self.totals[name] = add_pairs(self.totals[name], pair)
+        self.totals = {name: self.totals[name] + window[name] for name in window}
         self.sums.clear()
         self.counts.clear()
         return divide(prefix, window)
@@ -45,8 +45,8 @@ class RunningMeans:
 
         It flushes nothing, so an evaluation does not change the rounding of later means.
         """
-        window = self._reduce().items()
-        return divide(prefix, {name: add_pairs(self.totals[name], pair) for name, pair in window})
+        window = self._reduce()
+        return divide(prefix, {name: self.totals[name] + window[name] for name in window})
 
     def clear(self) -> None:
         """Start a new epoch."""
@@ -55,7 +55,8 @@ class RunningMeans:
 
     def state(self) -> dict[str, Any]:
         """Return the whole state, as JSON. Every process must call this."""
-        return {"rows": gather_object([self._row().tolist()]), "totals": self.totals}
+        totals = {name: pair.tolist() for name, pair in self.totals.items()}
+        return {"rows": gather_object([self._row().tolist()]), "totals": totals}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore state(), which may come from a run with another number of processes."""
@@ -64,7 +65,7 @@ class RunningMeans:
             row = rows[accelerator.process_index]
         else:
             row = rows.sum(0) * accelerator.is_main_process
-        self.totals = {name: tuple(pair) for name, pair in state["totals"].items()}
+        self.totals = {name: np.array(pair) for name, pair in state["totals"].items()}
         pairs = row.view(len(self.totals), 2)
         for name, (total, count) in zip(sorted(self.totals), pairs, strict=True):
             self.sums[name] = total.float().to(accelerator.device)
@@ -90,19 +91,17 @@ class RunningMeans:
         numbers = [torch.as_tensor(x, dtype=dtype, device=device) for pair in pairs for x in pair]
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
 
-    def _reduce(self) -> dict[str, tuple[float, float]]:
-        row = self.accelerator.reduce(self._row(), reduction="sum").tolist()
-        pairs = dict(zip(sorted(self.totals), zip(row[::2], row[1::2], strict=True), strict=True))
+    def _reduce(self) -> dict[str, np.ndarray]:
+        rows = self.accelerator.reduce(self._row(), reduction="sum").view(-1, 2).tolist()
+        pairs = dict(zip(sorted(self.totals), map(np.array, rows), strict=True))
         return {name: pairs[name] for name in self.totals}
 
 
-def add_pairs(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
-    return first[0] + second[0], first[1] + second[1]
-
-
-def divide(prefix: str, pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
+def divide(prefix: str, pairs: dict[str, np.ndarray]) -> dict[str, float]:
     """PREFIX_NAME: each sum divided by its own count; names with a count of 0 are left out."""
-    return {f"{prefix}_{name}": total / count for name, (total, count) in pairs.items() if count}
+    return {
+        f"{prefix}_{name}": float(total / count) for name, (total, count) in pairs.items() if count
+    }
 
 
 def sum_and_count(

@@ -17,7 +17,6 @@ from trainkit.errors import as_usage_error
 from trainkit.loaders import EpochBatches, batches_of
 from trainkit.optim import weights_of
 from trainkit.private import (
-    fix_bucket_order,
     prepared_loaders,
     prepared_models,
     prepared_optimizers,
@@ -76,16 +75,11 @@ def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> Epoch
     trains = batches is not None and batches.seed is not None
     if batches is not None and trains == training and loader in prepared_loaders(accelerator):
         return batches
-    got = f"got a {type(loader).__name__}"
-    if training:
-        raise RuntimeError(
-            f"run.steps(...) {got} whose order cannot be resumed: give it the training loader that "
-            "make_loaders(...) made and accelerator.prepare returned (in place of a sampler of "
-            "your own use its weights= or order=)"
-        )
+    call, kind = ("steps", "training") if training else ("evaluate", "evaluation")
     raise RuntimeError(
-        f"run.evaluate(...) {got} that is not the evaluation loader of make_loaders(...) as "
-        "prepared: give it that one, because others may give a sample twice or not at all"
+        f"run.{call}(...) got a {type(loader).__name__}: give it the {kind} loader that "
+        "make_loaders(...) made and accelerator.prepare returned: the order of others cannot be "
+        "resumed, and they may give a sample twice (for one of your own use weights= or order=)"
     )
 
 
@@ -114,14 +108,6 @@ class Prepared:
                 model.train()
         self.requires_grad = self._requires_grad()
         self.saved: str | None = None  # schedules and run.state as in the checkpoint
-
-    def batches_of(self, loader: Any) -> EpochBatches:
-        """Return the batches of the training loader; RuntimeError for any other loader."""
-        return check_loader(self.accelerator, loader, training=True)
-
-    def fix_bucket_order(self) -> None:
-        """See private.fix_bucket_order. Every process must call this."""
-        fix_bucket_order(*self.given)
 
     def note(self, state: dict[str, Any]) -> None:
         """Remember the schedules and run.state, which must not change until the next step."""

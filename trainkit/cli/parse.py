@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import io
 import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_type_hints
 
@@ -36,31 +34,22 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     assert "__dataclass_fields__" in vars(kind), f"{kind.__name__} lacks @dataclass"
     about = sys.modules[kind.__module__].__doc__ or ""  # there is none under python -OO
     words = list(_read_files(sys.argv[1:] if argv is None else argv))
-    said = io.StringIO()
+    script, said = Path(sys.argv[0]).name, io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            config, unknown = tyro.cli(
+            config = tyro.cli(
                 _in_order_of_help(kind),
-                prog=Path(sys.argv[0]).name,
+                prog=script,
                 description=about.partition("\n")[0],
                 args=words,
-                return_unknown_args=True,
                 config=(tyro.conf.DisallowNone,),
             )
     except SystemExit as end:
         if not end.code:
             raise  # after --help
-        problem = _first_sentence(said.getvalue())
-        typed, *choices = re.findall("'([^']*)'", problem) or [""]
-    else:
-        config.__class__ = kind
-        if not unknown:
-            return config
-        problem, typed = f"unrecognized arguments: {' '.join(unknown)}", unknown[0].split("=")[0]
-        choices = [flag(no + name) for name in vars(config) for no in ("", "no_")]
-    meant = difflib.get_close_matches(typed, choices, 1)
-    problem += f"; perhaps you meant {meant[0]}" if meant else ""
-    raise UsageError(f"{problem} (see {Path(sys.argv[0]).name} --help)")
+        raise UsageError(f"{_first_sentence(said.getvalue())} (see {script} --help)") from None
+    config.__class__ = kind
+    return config
 
 
 def flag(name: str) -> str:
@@ -100,9 +89,12 @@ def _in_order_of_help(kind: type[C]) -> type[C]:
 
 
 def _first_sentence(box: str) -> str:
-    """Return tyro's message, without its frame and colours, up to the first horizontal line."""
-    rows = re.findall("[|\u2502] (.*) [|\u2502]", re.sub(r"\x1b\[[\d;]*m", "", box))
-    lines = takewhile(lambda row: row.strip(" -\u2500"), rows)
-    text = " ".join(line.strip() for line in lines)
-    text = text.removeprefix("Error parsing ").rstrip(". ")
-    return text.replace("no type matching ", "").replace("could be instantiated", "cannot be read")
+    """Return tyro's message, without title, frame and colours, up to the first line across it.
+
+    The flags that it suggests below that line are added.
+    """
+    rows = re.sub(r"\x1b\[[\d;]*m|[|\u2502]", "", box).partition("\n")[2].lstrip("- \n")
+    text, below, *_ = re.split("\n[-\u2500 ]*\n", rows)
+    meant = re.findall(r"^ +(--[\w-]+)", below, re.M) if "erhaps you meant" in below else ()
+    said = " ".join(text.split()).rstrip(".")
+    return said + f"; perhaps you meant {' or '.join(meant)}" * bool(meant)

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import fsspec
 import numpy as np
 import pandas as pd
-import pyarrow.parquet
 import torch
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -175,6 +173,9 @@ def _kind(path: Path) -> str:
 
 
 def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any) -> pd.DataFrame:
+    import fsspec  # these two are imported here: a run on synthetic data starts without them
+    import pyarrow.parquet
+
     kind = _kind(path)
     if kind == ".parquet":
         # An index that pandas wrote is read too, because it may be a column that somebody named.

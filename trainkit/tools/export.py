@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
-from trainkit.cli.text import shorten
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.run_dir.files import write_json
 from trainkit.run_dir.records import last_evaluation, read_run_json
@@ -59,22 +58,21 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
         if path.exists()
     ]
     facts = {
-        **{name: run[name] for name in ("world", "machine")},
-        **describe_example(predictor, folder),
-        "title": one_line(run_dir.resolve().name),
-        "num_samples": f"{num_samples:,}",
+        "title": run_dir.resolve().name,
+        "predictor": predictor,
+        "run": run,
+        "command": shlex.join(["python", *words]),
+        "num_parameters": sum(weight.numel() for weight in predictor.parameters()),
+        "num_samples": num_samples,
         "metrics": {
             name[5:]: metrics[name]
             for name in metrics
             if name.startswith("eval_") and name != "eval_samples"
         },
-        "command": one_line(shlex.join(["python", *words])),
-        "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
-        "is_timm": "config.json" in copied,
-        "pictures": [name for name in copied if name.endswith(".png")],
-        "license": license,
+        "copied": copied,
+        "answer": write_example(predictor, folder),
     }
-    write_card(facts, folder / "README.md")
+    write_card(facts, license, folder / "README.md")
     return folder
 
 
@@ -114,52 +112,33 @@ def write_onnx(predictor: Any, path: Path) -> None:
     print(f"{path}: onnxruntime and PyTorch differ by {difference:.1g} on {len(inputs)} inputs")
 
 
-def describe_example(predictor: Any, folder: Path) -> dict[str, Any]:
-    """Write an evaluated sample; return what the card says about it and about the model."""
+def write_example(predictor: Any, folder: Path) -> str:
+    """Write an evaluated sample, and return what the code of the card prints for it."""
     about, evaluated = predictor.metadata, predictor.evaluated
-    facts = {
-        "input": about["input"],
-        "model": about.get("model", type(predictor.model).__name__),
-        "num_parameters": f"{sum(p.numel() for p in predictor.parameters()):,}",
-    }
     if about["input"] == "table":
-        names, inputs = about["targets"], evaluated.get("feature", predictor.example_inputs())[:1]
+        inputs = evaluated.get("feature", predictor.example_inputs())[:1]
         row = dict(zip(about["features"], inputs[0].tolist(), strict=True))
         write_json(folder / "example.json", row)
-        spans = zip(about["features"], about["feature_range"], strict=True)
-        facts["ranges"] = one_line(", ".join(f"{n} {a:.6g} to {b:.6g}" for n, (a, b) in spans))
-        answers = zip(names, predictor(inputs)[0], strict=True)
-        answer = " ".join(f"{name} {value:,.6g}" for name, value in answers)
-    else:
-        names, size = about["classes"], about["size"]
-        # Of photos the last one has the smallest loss.
-        *_, pixels = [*plots.saved_pictures(evaluated).values()] or predictor.example_inputs()
-        picture = Image.fromarray(plots.to_array(pixels))
-        picture.save(folder / "example.png")
-        facts["read_as"] = f"{size} x {size} in colour"
-        inputs = pixels[None]
-        if about["input"] == "picture":
-            facts["read_as"] = about["pictures"]["read_as"]
-        else:  # as the card does it
-            bleed = (1 - size / about["resize"]) / 2
-            fitted = np.array(ImageOps.fit(picture, (size, size), bleed=bleed))
-            inputs = torch.from_numpy(fitted).permute(2, 0, 1)[None]
-        facts["shape"] = f"(n, {', '.join(map(str, inputs.shape[1:]))})"
-        facts["threshold"] = f"{predictor.calibration['threshold']:.2%}"
-        share, number = predictor(inputs)[0].max(0)
-        answer = f"{names[number]} {share:.2%}"
-    return facts | {"names": one_line(shorten(names, 20)), "answer": one_line(answer)}
+        answers = zip(about["targets"], predictor(inputs)[0], strict=True)
+        return " ".join(f"{name} {value:,.6g}" for name, value in answers)
+    # Of photos the last one has the smallest loss.
+    *_, pixels = [*plots.saved_pictures(evaluated).values()] or predictor.example_inputs()
+    Image.fromarray(plots.to_array(pixels)).save(folder / "example.png")
+    is_photo = about["input"] == "photo"
+    inputs = predictor.read(folder / "example.png")[0] if is_photo else pixels[None]
+    share, number = predictor(inputs)[0].max(0)
+    return f"{about['classes'][number]} {share:.2%}"
 
 
-def write_card(facts: dict[str, Any], path: Path) -> None:
+def write_card(facts: dict[str, Any], license: str | None, path: Path) -> None:
     """Write the model card from the facts and the template card.md."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-    task = TASKS[facts["input"]]
+    task = TASKS[facts["predictor"].metadata["input"]]
     data = ModelCardData(
         model_name=facts["title"],
-        license=facts["license"],
-        library_name="timm" if facts["is_timm"] else None,
+        license=license,
+        library_name="timm" if "config.json" in facts["copied"] else None,
         pipeline_tag=task,
         tags=["onnx", "safetensors", "accelerate"],
         metrics=[*facts["metrics"]],
@@ -182,8 +161,3 @@ def push(folder: Path, name: str) -> str:
         return str(
             HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=text)
         )
-
-
-def one_line(text: str) -> str:
-    """The text without line breaks, which would end a line of the card."""
-    return " ".join(text.split())

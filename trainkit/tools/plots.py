@@ -90,14 +90,16 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     for row, column in np.argwhere(matrix) if num <= MAX_CELLS else ():
         share = shares[row, column]
         shown = "100%" if share == 1 else f"{min(share, 0.999):.1%}"  # 99.97 % is not 100 %
-        style: dict[str, Any] = {
-            "ha": "center",
-            "va": "center",
-            "fontsize": font,
-            "linespacing": 0.95,
-        }
-        text, color = f"{matrix[row, column]}\n{shown}", "white" if share > 0.08 else "black"
-        axes.text(column, row, text, color=color, **style)
+        axes.text(
+            column,
+            row,
+            f"{matrix[row, column]}\n{shown}",
+            color="white" if share > 0.08 else "black",
+            ha="center",
+            va="center",
+            fontsize=font,
+            linespacing=0.95,
+        )
     ticks = range(0, num, -(-num // MAX_CELLS))
     names = [classes[tick] for tick in ticks]
     axes.set_xticks(ticks, names, rotation=90 if max(map(len, classes)) > 2 else 0)
