@@ -335,8 +335,9 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_killed(accelerato
 
 
 def test_the_limits_of_all_groups_around_this_process_count(tmp_path):
+    """Version 2 of control groups, with a limit on an outer one, and version 1 in a container."""
     files = {
-        "proc/self/cgroup": "5:cpu:/\n0::/job/step\n",
+        "proc/self/cgroup": "5:cpu:/\n4:memory:/seen/from/outside\n0::/job/step\n",
         "sys/fs/cgroup/job/memory.max": "9000",
         "sys/fs/cgroup/job/memory.current": "5000",
         "sys/fs/cgroup/job/memory.stat": "anon 4000\ninactive_file 1000\n",
@@ -348,9 +349,11 @@ def test_the_limits_of_all_groups_around_this_process_count(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert free_memory(tmp_path) == 5000
-    (tmp_path / "proc/self/cgroup").write_text("0::/seen/from/outside\n")  # in a container
-    for name, text in (("max", "3000"), ("current", "2900"), ("stat", "inactive_file 700\n")):
-        (tmp_path / f"sys/fs/cgroup/memory.{name}").write_text(text)
+    group = tmp_path / "sys/fs/cgroup/memory"
+    group.mkdir()
+    for name, text in (("limit_in_bytes", "3000"), ("usage_in_bytes", "2900")):
+        (group / f"memory.{name}").write_text(text)
+    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 700\n")
     assert free_memory(tmp_path) == 800
     assert free_memory(tmp_path / "none") > 9000
 

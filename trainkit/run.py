@@ -15,12 +15,13 @@ from typing import Any
 
 from trainkit import best, evaluation, shards
 
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainkit.checkpoint import Checkpoints, Length
+from trainkit.checkpoint import Checkpoints, Length, Progress
 from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
 from trainkit.checks.data import check_data
 from trainkit.checks.prepared import Prepared, check_loader, check_predictions
@@ -36,7 +37,6 @@ from trainkit.launch.world import leave_processes, leave_stopped, start_accelera
 from trainkit.metrics import RunningMeans, sum_and_count
 from trainkit.private import fix_bucket_order
 from trainkit.results import Results
-from trainkit.rng import release_dropout
 from trainkit.run_dir.files import open_run
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.step import Step
@@ -49,26 +49,31 @@ class Run:
     ends, signal handlers are restored and the run folder is released. There may be one model and
     optimizer or several, with their schedules; all must go through accelerator.prepare.
     --start-from and --keep-best apply to the first model. Trackers file the run under `project`.
-
-    Attributes:
-        stage: which calls may come next: see checks/calls.py.
-        resources: what is cleaned up at the end.
-        frozen: fingerprint of the frozen weights before they were sharded.
-        log: writes metrics.jsonl and timing.jsonl; print: prints on the main process.
-        sets: the training set and the evaluation set.
-        length: of the run in steps, and when it evaluates.
-        prepared: what went through accelerator.prepare.
-        models: without the wrappers of DDP and torch.compile.
-        results: the files that a run leaves.
-        progress: where the run stands.
-        step: the current one.
-        means: of the values given to run.add.
     """
+
+    config: TrainingConfig
+    stage: str  # which calls may come next: see checks/calls.py
+    resources: ExitStack  # cleaned up at the end
+    frozen: dict[str, str]  # fingerprint of the frozen weights before they were sharded
+    accelerator: Accelerator
+    log: Reporter  # writes metrics.jsonl and timing.jsonl
+    print: Callable[[str], None]  # on the main process
+    signals: Signals
+    sets: tuple[Any, Any]  # the training set and the evaluation set
+    data_fingerprint: str
+    length: Length  # of the run in steps, and when it evaluates
+    prepared: Prepared  # what went through accelerator.prepare
+    models: list[nn.Module]  # without the wrappers of DDP and torch.compile
+    results: Results  # the files that a run leaves
+    progress: Progress  # where the run stands
+    step: Step  # the current one
+    means: RunningMeans  # of the values given to run.add
+    ema: EMA
+    checkpoints: Checkpoints
 
     def __init__(self, config: TrainingConfig, project: str):
         self.config, self.project = config, project
-        self.stage, self.resources = "new", ExitStack()
-        self.frozen: dict[str, str] = {}
+        self.stage, self.resources, self.frozen = "new", ExitStack(), {}
 
     def __enter__(self) -> "Run":
         need(self, "`with run`", "new")
@@ -134,7 +139,7 @@ class Run:
         if lock := open_run(accelerator, config):
             self.resources.callback(lock.release)
         self.step = Step(accelerator, config, self.signals, self.models, self.sets[0])
-        self.resources.callback(release_dropout, self.step.dropouts)
+        self.resources.callback(self.step.release)
         self.means, self.ema = RunningMeans(accelerator), EMA(self.models, config.ema)
         parts = self.log.tracker, self.means, self.ema.values
         self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)

@@ -18,7 +18,7 @@ from trainkit.loaders import InMemory, num_used, share_of_batch
 from trainkit.metrics import sum_and_count, sum_of
 from trainkit.optim import clip_gradients, learning_rates, scale_gradients
 from trainkit.private import prepared_optimizers, take_loss_scale
-from trainkit.rng import Dropout, key, seed_dropout, seed_host
+from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
 
 
 class Step:
@@ -200,6 +200,10 @@ class Step:
                 "This process has no sample of this short batch, and a layer or a loss may refuse "
                 "0 rows (docs/your_own.md): use another --batch-size, or --drop-last"
             )
+
+    def release(self) -> None:
+        """Turn the dropout layers of the models back into ordinary nn.Dropout."""
+        release_dropout(self.dropouts)
 
     def check_clipped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise RuntimeError if the gradients of an optimizer were not clipped before its step."""

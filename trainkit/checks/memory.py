@@ -1,7 +1,6 @@
 """Refuse a run for which the memory of this machine, or of its container, does not suffice."""
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,18 @@ from accelerate import Accelerator
 
 from trainkit.cli.console import num_moments
 from trainkit.errors import UsageError, failing_together
+
+# Of a control group, version 2 and 1: where its folder is, its limit, what is used, and the name in
+# memory.stat of what the kernel gives back when it is needed (pages of files).
+GROUPS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
 
 
 def check_memory(accelerator: Accelerator, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -39,18 +50,20 @@ def check_memory(accelerator: Accelerator, optimizers: Sequence[torch.optim.Opti
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes that can still be taken on this machine, within the limits of containers and Slurm.
 
-    A control group (version 2) has the limits of all groups around it. `root` is where /proc and
-    /sys are.
+    A control group has the limits of all groups around it. `root` is where /proc and /sys are.
     """
     free = [psutil.virtual_memory().available + psutil.swap_memory().free]
-    own, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
-    path = re.search(r"^0::/(.*)", own.read_text() if own.exists() else "", re.M)
-    # A container may not see the folder that has its own name; then its group is the top.
-    for folder in (top / path[1], *(top / path[1]).parents) if path else ():
-        if folder.is_relative_to(top) and (folder / "memory.max").exists():
-            most, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
-            stats = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
-            # What the kernel gives back when it is needed: pages of files.
-            taken = int(used) - int(stats.get("inactive_file", 0))
-            free += [int(most) - taken] if most.strip() != "max" else []
+    own = root / "proc/self/cgroup"
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, kinds, path = line.split(":", 2)
+        for kind in GROUPS.keys() & kinds.split(","):
+            name, limit, used, stat = GROUPS[kind]
+            top = root / "sys/fs/cgroup" / name
+            # A container may not see the folder that has its own name; then its group is the top.
+            for folder in (top / path[1:], *(top / path[1:]).parents):
+                if folder.is_relative_to(top) and (folder / limit).exists():
+                    most, stats = (folder / limit).read_text().strip(), folder / "memory.stat"
+                    back = dict(map(str.split, stats.read_text().splitlines())).get(stat, 0)
+                    taken = int((folder / used).read_text()) - int(back)
+                    free += [int(most) - taken] if most != "max" else []
     return min(free)
