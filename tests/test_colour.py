@@ -1,7 +1,10 @@
 """Photos as people have them: every kind of file, folder and list is read right or named."""
 
+import contextlib
 import multiprocessing
 import os
+import re
+import signal
 import struct
 import threading
 import zlib
@@ -24,6 +27,9 @@ from trainkit.data import pictures as reading
 from trainkit.data.kept import compute_once
 from trainkit.data.pictures import read_photo_pixels
 from trainkit.errors import UsageError
+
+with contextlib.suppress(ImportError):  # on Windows
+    import resource
 
 RED, GREEN = (220, 30, 40), (30, 200, 60)
 
@@ -228,20 +234,22 @@ def test_pictures_beyond_cache_bytes_are_the_same(tmp_path):
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
 
 
-@linux_only  # elsewhere threads decode
-def test_a_full_disk_is_one_sentence_and_leaves_no_part_of_a_file(tmp_path, monkeypatch):
-    import resource
+FAULTS = {
+    "a full disk": (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2), "too large"),
+    "no memory": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed: is memory full?"),
+}
 
+
+@linux_only  # elsewhere threads decode
+@pytest.mark.parametrize(("meet", "said"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_a_worker_is_one_sentence_and_leaves_no_part_of_a_file(
+    tmp_path, monkeypatch, meet, said
+):
     fill(tmp_path / "data", *(f"{name}/{n}.png" for name in "ab" for n in range(150)))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    start_worker = decoding.start_worker
-
-    def start_with_little_disk(*given: object) -> None:
-        start_worker(*given)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    monkeypatch.setattr(decoding, "start_worker", start_with_little_disk)
-    with pytest.raises(UsageError, match=r"npy cannot be written: .*File too large"):
+    start = decoding.start_worker
+    monkeypatch.setattr(decoding, "start_worker", lambda *given: (start(*given), meet()))
+    with pytest.raises(UsageError, match=rf"npy cannot be written: .*{re.escape(said)}"):
         load(tmp_path / "data")
     assert not [*(tmp_path / "cache/pictures").iterdir()]
 

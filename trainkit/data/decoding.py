@@ -7,9 +7,14 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import (
+    BrokenExecutor,
+    Executor,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+)
 from contextlib import nullcontext
 from io import BytesIO
-from multiprocessing.pool import Pool, ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +68,8 @@ def decode_once(
             with replacing(path, own) if stored else nullcontext() as file:
                 try:
                     found = decode(cells, shape, read, file)
+                except BrokenExecutor:
+                    raise MemoryError("a worker was killed: is memory full?") from None
                 except OSError as problem:  # of a worker, whose whole traceback is its cause
                     raise problem from None
                 with replacing(about, own) as beside:
@@ -112,7 +119,7 @@ def decode(
         make_pool(decode_block, len(cells)) as pool,
         tqdm(total=len(cells), desc="decoding", leave=False, disable=no_bar(), delay=1) as bar,
     ):
-        for number, wrong, seen in pool.imap_unordered(run_task, starts):
+        for number, wrong, seen in pool.map(run_task, starts):
             problems |= wrong
             kinds += seen
             bar.update(number)
@@ -133,12 +140,16 @@ def start_worker(task: Callable[[int], Any], is_process: bool) -> None:
         torch.set_num_threads(1)  # the threads of the parent are not there
 
 
-def make_pool(task: Callable[[int], Any], number: int) -> Pool:
-    """Make a pool for run_task: of forked processes, which share memory, or else of threads."""
+def make_pool(task: Callable[[int], Any], number: int) -> Executor:
+    """Make a pool for run_task: of forked processes, which share memory, or else of threads.
+
+    Unlike multiprocessing.Pool it notices if a process was killed, and does not wait for ever.
+    """
     if sys.platform == "linux" and number > NUM_ALONE:
-        fork = multiprocessing.get_context("fork")
-        return fork.Pool(len(os.sched_getaffinity(0)), start_worker, (task, True))
-    return ThreadPool(os.cpu_count() if number > NUM_ALONE else 1, start_worker, (task, False))
+        fork, num_cores = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
+        return ProcessPoolExecutor(num_cores, fork, start_worker, (task, True))
+    num_threads = (os.cpu_count() or 1) if number > NUM_ALONE else 1
+    return ThreadPoolExecutor(num_threads, "decoding", start_worker, (task, False))
 
 
 def no_bar() -> bool | None:
