@@ -22,7 +22,7 @@ from test_pictures import BAD_FILES, deep, fruits, save_animation, turned
 
 from examples import pictures
 from trainkit.config import parse
-from trainkit.data import decoding, files, photos
+from trainkit.data import backbones, decoding, files, photos
 from trainkit.data import pictures as reading
 from trainkit.data.kept import compute_once
 from trainkit.data.pictures import read_photo_pixels
@@ -294,6 +294,13 @@ def test_processes_share_the_batches_of_rows_that_are_kept(tmp_path, monkeypatch
             for rows in pool.map(compute_in, [0, 1]):
                 assert rows.flatten().tolist() == [*range(1, 51)]
     assert sorted(computed) == [*range(0, 50, 2)]
+
+
+def test_a_network_of_one_size_takes_no_other():
+    pytest.importorskip("timm")
+    flags = "--dataset photos --model test_vit --scratch --size 32"
+    with pytest.raises(UsageError, match="--size 32: this network takes pictures of 160 alone"):
+        backbones.load_data(parse(pictures.Config, flags.split()))
 
 
 @pytest.mark.parametrize(("side", "mode"), [(65, "RGB"), (64, "RGB"), (65, "L")])

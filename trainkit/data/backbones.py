@@ -49,6 +49,8 @@ def load_data(config: PhotoConfig) -> tuple:
     network, source = load_network(config.model, config.base, config.scratch)
     known = network.pretrained_cfg
     (side,) = {*known["input_size"][1:]}
+    if known.get("fixed_input_size") and config.size not in (None, side):
+        raise UsageError(f"--size {config.size}: this network takes pictures of {side} alone")
     size = config.size or (side if known.get("fixed_input_size") else min(224, side))
     vars(config).update(size=size, resize=config.resize or round(size / 0.95))
     train, plan = load_photos(config, "train")
