@@ -42,7 +42,7 @@ from trainkit.cli.text import check_json
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, as_usage_error, failing_together
 from trainkit.fingerprint import compare_worlds, describe_world, read_same_run
-from trainkit.kernels import with_own_kernels
+from trainkit.kernels import keeping_kernels
 from trainkit.loaders import num_used
 from trainkit.metrics import RunningMeans
 from trainkit.private import count_micro_batches_anew, prepared_optimizers, without_loss_scale
@@ -227,17 +227,16 @@ class Checkpoints:
 
     def _load_state(self, folder: Path) -> None:
         accelerator = self.accelerator
-        for optimizer in prepared_optimizers(accelerator):
-            optimizer.optimizer.register_load_state_dict_pre_hook(with_own_kernels)
-        if accelerator.is_fsdp2 or (folder / "shard-00000.bin").exists():
-            shards.read(accelerator, self.averages, folder)
-            return
-        is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
-        with without_loss_scale(accelerator, hide=is_new_scale):
-            accelerator.load_state(
-                folder.resolve(),  # load_state would expand a ~
-                load_kwargs={"mmap": True, "weights_only": True},
-                map_location="cpu",  # else a GPU would hold all optimizer state twice
-                strict=False,  # checkpoints leave out frozen weights
-            )
+        with keeping_kernels(prepared_optimizers(accelerator)):
+            if accelerator.is_fsdp2 or (folder / "shard-00000.bin").exists():
+                shards.read(accelerator, self.averages, folder)
+                return
+            is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
+            with without_loss_scale(accelerator, hide=is_new_scale):
+                accelerator.load_state(
+                    folder.resolve(),  # load_state would expand a ~
+                    load_kwargs={"mmap": True, "weights_only": True},
+                    map_location="cpu",  # else a GPU would hold all optimizer state twice
+                    strict=False,  # checkpoints leave out frozen weights
+                )
         seed_host(0)  # replaces what random_states_*.pkl set

@@ -1,5 +1,7 @@
-"""Keep the kernels of an optimizer when its state is loaded."""
+"""Keep the kernels of the optimizers while their state is loaded."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,29 +12,40 @@ from trainkit.errors import UsageError
 KERNEL = ("fused", "foreach", "capturable")
 
 
-def with_own_kernels(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return saved state with this optimizer's kernels, each tensor in the layout of its weight.
+@contextmanager
+def keeping_kernels(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Keep the kernels of these optimizers while their state is loaded in the body.
 
-    This is a hook for Optimizer.register_load_state_dict_pre_hook. A saved parameter group also
-    records whether it was fused, which depends on the precision of the run that saved it. Raises
-    UsageError if shapes differ and the kernel is fused: a fused kernel does not check shapes, and
-    would read beyond the end of the state.
+    A saved parameter group also records whether it was fused, which depends on the precision of the
+    run that saved it.
     """
-    groups, states = [], dict(saved["state"])
-    for group, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        kernel = {name: group[name] for name in KERNEL if name in group}
-        groups.append(theirs | kernel)
-        for weight, number in zip(group["params"], theirs["params"], strict=True):
-            state = dict(states.get(number, {}))
-            for name, value in state.items():
-                shape = getattr(value, "shape", ())
-                if shape and shape == weight.shape:
-                    state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-                elif kernel.get("fused") and shape:
-                    raise UsageError(
-                        f"{name} of an optimizer is {tuple(shape)} for a weight of "
-                        f"{tuple(weight.shape)}"
-                    )
-            if state:
-                states[number] = state
-    return saved | {"param_groups": groups, "state": states}
+
+    def groups() -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        return [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+
+    wanted = [{name: group[name] for name in KERNEL if name in group} for _, group in groups()]
+    yield
+    for (optimizer, group), kernel in zip(groups(), wanted, strict=True):
+        group.update(kernel)
+        for weight in group["params"]:
+            fit_state(optimizer.state.get(weight, {}), weight, kernel)
+
+
+def fit_state(state: dict[str, Any], weight: torch.Tensor, kernel: dict[str, Any]) -> None:
+    """Give loaded state the memory layout of its weight, and put "step" on the right device.
+
+    Raises UsageError if shapes differ and the kernel is fused: a fused kernel does not check
+    shapes, and would read beyond the end of the state.
+    """
+    for name, value in state.items():
+        shape = getattr(value, "shape", ())
+        if shape == weight.shape:
+            state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+        elif kernel.get("fused") and shape:
+            raise UsageError(
+                f"{name} of an optimizer is {tuple(shape)} for a weight of {tuple(weight.shape)}"
+            )
+    if isinstance(state.get("step"), torch.Tensor):
+        # Kept on the CPU unless the kernel needs it: reading it from a GPU makes the host wait.
+        on_device = kernel.get("fused") or kernel.get("capturable")
+        state["step"] = state["step"].to(weight.device if on_device else "cpu")
