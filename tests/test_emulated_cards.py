@@ -283,14 +283,18 @@ def check_steps(run_dir: Path, quiet: tuple[int, ...], first: int = 1) -> list[t
 @pytest.mark.slow
 @pytest.mark.parametrize("yaml", YAMLS)
 def test_every_single_machine_yaml_trains_and_resumes_both_scripts(cards, problems, tmp_path, yaml):
-    """All processes of one script are killed after step 6; the other gets SIGTERM."""
-    faults = [{"signal": [6, signal.SIGKILL]}, {"rank": 0, "signal": [2, signal.SIGTERM]}]
+    """All processes of one script are killed after step 9; the other gets SIGTERM.
+
+    The save of step 8 has waited until that of step 4 was durable, from which all go on.
+    """
+    faults = [{"signal": [9, signal.SIGKILL]}, {"rank": 0, "signal": [2, signal.SIGTERM]}]
     plans = zip(problems.items(), faults, (101, 80), strict=True)
     for (script, args), fault, num_evaluated in plans:
         whole, broken = tmp_path / script / "whole", tmp_path / script / "broken"
         launch(cards, yaml, script, *args, "--run-dir", whole)
         launch(cards, yaml, script, *args, "--run-dir", broken, fault=fault, ends=False)
         assert not (broken / "DONE").exists()
+        shutil.rmtree(broken / "checkpoints" / "step-0000000008", ignore_errors=True)
         again = launch(cards, yaml, script, *args, "--resume", "auto", "--run-dir", broken)
         assert f"resuming from {broken / 'checkpoints' / 'step-'}" in again.stdout
         assert digests(broken) == digests(whole)
