@@ -95,7 +95,7 @@ def decode(
 
     def decode_block(start: int) -> tuple[int, dict[int, str], Counter[str]]:
         block, problems, kinds = cells[start : start + size][column], {}, Counter[str]()
-        with open(file, "r+b") if file else nullcontext() as into:
+        with open(file, "r+b", 2**18) if file else nullcontext() as into:  # few writes
             if into:
                 into.seek(whole.offset + start * empty.nbytes)
             for row, cell in enumerate(block, start):
