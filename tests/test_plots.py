@@ -47,16 +47,11 @@ def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(run
 
 
 def test_confusion_of_300_classes_is_a_picture_of_the_usual_size():
-    num, classes = 300, [f"class {number}" for number in range(300)]
-    target = torch.arange(num).repeat_interleave(20)
-    prediction = torch.where(torch.arange(len(target)) % 4 == 0, (target + 7) % num, target)
-    figure = plots.draw_confusion({"prediction": prediction, "target": target}, classes)
+    target = torch.arange(300)
+    tensors = {"prediction": target, "target": target}
+    figure = plots.draw_confusion(tensors, [*map(str, target.tolist())])
     assert max(figure.get_size_inches()) < 17
-    (axes,) = figure.axes
-    assert not axes.texts and "4500 of 6000 right (75.00%)" in axes.get_title()
-    shades = axes.images[0].get_array()
-    assert shades.shape == (num, num) and shades[5, 12] == 0.25 and shades[5, 5] == 0.75
-    assert 20 < len(axes.get_xticks()) < 40
+    assert not figure.axes[0].texts and 20 < len(figure.axes[0].get_xticks()) < 40
 
 
 def test_curves_show_every_row_and_where_the_run_was_resumed(run_dir):
