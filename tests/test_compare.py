@@ -68,7 +68,7 @@ def test_a_difference_of_accuracy_is_called_chance_or_not(folders, tmp_path):
         prediction = target.clone()
         start = 500 if name == "same" else 0
         prediction[start : start + num_wrong] += 1
-        tensors = {"prediction": prediction % 10, "target": target, "probability": target.float()}
+        tensors = {"prediction": prediction % 10, "target": target}
         about = {"classes": [*("cd" if name == "other" else "ab")]}
         write_tensors(tmp_path / name / records.PREDICTIONS, tensors, about)
     good, same, bad, other = (tmp_path / name for name in ("good", "same", "bad", "other"))
