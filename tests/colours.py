@@ -38,7 +38,6 @@ def photograph(folder: Path, name: str, share: float) -> Path:
 
 def make_run(folder: Path) -> Path:
     """A run folder whose evaluation had 60 photos, two of them with the label of another class."""
-    folder.mkdir()
     model, run_dir = make_model(ABOUT), folder / "run"
     (run_dir / "pretrained").mkdir(parents=True)
     (run_dir / "pretrained" / "config.json").write_text("{}")

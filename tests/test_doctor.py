@@ -58,7 +58,6 @@ def test_an_illness_is_named(illness, code, sentence, fork_main, tmp_path):
 def test_healthy_processes_are_measured_and_called_healthy(fork_main, tmp_path):
     done = fork_main("trainkit.tools.doctor", "--run-dir", tmp_path / "run", world=2)
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("world: 2 processes on cpu, float32"), done
     assert sum("GFLOP/s" in line for line in lines) == 2
     assert sum(line.startswith("all-reduce of ") for line in lines) == 3
     # Other work on this machine may slow a process down; nothing else may be wrong.

@@ -1,11 +1,8 @@
 """main under notebook_launcher, and the notebook for a free GPU from its first cell to its last."""
 
-import ast
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -35,7 +32,6 @@ def test_notebook_launcher_runs_main_on_two_processes(tmp_path, in_fresh_process
 
 
 QUICKSTART = ROOT / "examples" / "quickstart.ipynb"
-SHELL = "%%bash -e\n"
 
 
 def test_the_quickstart_names_what_is_there_and_holds_no_output():
@@ -43,18 +39,13 @@ def test_the_quickstart_names_what_is_there_and_holds_no_output():
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in cells)
-    code = "".join(cell.source for cell in cells)
+    code = "\n".join(cell.source for cell in cells)
+    # A command that fails in a cell of any other kind would not stop the notebook.
+    assert {*re.findall(r"^[!%].*", code, re.MULTILINE)} == {"%%bash -e"}
     yamls = re.findall(r'"(\dc?g?pu\w*)"', code)
     assert sorted(yamls) == ["1gpu_fp16", "2cpu", "2gpu_fp16"]
     files = [*re.findall(r"[\w/]+\.(?:py|txt)\b", code), *(CONFIGS / f"{n}.yaml" for n in yamls)]
     assert all((ROOT / file).is_file() for file in files)
-    for cell in cells:
-        # A command that fails in a cell of any other kind would not stop the notebook.
-        if cell.source.startswith(SHELL):
-            command = ["bash", "-n", "-c", cell.source.removeprefix(SHELL)]
-            assert shutil.which("bash") is None or subprocess.run(command).returncode == 0
-        else:
-            ast.parse(cell.source)
 
 
 @linux_only

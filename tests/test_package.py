@@ -36,7 +36,7 @@ def test_a_script_in_another_folder_trains_resumes_and_is_told_of(site_dir, tmp_
     flags = "--epochs 2 --save-every 2 --batch-size 60 --num-samples 375 --run-dir r"
     for more in ("--stop-after-steps 5", "--resume auto --pictures"):
         call(script, *flags.split(), *more.split())
-    assert [row["epoch"] for row in rows(tmp_path / "r", "epochs")][-1] == 2
+    assert rows(tmp_path / "r")[-1]["epoch"] == 2
     assert (tmp_path / "r" / "fit.png").exists()  # finish() found trainkit.tools
     (tmp_path / "t.csv").write_text(",".join(f"x{n}" for n in range(10)) + "\n" + "0," * 9 + "0\n")
     assert "predicted_y0" in call(ROOT / "predict.py", "r", "--script", script, "t.csv")

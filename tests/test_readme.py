@@ -140,10 +140,8 @@ def check_script(module: str, words: list[str], num_processes: int) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        pytest.param(words, id=" ".join(words)[:90])
-        for words in sorted({words for path in PAGES for words in commands(path)})
-    ],
+    sorted({words for path in PAGES for words in commands(path)}),
+    ids=lambda words: " ".join(words)[:90],
 )
 def test_every_command_of_the_pages_would_be_understood(words, pytestconfig):
     num_processes, words = 1, [word for word in words if word != "..."]

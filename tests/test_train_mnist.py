@@ -1,9 +1,6 @@
 """The loop of train_mnist.py is right, and what it leaves behind can be used."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,85 +9,50 @@ import torch.nn.functional as F
 from conftest import ROOT, rows, run, saved
 from double import SAME
 from faults import normed
-from safetensors.torch import load_file
 from torch import nn
 
 import train_mnist
 from trainkit.config import parse
-from trainkit.data.pictures import load_images
 from trainkit.loaders import EpochBatches
 
 
-def training_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Pictures, labels and the number of classes, as the script reads them."""
-    data, names, _ = load_images(str(folder), "train", 28)
-    return *data.tensors, len(names)
-
-
 @pytest.mark.numeric
-@pytest.mark.parametrize(
-    ("model", "clip"), [("compact", 1.2), pytest.param("lenet", 0.45, marks=pytest.mark.slow)]
-)
 def test_the_loop_is_plain_pytorch(
-    model, clip, small_mnist, tmp_path, train_in_double, float64_default
+    small_mnist, tmp_path, train_in_double, float64_default, monkeypatch
 ):
-    data = f"--dataset {small_mnist} --run-dir {tmp_path}/run --model {model} --no-augment "
-    data += "--epochs 1 --batch-size 96 --accumulate 3 --no-drop-last --label-smoothing 0.1"
+    data = f"--dataset {small_mnist} --run-dir {tmp_path}/run --epochs 2 --batch-size 96"
     optimizer = "--optimizer sgd --learning-rate 0.05 --schedule constant --warmup 0"
-    rest = f"--clip-norm {clip} --log-every 1"
-    train_in_double("train_mnist", *f"{data} {optimizer} {rest}".split())
-    images, labels, num_classes = training_tensors(small_mnist)
+    flags = f"{data} {optimizer} --clip-norm 1.2 --accumulate 3 --no-drop-last --log-every 1"
+    train_in_double("train_mnist", *flags.split())
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(train_mnist, "pixel_centres", train_mnist.pixel_centres.__wrapped__)
+    config = parse(train_mnist.Config, flags.split())
+    images, labels = train_mnist.load_data(config)[0].tensors  # fits --max-shift and --max-turn
     torch.manual_seed(0)
-    net = train_mnist.MODELS[model](num_classes)
+    net = train_mnist.Compact(10)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    losses, smoothed, norms = [], [], []
-    for indices in EpochBatches(len(images), 96, seed=0).order(0).split(96):
-        logits = net((images[indices].double() / 255 - 0.1307) / 0.3081)
+    order, losses, smoothed, norms = EpochBatches(len(images), 96, seed=0), [], [], []
+    for epoch, indices in [(n, part) for n in range(2) for part in order.order(n).split(96)]:
+        moved = train_mnist.augment(images[indices], indices, epoch, config)
+        logits = net((moved / 255 - 0.1307) / 0.3081)
         loss = F.cross_entropy(logits, labels[indices], label_smoothing=0.1)
         loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip))
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1.2))
         optimizer.step()
         optimizer.zero_grad()
         smoothed.append(loss.item())
         losses.append(F.cross_entropy(logits, labels[indices]).item())
-    assert min(norms) < clip < max(norms), norms  # some steps are clipped
+    assert min(norms) < 1.2 < max(norms), norms  # some steps are clipped
     logged = rows(tmp_path / "run", "steps")
-    assert len(logged) == 11
+    assert len(logged) == 22
     assert [row["train_loss"] for row in logged] == pytest.approx(losses, rel=SAME)
     assert [row["train_loss_smoothed"] for row in logged] == pytest.approx(smoothed, rel=SAME)
     weights, _ = saved(tmp_path / "run")
-    for name, value in net.state_dict().items():
-        torch.testing.assert_close(weights[name], value, atol=SAME, rtol=0)
+    torch.testing.assert_close(weights, dict(net.state_dict()), atol=SAME, rtol=0)
 
 
-@pytest.mark.numeric
-def test_each_loss_is_that_of_the_weights_before_its_step(small_mnist, tmp_path, run_main):
-    """In float32, with augmentation: each step starts from saved weights, so nothing adds up."""
-    flags = f"--dataset {small_mnist} --run-dir {tmp_path} --epochs 2 --batch-size 200"
-    flags = f"{flags} --no-drop-last --log-every 1 --save-every 1 --keep 99".split()
-    run_main("train_mnist", *flags)
-    config = parse(train_mnist.Config, flags)
-    train_mnist.load_data(config)  # fits --max-shift and --max-turn
-    images, labels, num_classes = training_tensors(small_mnist)
-    torch.manual_seed(0)
-    net = train_mnist.MODELS["compact"](num_classes)
-    batches, losses = EpochBatches(len(images), 200, seed=0), []
-    for epoch in range(2):
-        for indices in batches.order(epoch).split(200):
-            moved = train_mnist.augment(images[indices], indices, epoch, config)
-            loss = F.cross_entropy(
-                net((moved / 255 - 0.1307) / 0.3081), labels[indices], label_smoothing=0.1
-            )
-            losses.append(loss.item())
-            step = tmp_path / "checkpoints" / f"step-{len(losses):010d}"
-            net.load_state_dict(load_file(step / "state" / "model.safetensors"))
-    logged = [row["train_loss_smoothed"] for row in rows(tmp_path, "steps")]
-    # A sum of n float32 numbers errs by about sqrt(n) x 2**-24, here 2e-6 for the longest, n = 800;
-    # four layers and the mean over the batch follow each other.
-    assert len(logged) == 12 and logged == pytest.approx(losses, rel=1e-5)
-
-
-def test_a_run_leaves_metrics_weights_and_done(small_mnist, tmp_path, run_main, capfd):
+def test_a_run_leaves_its_metrics(small_mnist, tmp_path, run_main, capfd):
     run_dir = tmp_path / "run"
     flags = f"--dataset {small_mnist} --run-dir {run_dir} --epochs 3 --batch-size 64"
     metrics = run_main("train_mnist", *f"{flags} --log-every 5".split())
@@ -107,16 +69,6 @@ def test_a_run_leaves_metrics_weights_and_done(small_mnist, tmp_path, run_main, 
     assert metrics == {k: v for k, v in epochs[-1].items() if k != "step"}
     assert 0.75 < metrics["eval_accuracy"] < 1  # seen: 0.90
     assert "the last 49 of each shuffle are left out" in output
-    left = {path.name for path in run_dir.iterdir()}
-    assert left >= {"run.json", "timing.jsonl", "DONE", "checkpoints"}
-    # The weights load in plain PyTorch and give the accuracy that was printed.
-    weights, about = saved(run_dir)
-    net = train_mnist.MODELS[about["model"]](len(about["classes"]))
-    net.load_state_dict(weights)
-    data, *_ = load_images(str(small_mnist), "test", 28)
-    pictures, labels = data.tensors
-    right = net(train_mnist.normalise(pictures)).argmax(1) == labels
-    assert right.double().mean().item() == metrics["eval_accuracy"]
 
 
 def test_compiled_the_weights_have_plain_names(small_mnist, tmp_path, run_main, monkeypatch):
@@ -133,8 +85,7 @@ def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(
 ):
     run = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --batch-size 64 --save-every 2"
     arguments = f"{run} --epochs 3 --stop-after-steps 6".split()
-    metrics = run_main("train_mnist", *arguments)
-    assert metrics["eval_samples"] == 101 and (tmp_path / "run" / "DONE").exists()
+    assert run_main("train_mnist", *arguments)["eval_samples"] == 101
     log = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(SystemExit) as ended:
         run_main("train_mnist", *arguments, "--seed", 1, "--target-accuracy", 0.99)
@@ -158,8 +109,6 @@ def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone():
     indices = torch.tensor([5, 900, 17, 5])
     moved = move(images, indices, **most)
     assert torch.equal(moved[0], moved[3]) and not torch.equal(moved[0], moved[1])
-    alone = move(images[1:2], indices[1:2], **most)
-    torch.testing.assert_close(alone, moved[1:2], atol=1e-3, rtol=0)
     assert not torch.equal(move(images, indices, epoch=3, **most), moved)
     torch.testing.assert_close(move(images, indices), images.float(), atol=1e-2, rtol=0)
     shifted = move(images, indices, max_shift=2.0)
@@ -175,11 +124,11 @@ def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch):
         monkeypatch.setattr(train_mnist, "keyed_uniform", lambda *_: noise)
         return move(images, torch.tensor([0]), max_warp=3.0)[0, 0]
 
-    all_x = warp(*range(16))  # every knot 3 pixels along x is a shift
-    torch.testing.assert_close(all_x[:, :25], images[0, 0, :, 3:].float(), atol=1e-2, rtol=0)
+    near = partial(torch.testing.assert_close, atol=0.01, rtol=0)
+    near(warp(*range(16))[:, :25], images[0, 0, :, 3:].float())  # every knot 3 pixels along x
     first_y = warp(16)  # the knot in the corner, along y
     assert not torch.equal(first_y[:9, :9], images[0, 0, :9, :9].float())
-    torch.testing.assert_close(first_y[10:, 10:], images[0, 0, 10:, 10:].float(), atol=0.01, rtol=0)
+    near(first_y[10:, 10:], images[0, 0, 10:, 10:].float())
 
 
 def test_batchnorm_is_named_where_a_batch_is_split(
@@ -206,15 +155,9 @@ def test_no_run_needs_the_network_or_a_tool_that_it_does_not_use(tiny_mnist, tmp
         "atexit.register(lambda: print('imported:', tools & {*sys.modules}))\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
     flags = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --stop-after-steps 2 --no-pictures"
-    result = subprocess.run(
-        [sys.executable, "-c", program, ROOT / "train_mnist.py", *flags.split()],
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    online = {"HF_HUB_OFFLINE": "0"}
+    result = run("-c", program, ROOT / "train_mnist.py", *flags.split(), env=online)
     assert result.returncode == 0, result.stderr
     assert "imported: set()" in result.stdout, result.stdout
     assert (tmp_path / "run" / "DONE").exists()
