@@ -151,7 +151,7 @@ def test_a_script_elsewhere_is_not_run(name, mnist_run, tmp_path, monkeypatch):
 def test_a_script_that_predict_cannot_use_gets_one_sentence(mnist_run, tmp_path):
     script, forged = tmp_path / "train_mine.py", forge(mnist_run, tmp_path / "forged")
     for source, message in (
-        ("MODELS = {}", r"needs two things of it: make_model\(metadata\), and \"input\""),
+        ("MODELS = {}", r"needs two things from it: make_model\(metadata\), and \"input\""),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     ):
         script.write_text(source)
@@ -220,7 +220,9 @@ def test_a_table_gets_its_predictions_beside_its_rows(table_run, tmp_path, capsy
     assert expected == pytest.approx(tensors["prediction"][:, 0].tolist(), rel=1e-5)
     with pytest.raises(UsageError, match=r"absent\.csv cannot be read"):
         predict.main([str(table_run), str(tmp_path / "absent.csv")])
-    with pytest.raises(UsageError, match="--as-is means nothing to a model whose input is a table"):
+    with pytest.raises(
+        UsageError, match="--as-is does not apply to a model whose input is a table"
+    ):
         predict.main([str(table_run), "--as-is", str(path)])
 
 
@@ -237,7 +239,9 @@ def test_a_photo_is_answered_in_colour_and_called_unsure_if_it_is_faint(tmp_path
     assert said[3].startswith(f"{paths[3]}: unsure, perhaps ")
     with pytest.raises(UsageError, match=r"text\.jpg cannot be read as a picture: ValueError"):
         predict.main([*flags, str(tmp_path / "text.jpg")])
-    with pytest.raises(UsageError, match="--as-is means nothing to a model whose input is a photo"):
+    with pytest.raises(
+        UsageError, match="--as-is does not apply to a model whose input is a photo"
+    ):
         predict.main([*flags, paths[0], "--as-is"])
     (run_dir / "pretrained" / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"FileNotFoundError: .*pretrained"):

@@ -49,7 +49,7 @@ def load_data(config: PhotoConfig) -> tuple:
     known = network.pretrained_cfg
     (side,) = {*known["input_size"][1:]}
     if known.get("fixed_input_size") and config.size not in (None, side):
-        raise UsageError(f"--size {config.size}: this network takes pictures of {side} alone")
+        raise UsageError(f"--size {config.size}: this network takes only pictures of size {side}")
     size = config.size or (side if known.get("fixed_input_size") else min(224, side))
     vars(config).update(size=size, resize=config.resize or round(size / 0.95))
     train, plan = load_photos(config, "train")
@@ -134,7 +134,7 @@ def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn
         if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):
             raise UsageError(
                 f"--scratch: {model} has BatchNorm, whose numbers would depend on how a batch is "
-                f"split over processes: take --model {WITHOUT_BATCH_NORM}"
+                f"split over processes: use --model {WITHOUT_BATCH_NORM}"
             )
         return network, "random"
     if model == SHIPPED:
@@ -145,8 +145,8 @@ def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn
         network.load_state_dict(dict(zip(network.state_dict(), given.values(), strict=True)))
         return network, PACKAGE
     with as_usage_error(
-        f"the weights of --model {model} are on the Hub: name a folder that has them by --base, or "
-        "use --scratch"
+        f"the weights of --model {model} are on the Hub: name their folder with --base, or use "
+        "--scratch"
     ):
         return timm.create_model(model, pretrained=True), "the Hub"
 

@@ -146,7 +146,7 @@ class ParquetRows(Dataset):
             if kinds != schema or None in kinds:
                 raise UsageError(
                     f"{shown(path)}: {', '.join(columns)} must be among its columns, once and "
-                    f"of one kind in all files: {schema}, not {kinds}"
+                    f"of one type in all files: {schema}, not {kinds}"
                 )
             for within in range(footer.num_row_groups):
                 self.groups.append((path, version, kept, within))
