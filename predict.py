@@ -205,7 +205,7 @@ class TextPredictor(Classifier):
         return (self.model(*inputs) / self.calibration["temperature"]).softmax(1)
 
     def predict_file(self, path: Path, **options: Any) -> str:
-        """Return a line for each text of the file: its number, and what Classifier says of it."""
+        """Return a line for each text of the file: its number, and the answer of Classifier."""
         from trainkit.data import texts
 
         encoding = options.get("encoding") or self.metadata.get("encoding")

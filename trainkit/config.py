@@ -182,7 +182,7 @@ class TrainingConfig:
         return problems
 
     def validate(self, num_processes: int) -> None:
-        """Raise one UsageError that names all that is wrong with the values."""
+        """Raise one UsageError that names everything that is wrong with the values."""
         if problems := self.find_problems(num_processes):
             raise UsageError("; ".join(problems))
 

@@ -154,7 +154,7 @@ def check_evaluated(accelerator: Accelerator, num_rows: dict[str, int], loader: 
 
 
 def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
-    """Refuse a row of metrics.jsonl that could not be recognised as an evaluation."""
+    """Refuse metrics whose row in metrics.jsonl could not be recognised as an evaluation."""
     if "eval_loss" not in metrics or means.keys() & metrics.keys():
         raise RuntimeError(
             f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be "

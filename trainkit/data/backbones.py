@@ -67,7 +67,7 @@ def load_data(config: PhotoConfig) -> tuple:
 
 
 def describe_network(network: nn.Module, source: str, config: PhotoConfig) -> dict[str, str]:
-    """Return a line of the plan: what begins how, and what of it is trained."""
+    """Return lines of the plan: the initial weights, which of them are trained, and the size."""
     norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in network.modules())
     said = f"{network.pretrained_cfg['architecture']}, weights {source}"
     said += ", frozen: its last layer alone is trained" if config.freeze else ""
@@ -108,13 +108,13 @@ def begin(
 
 
 def train_but_norms(model: nn.Module) -> None:
-    """Put a model into training mode, but for BatchNorm, which keeps its mean and variance so."""
+    """Put a model into training mode, except BatchNorm, whose mean and variance then stay fixed."""
     for layer in model.train().modules():
         layer.training = not isinstance(layer, nn.BatchNorm2d)
 
 
 def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn.Module, str]:
-    """Return a network of timm, and where its weights come from. Raises UsageError.
+    """Return a timm network, and where its weights come from. Raises UsageError.
 
     Args:
         model: timm's name; None: that of `base`, or the default.

@@ -226,7 +226,7 @@ def check_left(sets: Sequence[Sequence], num_rows: int, what: str, why: str) -> 
 
 
 def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[Sample], str]:
-    """Return samples in which what the assistant says is learned, and what is not in them.
+    """Return samples in which the assistant's words are learned, and the first part that they lack.
 
     That is "" unless the template leaves out or changes something. There is one sample, or one for
     each answer if the template changes earlier turns when others follow them, as some do with

@@ -105,7 +105,7 @@ def list_paths(folder: Path) -> list[Path]:
 
 
 def is_picture(path: Path) -> bool:
-    """Return whether a path ends as pictures do, and is not hidden.
+    """Return whether a path has the suffix of a picture and is not hidden.
 
     Files, unlike folders, may begin with _, because many cameras write names such as _DSC0001.JPG.
     """

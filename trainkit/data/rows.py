@@ -90,7 +90,7 @@ class LaneOrder:
         self.window = WINDOW * self.num_rows // len(sizes)  # rows that are mixed at a time
 
     def groups(self, epoch: int) -> torch.Tensor:
-        """Return the line: the numbers of the row groups, shuffled."""
+        """Return the numbers of all row groups in the shuffled order of an epoch, "the line"."""
         num = len(self.sizes)
         return permute(torch.arange(num), num, key(self.seed, epoch))
 
