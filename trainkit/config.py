@@ -162,7 +162,7 @@ class TrainingConfig:
         if self.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
             problems.append(
                 f"--accumulate {self.accumulate} does not work with dynamo_mode: reduce-overhead, "
-                "whose CUDA graphs overwrite the gradients that are being added up: use "
+                "whose CUDA graphs overwrite the gradients that are being accumulated: use "
                 "--accumulate 1, or dynamo_mode: default in the YAML"
             )
         peak = self.peak_learning_rate
