@@ -205,7 +205,7 @@ class TextPredictor(Classifier):
         return (self.model(*inputs) / self.calibration["temperature"]).softmax(1)
 
     def predict_file(self, path: Path, **options: Any) -> str:
-        """Return a line for each text of the file: its number, and what Classifier says of it."""
+        """Return a line for each text of the file: its number, and the answer of Classifier."""
         from trainkit.data import texts
 
         encoding = options.get("encoding") or self.metadata.get("encoding")
@@ -249,7 +249,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
         kind = KINDS.get(metadata.get("input", ""))
         if kind is None or not hasattr(script, "make_model"):
             raise UsageError(
-                f"{metadata['script']}.py made the run, and predict.py needs two things of it: "
+                f"{metadata['script']}.py made the run, and predict.py needs two things from it: "
                 'make_model(metadata), and "input" in what it gives run.begin, one of '
                 f"{', '.join(KINDS)} (docs/your_own.md)"
             )
@@ -272,7 +272,7 @@ def find_script(name: str) -> Path:
         if str(name).isidentifier() and path.is_file() and not path.is_symlink():
             return path
     raise UsageError(
-        f"the run was made by {name}.py, which is not beside predict.py: say where it lies with "
+        f"the run was made by {name}.py, which is not beside predict.py: say where it is with "
         "--script PATH"
     )
 
@@ -317,14 +317,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Predict files, export the run, or do both."""
     config = parse(Config, argv)
     if config.push and not config.export:
-        raise UsageError("--push goes with --export")
+        raise UsageError("--push needs --export")
     if not config.files and not config.export:
         raise UsageError("name the files to predict, or --export")
     predictor = load_run(config.run_dir, config.script)
     options = {name: vars(config)[name] for name in ("as_is", "encoding") if vars(config)[name]}
     for name in options.keys() - {*predictor.options}:
         kind = predictor.metadata["input"]
-        raise UsageError(f"{flag(name)} means nothing to a model whose input is a {kind}")
+        raise UsageError(f"{flag(name)} does not apply to a model whose input is a {kind}")
     if (config.run_dir / "checkpoints").exists() and not (config.run_dir / "DONE").exists():
         print(f"{config.run_dir} has not finished: these weights are from the last time it did")
     if config.export:

@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(saved):
     os.truncate(step(saved, 3) / "state" / "model.safetensors", 100)
     run = Run(saved)
     message = run.refuses(step(saved, 3))
-    assert "no checkpoint is whole" in message and "step-0000000003" in message
+    assert "no checkpoint is complete" in message and "step-0000000003" in message
     assert run.checkpoints.resume("auto") == Progress(step=2, batch=2)
     assert (saved / "checkpoints" / "abandoned-step-0000000003").is_dir()
 
@@ -246,7 +246,7 @@ def test_a_forged_moment_is_not_given_to_a_kernel_that_reads_beyond_it(saved):
     reforge(step(saved, 3))
     run = Run(saved)
     run.optimizer.param_groups[0]["fused"] = True
-    with pytest.raises(UsageError, match=r"exp_avg .* is \(9,\) for a weight of \(7, 50\)"):
+    with pytest.raises(UsageError, match=r"exp_avg .* is \(9,\), but its weight is \(7, 50\)"):
         run.checkpoints.resume(str(step(saved, 3)))
 
 
@@ -306,7 +306,7 @@ def test_auto_goes_on_where_a_resume_by_path_was_killed(saved, monkeypatch, numb
 
 def test_a_shortened_log_is_refused(saved):
     (saved / "metrics.jsonl").write_text("")
-    with pytest.raises(UsageError, match="has 0 bytes but the checkpoint knows"):
+    with pytest.raises(UsageError, match="has 0 bytes but the checkpoint expects"):
         Run(saved).checkpoints.resume("auto")
 
 

@@ -196,7 +196,7 @@ def test_a_list_of_names_and_classes_takes_the_place_of_folders(table, tmp_path)
     ("table", "said"),
     [
         ("file,kind\n0.png,x\n", "0.png means several pictures"),
-        ("file,kind\na/0.png,x\nc/9.png,x\n", "c/9.png is no picture"),
+        ("file,kind\na/0.png,x\nc/9.png,x\n", "c/9.png is not a picture"),
         ("file,kind\na/0.png,x\na/0.png,y\n", "a/0.png has no single class"),
         ("file\na/0.png\n", "no column of"),
         ("file,kind\n9,x\n", "no column of .* has the names of pictures"),
@@ -270,7 +270,7 @@ def test_processes_share_the_batches_of_rows_that_are_computed(tmp_path, monkeyp
 def test_a_network_of_one_size_takes_no_other():
     pytest.importorskip("timm")
     flags = "--dataset photos --model test_vit --scratch --size 32"
-    with pytest.raises(UsageError, match="--size 32: this network takes pictures of 160 alone"):
+    with pytest.raises(UsageError, match="--size 32: this network takes only pictures of size 160"):
         backbones.load_data(parse(pictures.Config, flags.split()))
 
 

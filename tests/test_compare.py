@@ -72,9 +72,9 @@ def test_a_difference_of_accuracy_is_called_chance_or_not(folders, tmp_path):
         about = {"classes": [*("cd" if name == "other" else "ab")]}
         write_tensors(tmp_path / name / records.PREDICTIONS, tensors, about)
     good, same, bad, other = (tmp_path / name for name in ("good", "same", "bad", "other"))
-    assert "no more than chance explains" in compare.compare_runs([good, same])
+    assert "no significant difference" in compare.compare_runs([good, same])
     text = compare.compare_runs([good, bad])
-    assert f"of 1000 pictures {good} alone gets 30 right, {bad} alone 0:\nmore than chance" in text
+    assert f"of 1000 pictures {good} alone gets 30 right, {bad} alone 0:\na significant " in text
     assert f"p = {2 / 2**30:.2g})" in text
     assert compare.compare_runs([good, same, bad]).count("McNemar") == 3
     for unlike in (other, folders[0]):  # other classes; other pictures

@@ -141,7 +141,7 @@ def test_a_push_uploads_the_folder_when_it_is_asked_for(run_dir, monkeypatch, ca
     api.create_repo.assert_called_once_with("someone/digits", exist_ok=True)
     sent = api.upload_folder.call_args.kwargs
     assert (sent["repo_id"], sent["folder_path"]) == ("someone/digits", run_dir / "export")
-    with pytest.raises(UsageError, match="--push goes with --export"):
+    with pytest.raises(UsageError, match="--push needs --export"):
         predict.main([str(run_dir), "--push", "someone/digits"])
 
 

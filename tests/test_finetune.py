@@ -296,10 +296,10 @@ CASES = [
         [],
         "line 1 of .* holds image",
     ),
-    ("chatml", [{"question": "2?"}], [], "line 1 of .* has not the columns"),
+    ("chatml", [{"question": "2?"}], [], "line 1 of .* does not have the columns"),
     ("chatml", [{"messages": [{"role": "assistant"}]}], [], "line 1 of .* has no text"),
     ("chatml", [SHORT | {"answer": None}], [], "line 1 of .* has no text"),
-    ("chatml", [[1]], [], "line 1 of .* has not the columns"),
+    ("chatml", [[1]], [], "line 1 of .* does not have the columns"),
 ]
 
 
@@ -409,7 +409,7 @@ def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monk
 def test_a_line_that_is_no_json_is_named(tmp_path, line):
     path = tmp_path / "pairs.jsonl"
     path.write_text(f"{json.dumps(SHORT)}\n{line}\n")
-    with pytest.raises(UsageError, match=f"^line 2 of {path} is no JSON"):
+    with pytest.raises(UsageError, match=f"^line 2 of {path} is not JSON"):
         conversations.read_conversations(str(path))
 
 

@@ -239,16 +239,16 @@ BAD_LAYOUTS = {
     "fractions": (with_rows(lambda rows: rows.cast_column("kind", Value("float32"))),
                   "--label must name .*whole numbers or texts"),
     "a loose picture": (holding("train/a/0.png", "train/1.png"),
-                        "train/1.png is in no class: .* each lies in the folder of its class"),
-    "no train": (holding("test/a/0.png"), r"there are only \['test'\]; .* into train/"),
+                        "train/1.png is in no class: put .* into the folder of its class"),
+    "no train": (holding("test/a/0.png"), r"give only \['test'\]: .* into train/"),
     "other words": (holding("Training/a/0.png", "Test/a/0.png"), "rename Test, Training: "),
     "another word": (holding("train/a/0.png", "valid/a/0.png"), "rename valid: "),
     "a folder more": (holding("set/a/0.png", "set/b/0.png"), "one class, set: "),
-    "nothing read": (holding("_a/0.png", "b/0.psd"), r"no file .* \(not read: _a/0.png, b/"),
+    "nothing read": (holding("_a/0.png", "b/0.psd"), r"no picture .* \(not read: _a/0.png, b/"),
     "two columns": (two_columns, "--label must name .*'kind', 'id'"),
     "a new class": (with_cell("kind", "four", "string", "test"),
                     "'test', column 'kind', row 8: the label 'four' is not one of"),
-    "files of two minds": (two_minds, "its files name other columns, or classes"),
+    "files of two minds": (two_minds, "its files differ in their columns or classes"),
 }  # fmt: skip
 
 
@@ -367,7 +367,7 @@ def test_what_is_learned_of_pictures_is_theirs_alone():
     described = pictures.describe_pictures(28, (pixels[2:], kinds), (pixels, mixed))
     assert described["shape"] is None
     assert described["read_as"] == "28 x 28 L and 2 other kinds read as 28 x 28 grey"
-    with pytest.raises(UsageError, match="of one grey value"):
+    with pytest.raises(UsageError, match="a single grey value"):
         pictures.describe_pictures(28, (pixels[2:], kinds))
 
 

@@ -106,7 +106,7 @@ def test_a_script_elsewhere_is_not_run(name, mnist_run, tmp_path, monkeypatch):
 def test_a_script_that_predict_cannot_use_gets_one_sentence(mnist_run, tmp_path):
     script, forged = tmp_path / "train_mine.py", forge(mnist_run, tmp_path / "forged")
     for source, message in (
-        ("MODELS = {}", r"needs two things of it: make_model\(metadata\), and \"input\""),
+        ("MODELS = {}", r"needs two things from it: make_model\(metadata\), and \"input\""),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     ):
         script.write_text(source)
@@ -158,7 +158,7 @@ def test_a_table_gets_its_predictions_beside_its_rows(table_run, tmp_path, capsy
     tensors, _ = saved(table_run, "predictions")
     expected = said.predicted_price[tensors["index"].tolist()].tolist()
     assert expected == pytest.approx(tensors["prediction"][:, 0].tolist(), rel=1e-5)
-    with pytest.raises(UsageError, match="--as-is means nothing to a model whose input is a table"):
+    with pytest.raises(UsageError, match="--as-is does not apply to a model whose input is a table"):
         predict.main([str(table_run), "--as-is", str(path)])
 
 

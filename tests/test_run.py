@@ -422,7 +422,7 @@ MISTAKES = [
     ("run.begin(", "run.accelerator.prepare(torch.utils.data.DataLoader(Numbers())); run.begin(",
      r"a loader that make_loaders\(...\) did not make"),
     ("run.begin(", "run.accelerator.register_for_checkpointing(schedules[0]); run.begin(",
-     "give its content to a module that accelerator.prepare takes"),
+     "keep its content in a buffer of a module that accelerator.prepare is given"),
     ('{"pictures": "test"}', "{'classes': {1}}", "the metadata of run.begin.* holds 'classes'"),
     ("nn.Linear(4, 1)", "Extra(4, 1)", "_extra_state of a model is not a tensor with its own"),
     ("nn.Linear(4, 1)", "Expanded(4, 1)", "scale of a model .* clone what expand returns"),

@@ -74,7 +74,7 @@ ENDS = [
     ("raise RunFailure('broken')", 1, "error: broken"),
     ("raise Stopped('stopped by SIGTERM')", 75, "error: stopped by SIGTERM"),
     ("raise KeyboardInterrupt", 130, "error: interrupted at once, without saving"),
-    ("raise torch.OutOfMemoryError('CUDA')", 1, "0 ran out of memory: if that was in"),
+    ("raise torch.OutOfMemoryError('CUDA')", 1, "0 ran out of memory: if it was during"),
     ("raise RuntimeError('[enforce fail] DefaultCPUAllocator: can\\'t')", 1, "ran out of memory"),
     ("raise RuntimeError('unable to allocate shared memory(shm)')", 1, "if /dev/shm is full, enla"),
     ("raise OSError(28, 'No space left on device')", 1, "found the disk full; the checkpoints are"),

@@ -114,7 +114,7 @@ def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):
     assert "food " in first.partition("(")[0] and "sport " in second.partition("(")[0]
     assert "art " in predictor.predict_file(tmp_path / "new.jsonl").partition("(")[0]
     assert predictor.calibration["temperature"] != 1
-    with pytest.raises(UsageError, match="--export takes no model whose input is a text"):
+    with pytest.raises(UsageError, match="--export cannot take a model whose input is a text"):
         write_export(predictor, folder)
 
 

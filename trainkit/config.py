@@ -162,7 +162,7 @@ class TrainingConfig:
         if self.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
             problems.append(
                 f"--accumulate {self.accumulate} does not work with dynamo_mode: reduce-overhead, "
-                "whose CUDA graphs overwrite the gradients that are being added up: use "
+                "whose CUDA graphs overwrite the gradients that are being accumulated: use "
                 "--accumulate 1, or dynamo_mode: default in the YAML"
             )
         peak = self.peak_learning_rate
@@ -182,7 +182,7 @@ class TrainingConfig:
         return problems
 
     def validate(self, num_processes: int) -> None:
-        """Raise one UsageError that names all that is wrong with the values."""
+        """Raise one UsageError that names everything that is wrong with the values."""
         if problems := self.find_problems(num_processes):
             raise UsageError("; ".join(problems))
 

@@ -31,7 +31,7 @@ LATE_START_SECONDS = 60.0
 # Messages of torch, safetensors, gloo, NCCL and the system when something happens to one process
 # only, and what they mean. Each pattern is searched in the exception's type and message.
 FAILURES = {
-    "OutOfMemoryError|DefaultCPUAllocator: can't": "ran out of memory: if that was in training, "
+    "OutOfMemoryError|DefaultCPUAllocator: can't": "ran out of memory: if it was during training, "
     "use a larger --accumulate or a smaller --batch-size, otherwise a smaller model or less data",
     "DataLoader worker|DataLoader timed out|shared memory": "got no batch from a loader worker "
     "(see its output): if /dev/shm is full, enlarge it (docker run --shm-size) or use fewer "

@@ -43,7 +43,7 @@ def fit_state(state: dict[str, Any], weight: torch.Tensor, kernel: dict[str, Any
             state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
         elif kernel.get("fused") and shape:
             raise UsageError(
-                f"{name} of an optimizer is {tuple(shape)} for a weight of {tuple(weight.shape)}"
+                f"{name} of an optimizer is {tuple(shape)}, but its weight is {tuple(weight.shape)}"
             )
     if isinstance(state.get("step"), torch.Tensor):
         # Kept on the CPU unless the kernel needs it: reading it from a GPU makes the host wait.

@@ -132,7 +132,7 @@ class EpochBatches(Sampler):
 
 
 def shuffled(num_samples: int, seed: int | None) -> Order:
-    """Each sample once, shuffled anew in each epoch; with seed None in their own order."""
+    """Each sample once, reshuffled in each epoch; with seed None in their own order."""
 
     def order(epoch: int, start: int = 0, stop: int = num_samples) -> torch.Tensor:
         places = torch.arange(start, stop)

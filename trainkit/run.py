@@ -43,12 +43,12 @@ from trainkit.step import Step
 
 
 class Run:
-    """A context manager. Every process must make every call, in the order said at the top.
+    """A context manager. Every process must make every call, in the order given above.
 
     A call out of order raises RuntimeError, which names the call that comes next. However the body
     ends, signal handlers are restored and the run folder is released. There may be one model and
     optimizer or several, with their schedules; all must go through accelerator.prepare.
-    --start-from and --keep-best apply to the first model. Trackers file the run under `project`.
+    --start-from and --keep-best apply to the first model. Trackers show the run under `project`.
     """
 
     config: TrainingConfig

@@ -391,4 +391,4 @@ def _load_optimizer(
 
 def _check_shape(name: str, own: Tensors, shape: Sequence[int] | None) -> None:
     if name not in own or shape is None or own[name].shape != torch.Size(shape):
-        raise UsageError(f"the weight {name} of the checkpoint is not the one of this run")
+        raise UsageError(f"the weight {name} of the checkpoint does not match this run")

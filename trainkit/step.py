@@ -150,7 +150,7 @@ class Step:
                 raise RuntimeError(
                     f"run.clip_and_check(...) got a {type(each).__name__} that accelerator.prepare "
                     "did not return: prepare every optimizer, or a resume loses its state, and "
-                    "hand over several as *optimizers"
+                    "pass several as *optimizers"
                 )
         # If another process died, waiting for the device would never end; these waits time out.
         if self.accelerator.scaler is None:
@@ -174,7 +174,7 @@ class Step:
         if is_last and self.num_before < self.num_samples:
             raise RuntimeError(
                 "the optimizer was stepped before the last micro-batch of --accumulate: put the "
-                "body of run.steps(...) into `with accelerator.accumulate(model)`"
+                "body of run.steps(...) inside `with accelerator.accumulate(model)`"
             )
 
     def finish(self) -> bool:
@@ -209,8 +209,8 @@ class Step:
         """Raise RuntimeError if the gradients of an optimizer were not clipped before its step."""
         if optimizer not in self.clipped:
             raise RuntimeError(
-                "optimizer.step() must come after run.clip_and_check(optimizer), which makes its "
-                "gradients fit for it"
+                "optimizer.step() must come after run.clip_and_check(optimizer), which scales, "
+                "clips and checks its gradients"
             )
         self.stepped.add(optimizer)
 

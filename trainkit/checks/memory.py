@@ -43,7 +43,7 @@ def check_memory(accelerator: Accelerator, optimizers: Sequence[torch.optim.Opti
             raise UsageError(
                 f"gradients and moments need {needed / 2**30:,.1f} GiB on this machine and "
                 f"{free / 2**30:,.1f} GiB are free: use more machines with sharded weights "
-                "(docs/scaling.md), a smaller model, or end what else runs here"
+                "(docs/scaling.md), a smaller model, or stop other programs"
             )
 
 

@@ -37,10 +37,10 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
     if any(batches_of(loader) is None for loader in prepared_loaders(accelerator)):
         raise RuntimeError(
             "accelerator.prepare was given a loader that make_loaders(...) did not make: "
-            "make it so, because Accelerate may give some samples of others twice"
+            "use that function, because Accelerate may yield samples of other loaders twice"
         )
     if not optimizers:
-        raise RuntimeError("accelerator.prepare was given no optimizer: prepare every one")
+        raise RuntimeError("accelerator.prepare was given no optimizer: prepare every optimizer")
     states = (pair for model in models for pair in model.state_dict().items())
     if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
         raise RuntimeError(
@@ -65,7 +65,7 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         if "initial_lr" in optimizer.param_groups[0] and optimizer not in steered:
             raise RuntimeError(
                 "a learning rate schedule was not given to accelerator.prepare, so a resume "
-                "would begin it anew: prepare it with its optimizer"
+                "would restart it: prepare it with its optimizer"
             )
 
 
@@ -78,8 +78,8 @@ def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> Epoch
     call, kind = ("steps", "training") if training else ("evaluate", "evaluation")
     raise RuntimeError(
         f"run.{call}(...) got a {type(loader).__name__}: give it the {kind} loader that "
-        "make_loaders(...) made and accelerator.prepare returned: the order of others cannot be "
-        "resumed, and they may give a sample twice (for one of your own use weights= or order=)"
+        "make_loaders(...) made and accelerator.prepare returned: other loaders cannot be resumed, "
+        "and may yield a sample twice (for an order of your own use weights= or order=)"
     )
 
 
@@ -154,7 +154,7 @@ def check_evaluated(accelerator: Accelerator, num_rows: dict[str, int], loader: 
 
 
 def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
-    """Refuse a row of metrics.jsonl that could not be recognised as an evaluation."""
+    """Refuse metrics whose row in metrics.jsonl could not be recognised as an evaluation."""
     if "eval_loss" not in metrics or means.keys() & metrics.keys():
         raise RuntimeError(
             f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be "

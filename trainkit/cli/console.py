@@ -109,7 +109,7 @@ def by_interest(metrics: dict[str, float]) -> list[str]:
 
 
 def show_best(metrics: dict[str, float]) -> str:
-    """Return the first two metrics of an evaluation by interest, in words."""
+    """Return the two most interesting metrics of an evaluation as text."""
     return ", ".join(f"{name} {show(name, metrics[name])}" for name in by_interest(metrics)[:2])
 
 

@@ -89,9 +89,9 @@ def _in_order_of_help(kind: type[C]) -> type[C]:
 
 
 def _first_sentence(box: str) -> str:
-    """Return tyro's message, without title, frame and colours, up to the first line across it.
+    """Return tyro's message, without title, frame and colours, up to its first horizontal rule.
 
-    The flags that it suggests below that line are added.
+    The flags that it suggests below that rule are added.
     """
     rows = re.sub(r"\x1b\[[\d;]*m|[|\u2502]", "", box).partition("\n")[2].lstrip("- \n")
     text, below, *_ = re.split("\n[-\u2500 ]*\n", rows)

@@ -11,7 +11,7 @@ def printable(text: str) -> str:
 
 
 def check_json(what: str, values: dict[str, Any]) -> None:
-    """Raise RuntimeError unless JSON gives back equal values: text keys, plain numbers, lists."""
+    """Raise RuntimeError unless the values survive a round trip through JSON."""
     for name, value in values.items():
         try:
             same = repr(json.loads(json.dumps({name: value}))) == repr({name: value})

@@ -49,7 +49,7 @@ def load_data(config: PhotoConfig) -> tuple:
     known = network.pretrained_cfg
     (side,) = {*known["input_size"][1:]}
     if known.get("fixed_input_size") and config.size not in (None, side):
-        raise UsageError(f"--size {config.size}: this network takes pictures of {side} alone")
+        raise UsageError(f"--size {config.size}: this network takes only pictures of size {side}")
     size = config.size or (side if known.get("fixed_input_size") else min(224, side))
     vars(config).update(size=size, resize=config.resize or round(size / 0.95))
     train, plan = load_photos(config, "train")
@@ -67,7 +67,7 @@ def load_data(config: PhotoConfig) -> tuple:
 
 
 def describe_network(network: nn.Module, source: str, config: PhotoConfig) -> dict[str, str]:
-    """Return a line of the plan: what begins how, and what of it is trained."""
+    """Return lines of the plan: the initial weights, which of them are trained, and the size."""
     norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in network.modules())
     said = f"{network.pretrained_cfg['architecture']}, weights {source}"
     said += ", frozen: its last layer alone is trained" if config.freeze else ""
@@ -108,13 +108,13 @@ def begin(
 
 
 def train_but_norms(model: nn.Module) -> None:
-    """Put a model into training mode, but for BatchNorm, which keeps its mean and variance so."""
+    """Put a model into training mode, except BatchNorm, whose mean and variance then stay fixed."""
     for layer in model.train().modules():
         layer.training = not isinstance(layer, nn.BatchNorm2d)
 
 
 def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn.Module, str]:
-    """Return a network of timm, and where its weights come from. Raises UsageError.
+    """Return a timm network, and where its weights come from. Raises UsageError.
 
     Args:
         model: timm's name; None: that of `base`, or the default.
@@ -134,7 +134,7 @@ def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn
         if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):
             raise UsageError(
                 f"--scratch: {model} has BatchNorm, whose numbers would depend on how a batch is "
-                f"split over processes: take --model {WITHOUT_BATCH_NORM}"
+                f"split over processes: use --model {WITHOUT_BATCH_NORM}"
             )
         return network, "random"
     if model == SHIPPED:
@@ -145,8 +145,8 @@ def load_network(model: str | None, base: str | None, scratch: bool) -> tuple[nn
         network.load_state_dict(dict(zip(network.state_dict(), given.values(), strict=True)))
         return network, PACKAGE
     with as_usage_error(
-        f"the weights of --model {model} are on the Hub: name a folder that has them by --base, or "
-        "use --scratch"
+        f"the weights of --model {model} are on the Hub: name their folder with --base, or use "
+        "--scratch"
     ):
         return timm.create_model(model, pretrained=True), "the Hub"
 

@@ -66,7 +66,7 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if path.suffix != ".json" or not data.lstrip().startswith(b"["):
             for number, line in enumerate(data.splitlines(), 1):
                 place = f"line {number} of {path}"
-                with as_usage_error(f"{place} is no JSON"):
+                with as_usage_error(f"{place} is not JSON"):
                     row = json.loads(line)
                 yield place, row
             return
@@ -93,7 +93,7 @@ def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str
         names = next((each for each in FORMATS if held.issuperset(each.split(" and "))), None)
         if names is None:
             known = "; ".join(FORMATS)
-            raise UsageError(f"{place} has not the columns of any known format: {known}")
+            raise UsageError(f"{place} does not have the columns of any known format: {known}")
         with named(place, f"text, or no turns, in {names}"):
             found.append((place, _conversation(names.split(" and "), row)))
         kinds[names] = None
@@ -192,7 +192,7 @@ def find_end(tokenizer: Any, has_turns: bool = True) -> int | None:
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     _, found, after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("answer")
     if not found:
-        raise UsageError("the chat template of the model takes no plain text: it leaves it out")
+        raise UsageError("the chat template of the model leaves out plain text")
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     tokens = tokenizer(after, add_special_tokens=False).input_ids
     return next((token for token in tokens if token in special), None)
@@ -226,7 +226,7 @@ def check_left(sets: Sequence[Sequence], num_rows: int, what: str, why: str) -> 
 
 
 def encode(tokenizer: Any, conversation: Conversation, size: int) -> tuple[list[Sample], str]:
-    """Return samples in which what the assistant says is learned, and what is not in them.
+    """Return samples in which the assistant's words are learned, and the first part that they lack.
 
     That is "" unless the template leaves out or changes something. There is one sample, or one for
     each answer if the template changes earlier turns when others follow them, as some do with
@@ -391,7 +391,7 @@ def _encode_all(
     changed = []
     for number, (place, conversation) in enumerate(rows):
         num_empty += _has_empty_answer(conversation)
-        with as_usage_error(f"{place} cannot be made into tokens"):
+        with as_usage_error(f"{place} cannot be tokenized"):
             samples, lost = encode(tokenizer, conversation, size)
         changed += [lost] * bool(lost)
         num_dropped += not samples
@@ -427,7 +427,7 @@ def _has_empty_answer(conversation: Conversation) -> bool:
 
 def _describe_end(tokenizer: Any, end: int | None, sets: tuple[list[Sample], list[Sample]]) -> str:
     if end is None:
-        return "no token ends an answer: where to stop is not learned"
+        return "no token ends an answer: the model does not learn where to stop"
     ended = [end in tokens[learned].tolist() for samples in sets for tokens, learned in samples]
     name = tokenizer.convert_ids_to_tokens(end)
     return f"{name} after an answer, learned in {sum(ended)} of {len(ended)} samples"

@@ -34,7 +34,7 @@ def open_file(file: Path | BytesIO) -> Image.Image:
         picture = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
         more = "" if "HEIF" in FORMATS else " (for HEIC: `pip install pillow-heif`)"
-        raise ValueError(f"it is none of {', '.join(FORMATS)}{more}") from None
+        raise ValueError(f"it is not one of {', '.join(FORMATS)}{more}") from None
     clear = picture.info.get("transparency")
     if isinstance(clear, tuple) and max(clear) > 255:  # of 16 bits, where Pillow keeps the upper 8
         picture.info["transparency"] = tuple(value >> 8 for value in clear)

@@ -88,7 +88,7 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     ]
     if not read:
         others = f" (not read: {shorten([*map(str, unread)])})" * bool(unread)
-        raise UsageError(f"--dataset {folder} cannot be read: it has no file of pictures{others}")
+        raise UsageError(f"--dataset {folder} cannot be read: it has no picture files{others}")
     if not listed and not lists and are_pictures:
         listed = find_classes(folder, read, found)
     return Folder(splits, listed, unread)
@@ -105,7 +105,7 @@ def list_paths(folder: Path) -> list[Path]:
 
 
 def is_picture(path: Path) -> bool:
-    """Return whether a path ends as pictures do, and is not hidden.
+    """Return whether a path has the suffix of a picture and is not hidden.
 
     Files, unlike folders, may begin with _, because many cameras write names such as _DSC0001.JPG.
     """
@@ -141,7 +141,7 @@ def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
     for name, text in zip(table[named], table[label], strict=True):
         candidates = known.get(name, [])
         if len(candidates) != 1 or not text or classes.get(candidates[0], text) != text:
-            kind = "is no picture" if not candidates else "means several pictures"
+            kind = "is not a picture" if not candidates else "means several pictures"
             problems.append(f"{name} {kind if len(candidates) != 1 else 'has no single class'}")
         else:
             classes[candidates[0]] = text
@@ -157,7 +157,7 @@ def check_splits(folder: Path, pictures: list[Path]) -> None:
     others = {top for top in tops if words.fullmatch(top)} - {*SPLITS}
     if others and (others == tops or tops & {*SPLITS}):
         raise UsageError(
-            f"--dataset {folder}: rename {shorten(sorted(others))}: folders of splits are called "
+            f"--dataset {folder}: rename {shorten(sorted(others))}: splits are called "
             f"{', '.join(SPLITS)}"
         )
 
@@ -178,8 +178,8 @@ def find_classes(folder: Path, pictures: set[Path], found: dict) -> dict[Path, s
     depth = int({*found} != {""})  # of the class folders: 1 if they are in split folders
     if loose := [path for path in pictures if len(path.parts) < depth + 2]:
         raise UsageError(
-            f"--dataset {folder}: {min(loose)} is in no class: pictures have one if each lies in "
-            "the folder of its class"
+            f"--dataset {folder}: {min(loose)} is in no class: put each picture into the folder "
+            "of its class"
         )
     classes = {path: path.parts[depth] for path in pictures}
     if len({*classes.values()}) == 1 < len({path.parent for path in pictures}) and all(
@@ -187,7 +187,7 @@ def find_classes(folder: Path, pictures: set[Path], found: dict) -> dict[Path, s
     ):
         name = next(iter(pictures)).parents[-depth - 2]
         raise UsageError(
-            f"--dataset {folder}: there is one class, {name}: if the classes lie in it, name or "
+            f"--dataset {folder}: there is one class, {name}: if the classes are in it, name or "
             "move the folder that holds them"
         )
     return classes

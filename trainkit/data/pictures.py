@@ -90,9 +90,7 @@ def load_tables(folder: Path, found: folders.Folder) -> dict[str, datasets.Datas
             raise UsageError(f"--dataset {folder}, split {split!r}: its files have no rows")
     # For all files, datasets uses the class names of the first one, in their order there.
     if len(schemas) > 1:
-        raise UsageError(
-            f"--dataset {folder}: its files name other columns, or classes, than others"
-        )
+        raise UsageError(f"--dataset {folder}: its files differ in their columns or classes")
     files_of_splits = [path for paths in found.splits.values() for path in paths]
     options: dict[str, Any] = {}
     card = folder / "README.md"
@@ -141,7 +139,7 @@ def read_split(
     where = f"--dataset {name}, split {read!r}"
     if read not in splits:
         raise UsageError(
-            f"{where}: there are only {sorted(splits)}; names of folders and files say so: put the "
+            f"{where}: the folder and file names give only {sorted(splits)}: put the "
             "training pictures into train/"
         )
     rows = splits[read]
@@ -198,7 +196,7 @@ def describe_pictures(size: int, *seen: tuple[torch.Tensor, Counter[str]]) -> di
     pixels, counts = zip(*seen, strict=True)
     if all((some == some[:, :1]).all() for some in (each.flatten(1) for each in pixels)):
         raise UsageError(
-            "each of the pictures is of one grey value: there is nothing in them (16 bit "
+            "every picture has a single grey value, so there is nothing in it (16 bit "
             "files must use 0 to 65535, float ones 0 to 1)"
         )
     kinds = [kind for kind, _ in sum(counts, Counter()).most_common()]
@@ -272,7 +270,7 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
     if len(choices) != 1 or choices[0] not in fitting:
         raise UsageError(
             f"{where}: --label must name the column of the classes, whole numbers or texts, one of "
-            f"{fitting}; pictures have one if each lies in the folder of its class"
+            f"{fitting}; or put each picture into the folder of its class"
         )
     return choices[0]
 

@@ -74,7 +74,7 @@ def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None =
         num_rows += 1
         with named(place, "chosen and rejected, as texts with a prompt or as lists of turns"):
             both = read_pair(row)
-        with as_usage_error(f"{place} cannot be made into tokens"):
+        with as_usage_error(f"{place} cannot be tokenized"):
             found = [_encode_one(tokenizer, conversation, size) for conversation in both]
         num_cut += any(len(tokens) > size for tokens, _ in found)
         chosen, rejected = ((tokens[:size], learned[:size]) for tokens, learned in found)

@@ -90,7 +90,7 @@ class LaneOrder:
         self.window = WINDOW * self.num_rows // len(sizes)  # rows that are mixed at a time
 
     def groups(self, epoch: int) -> torch.Tensor:
-        """Return the line: the numbers of the row groups, shuffled."""
+        """Return the numbers of all row groups in the shuffled order of an epoch, "the line"."""
         num = len(self.sizes)
         return permute(torch.arange(num), num, key(self.seed, epoch))
 
@@ -146,7 +146,7 @@ class ParquetRows(Dataset):
             if kinds != schema or None in kinds:
                 raise UsageError(
                     f"{shown(path)}: {', '.join(columns)} must be among its columns, once and "
-                    f"of one kind in all files: {schema}, not {kinds}"
+                    f"of one type in all files: {schema}, not {kinds}"
                 )
             for within in range(footer.num_row_groups):
                 self.groups.append((path, version, kept, within))

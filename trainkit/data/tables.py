@@ -414,7 +414,7 @@ def _plan(about: dict[str, Any], said: dict[str, str]) -> dict[str, str]:
 
 
 def _doubt(values: pd.Series) -> str:
-    """Return a question about . if values have either no decimals or three, like 850 and 1.180."""
+    """Ask whether . separates thousands if values have no or three decimals: 850 and 1.180."""
     if values.dtype.kind != "O":
         return ""
     texts = values[pd.to_numeric(values, errors="coerce").abs() >= 1].astype(str)

@@ -55,7 +55,7 @@ class TextConfig(TrainingConfig):
         if given := [flag(name) for name in names if getattr(self, name) and not self.data]:
             problems.append(f"{' and '.join(given)}: name the file of the texts with --data")
         if self.num_lines and self.data:
-            problems.append("--num-lines goes without --data")
+            problems.append("--num-lines cannot be used with --data")
         return problems
 
 
@@ -134,7 +134,7 @@ def find_classes(labels: list[str], label: str, where: str) -> list[str]:
     if len(classes) > 2 and 2 * len(classes) > len(labels):
         raise UsageError(
             f"{where}: column {label!r} has {len(classes)} different values in {len(labels)} rows, "
-            "which are no classes: name another column with --label"
+            "which are not classes: name another column with --label"
         )
     return classes
 

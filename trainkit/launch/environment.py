@@ -60,7 +60,7 @@ def check_ranks() -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in env]
     if missing and (num_processes > 1 or env.keys() & {"RANK", "LOCAL_RANK"}):
         raise UsageError(
-            f"by RANK, LOCAL_RANK or WORLD_SIZE this process is one of several, but {missing[0]} "
+            f"RANK, LOCAL_RANK or WORLD_SIZE makes this process one of several, but {missing[0]} "
             "is not set, so no launcher started it: start it with accelerate launch, torchrun or "
             "notebook_launcher, or unset them"
         )
@@ -91,7 +91,7 @@ def check_variables() -> str:
         raise UsageError(
             f"MASTER_ADDR={env['MASTER_ADDR']} is set, but only this process was started: for "
             "several use MULTI_GPU as in accelerate_configs/2cpu.yaml (distributed_type NO and "
-            "MULTI_CPU start one), for a single one unset MASTER_ADDR"
+            "MULTI_CPU start one); for one process unset MASTER_ADDR"
         )
     return env.get("ACCELERATE_MIXED_PRECISION", "no")
 

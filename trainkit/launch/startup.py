@@ -118,8 +118,8 @@ def compute_float32_in_full() -> None:
 def end_with_launcher() -> None:
     """Send this process SIGTERM when its launcher dies, so that the run saves and ends.
 
-    Only under a launcher, because `nohup python train_mnist.py &` must outlive its shell. Linux
-    only.
+    It does so only on Linux and under a launcher, because `nohup python train_mnist.py &` must
+    outlive its shell.
     """
     if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or by_accelerate()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -50,7 +50,7 @@ class JsonlTracker(GeneralTracker):
         with open(self.path, "ab") as file:
             if file.tell() < num_bytes:
                 raise UsageError(
-                    f"{self.path} has {file.tell()} bytes but the checkpoint knows {num_bytes}: "
-                    "put back what was removed, or start without --resume"
+                    f"{self.path} has {file.tell()} bytes but the checkpoint expects {num_bytes}: "
+                    "restore what was removed, or start without --resume"
                 )
             file.truncate(num_bytes)

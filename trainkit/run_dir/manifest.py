@@ -49,10 +49,10 @@ def choose(directory: Path, wanted: str | None, notices: list[str]) -> Path | No
         if problem is None:
             notices.extend([*damaged, f"resuming from {path}"])
             return path
-        damaged.append(f"passed over {path}: {problem}")
+        damaged.append(f"skipped {path}: {problem}")
     if damaged:
         raise UsageError(
-            f"--resume {wanted}: no checkpoint is whole ({'; '.join(damaged)}); without "
+            f"--resume {wanted}: no checkpoint is complete ({'; '.join(damaged)}); without "
             "--resume a new run starts and this folder is renamed"
         )
     if wanted == "latest":
@@ -86,8 +86,8 @@ def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
         if not FILE_NAME.fullmatch(name):
             raise RunFailure(
                 f"the checkpoint would hold {name}, which no resume reads, because that could "
-                "execute code: give its content to a module that accelerator.prepare takes, as a "
-                "buffer"
+                "execute code: keep its content in a buffer of a module that accelerator.prepare "
+                "is given"
             )
         sync(folder / name)
     return files
@@ -109,7 +109,7 @@ def verify(path: Path) -> str | None:
     try:
         manifest = json.loads(file.read_bytes())
         if manifest["format"] not in HASHES:
-            return f"it is of format {manifest['format']}, not {FORMAT}"
+            return f"its format is {manifest['format']}, not {FORMAT}"
         files, there = manifest["files"], describe(path, manifest["format"])
         for name in sorted(files | there):
             if name not in there:

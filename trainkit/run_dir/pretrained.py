@@ -21,7 +21,7 @@ def write_pretrained(run: Any, tokenizer: Any, base: str, merge: bool = False) -
     """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
 
     For a PeftModel it holds the adapter; with `merge` RUN_DIR/merged has the whole model too, with
-    the adapter added to its weights. Every process must call this, before run.finish(), so that no
+    the adapter merged into it. Every process must call this, before run.finish(), so that no
     finished run is without the folder; the main process writes the weights from the file, so
     nothing has to be gathered. The first model of the run must have save_pretrained; the tokenizer
     may be any processor that has it.
@@ -56,4 +56,4 @@ def _write_merged(settings: Any, tokenizer: Any, base: str, adapter: Path) -> No
     model.generation_config, folder = settings, adapter.with_name("merged")
     for each in (model, tokenizer):
         each.save_pretrained(folder)
-    print(f"with the adapter added to its weights: {folder}", flush=True)
+    print(f"with the adapter merged into its weights: {folder}", flush=True)

@@ -87,7 +87,7 @@ def _mcnemar_line(first: Path, second: Path) -> str:
     return (
         f"\nof {len(a['target'])} pictures {first} alone gets {only_a} right, {second} alone "
         f"{only_b}:"
-        f"\n{'' if p < 0.05 else 'no '}more than chance explains "
+        f"\n{'a' if p < 0.05 else 'no'} significant difference "
         f"(McNemar's exact test, p = {p:.2g})"
     )
 

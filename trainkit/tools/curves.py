@@ -50,7 +50,7 @@ def draw_curves(run_dir: Path) -> Figure:
 def draw_line(
     axes: Axes, rows: list, name: str, label: str, color: str, marker: str, **style: Any
 ) -> None:
-    """Draw what the rows measured under a name over their steps, if anything."""
+    """Draw the values of a name over the steps of the rows that have it, if any do."""
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker, **style)

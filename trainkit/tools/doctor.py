@@ -129,7 +129,7 @@ def find_slow(accelerator: Accelerator) -> list[str]:
         if rate < SLOW * median:
             problems.append(
                 f"{what} is slow ({rate / median:.0%} of the median) and every step waits for it: "
-                "look for another process on its cores or card (top, nvidia-smi)"
+                "look for another process on its cores or GPU (top, nvidia-smi)"
             )
     return problems
 

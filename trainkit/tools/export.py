@@ -36,8 +36,8 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     """
     if predictor.metadata["input"] not in TASKS:
         raise UsageError(
-            f"--export takes no model whose input is a {predictor.metadata['input']}: give its run "
-            "folder to predict.py"
+            f"--export cannot take a model whose input is a {predictor.metadata['input']}: "
+            "give its run folder to predict.py"
         )
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"--export needs more packages: pip install {' '.join(missing)}")

@@ -205,11 +205,11 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
     7860 on.
     """
     if importlib.util.find_spec("gradio") is None:
-        raise UsageError("app.py needs the package gradio, not installed here: pip install gradio")
+        raise UsageError("app.py needs gradio, which is not installed: pip install gradio")
     if predictor.metadata["input"] not in BUILDERS:
         raise UsageError(
-            f"app.py shows no model whose input is a {predictor.metadata['input']}: give its run "
-            "folder to predict.py"
+            f"app.py cannot show a model whose input is a {predictor.metadata['input']}: give its "
+            "run folder to predict.py"
         )
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory() as folder:

@@ -51,7 +51,7 @@ def work() -> int:
     # The exit code of rank 0, for which all wait: it may still save when the others have ended.
     code = broadcast_from_rank_zero(script.returncode)
     if code not in (0, 2, 3):
-        raise RuntimeError(f"exit code {code}: a new start goes on from the newest checkpoint")
+        raise RuntimeError(f"exit code {code}: a restart continues from the newest checkpoint")
     return code
 
 
