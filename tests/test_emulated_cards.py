@@ -178,10 +178,10 @@ import torch
 from accelerate import Accelerator
 from conftest import forget_accelerator
 from emulate import ledger
-from trainkit.checkpoint import Progress
+from trainkit.checkpoint import Length, Progress
 from trainkit.step import Step
-shared = dict(batch_size=5, accumulate=1, seed=0, drop_last=False)
-config = SimpleNamespace(clip_norm=float("inf"), **shared)
+shared = dict(batch_size=5, accumulate=1, seed=0, drop_last=False, epochs=1)
+config = SimpleNamespace(clip_norm=float("inf"), stop_after_steps=None, log_every=1, **shared)
 signals = SimpleNamespace(wait=lambda: print("behind"), barrier=lambda: print("here"))
 ledger.wait = lambda what: print("device")
 for precision in ("no", "fp16"):
@@ -190,7 +190,7 @@ for precision in ("no", "fp16"):
     weight = torch.nn.Parameter(torch.ones(5, device="cuda"))
     fused = None if accelerator.scaler else True
     optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1, fused=fused))
-    step = Step(accelerator, config, signals, [], range(10))
+    step = Step(accelerator, config, signals, [], range(10), Length(config, 10))
     print(precision)
     for batch in range(2):
         step.start(Progress(step=batch, batch=batch))

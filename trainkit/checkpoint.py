@@ -169,16 +169,16 @@ class Checkpoints:
             "fingerprint": self.fingerprint,
             "world": describe_world(accelerator),
         }
-        write = accelerator.save_state
+        save_state = accelerator.save_state
         if accelerator.is_fsdp2:
-            write = shards.writer(accelerator, self.averages)
+            save_state = shards.writer(accelerator, self.averages)
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if accelerator.is_main_process:
                 temporary.mkdir()  # without parents: the run folder may have been moved away
                 (temporary / "state").mkdir()
         with failing_together(accelerator, what, RunFailure):
-            write(temporary / "state")
+            save_state(temporary / "state")
         self.commits.start(temporary, final, trainer, what, started_at)
         self.saved_step = progress.step
 
@@ -192,7 +192,7 @@ class Checkpoints:
         belongs to another run or is from after the last step of this run.
         """
         accelerator, main = self.accelerator, self.accelerator.is_main_process
-        path, trainer = None, {}
+        path, trainer, progress = None, {}, Progress()
         notices: list[str] = []
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
@@ -202,9 +202,8 @@ class Checkpoints:
             if path:  # only on the main process
                 with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
                     trainer = read_same_run(path, self.fingerprint, last_step)
-                    Progress(**trainer["progress"])
-        path, trainer = broadcast_object_list([path, trainer])
-        progress = Progress(**trainer.get("progress", {}))
+                    progress = Progress(**trainer["progress"])
+        path, trainer, progress = broadcast_object_list([path, trainer, progress])
         with failing_together(accelerator, f"{path} cannot be loaded"):
             if path:
                 self._load_state(path / "state")

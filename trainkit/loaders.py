@@ -62,7 +62,7 @@ def share_of_batch(num_samples: int, num_slots: int, start: int, stop: int) -> t
     last are full, and 5 samples as 2, 1, 1, 1, because full shares would leave none for the last.
     """
     if num_samples > num_slots - (stop - start):
-        return start, stop
+        return start, min(stop, num_samples)
     return -(-num_samples * start // num_slots), -(-num_samples * stop // num_slots)
 
 

@@ -138,11 +138,12 @@ class Run:
         fingerprint = fingerprint_run(self, metadata, sha256)
         if lock := open_run(accelerator, config):
             self.resources.callback(lock.release)
-        self.step = Step(accelerator, config, self.signals, self.models, self.sets[0])
+        self.step = Step(accelerator, config, self.signals, self.models, self.sets[0], self.length)
         self.resources.callback(self.step.release)
         self.means, self.ema = RunningMeans(accelerator), EMA(self.models, config.ema)
-        parts = self.log.tracker, self.means, self.ema.values
-        self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)
+        self.checkpoints = Checkpoints(
+            accelerator, config, fingerprint, self.log.tracker, self.means, self.ema.values
+        )
         self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)

@@ -8,13 +8,13 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from trainkit.checkpoint import Progress
+from trainkit.checkpoint import Length, Progress
 from trainkit.checks.finite import FiniteGuard, Position
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
 from trainkit.launch.signals import Signals
-from trainkit.loaders import InMemory, num_used, share_of_batch
+from trainkit.loaders import InMemory, share_of_batch
 from trainkit.metrics import sum_and_count, sum_of
 from trainkit.optim import clip_gradients, learning_rates, scale_gradients
 from trainkit.private import prepared_optimizers, take_loss_scale
@@ -47,10 +47,10 @@ class Step:
         signals: Signals,
         models: Sequence[nn.Module],
         train_set: Any,
+        length: Length,
     ):
         self.accelerator, self.config, self.signals = accelerator, config, signals
-        self.num_used = num_used(len(train_set), config.batch_size, config.drop_last)
-        self.seeds_host = type(train_set) is not InMemory
+        self.length, self.seeds_host = length, type(train_set) is not InMemory
         layers = (layer for model in models for layer in model.modules())
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.optimizers = prepared_optimizers(accelerator)
@@ -63,7 +63,8 @@ class Step:
         self.rates: dict[str, float] = {}
         self.num_samples = self.num_before = self.num_rows = 0
         self.losses: list[torch.Tensor] = []
-        self.num_counted: torch.Tensor | None = None
+        self.num_counted: int | torch.Tensor = 0
+        self.selects: bool | None = None
         self.factor: torch.Tensor | None = None
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
@@ -73,12 +74,13 @@ class Step:
 
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""
-        num_done = progress.batch * self.config.batch_size
-        self.num_samples = min(self.config.batch_size, self.num_used - num_done)
+        num_left = self.length.num_used - self.length.num_done(progress)
+        self.num_samples = min(self.config.batch_size, num_left)
         self.key = self.config.seed, progress.epoch, progress.batch
         self.rates = learning_rates(self.optimizers)
         self.position = Position(progress.step + 1, self.rates["learning_rate"])
-        self.num_before, self.num_counted, self.factor = 0, None, None
+        self.num_before, self.num_counted = 0, 0
+        self.selects = self.factor = None
 
     def start_micro_batch(self) -> None:
         """Seed the random numbers of the next forward pass by its place in the step."""
@@ -92,7 +94,7 @@ class Step:
         """Return where the rows of a process start in the current micro-batch, and their number."""
         num, slots = self._num_here(), self.size // self.accelerator.num_processes
         start, stop = share_of_batch(num, self.size, rank * slots, (rank + 1) * slots)
-        return min(start, num), max(0, min(stop, num) - start)
+        return start, stop - start
 
     def mean(
         self, values: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None
@@ -115,23 +117,20 @@ class Step:
 
         Raises RuntimeError if values are already reduced, or are not of this batch.
         """
-        selects, selected_before = mask is not None or weights is not None, self.num_counted
-        has_earlier_mean = bool(self.losses) or self.num_before > 0
-        if (has_earlier_mean and selects != (selected_before is not None)) or (
-            selects and self.losses
-        ):
+        selects = mask is not None or weights is not None
+        if self.selects not in (None, selects) or (selects and self.losses):
             raise RuntimeError(
                 "a step can have only one mean with mask= or weights=, because its gradients are "
                 "divided once: add up the losses before run.step_mean(...)"
             )
         if selects:
             total, counted = sum_and_count("run.step_mean(...)", values, mask, weights)
-            self.num_counted = counted + (0 if selected_before is None else selected_before)
+            self.num_counted = counted + self.num_counted
             divisor = self.num_samples  # clip_and_check() corrects it once all are counted
         else:
             self.check_rows("run.step_mean(...)", values)
             total, divisor = sum_of(values), self.num_samples * values.shape[1:].numel()
-        share = total.detach() / divisor
+        self.selects, share = selects, total.detach() / divisor
         self.losses.append(share)
         # DDP divides by the processes and Accelerate by the micro-batches; this undoes both.
         scale = self.accelerator.num_processes * self.config.accumulate / divisor
@@ -157,7 +156,7 @@ class Step:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
-        if self.num_counted is not None and self.factor is None:
+        if self.selects and self.factor is None:
             num_counted = self.accelerator.reduce(self.num_counted, reduction="sum")
             self.factor = self.num_samples / torch.where(num_counted == 0, 1, num_counted)
             self.losses = [loss * self.factor for loss in self.losses]
