@@ -191,10 +191,8 @@ def link(file: Path, place: int) -> None:
 
 CHANGES: dict[str, Callable[[Path, int], object]] = {
     "a bit": flip,
-    "cut": lambda file, place: os.truncate(file, place % file.stat().st_size),
     "longer": lambda file, place: file.write_bytes(file.read_bytes() + bytes([place % 256])),
     "gone": lambda file, place: file.unlink(),
-    "another name": lambda file, place: file.rename(f"{file}{place}"),
     "beside another": lambda file, place: shutil.copy(file, f"{file}.{place}"),
     "linked": link,
     "a folder": lambda file, place: (file.unlink(), file.mkdir()),
