@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import rows
+from conftest import assert_same_bytes, rows
 from double import SAME
+from plain import plain_losses
 from safetensors.torch import load_file
 from test_finetune import make_flags, quick, start_run
 from test_shards import KINDS
@@ -60,27 +61,22 @@ def plain(flags: list[str], lora: int | None) -> tuple[list[float], list[float]]
     model = preference.make_model(args)
     model = preference.add_adapter(model, args) if lora else model
     adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
-    sorts = by_length([preferences.longest(pair) for pair in train_set], args.batch_size, seed=0)
-    order = EpochBatches(len(train_set), args.batch_size, order=sorts)
-    found: list[float] = []
+    order = by_length([preferences.longest(pair) for pair in train_set], args.batch_size, seed=0)
+    batches = EpochBatches(len(train_set), args.batch_size, order=order)
     margins: list[float] = []
-    for epoch in range(args.epochs):
-        order.set_position(epoch, 0)
-        for batch in order:
-            losses = []
-            for index in batch.values.tolist():
-                chosen, rejected = train_set[index][:2], train_set[index][2:]
-                ahead = log_probability(model, *chosen) - log_probability(model, *rejected)
-                with torch.no_grad():
-                    ahead -= log_probability(frozen, *chosen) - log_probability(frozen, *rejected)
-                margins.append(0.1 * ahead.item())
-                losses.append((1 + (-0.1 * ahead).exp()).log())
-            loss = torch.stack(losses).mean()
-            found.append(loss.item())
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-    return found, margins
+
+    def loss_of(indices: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for index in indices:
+            chosen, rejected = train_set[index][:2], train_set[index][2:]
+            ahead = log_probability(model, *chosen) - log_probability(model, *rejected)
+            with torch.no_grad():
+                ahead -= log_probability(frozen, *chosen) - log_probability(frozen, *rejected)
+            margins.append(0.1 * ahead.item())
+            losses.append((1 + (-0.1 * ahead).exp()).log())
+        return torch.stack(losses).mean()
+
+    return plain_losses(batches, adam, range(args.epochs), loss_of), margins
 
 
 @pytest.mark.parametrize(
@@ -116,9 +112,7 @@ def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     assert 0 not in start(tmp_path / "killed", lora, way, "--save-every", 1, fault=kill).codes
     for name in ("killed", "whole"):
         start(tmp_path / name, lora, way, "--save-every", 1, "--resume", "auto")
-    for name in ("metrics.jsonl", "model.safetensors"):
-        killed, whole = (tmp_path / each / name for each in ("killed", "whole"))
-        assert killed.read_bytes() == whole.read_bytes(), name
+    assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from conftest import rows
+from conftest import assert_same_bytes, rows
 from double import SAME
 
 import predict
@@ -98,8 +98,7 @@ def test_a_kill_changes_no_byte(start, whole, tmp_path):
     start(tmp_path, 1, "--save-every", 5, fault={"signal": [14, signal.SIGKILL]})
     again = start(tmp_path, 1, "--save-every", 5, "--resume", "auto")
     assert "resuming from" in again, again
-    for name in ("metrics.jsonl", "model.safetensors", "predictions.safetensors"):
-        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+    assert_same_bytes(tmp_path, whole, "predictions.safetensors")
 
 
 def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):

@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import weighted
-from conftest import finish, rows, saved
+from conftest import assert_same_bytes, finish, rows, saved
+from plain import plain_losses
 from test_fp16 import scaled_float32
 from test_run import Numbers, make_config
 from torch.utils.data import default_collate
@@ -131,18 +132,19 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
     run_main, folder, monkeypatch
 ):
     """Every batch is the same, so that it does not matter which ones are skipped."""
-    num_calls, compute_losses, load_data = itertools.count(), gpt.compute_losses, gpt.load_data
+    compute_losses, load_data = gpt.compute_losses, gpt.load_data
 
-    def same_batches(args: Any) -> tuple[list, list]:
+    def same_batches(args):
         samples, eval_set = load_data(args)
         return [samples[number] for number in range(BATCH)] * 12, eval_set
 
-    def run(name: str, overflows: tuple[int, ...] = ()) -> list[float]:
-        def overflowing(model: Any, batch: Any) -> dict[str, torch.Tensor]:
-            values, losses = compute_losses(model, batch), None
-            if model.training and next(num_calls) // 4 in overflows:
-                losses = values["loss"] * 1e34
-            return values if losses is None else values | {"loss": losses}
+    def run(name, *overflows: int) -> list[float]:
+        num_calls = itertools.count()
+
+        def overflowing(model, batch):
+            values = compute_losses(model, batch)
+            overflows_now = model.training and next(num_calls) // 4 in overflows
+            return values | {"loss": values["loss"] * (1e34 if overflows_now else 1)}
 
         monkeypatch.setattr(gpt, "compute_losses", overflowing)
         flags = "--epochs 1 --schedule constant --warmup 0 --min-learning-rate 0 --accumulate 4"
@@ -154,8 +156,7 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
     expected = run("unscaled")
 
     monkeypatch.setattr(trainkit.launch.world, "Accelerator", scaled_float32)
-    num_calls = itertools.count()
-    found = run("scaled", overflows=(0, 3, 4))
+    found = run("scaled", 0, 3, 4)
     assert len(expected) == 12 and len(found) == 9
     # What is logged after a skipped step has its loss, too.
     made = [number for number, loss in enumerate(found) if loss < 100]
@@ -163,7 +164,6 @@ def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
     assert [found[n] for n in made] == pytest.approx([expected[n] for n in made], abs=2e-6)
 
 
-NAMES = ["metrics.jsonl", "model.safetensors", "raw.safetensors", "best.safetensors"]
 ENDING = f"--dropout 0.1 --ema {DECAY} --eval-every 3 --save-every 4".split()
 ENDING += ["--keep-best", "eval_samples:max", "--patience", "2"]
 
@@ -177,8 +177,8 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
     finish(nursery, "examples.gpt", *flags, whole, world=world)
     last, evaluations = rows(whole)[-1]["step"], rows(whole, "epochs")
     assert last in (6, 9) and len(evaluations) == 3  # the second and third are not better
-    files = [*NAMES, *sorted(path.name for path in whole.glob("sample-*.txt"))]
-    assert len(files) == len(NAMES) + len(evaluations)
+    files = [path.name for name in ("raw.*", "best.*", "sample-*.txt") for path in whole.glob(name)]
+    assert len(files) == 2 + len(evaluations)
     for killed_at in (last - 2, "end"):
         run_dir = folder / f"killed-{mode}-{world}-{accumulate}-{killed_at}"
         fault = {"signal": [killed_at, signal.SIGKILL]}
@@ -188,112 +188,83 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
         killed = nursery.run("examples.gpt", *flags, run_dir, world=world, fault=fault)
         assert 0 not in killed.codes and not (run_dir / "DONE").exists(), killed.output
         finish(nursery, "examples.gpt", *flags, run_dir, "--resume", "auto", world=world)
-        for name in files:
-            assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), (killed_at, name)
+        assert_same_bytes(run_dir, whole, *files)
     again = finish(nursery, "examples.gpt", *flags, run_dir, "--resume", "auto", world=world)
     assert "done: " in again  # and no step more
 
 
-@pytest.fixture(scope="session")
-def contrasted(tiny_mnist):
-    """Losses of the two towers in plain PyTorch."""
-    args = parse(two_towers.Config, ["--dataset", str(tiny_mnist)])
-    samples, _ = two_towers.load_data(args)
-    order, losses = EpochBatches(len(samples), 30, seed=0), []
-    torch.manual_seed(0)
-    model = two_towers.Towers()
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    for epoch in range(2):
-        order.set_position(epoch, 0)
-        for batch in order:
-            rows = model(samples.tensors[0][batch.values])
-            scores, right = rows[:, 0] @ rows[:, 1].T, torch.arange(len(rows))
-            loss = (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
-            losses.append(loss.item())
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-    return losses[:NUM_STEPS]
-
-
 @pytest.mark.parametrize("world", [*(pytest.param(w, marks=pytest.mark.slow) for w in (1, 2)), 3])
 def test_a_loss_that_couples_samples_sees_those_of_all_processes(
-    nursery, tiny_mnist, tmp_path, contrasted, world
+    nursery, tiny_mnist, tmp_path, world
 ):
     # 331 samples: 11 batches of 30, and one sample for the last; 101 to evaluate on.
     flags = "--batch-size 30 --epochs 2 --log-every 1 --schedule constant --warmup 0 --no-pictures"
     flags += f" --eval-batch-size 25 --timeout 60 --stop-after-steps {NUM_STEPS}"
-    where = ["--dataset", tiny_mnist, "--run-dir", tmp_path]
+    where = ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path)]
     finish(nursery, "examples.two_towers", *flags.split(), *where, world=world)
+    samples, _ = two_towers.load_data(parse(two_towers.Config, where))
+    torch.manual_seed(0)
+    model = two_towers.Towers()
+
+    def contrast(indices):
+        rows = model(samples.tensors[0][indices])
+        scores, right = rows[:, 0] @ rows[:, 1].T, torch.arange(len(rows))
+        return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+
+    adam = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    losses = plain_losses(EpochBatches(len(samples), 30, seed=0), adam, range(2), contrast)
     found = [row["train_loss"] for row in rows(tmp_path, "steps")]
-    assert found == pytest.approx(contrasted, rel=1e-6)
-    assert [row["eval_samples"] for row in rows(tmp_path, "epochs")] == [101, 101]
-    metrics = rows(tmp_path, "epochs")[-1]
-    assert 0.02 < metrics["eval_accuracy"] < 1
+    assert found == pytest.approx(losses[:NUM_STEPS], rel=1e-6)
+    evaluations = rows(tmp_path, "epochs")
+    assert [row["eval_samples"] for row in evaluations] == [101, 101]
+    assert 0.02 < evaluations[-1]["eval_accuracy"] < 1
 
 
-@pytest.fixture(scope="session")
-def counted(nursery, tmp_path_factory):
-    """Run tests/weighted.py; return its folder and how often each sample was drawn."""
-
-    def call(world: int, *args: object, run_dir: Path | None = None) -> tuple[Path, list[int]]:
-        run_dir = run_dir or tmp_path_factory.mktemp("weighted") / "run"
-        outcome = nursery.run("weighted", "--run-dir", run_dir, *args, world=world)
-        assert outcome.codes == [0] * world, outcome.output
-        return run_dir, json.loads(outcome.output.split("drawn ")[1].splitlines()[0])
-
-    return call
+def count_draws(nursery: Any, run_dir: Path, world: int, *args: object) -> list[int]:
+    """Run tests/weighted.py; return how often each sample was drawn."""
+    output = finish(nursery, "weighted", "--run-dir", run_dir, *args, world=world)
+    return json.loads(output.split("drawn ")[1].splitlines()[0])
 
 
-def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes(counted):
+def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes(nursery, tmp_path):
+    torch.manual_seed(0)
+    model, (x, y) = torch.nn.Linear(1, 3), weighted.SAMPLES
+
+    def loss_of(these):
+        return F.cross_entropy(model(x[these]), y[these], weighted.OF_CLASSES)
+
+    order = EpochBatches(len(x), 12, seed=0, order=drawn_by_weight(weighted.WEIGHTS, len(x), 0))
+    adam = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    losses = plain_losses(order, adam, range(2), loss_of)
+    expected = loss_of(slice(None)).item()
+    losses += plain_losses(order, adam, range(2, 5), loss_of)
     ways = ((1, 2), (2, 1), (3, 2))
-    found = [counted(world, "--accumulate", accumulate) for world, accumulate in ways]
-    drawn = found[0][1]
-    assert all(other == drawn for _, other in found) and drawn[1] >= 7  # and all stopped
+    drawn, *others = (
+        count_draws(nursery, tmp_path / f"{world}", world, "--accumulate", accumulate)
+        for world, accumulate in ways
+    )
+    assert others == [drawn, drawn] and drawn[1] >= 7  # and all stopped
     # Every fourth sample is never drawn; the others in proportion to their weights.
     one, two, three = (sum(drawn[weight::4]) for weight in (1, 2, 3))
     assert sum(drawn[0::4]) == 0 and sum(drawn) == one + two + three > 300
     assert two / one == pytest.approx(2, abs=0.6) and three / one == pytest.approx(3, abs=0.8)
-    losses, expected = class_weighted()
-    for run_dir, _ in found:
-        assert [row["train_loss"] for row in rows(run_dir, "steps")][:NUM_STEPS] == pytest.approx(
-            losses, abs=1e-6
-        )
-        assert rows(run_dir, "epochs")[1]["eval_loss"] == pytest.approx(expected, abs=1e-6)
+    for world, _ in ways:
+        found = [row["train_loss"] for row in rows(tmp_path / f"{world}", "steps")]
+        assert found[:NUM_STEPS] == pytest.approx(losses[:NUM_STEPS], abs=1e-6)
+        evaluated = rows(tmp_path / f"{world}", "epochs")[1]["eval_loss"]
+        assert evaluated == pytest.approx(expected, abs=1e-6)
 
 
-def class_weighted() -> tuple[list[float], float]:
-    """Losses of tests/weighted.py in plain PyTorch, and the one after two epochs."""
-    torch.manual_seed(0)
-    model, (x, y) = torch.nn.Linear(1, 3), weighted.SAMPLES
-    adam, losses = torch.optim.AdamW(model.parameters(), weight_decay=0.0), []
-    order = EpochBatches(len(x), 12, seed=0, order=drawn_by_weight(weighted.WEIGHTS, len(x), 0))
-    for epoch in range(5):
-        order.set_position(epoch, 0)
-        for batch in order:
-            loss = F.cross_entropy(model(x[batch.values]), y[batch.values], weighted.OF_CLASSES)
-            losses.append(loss.item())
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-        if epoch == 1:
-            expected = F.cross_entropy(model(x), y, weighted.OF_CLASSES).item()
-    return losses[:NUM_STEPS], expected
-
-
-def test_weighted_draws_state_and_stop_survive_a_kill(nursery, counted, tmp_path):
-    world = 2
-    whole, drawn = counted(world)
-    flags = ["--save-every", 5, "--run-dir", tmp_path / "run"]
+def test_weighted_draws_state_and_stop_survive_a_kill(nursery, tmp_path):
+    run_dir, world, flags = tmp_path / "run", 2, ["--save-every", 5, "--run-dir"]
+    drawn = count_draws(nursery, tmp_path / "whole", world)
     fault = {"signal": [19, signal.SIGKILL]}
-    killed = nursery.run("weighted", *flags, world=world, fault=fault)
+    killed = nursery.run("weighted", *flags, run_dir, world=world, fault=fault)
     assert 0 not in killed.codes, killed.output
-    run_dir = tmp_path / "run"
-    again = counted(world, "--save-every", 5, "--resume", "auto", run_dir=run_dir)
-    assert again[1] == drawn
-    for name in ("metrics.jsonl", "model.safetensors"):
-        assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
-    other = nursery.run("weighted", *flags, "--resume", "auto", "--power", 2, world=world)
+    resume = ["--save-every", 5, "--resume", "auto"]
+    assert count_draws(nursery, run_dir, world, *resume) == drawn
+    assert_same_bytes(run_dir, tmp_path / "whole")
+    other = nursery.run("weighted", *resume, "--run-dir", run_dir, "--power", 2, world=world)
     assert other.codes == [2] * world and "weights of samples" in other.output, other.output
 
 
