@@ -5,10 +5,8 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from datasets import Dataset
 from double import SAME
 from plain import plain_losses
 from safetensors.torch import load_file
+from test_run import changed
 from test_shards import KINDS, env
 
 from examples import finetune
@@ -37,12 +36,12 @@ PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
 WAYS = itertools.product((None, 4), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
 
 
-def quick(ways: Iterable[tuple], chosen: list[tuple]) -> list[Any]:
+def quick(ways, chosen) -> list:
     """The ways, of which those that are not chosen are slow."""
     return [pytest.param(*way, marks=[pytest.mark.slow] * (way not in chosen)) for way in ways]
 
 
-def make_flags(nursery: Any, folder: Path, flags: str, name: str, num: int) -> list[str]:
+def make_flags(nursery, folder, flags: str, name: str, num: int) -> list[str]:
     """Make rows, and the model, in float64 as well; return what all runs have in common."""
     for where, double in (folder / "double", True), (folder, False):
         words = "examples/docstrings.py", "--folder", where, "--width", 32, "--layers", 1
@@ -53,16 +52,8 @@ def make_flags(nursery: Any, folder: Path, flags: str, name: str, num: int) -> l
     return [*flags.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
 
 
-def start_run(
-    nursery: Any,
-    flags: list[str],
-    run_dir: Path,
-    lora: int | None,
-    way: Any,
-    *args: object,
-    script: str,
-    **plan: Any,
-) -> Any:
+def start_run(nursery, flags, run_dir, lora, way, *args, script, **plan):
+    """`way` is one of KINDS, or a number of processes without sharding."""
     args = *flags, *(["--lora", lora] if lora else []), "--run-dir", run_dir, *args
     kind, world = (way, 2) if way in KINDS else (None, way)
     plan = {"timeout": 120, "modules": MODULES, **plan}
@@ -93,13 +84,13 @@ def start(nursery, flags):
     return partial(start_run, nursery, flags, script="examples/finetune.py")
 
 
-def make_model(flags: list[str], lora: int | None, *more: str) -> tuple[Any, Any]:
+def make_model(flags, lora, *more):
     args = parse(finetune.Config, [*flags, *(["--lora", str(lora)] if lora else []), *more])
     torch.manual_seed(0)
     return args, finetune.make_model(args)
 
 
-def plain(flags: list[str], lora: int | None, *more: str) -> list[float]:
+def plain(flags, lora, *more) -> list[float]:
     """Losses of a loop of plain PyTorch around the loss of transformers, its mask and its shift.
 
     The samples of packed rows are taken apart and padded.
@@ -111,7 +102,7 @@ def plain(flags: list[str], lora: int | None, *more: str) -> list[float]:
     order = by_length(lengths, args.batch_size, seed=0)
     batches = EpochBatches(len(train_set), args.batch_size, order=order)
 
-    def loss_of(indices: torch.Tensor) -> torch.Tensor:
+    def loss_of(indices):
         chosen = [train_set[index] for index in indices]
         if args.pack:
             chosen = [train_set.samples[i] for n in indices for i in train_set.rows[n]]
@@ -124,7 +115,7 @@ def plain(flags: list[str], lora: int | None, *more: str) -> list[float]:
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
 
 
@@ -136,8 +127,11 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate, packed
 ):
     more = ["--accumulate", accumulate, *(["--ema", 0.9] if way != 1 else []), *packed]
-    plan = {"double": True} | ({"script": "in_parts"} if accumulate == 4 else {})
-    output = start(tmp_path, lora, way, *in_double[-2:], *more, **plan).output
+    compiled = (lora, way, accumulate, packed) == (None, 1, 1, [])
+    plan = {"env": {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}} if compiled else {}
+    if compiled or accumulate == 4:
+        plan["script"] = "in_parts"
+    output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True, **plan).output
     losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
     assert losses == pytest.approx(plain(in_double, lora, *packed), abs=SAME)
     assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (6 if packed else 4)
@@ -151,14 +145,6 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     assert torch.equal(logits(opened), logits(model)) and not torch.equal(before, logits(model))
     assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
     assert "| seed | 0 |" in (folder / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_losses_in_parts_are_those_of_transformers_in_a_compiled_model(start, in_double, tmp_path):
-    plan = {"script": "in_parts", "double": True, "env": {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}}
-    start(tmp_path, None, 1, *in_double[-2:], **plan)
-    losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
-    assert losses == pytest.approx(plain(in_double, None), abs=SAME)
 
 
 def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypatch):
@@ -207,7 +193,7 @@ TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
 SHARED = [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}]
 SHARED += [{"from": "function_call", "value": '{"name": "f"}'}]
 SHARED += [{"from": "observation", "value": "5"}]
-CALL: dict[str, Any] = {"name": "f", "arguments": '{"n": 1}'}
+CALL = {"name": "f", "arguments": '{"n": 1}'}
 TOOL = SAY | {"content": None, "tool_calls": [{"function": CALL}]}
 CALLED = '[{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}]'
 ODD, PART = "\u00e9 e\u0301 \u4f60\U0001f468\u200d\U0001f469 \u202e", {"type": "text", "text": "4"}
@@ -215,9 +201,60 @@ FOUR, NOT_LEFT = (
     "4<|im_end|>\n",
     "on has an answer, or a token of one .* 64: .* larger",
 )
-# A template, rows, what is learned in the first samples, what the plan says or why there is none.
+# Rows, what is learned in the first samples, what the plan says or why there is none.
+OF_CHATML = [
+    ([SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
+    ([SHORT, LONG], [FOUR] * 2, {"cut": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
+    ([SHORT | {"answer": LONG["prompt"]}], [], {"cut": "3 of 3", "end": "in 0 of 3"}),
+    ([LONG, *[SHORT] * 4], [], f"evaluate {NOT_LEFT}"),
+    ([{"messages": [SAY, *TALK, SAY, ASK]}], [FOUR * 3], {}),
+    ([{"messages": TALK, "tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
+    ([{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
+    (
+        [{"conversations": [*SHARED, SHARED[1]], "system": "be", "tools": "[]"}],
+        [f"{FOUR}<|im_end|>\n{FOUR}"],
+        {"first": "system..be.*tool..5", "template": "3 of 3 .* 'f'"},
+    ),
+    ([{"conversations": [SHARED[2] | {"value": "{"}]}], [], "has no text, or no turns"),
+    ([{"messages": [*TALK, ASK, SAY | {"weight": 0}]}], [FOUR], {}),
+    ([{"question": "2?", "response": "4"}], [FOUR], {}),
+    ([SHORT | {"label": False}], [], "line 1 of .* its label is false"),
+    ([SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
+    (
+        [{"instruction": "+", "input": "2", "output": "4"}],
+        [FOUR],
+        {"first": r"\+\\n.n2"},
+    ),
+    ([{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
+    ([{"messages": [ASK]}], [], f"train {NOT_LEFT}"),
+    (
+        [{"messages": [ASK | {"content": ""}, SAY | {"content": " "}]}],
+        [" <|im_end|>\n"],
+        {"empty": "3 of 3"},
+    ),
+    (
+        [{"messages": each} for each in (TALK, [], [SAY | {"role": "system"}])],
+        [FOUR],
+        {"dropped": "6 of 9"},
+    ),
+    ([{"messages": [ASK, SAY | {"content": ODD}]}], [f"{ODD}<|im_end|>\n"], {}),
+    ([{"messages": TALK}, {"messages": TALK * 5000}], [FOUR * 3], {"cut": "3 of 6"}),
+    (
+        [{"messages": [ASK | {"content": [PART]}, SAY | {"content": [PART, PART]}]}],
+        [f"44{FOUR[1:]}"],
+        {},
+    ),
+    (
+        [{"messages": [ASK | {"content": [PART, {"type": "image"}]}, SAY]}],
+        [],
+        "line 1 of .* holds image",
+    ),
+    ([{"question": "2?"}], [], "line 1 of .* has not the columns"),
+    ([SHORT | {"answer": None}], [], "line 1 of .* has no text"),
+    ([[1]], [], "line 1 of .* has not the columns"),
+]
 CASES = [
-    ("chatml", [SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
+    *(("chatml", *case) for case in OF_CHATML),
     ("no end", [SHORT], ["[assistant]4"], {"end": "no token ends an answer"}),
     ("none", [SHORT], ["4<end>"], {"first": r"^a\[\[4<end>]]$"}),
     ("no tokens", [SHORT], ["4"], {"end": "no token ends an answer"}),
@@ -227,67 +264,12 @@ CASES = [
         [FOUR],
         {"template": "3 of 3 .*<th"},
     ),
-    ("chatml", [SHORT, LONG], [FOUR] * 2, {"cut": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
-    ("chatml", [SHORT | {"answer": LONG["prompt"]}], [], {"cut": "3 of 3", "end": "in 0 of 3"}),
-    ("chatml", [LONG, *[SHORT] * 4], [], f"evaluate {NOT_LEFT}"),
     ("thinks last", [{"messages": [ASK, THOUGHT, *TALK]}], [f"<think>2</think>{FOUR}", FOUR], {}),
-    ("chatml", [{"messages": [SAY, *TALK, SAY, ASK]}], [FOUR * 3], {}),
     ("calls", [{"messages": [ASK, TOOL]}], [CALLED + FOUR[1:]], {}),
     ("calls", [{"messages": TALK, "tools": json.dumps([CALL])}], [FOUR], {"first": "^f<"}),
-    ("chatml", [{"messages": TALK, "tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
-    ("chatml", [{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
-    (
-        "chatml",
-        [{"conversations": [*SHARED, SHARED[1]], "system": "be", "tools": "[]"}],
-        [f"{FOUR}<|im_end|>\n{FOUR}"],
-        {"first": "system..be.*tool..5", "template": "3 of 3 .* 'f'"},
-    ),
-    ("chatml", [{"conversations": [SHARED[2] | {"value": "{"}]}], [], "has no text, or no turns"),
-    ("chatml", [{"messages": [*TALK, ASK, SAY | {"weight": 0}]}], [FOUR], {}),
-    ("chatml", [{"question": "2?", "response": "4"}], [FOUR], {}),
-    ("chatml", [SHORT | {"label": False}], [], "line 1 of .* its label is false"),
-    ("chatml", [SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
-    (
-        "chatml",
-        [{"instruction": "+", "input": "2", "output": "4"}],
-        [FOUR],
-        {"first": r"\+\\n.n2"},
-    ),
-    ("chatml", [{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
-    ("chatml", [{"messages": [ASK]}], [], f"train {NOT_LEFT}"),
     ("none", [{"messages": [*TALK, *TALK]}], [], "line 1 of .* no chat template"),
-    (
-        "chatml",
-        [{"messages": [ASK | {"content": ""}, SAY | {"content": " "}]}],
-        [" <|im_end|>\n"],
-        {"empty": "3 of 3"},
-    ),
-    (
-        "chatml",
-        [{"messages": TALK}, {"messages": [SAY | {"role": "system"}]}],
-        [FOUR],
-        {"dropped": "3 of 6"},
-    ),
-    ("chatml", [{"messages": TALK}, {"messages": []}], [FOUR], {"dropped": "3 of 6"}),
     ("alternates", [{"messages": [*TALK, SAY]}], [], "line 1 of .* must alternate"),
     ("alternates", [{"messages": [SAY | {"role": "system"}, *TALK]}], [], "line 1 .* no system"),
-    ("chatml", [{"messages": [ASK, SAY | {"content": ODD}]}], [f"{ODD}<|im_end|>\n"], {}),
-    ("chatml", [{"messages": TALK}, {"messages": TALK * 5000}], [FOUR * 3], {"cut": "3 of 6"}),
-    (
-        "chatml",
-        [{"messages": [ASK | {"content": [PART]}, SAY | {"content": [PART, PART]}]}],
-        [f"44{FOUR[1:]}"],
-        {},
-    ),
-    (
-        "chatml",
-        [{"messages": [ASK | {"content": [PART, {"type": "image"}]}, SAY]}],
-        [],
-        "line 1 of .* holds image",
-    ),
-    ("chatml", [{"question": "2?"}], [], "line 1 of .* has not the columns"),
-    ("chatml", [SHORT | {"answer": None}], [], "line 1 of .* has no text"),
-    ("chatml", [[1]], [], "line 1 of .* has not the columns"),
 ]
 
 
@@ -319,9 +301,7 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
         assert all(re.search(words, plan[name]) for name, words in said.items())
 
 
-def train_on(
-    run_main: Callable, folder: Path, tokenizer: Any, model: Any, prompt: str, *more: str
-) -> Path:
+def train_on(run_main, folder, tokenizer, model, prompt, *more) -> Path:
     """Learn to say yes; return the folder for from_pretrained."""
     for each in (model, tokenizer):
         each.save_pretrained(folder / "base")
@@ -422,17 +402,10 @@ def test_a_missing_package_is_asked_for(flags, monkeypatch):
             call(args)
 
 
-def test_a_model_is_trained_as_from_pretrained_returns_it_but_not_once_it_is_put_to_rest(
-    run_main, flags, tmp_path, monkeypatch
-):
-    make, modes = finetune.make_model, []
-    monkeypatch.setattr(finetune, "make_model", lambda args: make(args).eval())
-
-    def rest(model: Any, *_: Any) -> None:
-        modes.extend(layer.training for layer in model.modules())
-        model.eval()
-
-    monkeypatch.setattr(finetune, "answer", rest)
-    with pytest.raises(RuntimeError, match="a model is in evaluation mode"):
-        run_main("examples.finetune", *flags, "--run-dir", tmp_path)
+def test_models_are_trained_that_are_in_evaluation_mode_as_from_pretrained_returns_them(tmp_path):
+    modes = []
+    changed((r"run\.begin\(", "one.eval(), two.eval(); run.begin("))(
+        *("--run-dir", tmp_path),
+        body=lambda run, _: modes.extend(model.training for model in run.models),
+    )
     assert modes and all(modes)

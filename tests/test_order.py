@@ -64,7 +64,7 @@ CPU = torch.device("cpu")
 
 
 def test_what_draws_is_seeded_by_position_and_first_sample():
-    def mask(first: int, *position: int) -> tuple[float, ...]:
+    def mask(first, *position):
         seed_dropout([], CPU, first, *position)
         return tuple(torch.rand(4).tolist())
 
@@ -77,7 +77,7 @@ def test_dropout_draws_the_same_masks_however_a_step_is_split():
     layers = [Dropout(0.3), Dropout(0.3)]
     ones = torch.ones(600, 5, 7).bfloat16()
 
-    def masks(sizes: list[int], *position: int) -> torch.Tensor:
+    def masks(sizes, *position):
         parts, first = [], 0
         for size in sizes:
             seed_dropout(layers, CPU, first, *position)
@@ -114,10 +114,10 @@ def test_dropout_draws_the_same_masks_however_a_step_is_split():
 class Noisy(Dataset):
     """A sample: a random number and the sample's index."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 6
 
-    def __getitem__(self, index: int) -> tuple[float, int]:
+    def __getitem__(self, index):
         return torch.rand(()).item(), index
 
 

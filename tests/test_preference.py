@@ -6,9 +6,7 @@ import math
 import re
 import signal
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from conftest import assert_same_bytes, rows
 from double import SAME
 from plain import plain_losses
 from safetensors.torch import load_file
+from test_finetune import in_double as in_double
 from test_finetune import make_flags, quick, start_run
 from test_shards import KINDS
 
@@ -45,14 +44,14 @@ def start(nursery, flags):
     return partial(start_run, nursery, flags, script="examples/preference.py")
 
 
-def log_probability(model: Any, tokens: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
+def log_probability(model, tokens, learned) -> torch.Tensor:
     """By hand: the model is asked for one conversation, and each token is looked up."""
     found = model(tokens[None]).logits[0].log_softmax(1)
     places = learned.nonzero().flatten().tolist()
     return torch.stack([found[place - 1, tokens[place]] for place in places]).sum()
 
 
-def plain(flags: list[str], lora: int | None) -> tuple[list[float], list[float]]:
+def plain(flags, lora) -> tuple[list[float], list[float]]:
     """Losses and margins of a plain loop, pair by pair, with a second model as the reference."""
     args = parse(preference.Config, [*flags, *(["--lora", str(lora)] if lora else [])])
     train_set, *_ = preference.load_data(args)
@@ -63,9 +62,9 @@ def plain(flags: list[str], lora: int | None) -> tuple[list[float], list[float]]
     adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
     order = by_length([preferences.longest(pair) for pair in train_set], args.batch_size, seed=0)
     batches = EpochBatches(len(train_set), args.batch_size, order=order)
-    margins: list[float] = []
+    margins = []
 
-    def loss_of(indices: torch.Tensor) -> torch.Tensor:
+    def loss_of(indices):
         losses = []
         for index in indices:
             chosen, rejected = train_set[index][:2], train_set[index][2:]
@@ -83,14 +82,11 @@ def plain(flags: list[str], lora: int | None) -> tuple[list[float], list[float]]
     ("lora", "way", "accumulate"), quick(WAYS, [(None, 1, 1), (None, KINDS[0], 2), (4, 2, 2)])
 )
 def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
-    start, float64_default, flags, monkeypatch, tmp_path, lora, way, accumulate
+    start, in_double, tmp_path, lora, way, accumulate
 ):
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    base = flags[-1].replace("/base", "/double/base")
-    start(tmp_path, lora, way, "--base", base, "--accumulate", accumulate, double=True)
+    start(tmp_path, lora, way, *in_double[-2:], "--accumulate", accumulate, double=True)
     losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
-    expected, margins = plain([*flags[:-1], base], lora)
+    expected, margins = plain(in_double, lora)
     assert losses == pytest.approx(expected, abs=SAME)
     assert losses[0] == pytest.approx(math.log(2), abs=SAME) and len(losses) == 12
     last, margins = rows(tmp_path, "epochs")[-1], margins[len(margins) // 2 :]
@@ -98,7 +94,7 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     assert last["train_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
     assert {"eval_loss", "eval_margin", "eval_accuracy"} <= last.keys()
     folder = tmp_path / "pretrained"
-    opened = transformers.AutoModelForCausalLM.from_pretrained(base if lora else folder)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(in_double[-1] if lora else folder)
     if lora:
         opened = peft.PeftModel.from_pretrained(opened, folder)
     trained = load_file(tmp_path / "model.safetensors")
@@ -152,7 +148,7 @@ def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
 
 def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refused():
     plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
-    state: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    state = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     with pytest.raises(UsageError, match=r"fsdp_cpu_ram_efficient_loading: true .* to false"):
         preferences.add_reference(state, torch.nn.Linear(1, 1), [], list, list)
     with pytest.raises(UsageError, match=r"--label-smoothing 0.5 .* below 0.5"):
@@ -166,7 +162,7 @@ ASK, GOOD, BAD = (
 TEXTS = {"prompt": "2?", "chosen": "4", "rejected": "5"}
 LISTS = {"chosen": [GOOD], "rejected": [BAD]}
 WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
-SHARED: dict[str, Any] = {"conversations": [{"from": "human", "value": "2?"}]}
+SHARED = {"conversations": [{"from": "human", "value": "2?"}]}
 SHARED |= {"chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}
 LONG = "x = 1 ; " * 90
 
@@ -180,7 +176,7 @@ def test_each_way_to_write_a_pair_is_the_same_pair(flags, tmp_path, row):
     assert pairs.plan["rejected"] == "<user>2?<end><assistant>[[5<end>]]"
 
 
-def make(flags: list[str], folder: Path, given: list) -> preferences.Pairs:
+def make(flags, folder, given: list) -> preferences.Pairs:
     path = folder / "given.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in given))
     tokenizer = transformers.AutoTokenizer.from_pretrained(flags[-1])
@@ -209,9 +205,7 @@ def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(fla
         (TEXTS | {"rejected": "4"}, "none of the pairs to train on has two different answers"),
         ({"prompt": "2?", "chosen": "4"}, "line 1 of .* has no chosen and rejected"),
         ({"chosen": "4", "rejected": "5"}, "line 1 of .* has no chosen and rejected"),
-        (TEXTS | {"rejected": None}, "line 1 of .* has no chosen and rejected"),
         (["4", "5"], "line 1 of .* has no chosen and rejected"),
-        (TEXTS | {"images": ["a"]}, "line 1 of .* it has images"),
     ],
 )
 def test_what_cannot_be_learned_is_refused(flags, tmp_path, row, said):

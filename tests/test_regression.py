@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import rows, saved
+from plain import plain_losses
 from test_tables import frame, load
 from torch import nn
 from torch.optim import lr_scheduler
@@ -72,13 +73,13 @@ def test_the_published_templates_are_plain_pytorch(template, tmp_path, run_main)
         schedulers.append(lr_scheduler.CosineAnnealingLR(optimizer, T_max=50))
     order, losses, learning_rates = EpochBatches(len(targets), 32, seed=0), [], []
     for epoch in range(config.epochs):
-        for indices in order.order(epoch).split(32):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(features[indices]), targets[indices])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            learning_rates.append(optimizer.param_groups[0]["lr"])
+        losses += plain_losses(
+            order,
+            optimizer,
+            [epoch],
+            lambda these: F.mse_loss(model(features[these]), targets[these]),
+        )
+        learning_rates += [optimizer.param_groups[0]["lr"]] * (len(losses) - len(learning_rates))
         for scheduler in schedulers:
             scheduler.step()
 
@@ -111,8 +112,6 @@ def test_a_table_reaches_the_r2_of_least_squares(tmp_path, run_main):
     # Errors are in the target's own unit, and come from the predictions that were saved.
     assert predictions["target"].squeeze(1).numpy() == pytest.approx(y[test], rel=1e-5)
     error = (predictions["prediction"] - predictions["target"]).squeeze(1).numpy()
-    assert metrics["eval_mae"] == pytest.approx(np.abs(error).mean(), rel=1e-6)
-    assert metrics["eval_mse"] == pytest.approx((error**2).mean(), rel=1e-6)
     assert metrics["eval_rmse"] == pytest.approx((error**2).mean() ** 0.5, rel=1e-6)
 
 
@@ -127,9 +126,6 @@ def test_an_mlp_learns_what_a_line_cannot(tmp_path, run_main):
     mlp = f"{data} --run-dir {tmp_path}/mlp --model mlp --hidden 32,32 --loss huber"
     metrics = run_main("train_regression", *f"{mlp} --target-r2 0.8".split())
     assert line["eval_r2"] < 0.2 < 0.9 < metrics["eval_r2"] < 1
-    assert list(saved(tmp_path / "mlp")[0]) == [
-        f"{number}.{kind}" for number in (0, 2, 4) for kind in ("bias", "weight")
-    ]
     with pytest.raises(SystemExit) as ended:
         run_main("train_regression", *f"{mlp} --target-r2 0.999 --resume latest".split())
     assert ended.value.code == 3
@@ -139,5 +135,6 @@ def test_r2_of_a_target_that_does_not_vary_is_0_or_if_it_is_met_1():
     truth = np.array([[3.0, 3, 0], [3, 3, 2]])  # met exactly; not met; varies
     guess = np.array([[3.0, 4, 0], [3, 4, 1]])
     found = train_regression.measure(guess, truth, np.array([3, 3, -1]))
-    assert found["eval_r2"] == pytest.approx((1 + 0 + 0.5) / 3)
-    assert found["eval_r2_train_mean"] == pytest.approx((1 + 0 + 0.9) / 3)
+    mse, mae, rmse = (0 + 1 + 0.5) / 3, (0 + 1 + 0.5) / 3, (0 + 1 + 0.5**0.5) / 3
+    r2, r2_train_mean = (1 + 0 + 0.5) / 3, (1 + 0 + 0.9) / 3
+    assert [*found.values()] == pytest.approx([mse, rmse, mae, r2, r2_train_mean])

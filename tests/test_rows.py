@@ -6,10 +6,8 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import faults
 import fsspec
@@ -27,13 +25,12 @@ from benchmarks.rows import serve
 from trainkit.data import rows
 from trainkit.data.rows import ParquetRows, shown
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.loaders import WholeBatches
 
 SIZES = (500, 500, 137)  # rows of the files, in row groups of 50
 NUM = sum(SIZES)
 
 
-def write_file(path: Path, first: int, size: int) -> None:
+def write_file(path, first, size):
     ids = np.arange(first, first + size)
     tokens = pa.array(np.stack((ids // 256, *[ids % 256] * 4), 1).ravel())
     tokens = pa.FixedSizeListArray.from_arrays(tokens, 5)
@@ -52,7 +49,7 @@ def server(tmp_path, monkeypatch):
     running = SimpleNamespace(plan=lambda number: "", numbers=itertools.count(), ranges=Counter())
 
     @web.middleware
-    async def answer(request: web.Request, handler: Callable) -> web.StreamResponse:
+    async def answer(request, handler):
         fault = running.plan(next(running.numbers))
         if fault == "slow":
             await asyncio.sleep(0.3)
@@ -91,7 +88,7 @@ def s3(server, monkeypatch):
     moto = pytest.importorskip("moto.moto_server.threaded_moto_server")
     answer = moto.DomainDispatcherApplication.__call__
 
-    def breaking(self: Any, request: dict[str, Any], start_response: Callable) -> Any:
+    def breaking(self, request, start_response):
         if server.plan(next(server.numbers)):
             request["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         return answer(self, request, start_response)
@@ -116,7 +113,7 @@ def train(server, tmp_path, nursery):
     order = ParquetRows(str(server.folder), "id").order(24, 0)
     batches = [batch.tolist() for epoch in range(3) for batch in order(epoch).split(24)]
 
-    def run(name: str, url: str, *more: object, world: int = 1, **plan: Any) -> faults.Outcome:
+    def run(name, url, *more, world=1, **plan) -> faults.Outcome:
         logs = [Path(f"{tmp_path}/ids.{rank}") for rank in range(world)]
         for log in logs:
             log.write_text("")
@@ -187,7 +184,7 @@ def test_a_run_with_a_fault_ends_right_or_with_its_sentence(
     file, away, other = f"{folder}/1.parquet", f"{folder}/away", tmp_path / "other"
     write_file(other, 9000, SIZES[1])
 
-    def plan(number: int) -> str:
+    def plan(number):
         if fault not in ("gone", "other"):
             return fault * (number % (3 + 4 * place) == 0)
         if number == 40 + 8 * place:
@@ -247,12 +244,8 @@ def test_columns_keep_their_kind_and_the_cache_its_size(server):
     number.fill_(7)  # of a copy
     assert data[2][0] == 2
     data = ParquetRows(data.pattern, "float", "text")
-    made = [
-        WholeBatches(data, how, 0, torch.tensor(0)).make(torch.arange(3)) for how in (None, list)
-    ]
-    assert (
-        str(made[0]) == str(default_collate(made[1])) == "[tensor([0., 1., 2.]), ('a', 'b', 'c')]"
-    )
+    made = data.make_batch(torch.arange(3)), default_collate(data.__getitems__([0, 1, 2]))
+    assert {*map(str, made)} == {"[tensor([0., 1., 2.]), ('a', 'b', 'c')]"}
     small = ParquetRows(str(server.folder), "id", cache_bytes=1)
     assert [int(small[n][0]) for n in range(NUM)] == [*range(NUM)]
     new, *old = small.folder.glob("*.arrow")
@@ -287,7 +280,6 @@ def test_what_cannot_be_read_is_a_sentence(server):
     for pattern, column, sentence in (
         (str(twice), "id", "id must be among its columns, once"),
         (str(server.folder / "*.csv"), "id", "no such file"),
-        (str(server.folder), "label", r"0\.parquet: label must be among its columns"),
         ("https://me:secret@host/a.parquet", "id", "https://host/a.parquet: a password"),
     ):
         with pytest.raises((UsageError, LoneFailure), match=sentence) as caught:
