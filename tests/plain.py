@@ -1,5 +1,12 @@
 """The loop of plain PyTorch with which runs are compared."""
 
+from conftest import rows
+
+
+def logged_losses(run_dir) -> list[float]:
+    """The loss of each step of a run that logs every step."""
+    return [row["train_loss"] for row in rows(run_dir, "steps")]
+
 
 def plain_losses(order, optimizer, epochs, loss_of) -> list[float]:
     """Train on the batches of an EpochBatches; return the loss of each step.

@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same_bytes, rows
 from datasets import Dataset
 from double import SAME
-from plain import plain_losses
+from plain import logged_losses, plain_losses
 from safetensors.torch import load_file
 from test_run import changed
 from test_shards import KINDS, env
@@ -132,7 +132,7 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     if compiled or accumulate == 4:
         plan["script"] = "in_parts"
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True, **plan).output
-    losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
+    losses = logged_losses(tmp_path)
     assert losses == pytest.approx(plain(in_double, lora, *packed), abs=SAME)
     assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (6 if packed else 4)
     args, model = make_model(in_double, lora)

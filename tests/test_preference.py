@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import assert_same_bytes, rows
 from double import SAME
-from plain import plain_losses
+from plain import logged_losses, plain_losses
 from safetensors.torch import load_file
 from test_finetune import in_double as in_double
 from test_finetune import make_flags, quick, start_run
@@ -85,7 +85,7 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate
 ):
     start(tmp_path, lora, way, *in_double[-2:], "--accumulate", accumulate, double=True)
-    losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
+    losses = logged_losses(tmp_path)
     expected, margins = plain(in_double, lora)
     assert losses == pytest.approx(expected, abs=SAME)
     assert losses[0] == pytest.approx(math.log(2), abs=SAME) and len(losses) == 12

@@ -30,6 +30,11 @@ def load(*args) -> tuple[InMemory, InMemory, dict[str, Any]]:
     return train_regression.load_data(parsed)
 
 
+def read(path, *flags) -> tuple[InMemory, InMemory, dict[str, Any]]:
+    """The same of the table in a file or folder, whose column y is the target."""
+    return load("--data", path, "--target", "y", *flags)
+
+
 def frame(size=30):
     random = np.random.default_rng(0)
     table = pd.DataFrame(
@@ -110,7 +115,7 @@ def test_a_table_is_read_as_it_was_meant(case, tmp_path):
     name, content, flags, features = READ[case]
     path = tmp_path / name
     path.write_bytes(content)
-    train, test, about = load("--data", path, "--target", "y", *flags)
+    train, test, about = read(path, *flags)
     assert about["features"] == features
     assert any(map(tables.INDEX.fullmatch, about["left_out"])) == case.startswith("index left out")
     # What a run is trained from, predict.py takes.
@@ -142,10 +147,10 @@ def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path):
     (tmp_path / "parts").mkdir()
     FORMS["commas.csv"](table[:90], tmp_path / "parts" / "a.csv")
     FORMS["commas.csv"](table[90:], tmp_path / "parts" / "b.CSV")
-    flags = ["--target", "y", "--missing", "drop", "--features", "area,city"]
-    loaded = {path: load("--data", path, *flags) for path in sorted(tmp_path.iterdir())}
-    first = loaded[tmp_path / "parts"]
-    for train, test, about in loaded.values():
+    flags = ["--missing", "drop", "--features", "area,city"]
+    first = read(tmp_path / "parts", *flags)
+    for name in FORMS:
+        train, test, about = read(tmp_path / name, *flags)
         assert len(train) + len(test) == 199 and 3 not in test.tensors[2]
         assert about["features"] == first[2]["features"]
         for ours, same in zip(train.tensors, first[0].tensors, strict=True):
@@ -191,7 +196,7 @@ def test_a_table_that_cannot_be_meant_is_one_sentence(case, tmp_path):
     name, content, flags, message = REFUSED[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message) as raised:
-        load("--data", tmp_path / name, "--target", "y", *flags)
+        read(tmp_path / name, *flags)
     assert str(tmp_path / name) in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -200,10 +205,10 @@ def test_a_folder_of_unlike_tables_is_refused(tmp_path):
     (tmp_path / "a.csv").write_bytes(text())
     (tmp_path / "b.csv").write_bytes(frame().drop(columns="city").to_csv(index=False).encode())
     with pytest.raises(UsageError, match=r"b\.csv has other columns than a\.csv"):
-        load("--data", tmp_path, "--target", "y")
+        read(tmp_path)
     (tmp_path / "b.csv").rename(tmp_path / "b.json")
     with pytest.raises(UsageError, match="must be of one kind"):
-        load("--data", tmp_path, "--target", "y")
+        read(tmp_path)
 
 
 def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(tmp_path, capsys):
@@ -211,32 +216,30 @@ def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(tmp_path, cap
     for name in ("b.csv", "a.csv/part.csv", "_k=2/a.csv", *copies):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(rows("k", ["1.180", 2, "NA"]))
-    flags = ["--data", tmp_path, "--target", "y"]
-    train, test, about = load(*flags, "--missing", "drop")
+    train, test, about = read(tmp_path, "--missing", "drop")
     assert len(train) + len(test) == 60
     plan, doubt = about["plan"], "whole or with three decimals: is . a thousands separator?"
     assert plan["data"].endswith(" (a.csv, part.csv, b.csv), 30 rows dropped: no value: 30 'NA'")
     assert plan["columns"] == f"k (number, {doubt})" and plan["targets"] == "y"
-    filled = load(*flags)[2]["plan"]["columns"]
+    filled = read(tmp_path)[2]["plan"]["columns"]
     assert filled == f"k (number, filled in where missing: 30 'NA', {doubt})"
     assert capsys.readouterr().err.count(": 4 hidden files not read, such as .") == 1
     for known in ("1.18", "1180", "0.125"):
         (tmp_path / "t.csv").write_bytes(rows("n", [1, 2]).replace(b",0\n", f",{known}\n".encode()))
-        assert load("--data", tmp_path / "t.csv", *flags[2:])[2]["plan"]["columns"] == "numbers"
+        assert read(tmp_path / "t.csv")[2]["plan"]["columns"] == "numbers"
 
 
 def test_means_come_from_the_training_rows_alone(tmp_path):
     table = frame(400).drop(columns="garden")
     table.loc[::7, "area"] = None
     table.loc[::11, "city"] = None
-    flags = ["--data", tmp_path / "t.csv", "--target", "y"]
     table.to_csv(tmp_path / "t.csv", index=False)
-    train, test, before = load(*flags)
+    train, test, before = read(tmp_path / "t.csv")
     index = test.tensors[2].numpy()
     table.loc[index, ["area", "y"]] += 12345
     table.loc[index, "city"] += " on Mars"
     table.to_csv(tmp_path / "t.csv", index=False)
-    again, test_again, after = load(*flags)
+    again, test_again, after = read(tmp_path / "t.csv")
     features = train.tensors[0]
     assert before == after and torch.equal(features, again.tensors[0])
     area, city = before["columns"]
@@ -257,14 +260,14 @@ def model(tmp_path_factory):
     """Of columns of every kind, from a Parquet file."""
     path = tmp_path_factory.mktemp("tables") / "t.parquet"
     frame(200).to_parquet(path)
-    return untrained(load("--data", path, "--target", "y")[2])
+    return untrained(read(path)[2])
 
 
 def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch):
     monkeypatch.chdir("/")
     rows = datasets.Dataset.from_pandas(frame())
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
-    _, _, about = load("--data", "someone/houses", "--target", "y")
+    _, _, about = read("someone/houses")
     assert (about["data"], about["features"]) == ("houses", ALL)
 
 
@@ -284,7 +287,7 @@ def test_what_is_no_feature_comes_back_as_it_was_written(name, model, tmp_path):
 def test_a_category_is_known_again_in_a_table_that_lacks_another(name, texts, tmp_path):
     table = pd.DataFrame({"k": texts * 8, "y": [1.0, 2, 3] * 8})
     FORMS[name](table, tmp_path / name)
-    _, _, about = load("--data", tmp_path / name, "--target", "y", "--categorical", "k")
+    _, _, about = read(tmp_path / name, "--categorical", "k")
     assert about["features"][:2] in (["k=False", "k=True"], ["k=1", "k=2"])
     FORMS[name](table[table.k != texts[2]], tmp_path / name)
     assert "not in the training rows" not in untrained(about).predict_file(tmp_path / name)
@@ -338,7 +341,7 @@ def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path):
     for form in ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y-%m-%d"):
         table = pd.DataFrame({"day": days.strftime(form), "y": range(30)})
         table.to_csv(tmp_path / "t.csv", index=False)
-        _, _, about = load("--data", tmp_path / "t.csv", "--target", "y", "--test-fraction", 0)
+        _, _, about = read(tmp_path / "t.csv", "--test-fraction", 0)
         assert about["feature_range"] == [[18261, 18290]]
     (column,) = [tables.Column(**column) for column in about["columns"]]
     assert column.days and "days since 1970" in about["plan"]["columns"]

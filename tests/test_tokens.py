@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import weighted
 from conftest import assert_same_bytes, finish, rows, saved
-from plain import plain_losses
+from plain import logged_losses, plain_losses
 from test_fp16 import Still, scaled_float32
 from test_run import Numbers, changed, make_config
 from torch.utils.data import default_collate
@@ -112,7 +112,7 @@ def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
     more = ["--accumulate", accumulate, "--ema", DECAY, "--stop-after-steps", NUM_STEPS]
     finish(nursery, "examples.gpt", *MODES[mode], *more, "--run-dir", run_dir, world=world)
     losses, weights, average = plain(mode)
-    found = [row["train_loss"] for row in rows(run_dir, "steps")]
+    found = logged_losses(run_dir)
     assert len(found) == NUM_STEPS
     assert found == pytest.approx(losses, abs=2e-6)
     for name, expected in (("raw", weights), ("model", average)):
@@ -138,7 +138,7 @@ def test_a_mean_with_a_mask_goes_through_a_loss_scale_and_skips_what_overflows(
     def run(name, *overflows) -> list[float]:
         flags = f"--optimizer sgd --accumulate 4 --drop-last --epochs 3 --run-dir {tmp_path}/{name}"
         changed(*edits, overflows=overflows, Numbers=Still)(*flags.split())
-        return [row["train_loss"] for row in rows(tmp_path / name, "steps")]
+        return logged_losses(tmp_path / name)
 
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
     expected = run("unscaled")
@@ -195,7 +195,7 @@ def test_a_loss_that_couples_samples_sees_those_of_all_processes(
 
     adam = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     losses = plain_losses(EpochBatches(len(samples), 30, seed=0), adam, range(2), contrast)
-    found = [row["train_loss"] for row in rows(tmp_path, "steps")]
+    found = logged_losses(tmp_path)
     assert found == pytest.approx(losses[:NUM_STEPS], rel=1e-6)
     evaluations = rows(tmp_path, "epochs")
     assert [row["eval_samples"] for row in evaluations] == [101, 101]
@@ -225,7 +225,7 @@ def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes_and_afte
         run_dir = tmp_path / f"{world}"
         flags = ["--accumulate", accumulate, "--run-dir", run_dir]
         finish(nursery, "weighted", *flags, world=world)
-        found = [row["train_loss"] for row in rows(run_dir, "steps")]
+        found = logged_losses(run_dir)
         assert found[:NUM_STEPS] == pytest.approx(losses, abs=1e-6)
         evaluated = rows(run_dir, "epochs")[1]["eval_loss"]
         assert evaluated == pytest.approx(expected, abs=1e-6)
