@@ -49,7 +49,7 @@ def make_samples(num) -> list:
     return [(torch.randint(1, 64, (n,)), torch.arange(n) % 3 == 1) for n in lengths]
 
 
-def gradients(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(model, batch):
     """The losses, sorted, and all gradients of the sum of their squares."""
     model.zero_grad()
     found = finetune.compute_losses(model, batch)["loss"]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
+from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
 from trainkit.rng import (
@@ -155,10 +155,8 @@ def test_a_batch_that_never_comes_ends_the_run(accelerator):
 @pytest.mark.parametrize(
     "dataset",
     [
-        Changed(),
         Augmented(torch.arange(6)),
         Subset(Noisy(), range(6)),
-        ConcatDataset([Noisy()]),
         StackDataset(Noisy()),
     ],
 )

@@ -30,7 +30,7 @@ def load(*args) -> tuple[InMemory, InMemory, dict[str, Any]]:
     return train_regression.load_data(parsed)
 
 
-def read(path, *flags) -> tuple[InMemory, InMemory, dict[str, Any]]:
+def read(path, *flags):
     """The same of the table in a file or folder, whose column y is the target."""
     return load("--data", path, "--target", "y", *flags)
 
