@@ -16,7 +16,7 @@ from double import SAME
 from plain import logged_losses, plain_losses
 from safetensors.torch import load_file
 from test_run import changed
-from test_shards import KINDS, env
+from test_shards import KINDS, train
 
 from examples import finetune
 from trainkit.config import parse
@@ -31,9 +31,10 @@ MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.gen
 # 270 pairs: 11 steps of 24 and one of 6, which leaves some processes without a sample.
 FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 20 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
+LORA = ["--lora", "4"]
 PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
-# --lora, a number of processes without sharding or two that shard in this way, --accumulate, pack.
-WAYS = itertools.product((None, 4), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
+# LoRA, a number of processes without sharding or two that shard in this way, --accumulate, pack.
+WAYS = itertools.product(([], LORA), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
 
 
 def quick(ways, chosen) -> list:
@@ -52,18 +53,12 @@ def make_flags(nursery, folder, flags: str, name: str, num: int) -> list[str]:
     return [*flags.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
 
 
-def start_run(nursery, flags, run_dir, lora, way, *args, script, **plan):
+def start_run(nursery, flags, run_dir, lora, way, *args, **plan):
     """`way` is one of KINDS, or a number of processes without sharding."""
-    args = *flags, *(["--lora", lora] if lora else []), "--run-dir", run_dir, *args
     kind, world = (way, 2) if way in KINDS else (None, way)
-    plan = {"timeout": 120, "modules": MODULES, **plan}
-    plan["env"] = env(kind, HF_DATASETS_CACHE=f"{run_dir}-cache") | plan.get("env", {})
-    outcome = nursery.run(script, *args, world=world, **plan)
-    if "fault" not in plan:
-        assert outcome.codes == [0] * world, outcome.output
-        assert f"  {world} process" in outcome.output
-        assert ("sharded" in outcome.output) == (kind is not None)
-    return outcome
+    plan = {"timeout": 120, "modules": MODULES, "kind": kind, "world": world, **plan}
+    plan["env"] = {"HF_DATASETS_CACHE": f"{run_dir}-cache"} | plan.get("env", {})
+    return train(nursery, run_dir, *flags, *lora, *args, **plan)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +80,7 @@ def start(nursery, flags):
 
 
 def make_model(flags, lora, *more):
-    args = parse(finetune.Config, [*flags, *(["--lora", str(lora)] if lora else []), *more])
+    args = parse(finetune.Config, [*flags, *lora, *more])
     torch.manual_seed(0)
     return args, finetune.make_model(args)
 
@@ -121,13 +116,13 @@ def logits(model):
 
 @pytest.mark.parametrize(
     ("lora", "way", "accumulate", "packed"),
-    quick(WAYS, [(None, KINDS[0], 4, []), (4, 2, 4, PACKED)]),
+    quick(WAYS, [([], KINDS[0], 4, []), (LORA, 2, 4, PACKED)]),
 )
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate, packed
 ):
     more = ["--accumulate", accumulate, *(["--ema", 0.9] if way != 1 else []), *packed]
-    compiled = (lora, way, accumulate, packed) == (None, 1, 1, [])
+    compiled = (lora, way, accumulate, packed) == ([], 1, 1, [])
     plan = {"env": {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}} if compiled else {}
     if compiled or accumulate == 4:
         plan["script"] = "in_parts"
@@ -156,11 +151,11 @@ def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("lora", "way"), quick(itertools.product((None, 4), (2, *KINDS)), [(4, KINDS[1])])
+    ("lora", "way"), quick(itertools.product(([], LORA), (2, *KINDS)), [(LORA, KINDS[1])])
 )
 def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     kill, packed = {"signal": [14, signal.SIGKILL]}, [] if lora else PACKED
-    assert 0 not in start(tmp_path / "killed", lora, way, *packed, fault=kill).codes
+    start(tmp_path / "killed", lora, way, *packed, fault=kill, codes=[-signal.SIGKILL, 1])
     for name in ("killed", "whole"):
         start(tmp_path / name, lora, way, *packed, "--resume", "auto")
     weights = "adapter_model.safetensors" if lora else "model.safetensors"

@@ -13,8 +13,8 @@ import torch
 from conftest import assert_same_bytes, rows
 from double import SAME
 from plain import logged_losses, plain_losses
+from test_finetune import LORA, make_flags, quick, start_run
 from test_finetune import in_double as in_double
-from test_finetune import make_flags, quick, start_run
 from test_shards import KINDS
 
 from examples import preference
@@ -29,8 +29,8 @@ transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 # 45 pairs: 5 steps of 8 and one of 5, which leaves a process with fewer pairs.
 FLAGS = "--batch-size 8 --eval-batch-size 8 --epochs 2 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
-# --lora, a number of processes without sharding or two that shard in this way, --accumulate.
-WAYS = itertools.product((None, 4), (1, 2, *KINDS), (1, 2))
+# LoRA, a number of processes without sharding or two that shard in this way, --accumulate.
+WAYS = itertools.product(([], LORA), (1, 2, *KINDS), (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def log_probability(model, tokens, learned) -> torch.Tensor:
 
 def plain(flags, lora):
     """Losses and margins of a plain loop, pair by pair, with a second model as the reference."""
-    args = parse(preference.Config, [*flags, *(["--lora", str(lora)] if lora else [])])
+    args = parse(preference.Config, [*flags, *lora])
     train_set, *_ = preference.load_data(args)
     frozen = preference.make_model(args)
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def plain(flags, lora):
 
 
 @pytest.mark.parametrize(
-    ("lora", "way", "accumulate"), quick(WAYS, [(None, 1, 1), (None, KINDS[0], 2), (4, 2, 2)])
+    ("lora", "way", "accumulate"), quick(WAYS, [([], 1, 1), ([], KINDS[0], 2), (LORA, 2, 2)])
 )
 def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate
@@ -99,10 +99,11 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
 
 
-@pytest.mark.parametrize(("lora", "way"), quick(itertools.product((None, 4), (1, 2)), [(None, 2)]))
+@pytest.mark.parametrize(("lora", "way"), quick(itertools.product(([], LORA), (1, 2)), [([], 2)]))
 def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     kill = {"signal": [8, signal.SIGKILL]}
-    assert 0 not in start(tmp_path / "killed", lora, way, "--save-every", 1, fault=kill).codes
+    killed = [-signal.SIGKILL, 1][:way]
+    start(tmp_path / "killed", lora, way, "--save-every", 1, fault=kill, codes=killed)
     for name in ("killed", "whole"):
         start(tmp_path / name, lora, way, "--save-every", 1, "--resume", "auto")
     assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
