@@ -1,6 +1,12 @@
-"""The loop of plain PyTorch with which runs are compared."""
+"""What tests share that compare runs with a loop of plain PyTorch."""
 
+import pytest
 from conftest import rows
+
+
+def quick(ways, chosen) -> list:
+    """The ways, of which those that are not chosen are slow."""
+    return [pytest.param(*way, marks=[pytest.mark.slow] * (way not in chosen)) for way in ways]
 
 
 def logged_losses(run_dir) -> list[float]:

@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same_bytes, rows
 from datasets import Dataset
 from double import SAME
-from plain import logged_losses, plain_losses
+from plain import logged_losses, plain_losses, quick
 from safetensors.torch import load_file
 from test_run import changed
 from test_shards import KINDS, train
@@ -35,11 +35,6 @@ LORA = ["--lora", "4"]
 PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
 # LoRA, a number of processes without sharding or two that shard in this way, --accumulate, pack.
 WAYS = itertools.product(([], LORA), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
-
-
-def quick(ways, chosen) -> list:
-    """The ways, of which those that are not chosen are slow."""
-    return [pytest.param(*way, marks=[pytest.mark.slow] * (way not in chosen)) for way in ways]
 
 
 def make_flags(nursery, folder, flags: str, name: str, num: int) -> list[str]:
@@ -185,9 +180,9 @@ TEMPLATES = {
 SHORT, LONG = {"prompt": "a", "answer": "4"}, {"prompt": "x = 1 ; " * 90, "answer": "4"}
 ASK, SAY = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
 TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
-SHARED = [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}]
-SHARED += [{"from": "function_call", "value": '{"name": "f"}'}]
-SHARED += [{"from": "observation", "value": "5"}]
+HUMAN, GPT = {"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}
+CALLING = {"from": "function_call", "value": '{"name": "f"}'}
+OBSERVED = {"from": "observation", "value": "5"}
 CALL = {"name": "f", "arguments": '{"n": 1}'}
 TOOL = SAY | {"content": None, "tool_calls": [{"function": CALL}]}
 CALLED = '[{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}]'
@@ -196,22 +191,28 @@ FOUR, NOT_LEFT = (
     "4<|im_end|>\n",
     "on has an answer, or a token of one .* 64: .* larger",
 )
+
+
+def chat(*turns) -> dict:
+    return {"messages": [*turns]}
+
+
 # Rows, what is learned in the first samples, what the plan says or why there is none.
 OF_CHATML = [
     ([SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
     ([SHORT, LONG], [FOUR] * 2, {"cut": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
     ([SHORT | {"answer": LONG["prompt"]}], [], {"cut": "3 of 3", "end": "in 0 of 3"}),
     ([LONG, *[SHORT] * 4], [], f"evaluate {NOT_LEFT}"),
-    ([{"messages": [SAY, *TALK, SAY, ASK]}], [FOUR * 3], {}),
-    ([{"messages": TALK, "tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
+    ([chat(SAY, *TALK, SAY, ASK)], [FOUR * 3], {}),
+    ([chat(*TALK) | {"tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
     ([{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
     (
-        [{"conversations": [*SHARED, SHARED[1]], "system": "be", "tools": "[]"}],
+        [{"conversations": [HUMAN, GPT, CALLING, OBSERVED, GPT], "system": "be", "tools": "[]"}],
         [f"{FOUR}<|im_end|>\n{FOUR}"],
         {"first": "system..be.*tool..5", "template": "3 of 3 .* 'f'"},
     ),
-    ([{"conversations": [SHARED[2] | {"value": "{"}]}], [], "has no text, or no turns"),
-    ([{"messages": [*TALK, ASK, SAY | {"weight": 0}]}], [FOUR], {}),
+    ([{"conversations": [CALLING | {"value": "{"}]}], [], "has no text, or no turns"),
+    ([chat(*TALK, ASK, SAY | {"weight": 0})], [FOUR], {}),
     ([{"question": "2?", "response": "4"}], [FOUR], {}),
     ([SHORT | {"label": False}], [], "line 1 of .* its label is false"),
     ([SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
@@ -221,26 +222,26 @@ OF_CHATML = [
         {"first": r"\+\\n.n2"},
     ),
     ([{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
-    ([{"messages": [ASK]}], [], f"train {NOT_LEFT}"),
+    ([chat(ASK)], [], f"train {NOT_LEFT}"),
     (
-        [{"messages": [ASK | {"content": ""}, SAY | {"content": " "}]}],
+        [chat(ASK | {"content": ""}, SAY | {"content": " "})],
         [" <|im_end|>\n"],
         {"empty": "3 of 3"},
     ),
     (
-        [{"messages": each} for each in (TALK, [], [SAY | {"role": "system"}])],
+        [chat(*each) for each in (TALK, [], [SAY | {"role": "system"}])],
         [FOUR],
         {"dropped": "6 of 9"},
     ),
-    ([{"messages": [ASK, SAY | {"content": ODD}]}], [f"{ODD}<|im_end|>\n"], {}),
-    ([{"messages": TALK}, {"messages": TALK * 5000}], [FOUR * 3], {"cut": "3 of 6"}),
+    ([chat(ASK, SAY | {"content": ODD})], [f"{ODD}<|im_end|>\n"], {}),
+    ([chat(*TALK), chat(*TALK * 5000)], [FOUR * 3], {"cut": "3 of 6"}),
     (
-        [{"messages": [ASK | {"content": [PART]}, SAY | {"content": [PART, PART]}]}],
+        [chat(ASK | {"content": [PART]}, SAY | {"content": [PART, PART]})],
         [f"44{FOUR[1:]}"],
         {},
     ),
     (
-        [{"messages": [ASK | {"content": [PART, {"type": "image"}]}, SAY]}],
+        [chat(ASK | {"content": [PART, {"type": "image"}]}, SAY)],
         [],
         "line 1 of .* holds image",
     ),
@@ -259,12 +260,12 @@ CASES = [
         [FOUR],
         {"template": "3 of 3 .*<th"},
     ),
-    ("thinks last", [{"messages": [ASK, THOUGHT, *TALK]}], [f"<think>2</think>{FOUR}", FOUR], {}),
-    ("calls", [{"messages": [ASK, TOOL]}], [CALLED + FOUR[1:]], {}),
+    ("thinks last", [chat(ASK, THOUGHT, *TALK)], [f"<think>2</think>{FOUR}", FOUR], {}),
+    ("calls", [chat(ASK, TOOL)], [CALLED + FOUR[1:]], {}),
     ("calls", [{"messages": TALK, "tools": json.dumps([CALL])}], [FOUR], {"first": "^f<"}),
-    ("none", [{"messages": [*TALK, *TALK]}], [], "line 1 of .* no chat template"),
-    ("alternates", [{"messages": [*TALK, SAY]}], [], "line 1 of .* must alternate"),
-    ("alternates", [{"messages": [SAY | {"role": "system"}, *TALK]}], [], "line 1 .* no system"),
+    ("none", [chat(*TALK, *TALK)], [], "line 1 of .* no chat template"),
+    ("alternates", [chat(*TALK, SAY)], [], "line 1 of .* must alternate"),
+    ("alternates", [chat(SAY | {"role": "system"}, *TALK)], [], "line 1 .* no system"),
 ]
 
 

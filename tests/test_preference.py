@@ -12,8 +12,9 @@ import pytest
 import torch
 from conftest import assert_same_bytes, rows
 from double import SAME
-from plain import logged_losses, plain_losses
-from test_finetune import LORA, make_flags, quick, start_run
+from plain import logged_losses, plain_losses, quick
+from test_finetune import ASK, GPT, HUMAN, LORA, make_flags, start_run
+from test_finetune import SAY as GOOD
 from test_finetune import in_double as in_double
 from test_shards import KINDS
 
@@ -153,15 +154,11 @@ def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refus
         parse(preference.Config, ["--label-smoothing", "0.5"]).validate(1)
 
 
-ASK, GOOD, BAD = (
-    {"role": role, "content": text}
-    for role, text in (("user", "2?"), ("assistant", "4"), ("assistant", "5"))
-)
+BAD = GOOD | {"content": "5"}
 TEXTS = {"prompt": "2?", "chosen": "4", "rejected": "5"}
 LISTS = {"chosen": [GOOD], "rejected": [BAD]}
 WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
-SHARED = {"conversations": [{"from": "human", "value": "2?"}]}
-SHARED |= {"chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}
+SHARED = {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT | {"value": "5"}}
 LONG = "x = 1 ; " * 90
 
 

@@ -102,8 +102,7 @@ def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(seed
 
 def rates(schedule, epochs, steps_per_epoch, **flags) -> np.ndarray:
     """The learning rates of every step, and the ones after the last, of two groups of weights."""
-    flags = {"learning_rate": 0.1} | flags
-    args = TrainingConfig(schedule=schedule, epochs=epochs, **flags)
+    args = TrainingConfig(schedule=schedule, epochs=epochs, learning_rate=0.1, **flags)
     optimizer = two_groups()
     steps = epochs * steps_per_epoch - (schedule == "onecycle")
     return stepped(optimizer, steps, make_scheduler(optimizer, args, steps_per_epoch))

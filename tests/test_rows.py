@@ -19,6 +19,7 @@ import torch
 from aiohttp import web
 from conftest import linux_only
 from fsspec.implementations.http import HTTPFileSystem
+from plain import quick
 from torch.utils.data import default_collate
 
 from benchmarks.rows import serve
@@ -135,15 +136,8 @@ def train(server, tmp_path, nursery):
     return run
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
-    ("world", "workers"),
-    [
-        (2, 2),
-        *(pytest.param(n, w, marks=SLOW) for n, w in [(1, 0), (1, 2), (2, 0), (4, 0), (4, 2)]),
-    ],
+    ("world", "workers"), quick(itertools.product((1, 2, 4), (0, 2)), [(2, 2)])
 )
 def test_all_worlds_see_the_same_and_fetch_each_row_group_once(server, train, world, workers):
     ParquetRows(server.url, "tokens")  # keeps the footers
@@ -171,7 +165,7 @@ def test_a_killed_run_goes_on_with_equal_bytes_but_not_with_other_files(server, 
         new.unlink(missing_ok=True)
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["503", "drop", "slow", "gone", "other"])
 @pytest.mark.parametrize("place", range(6))
 def test_a_run_with_a_fault_ends_right_or_with_its_sentence(
@@ -281,6 +275,7 @@ def test_what_cannot_be_read_is_a_sentence(server):
     for pattern, column, sentence in (
         (str(twice), "id", "id must be among its columns, once"),
         (str(server.folder / "*.csv"), "id", "no such file"),
+        (str(server.folder), "label", r"0\.parquet: label must be among its columns"),
         ("https://me:secret@host/a.parquet", "id", "https://host/a.parquet: a password"),
     ):
         with pytest.raises((UsageError, LoneFailure), match=sentence) as caught:

@@ -170,9 +170,10 @@ CASES = [
 
 @pytest.mark.parametrize(("columns", "flags", "said"), CASES)
 def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
-    path, names = tmp_path / "lines.jsonl", [*columns]
-    lines = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    path.write_text("\n".join(map(json.dumps, lines)))
+    path = tmp_path / "lines.jsonl"
+    path.write_text(
+        "\n".join(map(json.dumps, pd.DataFrame(columns, dtype=object).to_dict("records")))
+    )
     config = parse(text.Config, ["--data", str(path), *flags.split()])
     if not said[0].isdigit():
         with pytest.raises(UsageError, match=said):

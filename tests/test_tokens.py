@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import weighted
 from conftest import assert_same_bytes, finish, rows, saved
-from plain import logged_losses, plain_losses
+from plain import logged_losses, plain_losses, quick
 from test_fp16 import Still, scaled_float32
 from test_run import Numbers, changed, make_config
 from torch.utils.data import default_collate
@@ -34,13 +34,8 @@ MODES = {
     "text": f"{TINY} --num-bytes 16000".split(),  # 112 samples: 24, 24, 24, 24, 16
     "answers": f"{TINY} --num-bytes 1030000 --answers-only".split(),
 }
+GRID = [*itertools.product(MODES, WORLDS, (1, 4))]  # mode, world, accumulate
 DECAY = 0.9
-
-
-def grid(*quick):
-    """(mode, world, accumulate); those that are not quick run with `-m slow`."""
-    cases = itertools.product(MODES, WORLDS, (1, 4))
-    return [pytest.param(*c, marks=() if c in quick else pytest.mark.slow) for c in cases]
 
 
 def batches_of(samples, batch_size):
@@ -103,7 +98,7 @@ def plain(folder):
 
 @pytest.mark.parametrize(
     ("mode", "world", "accumulate"),
-    grid(("text", 2, 4), ("answers", 1, 4), ("answers", 3, 1)),
+    quick(GRID, [("text", 2, 4), ("answers", 1, 4), ("answers", 3, 1)]),
 )
 def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
     nursery, folder, tmp_path, plain, mode, world, accumulate
@@ -152,7 +147,7 @@ ENDING = f"--dropout 0.1 --ema {DECAY} --eval-every 3 --save-every 4".split()
 ENDING += ["--keep-best", "eval_samples:max", "--patience", "2"]
 
 
-@pytest.mark.parametrize(("mode", "world", "accumulate"), grid(("answers", 2, 1)))
+@pytest.mark.parametrize(("mode", "world", "accumulate"), quick(GRID, [("answers", 2, 1)]))
 def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
     nursery, folder, mode, world, accumulate
 ):
@@ -175,7 +170,7 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
         assert_same_bytes(run_dir, whole, *files)
 
 
-@pytest.mark.parametrize("world", [*(pytest.param(w, marks=pytest.mark.slow) for w in (1, 2)), 3])
+@pytest.mark.parametrize("world", quick(zip(WORLDS), [(3,)]))
 def test_a_loss_that_couples_samples_sees_those_of_all_processes(
     nursery, tiny_mnist, tmp_path, world
 ):

@@ -14,6 +14,7 @@ from trainkit.config import MayChange, TrainingConfig, parse
 NUM_SAMPLES = 43  # a prime
 WEIGHTS = torch.arange(NUM_SAMPLES) % 4  # of a sample; every fourth is never drawn
 OF_CLASSES = torch.tensor([0.3, 1.7, 0.9])
+FLAGS = ["--batch-size", "12", "--epochs", "20", "--log-every", "1", "--no-pictures"]
 SAMPLES = torch.linspace(-1, 1, NUM_SAMPLES)[:, None], torch.arange(NUM_SAMPLES) % 3
 
 
@@ -25,15 +26,11 @@ def compute_losses(model, batch):
 @dataclass
 class Config(TrainingConfig):
     power: MayChange[float] = 1.0
-    batch_size: int = 12
-    epochs: int = 20
-    log_every: int | None = 1
-    pictures: bool = False
 
 
 def main(argv):
     """Count in run.state how often sample 1 was drawn; stop at its 7th draw."""
-    config = parse(Config, argv)
+    config = parse(Config, [*FLAGS, *argv])
     with Run(config, "weighted") as run:
         accelerator = run.accelerator
         sets = run.load(lambda _: (InMemory(*SAMPLES), InMemory(*SAMPLES)))
