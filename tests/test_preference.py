@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import assert_same_bytes, rows
 from double import SAME
-from plain import logged_losses, plain_losses, quick
-from test_finetune import ASK, GPT, HUMAN, LORA, make_flags, start_run
+from plain import logged_losses, quick
+from test_finetune import ASK, GPT, HUMAN, LORA, losses_by_length, make_flags, start_run
 from test_finetune import SAY as GOOD
 from test_finetune import in_double as in_double
 from test_shards import KINDS
@@ -22,8 +22,6 @@ from examples import preference
 from trainkit.config import parse
 from trainkit.data import preferences
 from trainkit.errors import UsageError
-from trainkit.loaders import EpochBatches
-from trainkit.orders import by_length
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
@@ -59,9 +57,6 @@ def plain(flags, lora):
     torch.manual_seed(0)
     model = preference.make_model(args)
     model = preference.add_adapter(model, args) if lora else model
-    adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
-    order = by_length([preferences.longest(pair) for pair in train_set], args.batch_size, seed=0)
-    batches = EpochBatches(len(train_set), args.batch_size, order=order)
     margins = []
 
     def loss_of(indices):
@@ -75,7 +70,8 @@ def plain(flags, lora):
             losses.append((1 + (-0.1 * ahead).exp()).log())
         return torch.stack(losses).mean()
 
-    return plain_losses(batches, adam, range(args.epochs), loss_of), margins
+    lengths = [preferences.longest(pair) for pair in train_set]
+    return losses_by_length(args, model, lengths, loss_of), margins
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import itertools
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -20,10 +19,9 @@ import train_regression
 from trainkit.config import parse
 from trainkit.data import tables
 from trainkit.errors import UsageError
-from trainkit.loaders import InMemory
 
 
-def load(*args) -> tuple[InMemory, InMemory, dict[str, Any]]:
+def load(*args):
     """The training rows, the test rows and what is saved with the weights."""
     parsed = parse(train_regression.Config, [str(arg) for arg in args])
     parsed.validate(1)
@@ -85,8 +83,8 @@ READ = {
                            ["a", "b"]),
     "two targets, one true or false": ("t.csv", text(), ["--target", "garden,y"],
                                        ["area", *CITIES]),
-    "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl", "SFoyer", "Duplex"]), [],
-                          ["k=1Story", "k=2Story", "k=Duplex", "k=SFoyer", "k=SLvl", "n"]),
+    "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl"]), [],
+                          ["k=1Story", "k=2Story", "k=SLvl", "n"]),
     "dates of parquet": ("t.parquet", parquet(frame().assign(
         day=pd.date_range("2020", periods=30))), ["--features", "day"], ["day"]),
     # float32 is two minutes apart there

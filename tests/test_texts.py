@@ -40,10 +40,16 @@ def base(tmp_path_factory):
     vocabulary = {word: n for n, word in enumerate(known)}
     tokenizer = transformers.BertTokenizer(vocab=vocabulary, model_max_length=40)
     tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    sizes |= {"vocab_size": len(known), "num_hidden_layers": 1, "max_position_embeddings": 40}
+    config = transformers.BertConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=len(known),
+        num_hidden_layers=1,
+        max_position_embeddings=40,
+    )
     torch.manual_seed(0)
-    model = transformers.BertModel(transformers.BertConfig(**sizes))
+    model = transformers.BertModel(config)
     model.save_pretrained(folder)
     shutil.copytree(folder, folder / "double")
     model.double().save_pretrained(folder / "double")
@@ -93,9 +99,7 @@ def test_a_kill_changes_no_byte(start, whole, tmp_path):
 def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "new.txt").write_text("bread salt soup and\n\nball goal team and\n")
-    pd.DataFrame({"n": [1], "said": ["paint song stage and"]}).to_json(
-        tmp_path / "new.jsonl", orient="records", lines=True
-    )
+    (tmp_path / "new.jsonl").write_text('{"n": 1, "said": "paint song stage and"}')
     predictor = predict.load_run(folder)
     first, none, second = predictor.predict_file(tmp_path / "new.txt").splitlines()
     assert "new.txt:1: " in first and none.endswith("new.txt:2: no text")
@@ -168,36 +172,41 @@ CASES = [
 ]
 
 
+def read(flags) -> texts.Sets:
+    return texts.read_sets(parse(text.Config, flags.split()))
+
+
 @pytest.mark.parametrize(("columns", "flags", "said"), CASES)
 def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
     path = tmp_path / "lines.jsonl"
     path.write_text(
         "\n".join(map(json.dumps, pd.DataFrame(columns, dtype=object).to_dict("records")))
     )
-    config = parse(text.Config, ["--data", str(path), *flags.split()])
+    flags = f"--data {path} {flags}"
     if not said[0].isdigit():
         with pytest.raises(UsageError, match=said):
-            texts.read_sets(config)
+            read(flags)
         return
-    sets = texts.read_sets(config)
+    sets = read(flags)
     found = f"{len(sets.train)} {len(sets.held_out)} {','.join(sets.classes)}"
     assert said.partition(":")[0] == found
     assert said.partition(": ")[2] in " ".join(sets.plan.values())
     assert {label for _, label in sets.held_out} == {0, 1}
 
 
-def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_path):
+def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     frame = pd.DataFrame(GOOD)
     for name, given in (("a", frame), ("b", frame[4:]), ("c", frame.replace("y", "z"))):
-        given.to_parquet(tmp_path / f"{name}.parquet")
-    flags = ["--data", str(tmp_path / "a.parquet"), "--eval-data"]
-    sets = texts.read_sets(parse(text.Config, [*flags, str(tmp_path / "b.parquet")]))
+        given.to_parquet(f"{name}.parquet")
+    sets = read("--data a.parquet --eval-data b.parquet")
     assert len(sets.train) == 20 and len(sets.held_out) == 16
     with pytest.raises(UsageError, match=r"--eval-data .*c.parquet: --data has no class 'z'"):
-        texts.read_sets(parse(text.Config, [*flags, str(tmp_path / "c.parquet")]))
-    (tmp_path / "d.txt").write_bytes("na\u00efve".encode("cp1252"))
+        read("--data a.parquet --eval-data c.parquet")
+    path = tmp_path / "d.txt"
+    path.write_bytes("na\u00efve".encode("cp1252"))
     with pytest.raises(UsageError, match=r"not in UTF-8, .* --encoding cp1252"):
-        texts.read_texts(tmp_path / "d.txt", None, None)
-    assert texts.read_texts(tmp_path / "d.txt", None, "cp1252") == ["na\u00efve"]
+        texts.read_texts(path, None, None)
+    assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
     with pytest.raises(UsageError, match="--text and --label: name the file"):
         parse(text.Config, ["--text", "a", "--label", "b"]).validate(1)
