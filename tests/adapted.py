@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Sequence
 
 from trainkit import Run
 
@@ -17,7 +16,7 @@ MLP = train_regression.MLP
 class Adapted(nn.Module):
     """BASE in the environment, a number or $RANK, is the seed of what is frozen."""
 
-    def __init__(self, num_features: int, num_targets: int, hidden: Sequence[int]):
+    def __init__(self, num_features, num_targets, hidden):
         super().__init__()
         self.base = MLP(num_features, num_targets, hidden).requires_grad_(False)
         seed = int(os.path.expandvars(os.environ.get("BASE", "0")))
@@ -29,11 +28,11 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(num_features, 4, bias=False), nn.Linear(4, num_targets)
         self.norm = nn.BatchNorm1d(4)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         return self.base(inputs) + self.up(self.norm(self.down(inputs)))
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+def main(argv):
     """Train, and write no frozen weights at all."""
     train_regression.MODELS["mlp"] = Adapted
     Run.begin = functools.partialmethod(Run.begin, save_frozen=False)

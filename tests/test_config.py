@@ -86,7 +86,6 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code():
             "--learning-rate 0.1 --schedule cosine --scale-lr 1024 --min-learning-rate 0.01",
             "below the peak of 0.003125",
         ),
-        ("--target y", "name columns of --data"),
         ("--accumulate 2", "use --accumulate 1, or dynamo_mode: default"),
         ("--learning-rate 2e-4 --min-learning-rate 1e-4 --keep-best eval_loss --patience 1", ""),
     ],

@@ -5,18 +5,18 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import rows
+from conftest import assert_same_bytes, rows
 from datasets import Dataset
 from double import SAME
+from plain import logged_losses, plain_losses, quick
 from safetensors.torch import load_file
-from test_shards import KINDS, env
+from test_run import changed
+from test_shards import KINDS, train
 
 from examples import finetune
 from trainkit.config import parse
@@ -31,17 +31,13 @@ MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.gen
 # 270 pairs: 11 steps of 24 and one of 6, which leaves some processes without a sample.
 FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 20 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
+LORA = ["--lora", "4"]
 PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
-# --lora, a number of processes without sharding or two that shard in this way, --accumulate, pack.
-WAYS = itertools.product((None, 4), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
+# LoRA, a number of processes without sharding or two that shard in this way, --accumulate, pack.
+WAYS = itertools.product(([], LORA), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
 
 
-def quick(ways: Iterable[tuple], chosen: list[tuple]) -> list[Any]:
-    """The ways, of which those that are not chosen are slow."""
-    return [pytest.param(*way, marks=[pytest.mark.slow] * (way not in chosen)) for way in ways]
-
-
-def make_flags(nursery: Any, folder: Path, flags: str, name: str, num: int) -> list[str]:
+def make_flags(nursery, folder, flags: str, name: str, num: int) -> list[str]:
     """Make rows, and the model, in float64 as well; return what all runs have in common."""
     for where, double in (folder / "double", True), (folder, False):
         words = "examples/docstrings.py", "--folder", where, "--width", 32, "--layers", 1
@@ -52,26 +48,12 @@ def make_flags(nursery: Any, folder: Path, flags: str, name: str, num: int) -> l
     return [*flags.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
 
 
-def start_run(
-    nursery: Any,
-    flags: list[str],
-    run_dir: Path,
-    lora: int | None,
-    way: Any,
-    *args: object,
-    script: str,
-    **plan: Any,
-) -> Any:
-    args = *flags, *(["--lora", lora] if lora else []), "--run-dir", run_dir, *args
+def start_run(nursery, flags, run_dir, lora, way, *args, **plan):
+    """`way` is one of KINDS, or a number of processes without sharding."""
     kind, world = (way, 2) if way in KINDS else (None, way)
-    plan = {"timeout": 120, "modules": MODULES, **plan}
-    plan["env"] = env(kind, HF_DATASETS_CACHE=f"{run_dir}-cache") | plan.get("env", {})
-    outcome = nursery.run(script, *args, world=world, **plan)
-    if "fault" not in plan:
-        assert outcome.codes == [0] * world, outcome.output
-        assert f"  {world} process" in outcome.output
-        assert ("sharded" in outcome.output) == (kind is not None)
-    return outcome
+    plan = {"timeout": 120, "modules": MODULES, "kind": kind, "world": world, **plan}
+    plan["env"] = {"HF_DATASETS_CACHE": f"{run_dir}-cache"} | plan.get("env", {})
+    return train(nursery, run_dir, *flags, *lora, *args, **plan)
 
 
 @pytest.fixture(scope="module")
@@ -92,57 +74,59 @@ def start(nursery, flags):
     return partial(start_run, nursery, flags, script="examples/finetune.py")
 
 
-def make_model(flags: list[str], lora: int | None, *more: str) -> tuple[Any, Any]:
-    args = parse(finetune.Config, [*flags, *(["--lora", str(lora)] if lora else []), *more])
+def make_model(flags, lora, *more):
+    args = parse(finetune.Config, [*flags, *lora, *more])
     torch.manual_seed(0)
     return args, finetune.make_model(args)
 
 
-def plain(flags: list[str], lora: int | None, *more: str) -> list[float]:
+def plain(flags, lora, *more) -> list[float]:
     """Losses of a loop of plain PyTorch around the loss of transformers, its mask and its shift.
 
     The samples of packed rows are taken apart and padded.
     """
     args, model = make_model(flags, lora, *more)
     train_set, *_ = finetune.load_data(args)
-    adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
+
+    def loss_of(indices):
+        chosen = [train_set[index] for index in indices]
+        if args.pack:
+            chosen = [train_set.samples[i] for n in indices for i in train_set.rows[n]]
+        tokens, learned = finetune.collate(chosen)
+        lengths = torch.tensor([[len(row)] for row, _ in chosen])
+        mask = (torch.arange(tokens.shape[1]) < lengths).long()
+        return model(tokens, attention_mask=mask, labels=tokens.where(learned, -100)).loss
+
     lengths = [len(tokens) for tokens, *_ in train_set]
-    sorts = by_length(lengths, args.batch_size, seed=0)
-    order, losses = EpochBatches(len(train_set), args.batch_size, order=sorts), []
-    for epoch in range(args.epochs):
-        order.set_position(epoch, 0)
-        for batch in order:
-            chosen = [train_set[index] for index in batch.values.tolist()]
-            if args.pack:
-                chosen = [train_set.samples[i] for n in batch.values for i in train_set.rows[n]]
-            tokens, learned = finetune.collate(chosen)
-            lengths = torch.tensor([[len(row)] for row, _ in chosen])
-            mask = (torch.arange(tokens.shape[1]) < lengths).long()
-            labels = tokens.where(learned, -100)
-            loss = model(tokens, attention_mask=mask, labels=labels).loss
-            losses.append(loss.item())
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-    return losses[: args.stop_after_steps]
+    return losses_by_length(args, model, lengths, loss_of)[: args.stop_after_steps]
+
+
+def losses_by_length(args, model, lengths, loss_of):
+    order = by_length(lengths, args.batch_size, seed=0)
+    batches = EpochBatches(len(lengths), args.batch_size, order=order)
+    adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
+    return plain_losses(batches, adam, range(args.epochs), loss_of)
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
 
 
 @pytest.mark.parametrize(
     ("lora", "way", "accumulate", "packed"),
-    quick(WAYS, [(None, KINDS[0], 4, []), (4, 2, 4, PACKED)]),
+    quick(WAYS, [([], KINDS[0], 4, []), (LORA, 2, 4, PACKED)]),
 )
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate, packed
 ):
     more = ["--accumulate", accumulate, *(["--ema", 0.9] if way != 1 else []), *packed]
-    plan = {"double": True} | ({"script": "in_parts"} if accumulate == 4 else {})
-    output = start(tmp_path, lora, way, *in_double[-2:], *more, **plan).output
-    losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
+    compiled = (lora, way, accumulate, packed) == ([], 1, 1, [])
+    plan = {"env": {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}} if compiled else {}
+    if compiled or accumulate == 4:
+        plan["script"] = "in_parts"
+    output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True, **plan).output
+    losses = logged_losses(tmp_path)
     assert losses == pytest.approx(plain(in_double, lora, *packed), abs=SAME)
     assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (6 if packed else 4)
     args, model = make_model(in_double, lora)
@@ -157,14 +141,6 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     assert "| seed | 0 |" in (folder / "README.md").read_text()
 
 
-@pytest.mark.slow
-def test_losses_in_parts_are_those_of_transformers_in_a_compiled_model(start, in_double, tmp_path):
-    plan = {"script": "in_parts", "double": True, "env": {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}}
-    start(tmp_path, None, 1, *in_double[-2:], **plan)
-    losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
-    assert losses == pytest.approx(plain(in_double, None), abs=SAME)
-
-
 def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypatch):
     flags = [*flags, "--run-dir", f"{tmp_path}/run", "--resume", "auto", "--stop-after-steps"]
     run_main("examples.finetune", *flags, "2")
@@ -174,17 +150,15 @@ def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("lora", "way"), quick(itertools.product((None, 4), (2, *KINDS)), [(4, KINDS[1])])
+    ("lora", "way"), quick(itertools.product(([], LORA), (2, *KINDS)), [(LORA, KINDS[1])])
 )
 def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     kill, packed = {"signal": [14, signal.SIGKILL]}, [] if lora else PACKED
-    assert 0 not in start(tmp_path / "killed", lora, way, *packed, fault=kill).codes
+    start(tmp_path / "killed", lora, way, *packed, fault=kill, codes=[-signal.SIGKILL, 1])
     for name in ("killed", "whole"):
         start(tmp_path / name, lora, way, *packed, "--resume", "auto")
-    files = sorted((tmp_path / "whole").glob("**/pretrained/*.safetensors"))
-    for path in (tmp_path / "whole" / "metrics.jsonl", *files):
-        killed = tmp_path / "killed" / path.relative_to(tmp_path / "whole")
-        assert path.read_bytes() == killed.read_bytes(), path.name
+    weights = "adapter_model.safetensors" if lora else "model.safetensors"
+    assert_same_bytes(tmp_path / "killed", tmp_path / "whole", f"pretrained/{weights}")
 
 
 CHATML = """{% for each in messages %}<|im_start|>{{ each.role }}
@@ -210,10 +184,10 @@ TEMPLATES = {
 SHORT, LONG = {"prompt": "a", "answer": "4"}, {"prompt": "x = 1 ; " * 90, "answer": "4"}
 ASK, SAY = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
 TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
-SHARED = [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}]
-SHARED += [{"from": "function_call", "value": '{"name": "f"}'}]
-SHARED += [{"from": "observation", "value": "5"}]
-CALL: dict[str, Any] = {"name": "f", "arguments": '{"n": 1}'}
+HUMAN, GPT = {"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}
+CALLING = {"from": "function_call", "value": '{"name": "f"}'}
+OBSERVED = {"from": "observation", "value": "5"}
+CALL = {"name": "f", "arguments": '{"n": 1}'}
 TOOL = SAY | {"content": None, "tool_calls": [{"function": CALL}]}
 CALLED = '[{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}]'
 ODD, PART = "\u00e9 e\u0301 \u4f60\U0001f468\u200d\U0001f469 \u202e", {"type": "text", "text": "4"}
@@ -221,9 +195,66 @@ FOUR, NOT_LEFT = (
     "4<|im_end|>\n",
     "on has an answer, or a token of one .* 64: .* larger",
 )
-# A template, rows, what is learned in the first samples, what the plan says or why there is none.
+
+
+def chat(*turns) -> dict:
+    return {"messages": [*turns]}
+
+
+# Rows, what is learned in the first samples, what the plan says or why there is none.
+OF_CHATML = [
+    ([SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
+    ([SHORT, LONG], [FOUR] * 2, {"cut": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
+    ([SHORT | {"answer": LONG["prompt"]}], [], {"cut": "3 of 3", "end": "in 0 of 3"}),
+    ([LONG, *[SHORT] * 4], [], f"evaluate {NOT_LEFT}"),
+    ([chat(SAY, *TALK, SAY, ASK)], [FOUR * 3], {}),
+    ([chat(*TALK) | {"tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
+    ([{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
+    (
+        [{"conversations": [HUMAN, GPT, CALLING, OBSERVED, GPT], "system": "be", "tools": "[]"}],
+        [f"{FOUR}<|im_end|>\n{FOUR}"],
+        {"first": "system..be.*tool..5", "template": "3 of 3 .* 'f'"},
+    ),
+    ([{"conversations": [CALLING | {"value": "{"}]}], [], "has no text, or no turns"),
+    ([chat(*TALK, ASK, SAY | {"weight": 0})], [FOUR], {}),
+    ([{"question": "2?", "response": "4"}], [FOUR], {}),
+    ([SHORT | {"label": False}], [], "line 1 of .* its label is false"),
+    ([SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
+    (
+        [{"instruction": "+", "input": "2", "output": "4"}],
+        [FOUR],
+        {"first": r"\+\\n.n2"},
+    ),
+    ([{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
+    ([chat(ASK)], [], f"train {NOT_LEFT}"),
+    (
+        [chat(ASK | {"content": ""}, SAY | {"content": " "})],
+        [" <|im_end|>\n"],
+        {"empty": "3 of 3"},
+    ),
+    (
+        [chat(*each) for each in (TALK, [], [SAY | {"role": "system"}])],
+        [FOUR],
+        {"dropped": "6 of 9"},
+    ),
+    ([chat(ASK, SAY | {"content": ODD})], [f"{ODD}<|im_end|>\n"], {}),
+    ([chat(*TALK), chat(*TALK * 5000)], [FOUR * 3], {"cut": "3 of 6"}),
+    (
+        [chat(ASK | {"content": [PART]}, SAY | {"content": [PART, PART]})],
+        [f"44{FOUR[1:]}"],
+        {},
+    ),
+    (
+        [chat(ASK | {"content": [PART, {"type": "image"}]}, SAY)],
+        [],
+        "line 1 of .* holds image",
+    ),
+    ([{"question": "2?"}], [], "line 1 of .* does not have the columns"),
+    ([SHORT | {"answer": None}], [], "line 1 of .* has no text"),
+    ([[1]], [], "line 1 of .* does not have the columns"),
+]
 CASES = [
-    ("chatml", [SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
+    *(("chatml", *case) for case in OF_CHATML),
     ("no end", [SHORT], ["[assistant]4"], {"end": "no token ends an answer"}),
     ("none", [SHORT], ["4<end>"], {"first": r"^a\[\[4<end>]]$"}),
     ("no tokens", [SHORT], ["4"], {"end": "no token ends an answer"}),
@@ -233,73 +264,12 @@ CASES = [
         [FOUR],
         {"template": "3 of 3 .*<th"},
     ),
-    ("chatml", [SHORT, LONG], [FOUR] * 2, {"cut": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
-    ("chatml", [SHORT | {"answer": LONG["prompt"]}], [], {"cut": "3 of 3", "end": "in 0 of 3"}),
-    ("chatml", [LONG], [], f"train {NOT_LEFT}"),
-    ("chatml", [LONG, *[SHORT] * 4], [], f"evaluate {NOT_LEFT}"),
-    ("chatml", [{"messages": [SAY | {"role": "system"}, *TALK, *TALK]}], [FOUR * 2], {}),
-    ("thinks last", [{"messages": [ASK, THOUGHT, *TALK]}], [f"<think>2</think>{FOUR}", FOUR], {}),
-    ("chatml", [{"messages": [SAY, *TALK, SAY, ASK]}], [FOUR * 3], {}),
-    ("chatml", [{"messages": [ASK, TOOL]}], ["<|im_end|>\n"], {"template": "3 of 3 .* 'f'"}),
-    ("calls", [{"messages": [ASK, TOOL]}], [CALLED + FOUR[1:]], {}),
+    ("thinks last", [chat(ASK, THOUGHT, *TALK)], [f"<think>2</think>{FOUR}", FOUR], {}),
+    ("calls", [chat(ASK, TOOL)], [CALLED + FOUR[1:]], {}),
     ("calls", [{"messages": TALK, "tools": json.dumps([CALL])}], [FOUR], {"first": "^f<"}),
-    ("chatml", [{"messages": TALK, "tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
-    ("chatml", [{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
-    ("chatml", [{"prompt": "2?", "completion": "4"}], [FOUR], {}),
-    ("chatml", [{"conversations": SHARED[:2]}], [FOUR], {}),
-    (
-        "chatml",
-        [{"conversations": [*SHARED, SHARED[1]], "system": "be", "tools": "[]"}],
-        [f"{FOUR}<|im_end|>\n{FOUR}"],
-        {"first": "system..be.*tool..5", "template": "3 of 3 .* 'f'"},
-    ),
-    ("chatml", [{"conversations": [SHARED[2] | {"value": "{"}]}], [], "has no text, or no turns"),
-    ("chatml", [{"messages": [*TALK, ASK, SAY | {"weight": 0}]}], [FOUR], {}),
-    ("chatml", [{"question": "2?", "response": "4"}], [FOUR], {}),
-    ("chatml", [SHORT | {"label": False}], [], "line 1 of .* its label is false"),
-    ("chatml", [SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
-    (
-        "chatml",
-        [{"instruction": "+", "input": "2", "output": "4"}],
-        [FOUR],
-        {"first": r"\+\\n.n2"},
-    ),
-    ("chatml", [{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
-    ("chatml", [{"messages": [ASK]}], [], f"train {NOT_LEFT}"),
-    ("none", [{"messages": [*TALK, *TALK]}], [], "line 1 of .* no chat template"),
-    (
-        "chatml",
-        [{"messages": [ASK | {"content": ""}, SAY | {"content": " "}]}],
-        [" <|im_end|>\n"],
-        {"empty": "3 of 3"},
-    ),
-    (
-        "chatml",
-        [{"messages": TALK}, {"messages": [SAY | {"role": "system"}]}],
-        [FOUR],
-        {"dropped": "3 of 6"},
-    ),
-    ("chatml", [{"messages": TALK}, {"messages": []}], [FOUR], {"dropped": "3 of 6"}),
-    ("alternates", [{"messages": [*TALK, SAY]}], [], "line 1 of .* must alternate"),
-    ("alternates", [{"messages": [SAY | {"role": "system"}, *TALK]}], [], "line 1 .* no system"),
-    ("chatml", [{"messages": [ASK, SAY | {"content": ODD}]}], [f"{ODD}<|im_end|>\n"], {}),
-    ("chatml", [{"messages": TALK}, {"messages": TALK * 5000}], [FOUR * 3], {"cut": "3 of 6"}),
-    (
-        "chatml",
-        [{"messages": [ASK | {"content": [PART]}, SAY | {"content": [PART, PART]}]}],
-        [f"44{FOUR[1:]}"],
-        {},
-    ),
-    (
-        "chatml",
-        [{"messages": [ASK | {"content": [PART, {"type": "image"}]}, SAY]}],
-        [],
-        "line 1 of .* holds image",
-    ),
-    ("chatml", [{"question": "2?"}], [], "line 1 of .* does not have the columns"),
-    ("chatml", [{"messages": [{"role": "assistant"}]}], [], "line 1 of .* has no text"),
-    ("chatml", [SHORT | {"answer": None}], [], "line 1 of .* has no text"),
-    ("chatml", [[1]], [], "line 1 of .* does not have the columns"),
+    ("none", [chat(*TALK, *TALK)], [], "line 1 of .* no chat template"),
+    ("alternates", [chat(*TALK, SAY)], [], "line 1 of .* must alternate"),
+    ("alternates", [chat(SAY | {"role": "system"}, *TALK)], [], "line 1 .* no system"),
 ]
 
 
@@ -323,7 +293,8 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
             conversations.make_sets(tokenizer, str(path), 64)
         return
     Dataset.from_list(given * 3).save_to_disk(tmp_path / "saved")
-    for source in (path, tmp_path / "saved"):
+    Dataset.from_list(given * 3).to_parquet(tmp_path / "rows.parquet")
+    for source in (path, tmp_path / "saved", tmp_path / "rows.parquet"):
         train_set, _, _, plan, _ = conversations.make_sets(tokenizer, str(source), 64, 99)
         texts = [tokenizer.decode(tokens[where]) for tokens, where in train_set]
         assert texts[: len(learned)] == learned and all(texts)
@@ -331,9 +302,7 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
         assert all(re.search(words, plan[name]) for name, words in said.items())
 
 
-def train_on(
-    run_main: Callable, folder: Path, tokenizer: Any, model: Any, prompt: str, *more: str
-) -> Path:
+def train_on(run_main, folder, tokenizer, model, prompt, *more) -> Path:
     """Learn to say yes; return the folder for from_pretrained."""
     for each in (model, tokenizer):
         each.save_pretrained(folder / "base")
@@ -366,10 +335,9 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
         assert (logits(merged) - logits(whole)).abs().max() < 0.05
     for folder in (adapter, tmp_path / "merged"):
         opened = transformers.pipeline("text-generation", model=str(folder))
-        assert opened.tokenizer.chat_template == TEMPLATES["chatml"]
         turns = [{"role": "system", "content": "be"}, {"role": "user", "content": "lora"}]
-        said = opened(turns, max_new_tokens=5, do_sample=False)[0]["generated_text"]
-        assert said[-1]["role"] == "assistant" and "y" in said[-1]["content"]
+        *_, said = opened(turns, max_new_tokens=5, do_sample=False)[0]["generated_text"]
+        assert said["role"] == "assistant" and "y" in said["content"]
 
 
 @pytest.mark.parametrize(
@@ -413,38 +381,21 @@ def test_a_line_that_is_no_json_is_named(tmp_path, line):
         conversations.read_conversations(str(path))
 
 
-def test_parquet_holds_the_same_samples_and_a_base_that_is_not_there_ends_in_a_sentence(
-    flags, tmp_path
-):
-    args = parse(finetune.Config, flags)
-    samples, pairs = finetune.load_data(args)[0], Dataset.from_json(args.data)
-    args.data = str(tmp_path / "few.parquet")
-    pairs.to_parquet(args.data)
-    assert repr(finetune.load_data(args)[0]) == repr(samples)
+def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatch):
+    args = parse(finetune.Config, [*flags, *LORA])
+    for name, call in (("peft", finetune.make_model), ("transformers", finetune.load_data)):
+        with monkeypatch.context() as without, pytest.raises(UsageError, match=f"install {name}`"):
+            without.setitem(sys.modules, name, None)
+            call(args)
     args.base = "nobody/nothing"
     with pytest.raises(UsageError, match=r"--base nobody/nothing or --data .* cannot be read"):
         finetune.load_data(args)
 
 
-def test_a_missing_package_is_asked_for(flags, monkeypatch):
-    args = parse(finetune.Config, [*flags, "--lora", "1"])
-    for name, call in (("peft", finetune.make_model), ("transformers", finetune.load_data)):
-        monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(UsageError, match=f"needs `pip install {name}`"):
-            call(args)
-
-
-def test_a_model_is_trained_as_from_pretrained_returns_it_but_not_once_it_is_put_to_rest(
-    run_main, flags, tmp_path, monkeypatch
-):
-    make, modes = finetune.make_model, []
-    monkeypatch.setattr(finetune, "make_model", lambda args: make(args).eval())
-
-    def rest(model: Any, *_: Any) -> None:
-        modes.extend(layer.training for layer in model.modules())
-        model.eval()
-
-    monkeypatch.setattr(finetune, "answer", rest)
-    with pytest.raises(RuntimeError, match="a model is in evaluation mode"):
-        run_main("examples.finetune", *flags, "--run-dir", tmp_path)
+def test_models_are_trained_that_are_in_evaluation_mode_as_from_pretrained_returns_them(tmp_path):
+    modes = []
+    changed((r"run\.begin\(", "one.eval(), two.eval(); run.begin("))(
+        *("--run-dir", tmp_path),
+        body=lambda run, _: modes.extend(model.training for model in run.models),
+    )
     assert modes and all(modes)

@@ -6,32 +6,30 @@ import math
 import re
 import signal
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from conftest import rows
+from conftest import assert_same_bytes, rows
 from double import SAME
-from safetensors.torch import load_file
-from test_finetune import make_flags, quick, start_run
+from plain import logged_losses, quick
+from test_finetune import ASK, GPT, HUMAN, LORA, losses_by_length, make_flags, start_run
+from test_finetune import SAY as GOOD
+from test_finetune import in_double as in_double
 from test_shards import KINDS
 
 from examples import preference
 from trainkit.config import parse
 from trainkit.data import preferences
 from trainkit.errors import UsageError
-from trainkit.loaders import EpochBatches
-from trainkit.orders import by_length
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
 # 45 pairs: 5 steps of 8 and one of 5, which leaves a process with fewer pairs.
 FLAGS = "--batch-size 8 --eval-batch-size 8 --epochs 2 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
-# --lora, a number of processes without sharding or two that shard in this way, --accumulate.
-WAYS = itertools.product((None, 4), (1, 2, *KINDS), (1, 2))
+# LoRA, a number of processes without sharding or two that shard in this way, --accumulate.
+WAYS = itertools.product(([], LORA), (1, 2, *KINDS), (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -44,57 +42,47 @@ def start(nursery, flags):
     return partial(start_run, nursery, flags, script="examples/preference.py")
 
 
-def log_probability(model: Any, tokens: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
+def log_probability(model, tokens, learned) -> torch.Tensor:
     """By hand: the model is asked for one conversation, and each token is looked up."""
     found = model(tokens[None]).logits[0].log_softmax(1)
     places = learned.nonzero().flatten().tolist()
     return torch.stack([found[place - 1, tokens[place]] for place in places]).sum()
 
 
-def plain(flags: list[str], lora: int | None) -> tuple[list[float], list[float]]:
+def plain(flags, lora):
     """Losses and margins of a plain loop, pair by pair, with a second model as the reference."""
-    args = parse(preference.Config, [*flags, *(["--lora", str(lora)] if lora else [])])
+    args = parse(preference.Config, [*flags, *lora])
     train_set, *_ = preference.load_data(args)
     frozen = preference.make_model(args)
     torch.manual_seed(0)
     model = preference.make_model(args)
     model = preference.add_adapter(model, args) if lora else model
-    adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
-    sorts = by_length([preferences.longest(pair) for pair in train_set], args.batch_size, seed=0)
-    order = EpochBatches(len(train_set), args.batch_size, order=sorts)
-    found: list[float] = []
-    margins: list[float] = []
-    for epoch in range(args.epochs):
-        order.set_position(epoch, 0)
-        for batch in order:
-            losses = []
-            for index in batch.values.tolist():
-                chosen, rejected = train_set[index][:2], train_set[index][2:]
-                ahead = log_probability(model, *chosen) - log_probability(model, *rejected)
-                with torch.no_grad():
-                    ahead -= log_probability(frozen, *chosen) - log_probability(frozen, *rejected)
-                margins.append(0.1 * ahead.item())
-                losses.append((1 + (-0.1 * ahead).exp()).log())
-            loss = torch.stack(losses).mean()
-            found.append(loss.item())
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-    return found, margins
+    margins = []
+
+    def loss_of(indices):
+        losses = []
+        for index in indices:
+            chosen, rejected = train_set[index][:2], train_set[index][2:]
+            ahead = log_probability(model, *chosen) - log_probability(model, *rejected)
+            with torch.no_grad():
+                ahead -= log_probability(frozen, *chosen) - log_probability(frozen, *rejected)
+            margins.append(0.1 * ahead.item())
+            losses.append((1 + (-0.1 * ahead).exp()).log())
+        return torch.stack(losses).mean()
+
+    lengths = [preferences.longest(pair) for pair in train_set]
+    return losses_by_length(args, model, lengths, loss_of), margins
 
 
 @pytest.mark.parametrize(
-    ("lora", "way", "accumulate"), quick(WAYS, [(None, 1, 1), (None, KINDS[0], 2), (4, 2, 2)])
+    ("lora", "way", "accumulate"), quick(WAYS, [([], 1, 1), ([], KINDS[0], 2), (LORA, 2, 2)])
 )
 def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
-    start, float64_default, flags, monkeypatch, tmp_path, lora, way, accumulate
+    start, in_double, tmp_path, lora, way, accumulate
 ):
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    base = flags[-1].replace("/base", "/double/base")
-    start(tmp_path, lora, way, "--base", base, "--accumulate", accumulate, double=True)
-    losses = [row["train_loss"] for row in rows(tmp_path, "steps")]
-    expected, margins = plain([*flags[:-1], base], lora)
+    start(tmp_path, lora, way, *in_double[-2:], "--accumulate", accumulate, double=True)
+    losses = logged_losses(tmp_path)
+    expected, margins = plain(in_double, lora)
     assert losses == pytest.approx(expected, abs=SAME)
     assert losses[0] == pytest.approx(math.log(2), abs=SAME) and len(losses) == 12
     last, margins = rows(tmp_path, "epochs")[-1], margins[len(margins) // 2 :]
@@ -102,23 +90,20 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     assert last["train_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
     assert {"eval_loss", "eval_margin", "eval_accuracy"} <= last.keys()
     folder = tmp_path / "pretrained"
-    opened = transformers.AutoModelForCausalLM.from_pretrained(base if lora else folder)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(in_double[-1] if lora else folder)
     if lora:
         opened = peft.PeftModel.from_pretrained(opened, folder)
-    trained = load_file(tmp_path / "model.safetensors")
-    assert not opened.load_state_dict(trained, strict=False).unexpected_keys
     assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
 
 
-@pytest.mark.parametrize(("lora", "way"), quick(itertools.product((None, 4), (1, 2)), [(None, 2)]))
+@pytest.mark.parametrize(("lora", "way"), quick(itertools.product(([], LORA), (1, 2)), [([], 2)]))
 def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     kill = {"signal": [8, signal.SIGKILL]}
-    assert 0 not in start(tmp_path / "killed", lora, way, "--save-every", 1, fault=kill).codes
+    killed = [-signal.SIGKILL, 1][:way]
+    start(tmp_path / "killed", lora, way, "--save-every", 1, fault=kill, codes=killed)
     for name in ("killed", "whole"):
         start(tmp_path / name, lora, way, "--save-every", 1, "--resume", "auto")
-    for name in ("metrics.jsonl", "model.safetensors"):
-        killed, whole = (tmp_path / each / name for each in ("killed", "whole"))
-        assert killed.read_bytes() == whole.read_bytes(), name
+    assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
@@ -158,54 +143,53 @@ def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
 
 def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refused():
     plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
-    state: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    state = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     with pytest.raises(UsageError, match=r"fsdp_cpu_ram_efficient_loading: true .* to false"):
         preferences.add_reference(state, torch.nn.Linear(1, 1), [], list, list)
     with pytest.raises(UsageError, match=r"--label-smoothing 0.5 .* below 0.5"):
         parse(preference.Config, ["--label-smoothing", "0.5"]).validate(1)
 
 
-ASK, GOOD, BAD = (
-    {"role": role, "content": text}
-    for role, text in (("user", "2?"), ("assistant", "4"), ("assistant", "5"))
-)
+BAD = GOOD | {"content": "5"}
 TEXTS = {"prompt": "2?", "chosen": "4", "rejected": "5"}
 LISTS = {"chosen": [GOOD], "rejected": [BAD]}
 WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
-SHARED: dict[str, Any] = {"conversations": [{"from": "human", "value": "2?"}]}
-SHARED |= {"chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}
+SHARED = {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT | {"value": "5"}}
 LONG = "x = 1 ; " * 90
+
+
+@pytest.fixture
+def make(flags, tmp_path):
+    def call(*rows: dict) -> preferences.Pairs:
+        (tmp_path / "given.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(flags[-1])
+        return preferences.make_pairs(tokenizer, str(tmp_path / "given.jsonl"), 64)
+
+    return call
 
 
 @pytest.mark.parametrize(
     "row", [TEXTS, LISTS | {"prompt": [ASK]}, WHOLE, WHOLE | {"prompt": "2?"}, SHARED], ids=str
 )
-def test_each_way_to_write_a_pair_is_the_same_pair(flags, tmp_path, row):
-    pairs = make(flags, tmp_path, [row] * 2)
+def test_each_way_to_write_a_pair_is_the_same_pair(make, row):
+    pairs = make(row, row)
     assert pairs.plan["chosen"] == "<user>2?<end><assistant>[[4<end>]]"
     assert pairs.plan["rejected"] == "<user>2?<end><assistant>[[5<end>]]"
 
 
-def make(flags: list[str], folder: Path, given: list) -> preferences.Pairs:
-    path = folder / "given.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in given))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(flags[-1])
-    return preferences.make_pairs(tokenizer, str(path), 64)
-
-
-def test_what_is_cut_or_dropped_is_counted(flags, tmp_path):
+def test_what_is_cut_or_dropped_is_counted(make):
     lost, same = TEXTS | {"prompt": LONG}, TEXTS | {"chosen": f"{LONG}4", "rejected": f"{LONG}5"}
-    pairs = make(flags, tmp_path, [TEXTS, TEXTS, lost, same, TEXTS | {"rejected": "4"}])
+    pairs = make(TEXTS, TEXTS, lost, same, TEXTS | {"rejected": "4"})
     assert pairs.plan["cut"] == "2 of 5 pairs, to --max-tokens 64"
     assert re.fullmatch("1 of 5 pairs, .* and 2 whose answers are equal", pairs.plan["dropped"])
     assert len(pairs.train_set) == len(pairs.eval_set) == 1
 
 
-def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(flags, tmp_path):
+def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(make):
     row = TEXTS | {"system": "be"}
-    assert make(flags, tmp_path, [row] * 2).plan["chosen"].startswith("<system>be<end><user>2?")
+    assert make(row, row).plan["chosen"].startswith("<system>be<end><user>2?")
     with pytest.raises(UsageError, match=r"line 1 of .* leaves out or changes 'f'"):
-        make(flags, tmp_path, [row | {"tools": [{"name": "f"}]}] * 2)
+        make(row | {"tools": [{"name": "f"}]})
 
 
 @pytest.mark.parametrize(
@@ -215,11 +199,9 @@ def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(fla
         (TEXTS | {"rejected": "4"}, "none of the pairs to train on has two different answers"),
         ({"prompt": "2?", "chosen": "4"}, "line 1 of .* has no chosen and rejected"),
         ({"chosen": "4", "rejected": "5"}, "line 1 of .* has no chosen and rejected"),
-        (TEXTS | {"rejected": None}, "line 1 of .* has no chosen and rejected"),
         (["4", "5"], "line 1 of .* has no chosen and rejected"),
-        (TEXTS | {"images": ["a"]}, "line 1 of .* it has images"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(flags, tmp_path, row, said):
+def test_what_cannot_be_learned_is_refused(make, row, said):
     with pytest.raises(UsageError, match=said):
-        make(flags, tmp_path, [row] * 3)
+        make(row, row, row)

@@ -3,11 +3,9 @@
 import math
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,14 +70,14 @@ def test_each_sample_comes_once_in_one_order_in_every_world_and_from_every_posit
         assert sizes[0] == max(sizes) and (min(sizes) > 0 or sum(sizes) < num_processes)
 
 
-def finalize(z: int) -> int:
+def finalize(z):
     """The finalizer of splitmix64, in whole numbers."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ (z >> shift)) * factor % 2**64
     return z ^ (z >> 31)
 
 
-def splitmix64(state: int) -> int:
+def splitmix64(state):
     return finalize((state + 0x9E3779B97F4A7C15) % 2**64)
 
 
@@ -102,23 +100,21 @@ def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(seed
     ]
 
 
-def rates(schedule: str, epochs: int, steps_per_epoch: int, **flags: Any) -> np.ndarray:
+def rates(schedule, epochs, steps_per_epoch, **flags) -> np.ndarray:
     """The learning rates of every step, and the ones after the last, of two groups of weights."""
-    flags = {"learning_rate": 0.1} | flags
-    args = TrainingConfig(schedule=schedule, epochs=epochs, **flags)
+    args = TrainingConfig(schedule=schedule, epochs=epochs, learning_rate=0.1, **flags)
     optimizer = two_groups()
     steps = epochs * steps_per_epoch - (schedule == "onecycle")
     return stepped(optimizer, steps, make_scheduler(optimizer, args, steps_per_epoch))
 
 
-def two_groups() -> torch.optim.Optimizer:
+def two_groups():
     weights = [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in (0.01, 2.0)]
     return torch.optim.SGD(weights)
 
 
-def stepped(
-    optimizer: torch.optim.Optimizer, steps: int, *schedulers: lr_scheduler.LRScheduler
-) -> np.ndarray:
+def stepped(optimizer, steps, *schedulers) -> np.ndarray:
+    """The rates after each step."""
     values = [[group["lr"] for group in optimizer.param_groups]]
     for _ in range(steps):
         optimizer.step()
@@ -150,10 +146,8 @@ def test_at_each_epoch_the_rates_are_those_of_pytorchs_schedulers_stepped_togeth
 
 @FIXED
 @given(EPOCHS, STEPS, PERCENT)
-def test_within_an_epoch_cosine_and_onecycle_are_pytorchs(epochs, steps_per_epoch, warmup):
-    optimizer, steps = two_groups(), epochs * steps_per_epoch
-    cosine = lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    same(rates("cosine", epochs, steps_per_epoch), stepped(optimizer, steps, cosine))
+def test_at_each_step_the_rates_of_onecycle_are_pytorchs(epochs, steps_per_epoch, warmup):
+    steps = epochs * steps_per_epoch
     ours = rates("onecycle", epochs, steps_per_epoch, warmup=warmup / 100)
     assert (np.isfinite(ours) & (ours >= 0)).all()
     assume(warmup * steps != 100)  # torch divides by 0
@@ -176,32 +170,30 @@ def test_a_warmup_multiplies_by_a_line_up_to_1(schedule, epochs, steps_per_epoch
 NAMES = ("trainer.json", "state/model.safetensors", "state/optimizer.bin", "state/scheduler.bin")
 
 
-def flip(file: Path, place: int) -> None:
+def flip(file, place):
     content = bytearray(file.read_bytes())
     content[place // 8 % len(content)] ^= 1 << place % 8
     file.write_bytes(content)
 
 
-def link(file: Path, place: int) -> None:
+def link(file, place):
     folder = file.parent if place % 2 and file.parent.name == "state" else file
     kept = file.parents[2] / "kept"
     folder.rename(kept)
     folder.symlink_to(kept)
 
 
-CHANGES: dict[str, Callable[[Path, int], object]] = {
+CHANGES = {
     "a bit": flip,
-    "cut": lambda file, place: os.truncate(file, place % file.stat().st_size),
     "longer": lambda file, place: file.write_bytes(file.read_bytes() + bytes([place % 256])),
     "gone": lambda file, place: file.unlink(),
-    "another name": lambda file, place: file.rename(f"{file}{place}"),
     "beside another": lambda file, place: shutil.copy(file, f"{file}.{place}"),
     "linked": link,
     "a folder": lambda file, place: (file.unlink(), file.mkdir()),
 }
 
 
-def write_checkpoint(where: Path) -> Path:
+def write_checkpoint(where) -> Path:
     folder = where / "step-0000000012"
     (folder / "state").mkdir(parents=True)
     for number, name in enumerate(NAMES):

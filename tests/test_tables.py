@@ -1,11 +1,10 @@
 """Every table that people bring is read as they meant it or refused in one sentence."""
 
-import csv
 import io
+import itertools
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -20,17 +19,21 @@ import train_regression
 from trainkit.config import parse
 from trainkit.data import tables
 from trainkit.errors import UsageError
-from trainkit.loaders import InMemory
 
 
-def load(*args: object) -> tuple[InMemory, InMemory, dict[str, Any]]:
+def load(*args):
     """The training rows, the test rows and what is saved with the weights."""
     parsed = parse(train_regression.Config, [str(arg) for arg in args])
     parsed.validate(1)
     return train_regression.load_data(parsed)
 
 
-def frame(size: int = 30) -> pd.DataFrame:
+def read(path, *flags):
+    """The same of the table in a file or folder, whose column y is the target."""
+    return load("--data", path, "--target", "y", *flags)
+
+
+def frame(size=30):
     random = np.random.default_rng(0)
     table = pd.DataFrame(
         {
@@ -42,21 +45,18 @@ def frame(size: int = 30) -> pd.DataFrame:
     return table.assign(y=table.area * 3 + 5)
 
 
-def text(separator: str = ",", encoding: str = "utf-8", **options: Any) -> bytes:
-    return frame().to_csv(index=False, sep=separator, **options).encode(encoding)
+def text(separator=",", encoding="utf-8") -> bytes:
+    return frame().to_csv(index=False, sep=separator).encode(encoding)
 
 
-def parquet(table: pd.DataFrame, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    table.to_parquet(buffer, **options)
-    return buffer.getvalue()
+def parquet(table) -> bytes:
+    return table.to_parquet(None)
 
 
-def rows(column: str, values: list[Any], size: int = 30) -> bytes:
+def rows(column, values) -> bytes:
     """A CSV file with a column whose values repeat, one that is a number, and y."""
-    table = pd.DataFrame(
-        {column: [values[i % len(values)] for i in range(size)], "n": range(size), "y": range(size)}
-    )
+    cells = [*itertools.islice(itertools.cycle(values), 30)]
+    table = pd.DataFrame({column: cells, "n": range(30), "y": range(30)})
     return table.to_csv(index=False).encode()
 
 
@@ -81,40 +81,31 @@ READ = {
                                    [*CITIES, "garden", "area"]),
     "spaces round names": ("t.csv", b" a , b , y \n" + b"1e-3,2,+3\n-.5,5,4\n4.,5,7\n" * 5, [],
                            ["a", "b"]),
-    "codes said to be categories": ("t.csv", rows("zip", ["01-2", "02-3"]),
-                                    ["--categorical", "zip"], ["zip=01-2", "zip=02-3", "n"]),
-    "codes of which one is missing": ("t.parquet", parquet(pd.DataFrame(
-        {"code": [0, 1, 2, None] * 9, "y": range(36)})), ["--categorical", "code"],
-        ["code=0", "code=1", "code=2"]),
     "two targets, one true or false": ("t.csv", text(), ["--target", "garden,y"],
                                        ["area", *CITIES]),
-    "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl", "SFoyer", "Duplex"]), [],
-                          ["k=1Story", "k=2Story", "k=Duplex", "k=SFoyer", "k=SLvl", "n"]),
-    "dates": ("t.csv", rows("day", ["2020-01-01", "2020-02-01T12:00", ""]), [], ["day", "n"]),
+    "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl"]), [],
+                          ["k=1Story", "k=2Story", "k=SLvl", "n"]),
     "dates of parquet": ("t.parquet", parquet(frame().assign(
         day=pd.date_range("2020", periods=30))), ["--features", "day"], ["day"]),
     # float32 is two minutes apart there
     "times in milliseconds": ("t.csv", rows("ms", [17 * 10**11 + 10**4 * i for i in range(30)]),
                               [], ["ms", "n"]),
-    "a free text": ("t.csv", rows("note", [f"Ann {n} of Rome" for n in range(30)]),
-                    ["--features", "n,note", "--categorical", "note"], ["n"]),
-    "missing cells": ("t.csv", rows("a", [*"123456789", "", "NA", "?"]), [], ["a", "n"]),
     "nothing but missing cells": ("t.csv", rows("a", ["", "NA"]), [], ["n"]),
 }  # fmt: skip
 
 
-def untrained(about: dict[str, Any]) -> predict.TablePredictor:
+def untrained(about) -> predict.TablePredictor:
     torch.manual_seed(0)
     metadata = about | {"model": "linear", "hidden": []}
     model = train_regression.make_model(metadata)
     return predict.TablePredictor(model, metadata, {}).requires_grad_(False)
 
 
-def predicted(model: predict.TablePredictor, path: Path) -> pd.DataFrame:
+def predicted(model, path, **options) -> pd.DataFrame:
     """The table that is written beside that of `path`."""
     output = Path(model.predict_file(path).splitlines()[0].split("  (")[0])
-    assert output.parent == path.parent and output.name.lower().endswith("_predictions.csv")
-    return pd.read_csv(output)
+    assert output.parent == path.parent and output.name.endswith("_predictions.csv")
+    return pd.read_csv(output, **options)
 
 
 @pytest.mark.parametrize("case", READ)
@@ -122,7 +113,7 @@ def test_a_table_is_read_as_it_was_meant(case, tmp_path):
     name, content, flags, features = READ[case]
     path = tmp_path / name
     path.write_bytes(content)
-    train, test, about = load("--data", path, "--target", "y", *flags)
+    train, test, about = read(path, *flags)
     assert about["features"] == features
     assert any(map(tables.INDEX.fullmatch, about["left_out"])) == case.startswith("index left out")
     # What a run is trained from, predict.py takes.
@@ -154,17 +145,14 @@ def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path):
     (tmp_path / "parts").mkdir()
     FORMS["commas.csv"](table[:90], tmp_path / "parts" / "a.csv")
     FORMS["commas.csv"](table[90:], tmp_path / "parts" / "b.CSV")
-    flags = ["--target", "y", "--missing", "drop", "--features", "area,city"]
-    loaded = {path: load("--data", path, *flags) for path in sorted(tmp_path.iterdir())}
-    first = loaded[tmp_path / "parts"]
-    said = predicted(untrained(first[2]), tmp_path / "parts").predicted_y.to_numpy()
-    for path, (train, test, about) in loaded.items():
+    flags = ["--missing", "drop", "--features", "area,city"]
+    first = read(tmp_path / "parts", *flags)
+    for name in FORMS:
+        train, test, about = read(tmp_path / name, *flags)
         assert len(train) + len(test) == 199 and 3 not in test.tensors[2]
         assert about["features"] == first[2]["features"]
         for ours, same in zip(train.tensors, first[0].tensors, strict=True):
             assert torch.equal(ours, same)
-        again = predicted(untrained(first[2]), path).predicted_y.to_numpy()
-        assert again == pytest.approx(said, rel=1e-6, nan_ok=True)  # row 4 has none
 
 
 pyarrow.parquet.write_table(pyarrow.table([[1]] * 3, ["a", "y", "a"]), twice := io.BytesIO())
@@ -172,12 +160,11 @@ NO_NUMBER = r"  a: row {}: '{}' is not a number like 1234\.5"
 REFUSED = {
     **{f"a column of {value}": ("t.csv", rows("a", [value, value.replace("0", "7")]), [],
                                 NO_NUMBER.format(1, re.escape(value)))
-       for value in ("1,234.50", "10 km", "10 m2")},
-    **{f"a name twice, {number}": (name, content, [], "two columns are called 'a'")
-       for number, (name, content) in enumerate((
-           ("t.csv", b"a,y,a\n1,2,3\n"), ("t.csv", b'a,y," a"\n1,2,3\n'),
-           ("t.json", b'[{"a": 1, "y": 2, "a": 3}]'), ("t.jsonl", b'{"a": 1, "y": 2, " a": 3}'),
-           ("t.parquet", twice.getvalue())))},
+       for value in ("1,234.50", "10 m2")},
+    **{f"a name twice in {name}": (name, content, [], "two columns are called 'a'")
+       for name, content in (
+           ("t.csv", b'a,y," a"\n1,2,3\n'), ("t.json", b'[{"a": 1, "y": 2, "a": 3}]'),
+           ("t.parquet", twice.getvalue()))},
     **{f"a column of {value}": ("t.parquet", parquet(pd.DataFrame({"a": [value], "y": [1]})), [],
                                 "column 'a' holds bytes or lists")
        for value in (b"\xff", [1], {"b": 1})},
@@ -190,43 +177,36 @@ REFUSED = {
                      "a: row 3: '2020-13-10' is not a date as in training"),
     "decimal commas in the target": ("t.csv", b"a;y\n" + b"1;2,5\n2;3,5\n" * 9, [],
                                      "y: row 1: '2,5' is not a number(?s:.*)without currency"),
-    "beyond float32": ("t.csv", b"a,y\n1,2\n2,2\n-1e300,4\n", [], "a: row 3: '-1e300' .*1e38"),
     "missing": ("t.csv", b"a,b,y\n" + b"1,,3\n2,2,4\n3,4,5\n" * 5, ["--missing", "refuse"],
                 "b: row 1: the value is missing"),
-    "no such file": ("nothing.csv", None, [], "nothing.csv cannot be read: FileNotFoundError"),
-    "not a table": ("t.xlsx", b"PK\x03\x04", [], "is not a table: .*.csv, .tsv"),
-    "not utf-8": ("t.csv", text(encoding="cp1252"), [], r"t\.csv is not in .* --encoding cp1252"),
     "fewer values than names": ("t.csv", b"a,b,y\n" + b"1,2\n2,3\n" * 9, [], "of 0 rows 0"),
     "no target": ("t.csv", b'a,b c,"d, e"\n1,2,3\n', ["--target", ""],
                   """choose the column to predict with --target: a, 'b c', '"d, e"'$"""),
     "wrong target": ("t.csv", b"a,b,z\n1,2,3\n", [], "no column 'y', only a, b, z$"),
-    "constant target": ("t.csv", b"a,y\n" + b"".join(b"%d,3\n" % i for i in range(9)), [],
+    "constant target": ("t.csv", b"a,y\n" + b"1,3\n2,3\n" * 5, [],
                         "a target is the same in all training rows"),
     "constant features": ("t.csv", b"a,y\n1,2\n1,3\n1,4\n", [], "a: left out: always the same"),
-    "flags without a table": (None, None, ["--features", "a"], "name columns of --data"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_table_that_cannot_be_meant_is_one_sentence(case, tmp_path):
     name, content, flags, message = REFUSED[case]
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    data = ["--data", tmp_path / name, "--target", "y"] if name else []
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message) as raised:
-        load(*data, *flags)
-    assert name is None or str(tmp_path / name) in str(raised.value)
-    assert len([*tmp_path.iterdir()]) == (content is not None)
+        read(tmp_path / name, *flags)
+    assert str(tmp_path / name) in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_folder_of_unlike_tables_is_refused(tmp_path):
     (tmp_path / "a.csv").write_bytes(text())
     (tmp_path / "b.csv").write_bytes(frame().drop(columns="city").to_csv(index=False).encode())
     with pytest.raises(UsageError, match=r"b\.csv has other columns than a\.csv"):
-        load("--data", tmp_path, "--target", "y")
+        read(tmp_path)
     (tmp_path / "b.csv").rename(tmp_path / "b.json")
     with pytest.raises(UsageError, match="must be of one kind"):
-        load("--data", tmp_path, "--target", "y")
+        read(tmp_path)
 
 
 def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(tmp_path, capsys):
@@ -234,37 +214,33 @@ def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(tmp_path, cap
     for name in ("b.csv", "a.csv/part.csv", "_k=2/a.csv", *copies):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(rows("k", ["1.180", 2, "NA"]))
-    flags = ["--data", tmp_path, "--target", "y"]
-    train, test, about = load(*flags, "--missing", "drop")
+    train, test, about = read(tmp_path, "--missing", "drop")
     assert len(train) + len(test) == 60
     plan, doubt = about["plan"], "whole or with three decimals: is . a thousands separator?"
     assert plan["data"].endswith(" (a.csv, part.csv, b.csv), 30 rows dropped: no value: 30 'NA'")
     assert plan["columns"] == f"k (number, {doubt})" and plan["targets"] == "y"
-    filled = load(*flags)[2]["plan"]["columns"]
+    filled = read(tmp_path)[2]["plan"]["columns"]
     assert filled == f"k (number, filled in where missing: 30 'NA', {doubt})"
     assert capsys.readouterr().err.count(": 4 hidden files not read, such as .") == 1
     for known in ("1.18", "1180", "0.125"):
         (tmp_path / "t.csv").write_bytes(rows("n", [1, 2]).replace(b",0\n", f",{known}\n".encode()))
-        assert load("--data", tmp_path / "t.csv", *flags[2:])[2]["plan"]["columns"] == "numbers"
+        assert read(tmp_path / "t.csv")[2]["plan"]["columns"] == "numbers"
 
 
 def test_means_come_from_the_training_rows_alone(tmp_path):
     table = frame(400).drop(columns="garden")
     table.loc[::7, "area"] = None
     table.loc[::11, "city"] = None
-    flags = ["--data", tmp_path / "t.csv", "--target", "y"]
     table.to_csv(tmp_path / "t.csv", index=False)
-    train, test, before = load(*flags)
+    train, test, before = read(tmp_path / "t.csv")
     index = test.tensors[2].numpy()
-    table.loc[index, ["area", "y", "city"]] = 12345, 12345, "mars"
+    table.loc[index, ["area", "y"]] += 12345
+    table.loc[index, "city"] += " on Mars"
     table.to_csv(tmp_path / "t.csv", index=False)
-    again, test_again, after = load(*flags)
+    again, test_again, after = read(tmp_path / "t.csv")
     features = train.tensors[0]
-    area, city = before["columns"]
-    for about in (before, after):  # but for the counts, of all rows
-        assert "empty" in about.pop("plan")["columns"]
-        assert all(column.pop("words") for column in about["columns"])
     assert before == after and torch.equal(features, again.tensors[0])
+    area, city = before["columns"]
     rest = table.drop(index=index)
     assert area["fill"] == pytest.approx(rest.area.mean(), rel=1e-12)
     assert city["categories"] == ["Köln", "Orléans", "Rome"]
@@ -273,7 +249,8 @@ def test_means_come_from_the_training_rows_alone(tmp_path):
     assert (features.std(0, correction=0) - 1).abs().max() < 1e-5
     # An unknown category is none of the known ones.
     raw = test_again.tensors[0].double() * torch.tensor(after["feature_std"])
-    assert (raw + torch.tensor(after["feature_mean"]))[:, 1:].abs().max() < 1e-5
+    cities = (raw + torch.tensor(after["feature_mean"]))[np.array(table.city[index].notna()), 1:]
+    assert len(cities) and cities.abs().max() < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -281,14 +258,14 @@ def model(tmp_path_factory):
     """Of columns of every kind, from a Parquet file."""
     path = tmp_path_factory.mktemp("tables") / "t.parquet"
     frame(200).to_parquet(path)
-    return untrained(load("--data", path, "--target", "y")[2])
+    return untrained(read(path)[2])
 
 
 def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch):
     monkeypatch.chdir("/")
     rows = datasets.Dataset.from_pandas(frame())
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
-    _, _, about = load("--data", "someone/houses", "--target", "y")
+    _, _, about = read("someone/houses")
     assert (about["data"], about["features"]) == ("houses", ALL)
 
 
@@ -297,10 +274,8 @@ def test_what_is_no_feature_comes_back_as_it_was_written(name, model, tmp_path):
     ids = ["1152921504606846977", "", "3"]
     table = frame(3).assign(id=pd.array([2**60 + 1, None, 3], "Int64"), note=["NA", "null", "x"])
     FORMS[name](table, tmp_path / name)
-    with open(model.predict_file(tmp_path / name).splitlines()[0], newline="") as file:
-        written = [*csv.DictReader(file)]
-    assert [row["id"] for row in written] == ids
-    assert [row["note"] for row in written] == ["NA", "null", "x"]
+    written = predicted(model, tmp_path / name, dtype=str, keep_default_na=False)
+    assert [*written.id] == ids and [*written.note] == ["NA", "null", "x"]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +285,7 @@ def test_what_is_no_feature_comes_back_as_it_was_written(name, model, tmp_path):
 def test_a_category_is_known_again_in_a_table_that_lacks_another(name, texts, tmp_path):
     table = pd.DataFrame({"k": texts * 8, "y": [1.0, 2, 3] * 8})
     FORMS[name](table, tmp_path / name)
-    _, _, about = load("--data", tmp_path / name, "--target", "y", "--categorical", "k")
+    _, _, about = read(tmp_path / name, "--categorical", "k")
     assert about["features"][:2] in (["k=False", "k=True"], ["k=1", "k=2"])
     FORMS[name](table[table.k != texts[2]], tmp_path / name)
     assert "not in the training rows" not in untrained(about).predict_file(tmp_path / name)
@@ -364,7 +339,7 @@ def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path):
     for form in ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y-%m-%d"):
         table = pd.DataFrame({"day": days.strftime(form), "y": range(30)})
         table.to_csv(tmp_path / "t.csv", index=False)
-        _, _, about = load("--data", tmp_path / "t.csv", "--target", "y", "--test-fraction", 0)
+        _, _, about = read(tmp_path / "t.csv", "--test-fraction", 0)
         assert about["feature_range"] == [[18261, 18290]]
     (column,) = [tables.Column(**column) for column in about["columns"]]
     assert column.days and "days since 1970" in about["plan"]["columns"]
@@ -421,8 +396,6 @@ def test_predictions_are_safe_to_open_in_a_spreadsheet(model, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     (tmp_path / "t_predictions.csv").symlink_to(secret)
-    model.predict_file(tmp_path / "t.json")
+    written = predicted(model, tmp_path / "t.json", keep_default_na=False)
     assert secret.read_text() == "secret"  # a link is replaced, not written through
-    with open(tmp_path / "t_predictions.csv", newline="") as file:
-        written = [row["'=note"] for row in csv.DictReader(file)]
-    assert written == [f"'{value}".replace("\r", "\n") for value in risky] + plain
+    assert [*written["'=note"]] == [f"'{value}".replace("\r", "\n") for value in risky] + plain

@@ -6,13 +6,11 @@ The runs have 105 texts to train on, so that of two processes one gets no text o
 import json
 import shutil
 import signal
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from conftest import rows
+from conftest import assert_same_bytes, finish, rows
 from double import SAME
 
 import predict
@@ -22,7 +20,7 @@ from trainkit.data import encoders, texts
 from trainkit.errors import UsageError
 from trainkit.tools.export import write_export
 
-transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
+transformers = pytest.importorskip("transformers")
 
 WORDS = {"sport": "ball goal team", "food": "bread salt soup", "art": "paint song stage"}
 LINES = [
@@ -40,17 +38,18 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "and", *" ".join(WORDS.values()).split()]
     vocabulary = {word: n for n, word in enumerate(known)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer = transformers.BertTokenizer(vocab=vocabulary, model_max_length=40)
+    tokenizer.save_pretrained(folder)
+    config = transformers.BertConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=len(known),
+        num_hidden_layers=1,
+        max_position_embeddings=40,
     )
-    names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "model_max_length": 40}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    sizes |= {"vocab_size": len(known), "num_hidden_layers": 1, "max_position_embeddings": 40}
     torch.manual_seed(0)
-    model = transformers.BertModel(transformers.BertConfig(**sizes))
+    model = transformers.BertModel(config)
     model.save_pretrained(folder)
     shutil.copytree(folder, folder / "double")
     model.double().save_pretrained(folder / "double")
@@ -61,16 +60,14 @@ def base(tmp_path_factory):
 def start(nursery, base, tmp_path_factory):
     data = tmp_path_factory.mktemp("data") / "lines.csv"
     pd.DataFrame(LINES, columns=["said", "kind"]).to_csv(data, index=False)
-    plan = {"modules": ["transformers.models.bert.modeling_bert"], "timeout": 200}
 
-    def call(run_dir: Path, world: int, *args: object, **more: Any) -> str:
+    def call(run_dir, world, *args, **more):
         flags = [*FLAGS.split(), "--data", data, "--run-dir", run_dir, *args]
         flags += ["--base", base / "double" if more.get("double") else base]
-        outcome = nursery.run("examples/text.py", *flags, world=world, **plan, **more)
-        if "fault" not in more:
-            assert outcome.codes == [0] * world, outcome.output
-            assert f" {world} process" in outcome.output
-        return outcome.output
+        more |= {"modules": ["transformers.models.bert.modeling_bert"], "world": world}
+        if "fault" in more:
+            return nursery.run("examples/text.py", *flags, **more)
+        return finish(nursery, "examples/text.py", *flags, **more)
 
     return call
 
@@ -86,11 +83,9 @@ def whole(start, tmp_path_factory):
 
 def test_losses_do_not_depend_on_processes_and_micro_batches(start, tmp_path):
     start(tmp_path / "one", 1, double=True)
-    for world, accumulate in ((2, 1), (2, 2)):
-        folder = tmp_path / f"{world}{accumulate}"
-        start(folder, world, "--accumulate", accumulate, double=True)
-        for row, other in zip(rows(tmp_path / "one"), rows(folder), strict=True):
-            assert row == pytest.approx(other, rel=SAME, abs=SAME), row["step"]
+    start(tmp_path / "two", 2, "--accumulate", 2, double=True)
+    for row, other in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
+        assert row == pytest.approx(other, rel=SAME, abs=SAME), row["step"]
     assert rows(tmp_path / "one", "epochs")[-1]["eval_samples"] == 26
 
 
@@ -98,16 +93,13 @@ def test_a_kill_changes_no_byte(start, whole, tmp_path):
     start(tmp_path, 1, "--save-every", 5, fault={"signal": [14, signal.SIGKILL]})
     again = start(tmp_path, 1, "--save-every", 5, "--resume", "auto")
     assert "resuming from" in again, again
-    for name in ("metrics.jsonl", "model.safetensors", "predictions.safetensors"):
-        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+    assert_same_bytes(tmp_path, whole, "predictions.safetensors")
 
 
 def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "new.txt").write_text("bread salt soup and\n\nball goal team and\n")
-    pd.DataFrame({"n": [1], "said": ["paint song stage and"]}).to_json(
-        tmp_path / "new.jsonl", orient="records", lines=True
-    )
+    (tmp_path / "new.jsonl").write_text('{"n": 1, "said": "paint song stage and"}')
     predictor = predict.load_run(folder)
     first, none, second = predictor.predict_file(tmp_path / "new.txt").splitlines()
     assert "new.txt:1: " in first and none.endswith("new.txt:2: no text")
@@ -129,8 +121,6 @@ def test_padding_and_other_texts_change_nothing_and_no_rows_are_no_rows(base):
     alone = text.collate([(tokens[0], 0, 0)])[:2]
     assert model(*alone)[0].tolist() == pytest.approx(model(*both)[0].tolist(), abs=1e-6)
     assert model(*(part[:0] for part in both)).shape == (0, 2)
-    with pytest.raises(UsageError, match=r"--max-tokens 41: .* takes at most 40"):
-        encoders.read_base(parse(text.Config, ["--base", str(base), "--max-tokens", "41"]))
 
 
 def test_nothing_that_a_configuration_names_is_fetched_or_run():
@@ -163,61 +153,60 @@ def test_weights_that_are_missing_are_named(base, tmp_path):
 
 A, B = "the first of two", "one more line here"
 GOOD = {"a": [f"{A} {n}" for n in range(20)], "b": [*"xy"] * 10}
-CASES: list[tuple[dict[str, list], str, str]] = [
+MORE_TEXTS = GOOD | {"c": [f"{B} {n}" for n in range(20)]}
+MORE_LABELS = GOOD | {"c": [1, 2] * 10}
+CASES = [
     (GOOD, "", "16 4 x,y"),
-    (GOOD | {"c": [f"{B} {n}" for n in range(20)]}, "", "a, c could be the texts: .* --text"),
-    (GOOD | {"c": [f"{B} {n}" for n in range(20)]}, "--text c", "16 4 x,y"),
-    (GOOD | {"c": [1, 2] * 10}, "", "b, c could be the classes: choose the column by --label"),
-    (GOOD | {"c": [1, 2] * 10}, "--label c", "16 4 1,2"),
+    (MORE_TEXTS, "", "a, c could be the texts: .* --text"),
+    (MORE_TEXTS, "--text c", "16 4 x,y"),
+    (MORE_LABELS, "", "b, c could be the classes: choose the column by --label"),
+    (MORE_LABELS, "--label c", "16 4 1,2"),
     (GOOD | {"b": ["x"] * 20}, "", "no column seems to be the classes"),
     (GOOD | {"b": ["x"] * 20}, "--label b", "'b' has 1 class in 20 rows"),
-    (
-        GOOD | {"b": [*"abcdefghijklmnopqrst"]},
-        "--label b",
-        "has 20 different values in 20 rows, which are",
-    ),
+    (GOOD | {"b": [*range(20)]}, "--label b", "has 20 different values in 20 rows, which are"),
     (GOOD | {"a": ["", " ", *GOOD["a"][2:]]}, "", "15 3 x,y: 2 rows dropped: no text"),
     (GOOD | {"b": ["", *GOOD["b"][1:]]}, "", "16 3 x,y: 1 rows dropped: no label"),
     (GOOD | {"b": [True, False] * 10}, "", "16 4 False,True"),
     (GOOD | {"a": [A] * 20}, "--text a", "16 4 x,y: 4 of 4 texts to evaluate on are also"),
-    (GOOD, "--text z", "there is no column 'z', only a, b"),
-    (GOOD | {"a": [[1]] * 20}, "--text a", "column 'a' holds bytes or lists"),
     (GOOD | {"a": [f"\ud800 {each}" for each in GOOD["a"]]}, "", "16 4 x,y"),
 ]
 
 
+def read(flags) -> texts.Sets:
+    return texts.read_sets(parse(text.Config, flags.split()))
+
+
 @pytest.mark.parametrize(("columns", "flags", "said"), CASES)
 def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
-    path, names = tmp_path / "lines.jsonl", [*columns]
-    lines = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    config = parse(text.Config, ["--data", str(path), *flags.split()])
+    path = tmp_path / "lines.jsonl"
+    path.write_text(
+        "\n".join(map(json.dumps, pd.DataFrame(columns, dtype=object).to_dict("records")))
+    )
+    flags = f"--data {path} {flags}"
     if not said[0].isdigit():
         with pytest.raises(UsageError, match=said):
-            texts.read_sets(config)
+            read(flags)
         return
-    sets = texts.read_sets(config)
+    sets = read(flags)
     found = f"{len(sets.train)} {len(sets.held_out)} {','.join(sets.classes)}"
     assert said.partition(":")[0] == found
     assert said.partition(": ")[2] in " ".join(sets.plan.values())
     assert {label for _, label in sets.held_out} == {0, 1}
 
 
-def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_path):
+def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     frame = pd.DataFrame(GOOD)
     for name, given in (("a", frame), ("b", frame[4:]), ("c", frame.replace("y", "z"))):
-        given.to_parquet(tmp_path / f"{name}.parquet")
-    flags = ["--data", str(tmp_path / "a.parquet"), "--eval-data"]
-    sets = texts.read_sets(parse(text.Config, [*flags, str(tmp_path / "b.parquet")]))
+        given.to_parquet(f"{name}.parquet")
+    sets = read("--data a.parquet --eval-data b.parquet")
     assert len(sets.train) == 20 and len(sets.held_out) == 16
     with pytest.raises(UsageError, match=r"--eval-data .*c.parquet: --data has no class 'z'"):
-        texts.read_sets(parse(text.Config, [*flags, str(tmp_path / "c.parquet")]))
-    for name in ("d.csv", "d.txt"):
-        (tmp_path / name).write_bytes("a,b\nna\u00efve,x\n".encode("cp1252"))
+        read("--data a.parquet --eval-data c.parquet")
+    path = tmp_path / "d.txt"
+    path.write_bytes("na\u00efve".encode("cp1252"))
     with pytest.raises(UsageError, match=r"not in UTF-8, .* --encoding cp1252"):
-        texts.read_sets(parse(text.Config, ["--data", str(tmp_path / "d.csv")]))
-    with pytest.raises(UsageError, match=r"not in UTF-8, .* --encoding cp1252"):
-        texts.read_texts(tmp_path / "d.txt", None, None)
-    assert texts.read_texts(tmp_path / "d.txt", None, "cp1252")[1] == "na\u00efve,x"
+        texts.read_texts(path, None, None)
+    assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
     with pytest.raises(UsageError, match="--text and --label: name the file"):
         parse(text.Config, ["--text", "a", "--label", "b"]).validate(1)

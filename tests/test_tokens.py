@@ -5,21 +5,19 @@ sizes: the last batch of an epoch is short, and of three processes some then hav
 """
 
 import itertools
-import json
 import math
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import weighted
-from conftest import finish, rows, saved
-from test_fp16 import scaled_float32
-from test_run import Numbers, make_config
+from conftest import assert_same_bytes, finish, rows, saved
+from plain import logged_losses, plain_losses, quick
+from test_fp16 import Still, scaled_float32
+from test_run import Numbers, changed, make_config
 from torch.utils.data import default_collate
 
 import trainkit.launch.world
@@ -36,16 +34,11 @@ MODES = {
     "text": f"{TINY} --num-bytes 16000".split(),  # 112 samples: 24, 24, 24, 24, 16
     "answers": f"{TINY} --num-bytes 1030000 --answers-only".split(),
 }
+GRID = [*itertools.product(MODES, WORLDS, (1, 4))]  # mode, world, accumulate
 DECAY = 0.9
 
 
-def grid(*quick: tuple) -> list[Any]:
-    """(mode, world, accumulate); those that are not quick run with `-m slow`."""
-    cases = itertools.product(MODES, WORLDS, (1, 4))
-    return [pytest.param(*c, marks=() if c in quick else pytest.mark.slow) for c in cases]
-
-
-def batches_of(samples: Any, batch_size: int) -> Iterator[Any]:
+def batches_of(samples, batch_size):
     """The samples of each step, in the order of a run with seed 0."""
     order = EpochBatches(len(samples), batch_size, seed=0)
     for epoch in itertools.count():
@@ -64,7 +57,7 @@ def folder(tmp_path_factory):
 def plain(folder):
     """The GPT in plain PyTorch: its losses, its weights, and their moving average."""
 
-    def call(mode: str) -> tuple[list[float], dict, dict]:
+    def call(mode):
         args = parse(gpt.Config, [*MODES[mode], "--run-dir", str(folder / "plain")])
         samples, _ = gpt.load_data(args)
         torch.manual_seed(0)
@@ -105,7 +98,7 @@ def plain(folder):
 
 @pytest.mark.parametrize(
     ("mode", "world", "accumulate"),
-    grid(("text", 2, 4), ("answers", 1, 4), ("answers", 3, 1)),
+    quick(GRID, [("text", 2, 4), ("answers", 1, 4), ("answers", 3, 1)]),
 )
 def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
     nursery, folder, tmp_path, plain, mode, world, accumulate
@@ -114,7 +107,7 @@ def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
     more = ["--accumulate", accumulate, "--ema", DECAY, "--stop-after-steps", NUM_STEPS]
     finish(nursery, "examples.gpt", *MODES[mode], *more, "--run-dir", run_dir, world=world)
     losses, weights, average = plain(mode)
-    found = [row["train_loss"] for row in rows(run_dir, "steps")]
+    found = logged_losses(run_dir)
     assert len(found) == NUM_STEPS
     assert found == pytest.approx(losses, abs=2e-6)
     for name, expected in (("raw", weights), ("model", average)):
@@ -127,48 +120,34 @@ def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
     assert model.lm_head.weight is model.embedding.weight
 
 
-def test_a_mean_over_tokens_goes_through_a_loss_scale_and_skips_what_overflows(
-    run_main, folder, monkeypatch
+def test_a_mean_with_a_mask_goes_through_a_loss_scale_and_skips_what_overflows(
+    tmp_path, monkeypatch
 ):
     """Every batch is the same, so that it does not matter which ones are skipped."""
-    num_calls, compute_losses, load_data = itertools.count(), gpt.compute_losses, gpt.load_data
+    edits = (
+        (r"body\(.*\)", "factor = 1e34 if (next(numbers) - 1) // 4 in overflows else 1"),
+        (r"(loss = .*)", r"\1 * factor"),
+        (r"step_mean\(loss\)", "step_mean(loss, batch['x'][:, :1] > 0.2)"),
+    )
 
-    def same_batches(args: Any) -> tuple[list, list]:
-        samples, eval_set = load_data(args)
-        return [samples[number] for number in range(BATCH)] * 12, eval_set
+    def run(name, *overflows) -> list[float]:
+        flags = f"--optimizer sgd --accumulate 4 --drop-last --epochs 3 --run-dir {tmp_path}/{name}"
+        changed(*edits, overflows=overflows, Numbers=Still)(*flags.split())
+        return logged_losses(tmp_path / name)
 
-    def run(name: str, overflows: tuple[int, ...] = ()) -> list[float]:
-        def overflowing(model: Any, batch: Any) -> dict[str, torch.Tensor]:
-            values, losses = compute_losses(model, batch), None
-            if model.training and next(num_calls) // 4 in overflows:
-                losses = values["loss"] * 1e34
-            return values if losses is None else values | {"loss": losses}
-
-        monkeypatch.setattr(gpt, "compute_losses", overflowing)
-        flags = "--epochs 1 --schedule constant --warmup 0 --min-learning-rate 0 --accumulate 4"
-        run_main("examples.gpt", *MODES["answers"], *flags.split(), "--run-dir", folder / name)
-        return [row["train_loss"] for row in rows(folder / name, "steps")]
-
-    monkeypatch.setattr(gpt, "load_data", same_batches)
-    monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num))
+    monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
     expected = run("unscaled")
-
     monkeypatch.setattr(trainkit.launch.world, "Accelerator", scaled_float32)
-    num_calls = itertools.count()
-    found = run("scaled", overflows=(0, 3, 4))
-    assert len(expected) == 12 and len(found) == 9
-    # What is logged after a skipped step has its loss, too.
-    made = [number for number, loss in enumerate(found) if loss < 100]
-    assert made == [1, 3, 4, 5, 6, 7, 8]
-    assert [found[n] for n in made] == pytest.approx([expected[n] for n in made], abs=2e-6)
+    found = run("scaled", 0, 2, 3)
+    assert min(found[:2]) > 100  # what is logged after a skipped step has its loss, too
+    assert found[2:] == pytest.approx(expected[2:-3], abs=2e-6)
 
 
-NAMES = ["metrics.jsonl", "model.safetensors", "raw.safetensors", "best.safetensors"]
 ENDING = f"--dropout 0.1 --ema {DECAY} --eval-every 3 --save-every 4".split()
 ENDING += ["--keep-best", "eval_samples:max", "--patience", "2"]
 
 
-@pytest.mark.parametrize(("mode", "world", "accumulate"), grid(("answers", 2, 1)))
+@pytest.mark.parametrize(("mode", "world", "accumulate"), quick(GRID, [("answers", 2, 1)]))
 def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
     nursery, folder, mode, world, accumulate
 ):
@@ -177,8 +156,8 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
     finish(nursery, "examples.gpt", *flags, whole, world=world)
     last, evaluations = rows(whole)[-1]["step"], rows(whole, "epochs")
     assert last in (6, 9) and len(evaluations) == 3  # the second and third are not better
-    files = [*NAMES, *sorted(path.name for path in whole.glob("sample-*.txt"))]
-    assert len(files) == len(NAMES) + len(evaluations)
+    files = [path.name for name in ("raw.*", "best.*", "sample-*.txt") for path in whole.glob(name)]
+    assert len(files) == 2 + len(evaluations)
     for killed_at in (last - 2, "end"):
         run_dir = folder / f"killed-{mode}-{world}-{accumulate}-{killed_at}"
         fault = {"signal": [killed_at, signal.SIGKILL]}
@@ -188,113 +167,73 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
         killed = nursery.run("examples.gpt", *flags, run_dir, world=world, fault=fault)
         assert 0 not in killed.codes and not (run_dir / "DONE").exists(), killed.output
         finish(nursery, "examples.gpt", *flags, run_dir, "--resume", "auto", world=world)
-        for name in files:
-            assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), (killed_at, name)
-    again = finish(nursery, "examples.gpt", *flags, run_dir, "--resume", "auto", world=world)
-    assert "done: " in again  # and no step more
+        assert_same_bytes(run_dir, whole, *files)
 
 
-@pytest.fixture(scope="session")
-def contrasted(tiny_mnist):
-    """Losses of the two towers in plain PyTorch."""
-    args = parse(two_towers.Config, ["--dataset", str(tiny_mnist)])
-    samples, _ = two_towers.load_data(args)
-    order, losses = EpochBatches(len(samples), 30, seed=0), []
-    torch.manual_seed(0)
-    model = two_towers.Towers()
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    for epoch in range(2):
-        order.set_position(epoch, 0)
-        for batch in order:
-            rows = model(samples.tensors[0][batch.values])
-            scores, right = rows[:, 0] @ rows[:, 1].T, torch.arange(len(rows))
-            loss = (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
-            losses.append(loss.item())
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-    return losses[:NUM_STEPS]
-
-
-@pytest.mark.parametrize("world", [*(pytest.param(w, marks=pytest.mark.slow) for w in (1, 2)), 3])
+@pytest.mark.parametrize("world", quick(zip(WORLDS), [(3,)]))
 def test_a_loss_that_couples_samples_sees_those_of_all_processes(
-    nursery, tiny_mnist, tmp_path, contrasted, world
+    nursery, tiny_mnist, tmp_path, world
 ):
     # 331 samples: 11 batches of 30, and one sample for the last; 101 to evaluate on.
     flags = "--batch-size 30 --epochs 2 --log-every 1 --schedule constant --warmup 0 --no-pictures"
     flags += f" --eval-batch-size 25 --timeout 60 --stop-after-steps {NUM_STEPS}"
-    where = ["--dataset", tiny_mnist, "--run-dir", tmp_path]
+    where = ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path)]
     finish(nursery, "examples.two_towers", *flags.split(), *where, world=world)
-    found = [row["train_loss"] for row in rows(tmp_path, "steps")]
-    assert found == pytest.approx(contrasted, rel=1e-6)
-    assert [row["eval_samples"] for row in rows(tmp_path, "epochs")] == [101, 101]
-    metrics = rows(tmp_path, "epochs")[-1]
-    assert 0.02 < metrics["eval_accuracy"] < 1
+    samples, _ = two_towers.load_data(parse(two_towers.Config, where))
+    torch.manual_seed(0)
+    model = two_towers.Towers()
+
+    def contrast(indices):
+        rows = model(samples.tensors[0][indices])
+        scores, right = rows[:, 0] @ rows[:, 1].T, torch.arange(len(rows))
+        return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+
+    adam = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    losses = plain_losses(EpochBatches(len(samples), 30, seed=0), adam, range(2), contrast)
+    found = logged_losses(tmp_path)
+    assert found == pytest.approx(losses[:NUM_STEPS], rel=1e-6)
+    evaluations = rows(tmp_path, "epochs")
+    assert [row["eval_samples"] for row in evaluations] == [101, 101]
+    assert 0.02 < evaluations[-1]["eval_accuracy"] < 1
 
 
-@pytest.fixture(scope="session")
-def counted(nursery, tmp_path_factory):
-    """Run tests/weighted.py; return its folder and how often each sample was drawn."""
-
-    def call(world: int, *args: object, run_dir: Path | None = None) -> tuple[Path, list[int]]:
-        run_dir = run_dir or tmp_path_factory.mktemp("weighted") / "run"
-        outcome = nursery.run("weighted", "--run-dir", run_dir, *args, world=world)
-        assert outcome.codes == [0] * world, outcome.output
-        return run_dir, json.loads(outcome.output.split("drawn ")[1].splitlines()[0])
-
-    return call
-
-
-def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes(counted):
-    ways = ((1, 2), (2, 1), (3, 2))
-    found = [counted(world, "--accumulate", accumulate) for world, accumulate in ways]
-    drawn = found[0][1]
-    assert all(other == drawn for _, other in found) and drawn[1] >= 7  # and all stopped
-    # Every fourth sample is never drawn; the others in proportion to their weights.
-    one, two, three = (sum(drawn[weight::4]) for weight in (1, 2, 3))
-    assert sum(drawn[0::4]) == 0 and sum(drawn) == one + two + three > 300
-    assert two / one == pytest.approx(2, abs=0.6) and three / one == pytest.approx(3, abs=0.8)
-    losses, expected = class_weighted()
-    for run_dir, _ in found:
-        assert [row["train_loss"] for row in rows(run_dir, "steps")][:NUM_STEPS] == pytest.approx(
-            losses, abs=1e-6
-        )
-        assert rows(run_dir, "epochs")[1]["eval_loss"] == pytest.approx(expected, abs=1e-6)
-
-
-def class_weighted() -> tuple[list[float], float]:
-    """Losses of tests/weighted.py in plain PyTorch, and the one after two epochs."""
+def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes_and_after_a_kill(
+    nursery, tmp_path
+):
     torch.manual_seed(0)
     model, (x, y) = torch.nn.Linear(1, 3), weighted.SAMPLES
-    adam, losses = torch.optim.AdamW(model.parameters(), weight_decay=0.0), []
-    order = EpochBatches(len(x), 12, seed=0, order=drawn_by_weight(weighted.WEIGHTS, len(x), 0))
-    for epoch in range(5):
-        order.set_position(epoch, 0)
-        for batch in order:
-            loss = F.cross_entropy(model(x[batch.values]), y[batch.values], weighted.OF_CLASSES)
-            losses.append(loss.item())
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-        if epoch == 1:
-            expected = F.cross_entropy(model(x), y, weighted.OF_CLASSES).item()
-    return losses[:NUM_STEPS], expected
 
+    def loss_of(these):
+        return F.cross_entropy(model(x[these]), y[these], weighted.OF_CLASSES)
 
-def test_weighted_draws_state_and_stop_survive_a_kill(nursery, counted, tmp_path):
-    world = 2
-    whole, drawn = counted(world)
-    flags = ["--save-every", 5, "--run-dir", tmp_path / "run"]
+    order = drawn_by_weight(weighted.WEIGHTS, len(x), 0)
+    drawn = order(0, 0, 10_000).bincount(minlength=len(x))
+    assert drawn / 10_000 == pytest.approx(weighted.WEIGHTS / weighted.WEIGHTS.sum(), abs=0.007)
+    assert not drawn[weighted.WEIGHTS == 0].any()
+    batches = EpochBatches(len(x), 12, seed=0, order=order)
+    adam = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    losses = plain_losses(batches, adam, range(2), loss_of)
+    expected = loss_of(slice(None)).item()
+    losses += plain_losses(batches, adam, range(2, 5), loss_of)
+    nums_steps = set()
+    for world, accumulate in ((1, 2), (2, 1), (3, 2)):
+        run_dir = tmp_path / f"{world}"
+        flags = ["--accumulate", accumulate, "--run-dir", run_dir]
+        finish(nursery, "weighted", *flags, world=world)
+        found = logged_losses(run_dir)
+        assert found[:NUM_STEPS] == pytest.approx(losses, abs=1e-6)
+        evaluated = rows(run_dir, "epochs")[1]["eval_loss"]
+        assert evaluated == pytest.approx(expected, abs=1e-6)
+        nums_steps.add(len(found))
+    assert len(nums_steps) == 1 and max(nums_steps) < 80  # all stopped
+    flags = ["--save-every", 5, "--resume", "auto", "--run-dir", tmp_path / "killed"]
     fault = {"signal": [19, signal.SIGKILL]}
-    killed = nursery.run("weighted", *flags, world=world, fault=fault)
+    killed = nursery.run("weighted", *flags, world=2, fault=fault)
     assert 0 not in killed.codes, killed.output
-    run_dir = tmp_path / "run"
-    again = counted(world, "--save-every", 5, "--resume", "auto", run_dir=run_dir)
-    assert again[1] == drawn
-    for name in ("metrics.jsonl", "model.safetensors"):
-        assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
-    other = nursery.run("weighted", *flags, "--resume", "auto", "--power", 2, world=world)
-    assert other.codes == [2] * world and "weights of samples" in other.output, other.output
+    finish(nursery, "weighted", *flags, world=2)
+    assert_same_bytes(tmp_path / "killed", tmp_path / "2")
+    other = nursery.run("weighted", *flags, "--power", 2, world=2)
+    assert other.codes == [2, 2] and "weights of samples" in other.output, other.output
 
 
 def test_weights_that_are_none_are_refused_in_a_sentence(accelerator):

@@ -1,7 +1,7 @@
 """A run with weighted draws, weighted losses and a state of its own, for tests to start."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from trainkit import InMemory, Run, make_loaders, make_optimizer
 
@@ -14,10 +14,11 @@ from trainkit.config import MayChange, TrainingConfig, parse
 NUM_SAMPLES = 43  # a prime
 WEIGHTS = torch.arange(NUM_SAMPLES) % 4  # of a sample; every fourth is never drawn
 OF_CLASSES = torch.tensor([0.3, 1.7, 0.9])
+FLAGS = ["--batch-size", "12", "--epochs", "20", "--log-every", "1", "--no-pictures"]
 SAMPLES = torch.linspace(-1, 1, NUM_SAMPLES)[:, None], torch.arange(NUM_SAMPLES) % 3
 
 
-def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+def compute_losses(model, batch):
     losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
     return {"loss": losses, "weights": OF_CLASSES[batch[1]]}
 
@@ -25,15 +26,11 @@ def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[st
 @dataclass
 class Config(TrainingConfig):
     power: MayChange[float] = 1.0
-    batch_size: int = 12
-    epochs: int = 20
-    log_every: int | None = 1
-    pictures: bool = False
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Count in run.state how often each sample was drawn; stop at the 7th draw of number 1."""
-    config = parse(Config, argv)
+def main(argv):
+    """Count in run.state how often sample 1 was drawn; stop at its 7th draw."""
+    config = parse(Config, [*FLAGS, *argv])
     with Run(config, "weighted") as run:
         accelerator = run.accelerator
         sets = run.load(lambda _: (InMemory(*SAMPLES), InMemory(*SAMPLES)))
@@ -45,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             model, optimizer, train_loader, eval_loader
         )
         run.begin(model, {})
-        run.evaluate(eval_loader, lambda batch: compute_losses(model, batch))  # before any step
+        evaluate = partial(run.evaluate, eval_loader, partial(compute_losses, model))
+        evaluate()  # before any step
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
@@ -55,14 +53,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     optimizer.step()
                     optimizer.zero_grad()
                 run.add(**values)
-                drawn = torch.bincount(batch[2], minlength=NUM_SAMPLES)
-                drawn = accelerator.reduce(drawn, reduction="sum")
-                before = torch.tensor(run.state.get("drawn", [0] * NUM_SAMPLES))
-                run.state["drawn"] = (before + drawn).tolist()
-                if run.state["drawn"][1] >= 7:
+                drawn = accelerator.reduce((batch[2] == 1).sum(), reduction="sum")
+                run.state["drawn"] = run.state.get("drawn", 0) + int(drawn)
+                if run.state["drawn"] >= 7:
                     run.stop()
                 if run.must_save():
                     run.save()
-            run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
-        run.print(f"drawn {run.state['drawn']}")
+            run.end_epoch(evaluate())
         return run.finish()
