@@ -161,8 +161,8 @@ TWO = {"save_all": True, "append_images": [Image.new("L", (28, 28), 9)]}  # fram
 BAD_FILES = {
     "20,000 x 20,000.png": (save_large, "400000000 pixels"),
     "truncated.png": (save_truncated, "truncated"),
-    "text.png": (lambda path: path.write_text("not a picture"), "none of PNG, JPEG"),
-    "postscript.png": (lambda path: path.write_text(POSTSCRIPT), "none of PNG, JPEG"),
+    "text.png": (lambda path: path.write_text("not a picture"), "not one of PNG, JPEG"),
+    "postscript.png": (lambda path: path.write_text(POSTSCRIPT), "not one of PNG, JPEG"),
     "moving.gif": (lambda path: Image.new("L", (28, 28)).save(path, **TWO), "holds 2 pictures"),
 }
 
