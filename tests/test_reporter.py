@@ -106,9 +106,8 @@ assert os.waitpid(child, 0)[1] == 0
 
 @linux_only  # forks
 def test_nothing_wraps_in_80_columns(tiny_mnist, tmp_path, in_fresh_process):
-    flags = ["--batch-size", "30", "--epochs", "2", "--eval-every", "4", "--no-pictures"]
-    flags += ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path / "run")]
-    flags += ["--stop-after-steps", "15"]
+    flags = "--batch-size 30 --epochs 2 --eval-every 4 --no-pictures --stop-after-steps 15"
+    flags = f"{flags} --dataset {tiny_mnist} --run-dir {tmp_path}/run".split()
     shown = tmp_path / "shown"
     in_fresh_process(ON_A_TERMINAL, flags=flags, shown=shown)
     output = shown.read_text()
