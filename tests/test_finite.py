@@ -9,14 +9,6 @@ from faults import incomplete, newest
 
 from trainkit.checks.finite import MAX_SKIPPED, FiniteGuard, Position
 from trainkit.errors import RunFailure
-from trainkit.optim import clip_gradients
-
-
-def test_the_norm_is_over_all_parameter_groups(accelerator):
-    first, second, unused = torch.ones(3, 1)
-    first.grad, second.grad = torch.tensor([[3.0], [4.0]])
-    optimizer = torch.optim.SGD([{"params": first}, {"params": [second, unused]}])
-    assert clip_gradients(accelerator, math.inf, optimizer) == 5
 
 
 def test_weights_that_differ_between_processes_reach_no_checkpoint(accelerator, monkeypatch):

@@ -79,17 +79,6 @@ def finish(started: list[subprocess.Popen], timeout: float = 120) -> list[tuple[
     return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
 
 
-def elastic_config(folder: Path) -> Path:
-    """2node_4cpu.yaml with the rendezvous of 2node_16gpu_elastic.yaml."""
-    config = yaml.safe_load((conftest.CONFIGS / "2node_4cpu.yaml").read_text())
-    elastic = yaml.safe_load((conftest.CONFIGS / "2node_16gpu_elastic.yaml").read_text())
-    for name in ("rdzv_backend", "same_network"):
-        config[name] = elastic[name]
-    path = folder / "elastic.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
 @pytest.mark.parametrize(
     ("caches", "world"), [("ab", 2), pytest.param("aa", 4, marks=pytest.mark.slow)]
 )
@@ -172,12 +161,17 @@ def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
 ):
     args = [*EIGHT_EPOCHS.split(), small_mnist, "--run-dir"]
     train_in_double("train_mnist", *args, tmp_path / "one")
-    port, config = free_port(), elastic_config(tmp_path)
+    port = free_port()
+    elastic = yaml.safe_load((conftest.CONFIGS / "2node_16gpu_elastic.yaml").read_text())
+    config = yaml.safe_load((conftest.CONFIGS / "2node_4cpu.yaml").read_text())
+    config["same_network"] = elastic["same_network"]
+    (tmp_path / "elastic.yaml").write_text(yaml.safe_dump(config))
 
     def start_elastic(node: int) -> subprocess.Popen:
         flags = (*args, tmp_path / "run", "--resume", "auto")
         there = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **IN_DOUBLE}
-        extra = ("--rdzv_backend", "c10d", "--max_restarts", 3)
+        extra = ("--rdzv_backend", elastic["rdzv_backend"], "--max_restarts", 3)
+        config = tmp_path / "elastic.yaml"
         return start_node(node, port, *flags, config=config, extra=extra, **there)
 
     first = start_elastic(0)
