@@ -142,24 +142,25 @@ def test_a_fault_inside_a_save_loses_nothing(nursery, arguments, tmp_path, world
     assert len(rows) == 3 and all(row.good() for row in rows), rows
 
 
-def test_what_the_thread_of_one_process_meets_ends_all_at_the_next_step(
-    nursery, arguments, tmp_path
+# What strikes beside the full disk, in one of how many processes, and the last step that is made.
+LOST = [
+    ({"rank": 1, "event": 5}, 2, range(100, 200)),  # its part of the manifest
+    ({"signal": [3, signal.SIGTERM], "event": 9}, 1, [3]),
+]
+
+
+@pytest.mark.parametrize(("fault", "world", "steps"), LOST)
+def test_a_checkpoint_that_is_lost_ends_all_processes_at_once_and_no_signal_hides_it(
+    nursery, arguments, tmp_path, fault, world, steps
 ):
     """Long before the next save, which would find it too."""
     args = [*arguments["train_mnist"], "--epochs", 99, "--save-every", 100, "--run-dir", tmp_path]
-    fault = {"rank": 1, "save": 1, "event": 5, "how": "enospc"}  # its part of the manifest
-    outcome = nursery.run("train_mnist", *args, world=2, fault=fault)
-    assert outcome.codes == [1, 1] and "Traceback" not in outcome.output, outcome.output
+    plan = {"fault": {"save": 1, "how": "enospc", **fault}}
+    outcome = nursery.run("train_mnist", *args, world=world, **plan)
+    assert outcome.codes == [1] * world and "Traceback" not in outcome.output, outcome.output
     assert outcome.output.count("error: saving ") == 1 and "found the disk full" in outcome.output
-    assert newest(tmp_path) == -1 and 100 <= rows(tmp_path)[-1]["step"] < 200
-
-
-def test_a_signal_does_not_hide_that_the_last_checkpoint_was_lost(nursery, arguments, tmp_path):
-    args = [*arguments["train_mnist"], "--save-every", 100, "--run-dir", tmp_path]
-    fault = {"signal": [3, signal.SIGTERM], "save": 1, "event": 9, "how": "enospc"}
-    outcome = nursery.run("train_mnist", *args, fault=fault)
-    assert outcome.codes == [1] and outcome.output.count("error: saving ") == 1, outcome.output
     assert "stopped by" not in outcome.output
+    assert newest(tmp_path) == -1 and rows(tmp_path)[-1]["step"] in steps
 
 
 def test_a_folder_that_cannot_be_written_is_refused(nursery, arguments, tmp_path):
