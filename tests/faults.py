@@ -173,7 +173,7 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
             _become(request, rank, port, outputs)
         children.append(child)
     codes: dict[int, int | None] = {}
-    kills = sorted(request.get("kill", []), key=lambda kill: kill[0])
+    kills = request.get("kill", [])
     deadline = started_at + request.get("timeout", 60)
     while len(codes) < len(children):
         child, status = os.waitpid(-1, os.WNOHANG)
@@ -196,17 +196,13 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
                 os.waitpid(child, 0)
                 codes[child] = None
         time.sleep(0.001)
-    texts = []
-    for output in outputs:
-        os.lseek(output, 0, os.SEEK_SET)
+    seconds = time.monotonic() - started_at
+    reply = {"codes": [codes[child] for child in children], "seconds": seconds}
+    for name, output in zip(("stdout", "stderr"), outputs, strict=True):
         with open(output, "rb") as file:
-            texts.append(file.read().decode(errors="replace"))
-    return {
-        "codes": [codes[child] for child in children],
-        "stdout": texts[0],
-        "stderr": texts[1],
-        "seconds": time.monotonic() - started_at,
-    }
+            file.seek(0)
+            reply[name] = file.read().decode(errors="replace")
+    return reply
 
 
 def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, int]) -> None:

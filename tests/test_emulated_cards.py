@@ -226,16 +226,14 @@ def launch(
     *args: object,
     processes: int | None = None,
     fault: dict[str, Any] | None = None,
-    ends: bool = True,
 ) -> subprocess.CompletedProcess:
     """`accelerate launch` of a script; its reports lie beside its --run-dir, its last argument."""
     if not are_emulated(cards):
         wanted = processes or (8 if "by_id" in yaml else int(yaml[0]))
         if wanted > torch.cuda.device_count():
             pytest.skip(f"needs {wanted} GPUs, this machine has {torch.cuda.device_count()}")
-    starters = ["emulate.py", "start.py"] if are_emulated(cards) else ["start.py"]
-    first, *others = (FOLDER / name for name in starters)
-    env = {**cards, "EMULATED_CARDS_REPORT": f"{args[-1]}.report"}
+    first, *others = (FOLDER / name for name in ["emulate.py"] * are_emulated(cards) + ["start.py"])
+    env = {"EMULATED_CARDS_REPORT": f"{args[-1]}.report", "FAULT": json.dumps(fault)}
     result = conftest.run(
         first,
         *others,
@@ -243,11 +241,11 @@ def launch(
         *args,
         config=yaml,
         launcher_flags=[] if processes is None else ["--num_processes", str(processes)],
-        env=env if fault is None else env | {"FAULT": json.dumps(fault)},
+        env=cards | env,
         timeout=240,
     )
-    assert (result.returncode == 0) == ends, result.stdout + result.stderr
-    if ends:
+    assert (result.returncode == 0) == (fault is None), result.stdout + result.stderr
+    if fault is None:
         card = "emulated card" if are_emulated(cards) else torch.cuda.get_device_name(0)
         assert f" on {card}, " in result.stdout.splitlines()[0]
     return result
@@ -284,7 +282,7 @@ def test_every_single_machine_yaml_trains_and_resumes_both_scripts(cards, proble
     for (script, args), fault, num_evaluated in plans:
         whole, broken = tmp_path / script / "whole", tmp_path / script / "broken"
         launch(cards, yaml, script, *args, "--run-dir", whole)
-        launch(cards, yaml, script, *args, "--run-dir", broken, fault=fault, ends=False)
+        launch(cards, yaml, script, *args, "--run-dir", broken, fault=fault)
         assert not (broken / "DONE").exists()
         shutil.rmtree(broken / "checkpoints" / "step-0000000008", ignore_errors=True)
         again = launch(cards, yaml, script, *args, "--resume", "auto", "--run-dir", broken)
