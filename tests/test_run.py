@@ -418,7 +418,6 @@ MISTAKES = [
     ("run.save()", "pass", "the next batch .* next is run.save.., because run.must_save.. retu"),
     ("run.save()", "one.weight.data.fill_(math.inf); run.save()", "weights are not finite after"),
     ("run.save()", "run.save(); schedules[0].scheduler.step()", r"stepped, .* after run.save.. or"),
-    ("run.save()", "run.save(); run.state['x'] = 1", "run.state is out of order"),
     ("run.accelerator.accumulate(one, two)", "ExitStack()", r"with accelerator.accumulate\(model"),
     ("run.accelerator.backward(", "abs(", r"clip_and_check\(...\) found no gradient"),
     ("run.clip_and_check(optimizer)", "pass", r"optimizer.step\(\) must come after run.clip"),

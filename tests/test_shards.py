@@ -144,20 +144,23 @@ TOKENS = "--layers 1 --width 32 --num-bytes 16000"
     ("script", "flags"),
     [
         ("train_regression", "--num-samples 96 --batch-size 30 --optimizer sgd"),  # a linear model
+        ("train_regression", f"{FLAGS} --start-from {{weights}}"),  # weights of a file
         ("adapted", FLAGS),  # other weights in each process
         ("weighted", ""),  # evaluated before training
         ("examples.text", "--num-lines 7 --batch-size 6"),  # a batch without rows
         ("examples.gpt", TOKENS),  # tied weights
         ("in_shares", TOKENS),  # weights made in shares
-        pytest.param("examples.two_towers", "--batch-size 60 --dataset", marks=pytest.mark.slow),
-        ("examples.gan", "--eval-every 2 --dataset"),  # two models
+        pytest.param(
+            "examples.two_towers", "--batch-size 60 --dataset {digits}", marks=pytest.mark.slow
+        ),
+        ("examples.gan", "--eval-every 2 --dataset {digits}"),  # two models
     ],
 )
 def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
-    nursery, tiny_mnist, tmp_path, script, flags
+    nursery, runs, tiny_mnist, tmp_path, script, flags
 ):
+    flags = flags.format(digits=tiny_mnist, weights=runs[None] / "model.safetensors")
     args = f"--timeout 30 --no-pictures --log-every 1 --stop-after-steps 4 {flags}".split()
-    args += [tiny_mnist] if args[-1] == "--dataset" else []
     for kind in (None, KINDS[1]):
         train(nursery, tmp_path / str(kind), *args, script=script, kind=kind)
     assert_close(tmp_path / "None", tmp_path / KINDS[1], 1e-5)
@@ -187,14 +190,6 @@ def test_layers_that_cannot_be_computed_twice_are_refused(nursery, arguments, tm
         plan = {"world": 2, "env": env(KINDS[1], **TWICE)}
         outcome = nursery.run(script, *args, "--run-dir", tmp_path / "run", **plan)
         assert outcome.codes == [2, 2] and words in outcome.output, outcome.output
-
-
-def test_weights_of_a_file_are_shared_out(nursery, runs, tmp_path):
-    args = [*SMALL, "--start-from", runs[None] / "model.safetensors", "--stop-after-steps", 2]
-    for kind in (None, KINDS[1]):
-        outcome = train(nursery, tmp_path / str(kind), *args, kind=kind)
-        assert "left as initialised: none; not used: none" in outcome.output
-    assert_same_bytes(tmp_path / "None", tmp_path / KINDS[1])
 
 
 def build() -> tuple[torch.nn.Module, torch.Tensor]:
