@@ -69,7 +69,7 @@ def install_cuda() -> None:
     cuda, torch.Event = torch.cuda, Event
     cuda.set_device = torch.accelerator.set_device_index = set_device
     cuda.current_device = lambda: cards.current
-    cuda._lazy_init = gives(None)
+    cuda._lazy_init, cuda.set_rng_state_all = gives(None), gives(None)
     cuda.is_bf16_supported = gives(True)
     cuda.get_device_name = gives("emulated card")
     cuda.manual_seed = cuda.manual_seed_all = seed
