@@ -376,8 +376,8 @@ def float64_default():
 @pytest.fixture(scope="session")
 def arguments(tiny_mnist):
     """Per script, a run of ten steps in two epochs that saves at every second step."""
-    shared = ["--batch-size", 60, "--epochs", 2, "--log-every", 1, "--save-every", 2]
-    shared += ["--eval-batch-size", 50, "--timeout", 20, "--no-pictures"]
+    shared = "--batch-size 60 --epochs 2 --log-every 1 --save-every 2 --eval-batch-size 50"
+    shared = f"{shared} --timeout 20 --no-pictures".split()
     return {
         "train_mnist": ["--dataset", tiny_mnist, "--model", "wide", *shared],
         "train_regression": ["--num-samples", 375, "--model", "mlp", *shared],

@@ -173,7 +173,7 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
             _become(request, rank, port, outputs)
         children.append(child)
     codes: dict[int, int | None] = {}
-    kills = sorted(request.get("kill", []), key=lambda kill: kill[0])
+    kills = request.get("kill", [])
     deadline = started_at + request.get("timeout", 60)
     while len(codes) < len(children):
         child, status = os.waitpid(-1, os.WNOHANG)
@@ -196,17 +196,13 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
                 os.waitpid(child, 0)
                 codes[child] = None
         time.sleep(0.001)
-    texts = []
-    for output in outputs:
-        os.lseek(output, 0, os.SEEK_SET)
+    seconds = time.monotonic() - started_at
+    reply = {"codes": [codes[child] for child in children], "seconds": seconds}
+    for name, output in zip(("stdout", "stderr"), outputs, strict=True):
         with open(output, "rb") as file:
-            texts.append(file.read().decode(errors="replace"))
-    return {
-        "codes": [codes[child] for child in children],
-        "stdout": texts[0],
-        "stderr": texts[1],
-        "seconds": time.monotonic() - started_at,
-    }
+            file.seek(0)
+            reply[name] = file.read().decode(errors="replace")
+    return reply
 
 
 def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, int]) -> None:
@@ -309,9 +305,8 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     "kill" before the event, "enospc" makes it fail as on a full disk. With how "copy" and a folder,
     the run folder, nothing strikes: FOLDER.007-kill is what a kill before event 7 leaves behind,
     and FOLDER.007-tear what one after it leaves, with the file that the event wrote half as long.
-    Or signal: [step, signal number], which the process then sends to itself. Or nan: the call of
-    normalise (from 1) whose pictures become NaN. Or inf: the call of cross_entropy whose loss
-    becomes infinite while its gradient stays as it is.
+    Or signal: [step, signal number], which the process then sends to itself. Or add: a call of
+    cross_entropy (from 1) and what is added to its loss, whose gradient stays as it is.
     """
     from trainkit import shards
 
@@ -405,22 +400,15 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
             return requested(self, failed)
 
         Signals.requested = requesting
-    if "nan" in fault:
-        _spoil(script, "normalise", fault["nan"], lambda images: images * float("nan"))
-    if "inf" in fault:
-        script.F = types.SimpleNamespace(**vars(script.F))
-        _spoil(script.F, "cross_entropy", fault["inf"], lambda loss: loss + float("inf"))
+    if "add" in fault:
+        (number, added), calls = fault["add"], itertools.count(1)
+        cross_entropy, script.F = script.F.cross_entropy, types.SimpleNamespace(**vars(script.F))
 
+        def adding(*args, **kwargs):
+            loss = cross_entropy(*args, **kwargs)
+            return loss + float(added) if next(calls) == number else loss
 
-def _spoil(holder: Any, name: str, number: int, change: Callable[[Any], Any]) -> None:
-    """Change what one call of a function returns."""
-    original, calls = getattr(holder, name), iter(range(1, 1_000_000))
-
-    def spoiling(*args, **kwargs):
-        result = original(*args, **kwargs)
-        return change(result) if next(calls) == number else result
-
-    setattr(holder, name, spoiling)
+        script.F.cross_entropy = adding
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ class Row:
     different: int = 0  # resumed runs whose final bytes are not those of an undisturbed run
     hung: int = 0
 
+    def look(self, run_dir: Path) -> None:
+        self.incomplete += len(incomplete(run_dir))
+        self.lost += newest(run_dir) < acknowledged(run_dir)
+
     def good(self) -> bool:
         return self.tried > 0 and not (self.lost or self.incomplete or self.different or self.hung)
 
@@ -67,20 +71,10 @@ class Sweep:
 
     def run(self, row: Row, **plan: Any) -> Outcome:
         """Start or continue the run, and look at what is left of it."""
-        outcome = self.nursery.run(
-            self.script,
-            *self.args,
-            "--run-dir",
-            self.run_dir,
-            "--resume",
-            "auto",
-            world=self.world,
-            env=self.env,
-            **plan,
-        )
+        args = [*self.args, "--run-dir", self.run_dir, "--resume", "auto"]
+        outcome = self.nursery.run(self.script, *args, world=self.world, env=self.env, **plan)
         row.hung += None in outcome.codes
-        row.incomplete += len(incomplete(self.run_dir))
-        row.lost += newest(self.run_dir) < acknowledged(self.run_dir)
+        row.look(self.run_dir)
         return outcome
 
     def finish(self, row: Row) -> None:
@@ -131,8 +125,7 @@ class Sweep:
         content = hash(tuple((path.relative_to(folder), path.read_bytes()) for path in paths))
         run_dir, self.run_dir = self.run_dir, folder
         row.tried += 1
-        row.incomplete += len(incomplete(folder))
-        row.lost += newest(folder) < acknowledged(folder)
+        row.look(folder)
         if resume and content not in self.finished:
             self.finished.add(content)
             self.finish(row)
@@ -144,36 +137,30 @@ class Sweep:
 def test_a_fault_inside_a_save_loses_nothing(nursery, arguments, tmp_path, world, stride):
     sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], world, tmp_path)
     rows = sweep.break_each_save(stride=stride)
+    for event in (2, 5, 8) * (world - 1):  # without copies, which the first process would change
+        sweep.fill_the_disk(rows[-1], event, rank=1)
     assert len(rows) == 3 and all(row.good() for row in rows), rows
 
 
-def test_a_full_disk_of_the_second_process_loses_nothing(nursery, arguments, tmp_path):
-    """Without copies of the folder, which the first process would change meanwhile."""
-    sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], 2, tmp_path)
-    row = Row("disk full at some, process 1", "train_mnist", 2)
-    for event in (2, 5, 8):
-        sweep.fill_the_disk(row, event, rank=1)
-    assert row.good(), row
+# What strikes beside the full disk, in one of how many processes, and the last step that is made.
+LOST = [
+    ({"rank": 1, "event": 5}, 2, range(100, 200)),  # its part of the manifest
+    ({"signal": [3, signal.SIGTERM], "event": 9}, 1, [3]),
+]
 
 
-def test_what_the_thread_of_one_process_meets_ends_all_at_the_next_step(
-    nursery, arguments, tmp_path
+@pytest.mark.parametrize(("fault", "world", "steps"), LOST)
+def test_a_checkpoint_that_is_lost_ends_all_processes_at_once_and_no_signal_hides_it(
+    nursery, arguments, tmp_path, fault, world, steps
 ):
     """Long before the next save, which would find it too."""
     args = [*arguments["train_mnist"], "--epochs", 99, "--save-every", 100, "--run-dir", tmp_path]
-    fault = {"rank": 1, "save": 1, "event": 5, "how": "enospc"}  # its part of the manifest
-    outcome = nursery.run("train_mnist", *args, world=2, fault=fault)
-    assert outcome.codes == [1, 1] and "Traceback" not in outcome.output, outcome.output
+    plan = {"fault": {"save": 1, "how": "enospc", **fault}}
+    outcome = nursery.run("train_mnist", *args, world=world, **plan)
+    assert outcome.codes == [1] * world and "Traceback" not in outcome.output, outcome.output
     assert outcome.output.count("error: saving ") == 1 and "found the disk full" in outcome.output
-    assert newest(tmp_path) == -1 and 100 <= rows(tmp_path)[-1]["step"] < 200
-
-
-def test_a_signal_does_not_hide_that_the_last_checkpoint_was_lost(nursery, arguments, tmp_path):
-    args = [*arguments["train_mnist"], "--save-every", 100, "--run-dir", tmp_path]
-    fault = {"signal": [3, signal.SIGTERM], "save": 1, "event": 9, "how": "enospc"}
-    outcome = nursery.run("train_mnist", *args, fault=fault)
-    assert outcome.codes == [1] and outcome.output.count("error: saving ") == 1, outcome.output
     assert "stopped by" not in outcome.output
+    assert newest(tmp_path) == -1 and rows(tmp_path)[-1]["step"] in steps
 
 
 def test_a_folder_that_cannot_be_written_is_refused(nursery, arguments, tmp_path):
@@ -219,21 +206,13 @@ EXAMPLES = {
 }
 
 
-@pytest.fixture
-def tiny(arguments, tiny_mnist):
-    """The `arguments` of the scripts, and the same for the examples."""
-    digits = ["--dataset", tiny_mnist]
-    shared = arguments["train_regression"][4:]
-    return arguments | {
-        name: [*shared, *(flags.split() or digits)] for name, flags in EXAMPLES.items()
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("script", [*SCRIPTS, *EXAMPLES])
-def test_sweep(nursery, tiny, tmp_path, script, world):
-    sweep = Sweep(nursery, script, tiny[script], world, tmp_path)
+def test_sweep(nursery, arguments, tiny_mnist, tmp_path, script, world):
+    shared = arguments["train_regression"][4:]
+    more = EXAMPLES.get(script, "").split() or ["--dataset", tiny_mnist]
+    sweep = Sweep(nursery, script, arguments.get(script, [*shared, *more]), world, tmp_path)
     rows = sweep.break_each_save()
     num_strikes, num_others = (80, 20) if script in SCRIPTS else (20, 10)
     at_random = [
@@ -254,8 +233,8 @@ def test_sweep(nursery, tiny, tmp_path, script, world):
 def test_sweep_of_a_sharded_run(nursery, tmp_path, kind):
     from test_shards import env
 
-    args = ["--num-lines", 60, "--batch-size", 12, "--epochs", 2, "--save-every", 2]
-    sweep = Sweep(nursery, "examples.text", [*args, "--timeout", 20], 2, tmp_path, env(kind))
+    args = "--num-lines 60 --batch-size 12 --epochs 2 --save-every 2 --timeout 20"
+    sweep = Sweep(nursery, "examples.text", args.split(), 2, tmp_path, env(kind))
     # The second has nothing to write if it is FULL.
     rows = [*sweep.break_each_save(0), *sweep.break_each_save(1)]
     assert rows and all(row.good() for row in rows), rows

@@ -206,14 +206,10 @@ def test_wrong_arguments_are_told_once_and_end_with_2(fork_main, tmp_path):
 PICTURES = "train_mnist --batch-size 72 --eval-batch-size 72 --no-drop-last --epochs 2 --model "
 TABLE = "train_regression --batch-size 36 --eval-batch-size 30 --epochs 3 --num-targets 2"
 SPLITS = [(f"{PICTURES}deep", 1, 3), (f"{TABLE} --num-samples 234", 3, 1)]  # deep has dropout
-MORE_SPLITS = [(f"{PICTURES}compact", 3, 3), (f"{PICTURES}lenet", 1, 1)]
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(
-    ("started", "two", "three"),
-    [*SPLITS, *(pytest.param(*split, marks=pytest.mark.slow) for split in MORE_SPLITS)],
-)
+@pytest.mark.parametrize(("started", "two", "three"), SPLITS)
 def test_one_two_and_three_processes_give_the_same_numbers(
     started, two, three, tiny_mnist, tmp_path, train_in_double
 ):

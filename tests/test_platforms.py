@@ -52,8 +52,8 @@ def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(sma
     run_dir, picture, program = (tmp_path / name for name in ("run", "black.png", "program.py"))
     Image.new("L", (28, 28)).save(picture)
     program.write_text(STOP_RESUME_AND_USE)
-    flags = ["--dataset", small_mnist, "--batch-size", 48, "--log-every", 1, "--save-every", 3]
-    flags += ["--epochs", 60, "--no-pictures", "--run-dir", run_dir]
+    flags = "--batch-size 48 --log-every 1 --save-every 3 --epochs 60 --no-pictures"
+    flags = f"{flags} --dataset {small_mnist} --run-dir {run_dir}".split()
     folders = (ROOT / "tests" / "platform_without", ROOT, ROOT / "tests")
     # A cache of its own: without fcntl a file that a kernel lock left behind counts as locked.
     env = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "HF_HOME": str(tmp_path / "hf")}

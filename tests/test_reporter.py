@@ -5,7 +5,6 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from conftest import linux_only
 
 from trainkit.checkpoint import Progress
@@ -15,33 +14,23 @@ from trainkit.cli.reporter import Reporter
 LEFT = re.compile(r"epoch (\d)/3 +(\d+) %\|.*\| (\S+) left")
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """The time, which stands still until a test moves it."""
-    now = [1000.0]
-    for name in ("tqdm.std.time", "time.perf_counter"):
-        monkeypatch.setattr(name, lambda: now[0])
-    return now
-
-
-def reporter(monkeypatch: pytest.MonkeyPatch) -> Reporter:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    return Reporter(SimpleNamespace(is_main_process=True), SimpleNamespace(epochs=3), None)
-
-
-def last(capsys: pytest.CaptureFixture) -> tuple[str, ...]:
-    """Epoch, percent and time that the bar showed last."""
-    return LEFT.findall(capsys.readouterr().err)[-1]
-
-
-def test_the_time_left_is_that_of_this_process_with_its_evaluations(clock, monkeypatch, capsys):
+def test_the_time_left_is_that_of_this_process_with_its_evaluations(monkeypatch, capsys):
     """Resumed in mid-epoch, at step 150 of 300: what was done before says nothing of the speed."""
-    shown = reporter(monkeypatch)
+    clock = [1000.0]  # it stands still until it is moved
+    for name in ("tqdm.std.time", "time.perf_counter"):
+        monkeypatch.setattr(name, lambda: clock[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    shown = Reporter(SimpleNamespace(is_main_process=True), SimpleNamespace(epochs=3), None)
+
+    def last() -> tuple[str, ...]:
+        """Epoch, percent and time that the bar showed last."""
+        return LEFT.findall(capsys.readouterr().err)[-1]
+
     shown.start(Progress(epoch=1, step=150), 50, 300)
     assert "? left" in capsys.readouterr().err  # not 00:00
     clock[0] += 1
     shown.bar.update()
-    assert last(capsys) == ("2", "50", "02:29")  # 149 steps at a second each
+    assert last() == ("2", "50", "02:29")  # 149 steps at a second each
     clock[0] += 1
     shown.bar.update()
     shown.stop()
@@ -49,7 +38,7 @@ def test_the_time_left_is_that_of_this_process_with_its_evaluations(clock, monke
     shown.start(Progress(epoch=1, step=152), 52, 300)
     clock[0] += 2
     shown.bar.update(3)
-    assert last(capsys) == ("2", "51", "04:50")  # 5 steps took 10 s, 145 are left
+    assert last() == ("2", "51", "04:50")  # 5 steps took 10 s, 145 are left
     shown.bar.close()
 
 
@@ -106,9 +95,8 @@ assert os.waitpid(child, 0)[1] == 0
 
 @linux_only  # forks
 def test_nothing_wraps_in_80_columns(tiny_mnist, tmp_path, in_fresh_process):
-    flags = ["--batch-size", "30", "--epochs", "2", "--eval-every", "4", "--no-pictures"]
-    flags += ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path / "run")]
-    flags += ["--stop-after-steps", "15"]
+    flags = "--batch-size 30 --epochs 2 --eval-every 4 --no-pictures --stop-after-steps 15"
+    flags = f"{flags} --dataset {tiny_mnist} --run-dir {tmp_path}/run".split()
     shown = tmp_path / "shown"
     in_fresh_process(ON_A_TERMINAL, flags=flags, shown=shown)
     output = shown.read_text()

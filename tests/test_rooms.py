@@ -60,14 +60,11 @@ def test_imports_only_run_down(path):
             assert theirs <= layer(own), f"{own} imports {name}"
 
 
-def test_training_does_not_know_what_shows_its_results():
-    for path in (*ROOT.glob("train_*.py"), *(ROOT / "examples").glob("*.py")):
-        assert not [name for name in imported(path) if name.startswith("trainkit.tools")], path
-
-
-def test_nothing_but_scripts_imports_run():
-    for path in KIT:
-        assert not [n for n in imported(path) if n.startswith("trainkit.run.")], path
+def test_only_scripts_import_run_and_no_script_what_shows_its_results():
+    scripts = [*ROOT.glob("train_*.py"), *(ROOT / "examples").glob("*.py")]
+    for forbidden, paths in (("trainkit.run.", KIT), ("trainkit.tools", scripts)):
+        for path in paths:
+            assert not [name for name in imported(path) if name.startswith(forbidden)], path
 
 
 def num_tokens(path: Path) -> int:

@@ -25,9 +25,9 @@ from trainkit.run_dir.weights import write_tensors
 
 CLOSE = 1e-6  # between losses of float32 runs that add up in different orders
 KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
-SMALL = ["--num-samples", 375, "--model", "mlp", "--hidden", "128,128", "--batch-size", 60]
-SMALL += ["--epochs", 2, "--log-every", 1, "--save-every", 2, "--keep", 9, "--clip-norm", "inf"]
-SMALL += ["--timeout", 20, "--no-pictures", "--resume", "auto"]
+FLAGS = "--num-samples 375 --model mlp --hidden 128,128 --batch-size 60 --epochs 2 --log-every 1 "
+FLAGS += "--save-every 2 --keep 9 --clip-norm inf --timeout 20 --no-pictures --resume auto"
+SMALL = FLAGS.split()
 LAST = 10  # steps of it, five per epoch
 
 
@@ -84,15 +84,12 @@ def assert_close(one: Path, other: Path, tolerance: float = CLOSE) -> None:
         assert found[row["step"], "eval_loss" in row] == pytest.approx(row, abs=tolerance)
 
 
-def test_a_sharded_run_has_the_bytes_of_an_unsharded_one(runs):
-    assert len(rows(runs[None], "steps")) == LAST
-    for kind in KINDS:
-        assert_same_bytes(runs[kind], runs[None])
-
-
-def test_with_sharded_state_every_process_writes_its_share(runs):
+def test_a_sharded_run_has_the_bytes_of_an_unsharded_one_of_which_each_process_writes_its_share(
+    runs,
+):
     sizes = {}
     for kind in KINDS:
+        assert_same_bytes(runs[kind], runs[None])
         state = runs[kind] / "checkpoints" / f"step-{LAST:010d}" / "state"
         sizes[kind] = [path.stat().st_size for path in state.iterdir()]
     (whole,), shares = sizes["FULL_STATE_DICT"], sizes["SHARDED_STATE_DICT"]
@@ -108,25 +105,17 @@ def test_any_kind_of_run_continues_from_any_other_with_equal_bytes(nursery, runs
     assert {**found, "metrics.jsonl": ""} == {**expected, "metrics.jsonl": ""}  # more evaluations
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_numbers_of_processes_continue(nursery, runs, tmp_path, kind):
-    where = copy_until(runs[kind], tmp_path / "run", 2)
-    for step, how, world in ((4, kind, 3), (6, None, 1), (LAST, kind, 2)):
-        train(nursery, where, *SMALL, "--stop-after-steps", step, kind=how, world=world)
-    assert_close(where, runs[None])
-
-
-MORE = ["--ema", 0.8, "--accumulate", 3, "--clip-norm", 0.05, "--keep-best", "eval_loss"]
-
-
 def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsharded_run(
     nursery, arguments, tmp_path
 ):
-    args = [*arguments["train_regression"], *MORE, "--resume", "auto"]
-    plan: dict[str, Any] = {"kind": KINDS[1], "double": True}
-    train(nursery, tmp_path / "sharded", *args, "--stop-after-steps", 6, **plan)
-    train(nursery, tmp_path / "sharded", *args, **plan)
+    """On other numbers of processes, too."""
+    flags = "--ema 0.8 --accumulate 2 --clip-norm 0.05 --keep-best eval_loss --eval-every 1 "
+    flags += "--save-every 1 --resume auto"
+    args = [*arguments["train_regression"], *flags.split()]
+    plans = ((3, KINDS[1], 2), (5, KINDS[1], 3), (8, None, 1), (LAST, KINDS[0], 2))
+    for step, kind, world in plans:
+        more = [*args, "--stop-after-steps", step]
+        train(nursery, tmp_path / "sharded", *more, kind=kind, world=world, double=True)
     train(nursery, tmp_path / "ddp", *args, double=True)
     assert_close(tmp_path / "sharded", tmp_path / "ddp", tolerance=1e-9)
     for name in ("model", "raw", "best"):
@@ -148,72 +137,59 @@ def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
     assert_close(tmp_path / "run", tmp_path / "whole", tolerance=1e-9)
 
 
+TOKENS = "--layers 1 --width 32 --num-bytes 16000"
+
+
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("train_regression", ["--num-samples", 96, "--batch-size", 30, "--optimizer", "sgd"]),
-        ("adapted", SMALL),
-        ("weighted", []),
-        ("examples.text", ["--num-lines", 7, "--batch-size", 6]),
-        ("examples.gpt", ["--layers", 1, "--width", 32, "--num-bytes", 16000]),
-        ("in_shares", ["--layers", 1, "--width", 32, "--num-bytes", 16000]),
-        pytest.param("examples.two_towers", ["--batch-size", 60], marks=pytest.mark.slow),
-        ("examples.gan", ["--eval-every", 2]),
-    ],
-    ids=[
-        "sgd and a linear model",
-        "other weights in each process",
-        "evaluated before training",
-        "a batch without rows",
-        "tied weights",
-        "weights made in shares",
-        "two towers",
-        "two models",
+        ("train_regression", "--num-samples 96 --batch-size 30 --optimizer sgd"),  # a linear model
+        ("train_regression", f"{FLAGS} --start-from {{weights}}"),  # weights of a file
+        ("adapted", FLAGS),  # other weights in each process
+        ("weighted", ""),  # evaluated before training
+        ("examples.text", "--num-lines 7 --batch-size 6"),  # a batch without rows
+        ("examples.gpt", TOKENS),  # tied weights
+        ("in_shares", TOKENS),  # weights made in shares
+        pytest.param(
+            "examples.two_towers", "--batch-size 60 --dataset {digits}", marks=pytest.mark.slow
+        ),
+        ("examples.gan", "--eval-every 2 --dataset {digits}"),  # two models
     ],
 )
 def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
-    nursery, tiny_mnist, tmp_path, script, flags
+    nursery, runs, tiny_mnist, tmp_path, script, flags
 ):
-    digits = ["--dataset", tiny_mnist] if script in ("examples.gan", "examples.two_towers") else []
-    args = [
-        *flags,
-        *digits,
-        "--timeout",
-        30,
-        "--no-pictures",
-        "--log-every",
-        1,
-        "--stop-after-steps",
-        4,
-    ]
+    flags = flags.format(digits=tiny_mnist, weights=runs[None] / "model.safetensors")
+    args = f"--timeout 30 --no-pictures --log-every 1 --stop-after-steps 4 {flags}".split()
     for kind in (None, KINDS[1]):
         train(nursery, tmp_path / str(kind), *args, script=script, kind=kind)
     assert_close(tmp_path / "None", tmp_path / KINDS[1], 1e-5)
 
 
+TWICE = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+LAYERS = "--layers 2 --width 32 --num-bytes 9000 --batch-size 24 --dropout 0.3 --ema 0.8 --keep 9 "
+LAYERS += "--save-every 2 --stop-after-steps 6 --resume auto"
+
+
 def test_layers_that_are_computed_twice_have_the_same_dropout_and_names(nursery, tmp_path):
-    args = "--layers 2 --width 32 --num-bytes 9000 --batch-size 24 --dropout 0.3 --ema 0.8 --keep 9"
-    args = [*args.split(), "--save-every", 2, "--stop-after-steps", 6, "--resume", "auto"]
-    twice = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
     layer = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "TransformerEncoderLayer"}
     plan: dict[str, Any] = {"script": "examples.gpt", "kind": KINDS[1]}
-    for name, more in (("once", {}), ("twice", twice)):
-        train(nursery, tmp_path / name, *args, **plan, env=layer | more)
+    for name, more in (("once", {}), ("twice", TWICE)):
+        train(nursery, tmp_path / name, *LAYERS.split(), **plan, env=layer | more)
     assert_same_bytes(tmp_path / "once", tmp_path / "twice")
     where = copy_until(tmp_path / "once", tmp_path / "run", 4)
-    train(nursery, where, *args, **plan, env=layer | twice)
+    train(nursery, where, *LAYERS.split(), **plan, env=layer | TWICE)
     assert digests(where) == digests(tmp_path / "once")
-    run = {"world": 2, "env": env(KINDS[1], **twice)}
-    outcome = nursery.run("examples.gpt", *args, "--run-dir", tmp_path / "none", **run)
-    assert outcome.codes == [2, 2] and "finds no layer to compute twice" in outcome.output
 
 
-def test_weights_of_a_file_are_shared_out(nursery, runs, tmp_path):
-    args = [*SMALL, "--start-from", runs[None] / "model.safetensors", "--stop-after-steps", 2]
-    for kind in (None, KINDS[1]):
-        outcome = train(nursery, tmp_path / str(kind), *args, kind=kind)
-        assert "left as initialised: none; not used: none" in outcome.output
-    assert_same_bytes(tmp_path / "None", tmp_path / KINDS[1])
+def test_layers_that_cannot_be_computed_twice_are_refused(nursery, arguments, tmp_path):
+    for script, args, words in (
+        ("examples.gpt", LAYERS.split(), "finds no layer to compute twice"),
+        ("train_mnist", arguments["train_mnist"], "draws once"),  # --model wide: our Dropout
+    ):
+        plan = {"world": 2, "env": env(KINDS[1], **TWICE)}
+        outcome = nursery.run(script, *args, "--run-dir", tmp_path / "run", **plan)
+        assert outcome.codes == [2, 2] and words in outcome.output, outcome.output
 
 
 def build() -> tuple[torch.nn.Module, torch.Tensor]:
@@ -288,14 +264,6 @@ def test_what_would_silently_train_something_else_is_refused(monkeypatch, change
     launched = SimpleNamespace(**{"num_processes": 2, "mixed_precision": "no"} | world)
     with pytest.raises(UsageError, match="sharded weights need fsdp_version: 2, several"):
         shards.shard(launched, {})
-
-
-def test_dropout_that_draws_once_is_not_computed_twice(nursery, arguments, tmp_path):
-    args = arguments["train_mnist"]  # --model wide has trainkit.rng.Dropout
-    twice = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
-    run = {"world": 2, "env": env(KINDS[0], **twice)}
-    outcome = nursery.run("train_mnist", *args, "--run-dir", tmp_path, **run)
-    assert outcome.codes == [2, 2] and outcome.output.startswith("error: fsdp_activation_check")
 
 
 def test_optimizers_in_another_order_than_their_models_are_refused():

@@ -26,7 +26,6 @@ DONE = 'mkdir -p "$WHERE/run"; touch "$WHERE/run/DONE"'
 @pytest.mark.parametrize(
     ("job", "code", "earlier", "expected", "requeued"),
     [
-        (DONE, 0, "", 0, False),
         (f"{SAVE}; {DONE}", 0, "", 0, False),
         (SAVE, 1, "", 75, True),
         ("true", 1, "", 1, False),

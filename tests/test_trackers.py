@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -131,8 +132,6 @@ def test_a_missing_tracker_is_asked_for_by_name(run_main, tmp_path, monkeypatch)
 @pytest.fixture(autouse=True)
 def no_network():
     """W&B and trackio stay on this machine."""
-    before = dict(os.environ)
-    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "DO_NOT_TRACK": "1"}
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "DO_NOT_TRACK": "1"}
+    with mock.patch.dict(os.environ, offline):  # afterwards all of it is as it was
+        yield

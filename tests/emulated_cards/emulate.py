@@ -29,6 +29,7 @@ import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,6 @@ class Card(torch.Tensor):
     def numpy(self, **_: Any) -> Any:
         raise TypeError(f"can't convert {self.device} device type tensor to numpy ({where()})")
 
-    __array__ = numpy
-
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.elem.untyped_storage()
 
@@ -158,8 +157,6 @@ def unwrap(value: Any) -> Any:
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """Remember that this storage is pinned memory, until it is freed."""
     storage = tensor.untyped_storage()
-    if len(cards.pinned) > 1000:
-        cards.pinned = {key: ref for key, ref in cards.pinned.items() if not ref.expired()}
     cards.pinned[storage._cdata] = StorageWeakRef(storage)  # keeps the address from being reused
     return tensor
 
@@ -178,13 +175,12 @@ def execute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     to_card = device is not None and device.type == "cuda"
     leaves = tree_leaves((args, kwargs))
     on_card = [leaf for leaf in leaves if isinstance(leaf, Card)]
+    pinned = kwargs.pop("pin_memory", False)
     if not on_card and not to_card:
-        pinned = kwargs.pop("pin_memory", False)
         result = func(*args, **kwargs)
         return pin(result) if pinned else result
     if cards.forked:
         raise RuntimeError(f"Cannot re-initialize CUDA in forked subprocess ({where()})")
-    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if device is not None:
         kwargs["device"] = torch.device("cpu")
     if func is aten._to_copy.default:
@@ -199,15 +195,10 @@ def execute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, torch.Tensor) or (device is not None and not to_card):
             return value
         if id(value) in known:
-            card = known[id(value)]
-        elif func.is_view and not on_card[0].is_inference():  # nor is its view, in any mode
-            with torch.inference_mode(False):
-                card = Card(value, on_card[0].device)
-        else:
-            card = Card(value, on_card[0].device)
-        if card.shape != value.shape:
-            raise NotImplementedError(f"{func} changes the shape of a tensor in place ({where()})")
-        return card
+            return known[id(value)]
+        of_training = func.is_view and not on_card[0].is_inference()  # in any mode
+        with torch.inference_mode(False) if of_training else nullcontext():
+            return Card(value, on_card[0].device)
 
     return tree_map(wrap, result)
 
@@ -259,12 +250,10 @@ def _check(func: Any, args: tuple, kwargs: dict[str, Any], leaves: list) -> None
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list:
     """The arguments that an operator writes to."""
-    found = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.append(value)
-    return found
+    known = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(known, args, strict=False)} | kwargs
+    written = [a.name for a in known if a.alias_info is not None and a.alias_info.is_write]
+    return [given.get(name) for name in written]
 
 
 class Emulation(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """Run a script, twice the same bits on a card of this machine: python start.py SCRIPT ARGS.
 
-With a fault in it if the environment has FAULT, as JSON:
+The environment has FAULT, as JSON, null or:
 rank: of the process that has the fault; all of them if it is missing;
 signal: [optimizer step, number of a signal that it then sends to itself].
 """
@@ -21,7 +21,7 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 sys.argv = sys.argv[1:]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 
-fault = json.loads(os.environ.get("FAULT", "{}"))
+fault = json.loads(os.environ["FAULT"])
 if fault and fault.get("rank") in (None, int(os.environ.get("RANK", "0"))):
     (step, number), steps = fault["signal"], itertools.count(1)
 

@@ -1,10 +1,7 @@
 """What else a script meets on a machine with cards: torch.cuda, NCCL, DDP, files of tensors."""
 
-import contextlib
 import functools
 import os
-import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +14,7 @@ from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 from torch.utils._pytree import tree_leaves, tree_map
 
-COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-)
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor")
 REAL = nn.parallel.DistributedDataParallel
 OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list")
 
@@ -40,15 +31,11 @@ def install() -> None:
 def without_a_driver() -> None:
     """Make torch's own C++ (autograd, pinned memory) leave the driver alone."""
     number = torch._C._cuda_getDeviceCount()
-    if number == 0 and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
-        raise SystemExit("no emulated card: start with LD_PRELOAD=libcuda.so.1, see emulate.py")
     os.environ["EMULATED_CARDS_INSIDE"] = "0"
     torch._C._ensureCUDADeviceGuardSet()  # as there is no card, a guard that does nothing
-    if number:
-        os.environ["EMULATED_CARDS_INSIDE"] = "8"  # as many as that guard speaks of
-    torch.cuda.device_count, torch.cuda.is_available = lambda: number, lambda: number > 0
-    torch.accelerator.device_count = lambda: number
-    torch.accelerator.is_available = lambda: number > 0
+    os.environ["EMULATED_CARDS_INSIDE"] = "8"  # as many as that guard speaks of
+    for module in (torch.cuda, torch.accelerator):
+        module.device_count, module.is_available = lambda: number, lambda: number > 0
     # The backward pass stays in this thread, where the emulation sees it.
     torch.autograd.set_multithreading_enabled(False).__enter__()
 
@@ -56,22 +43,14 @@ def without_a_driver() -> None:
 class Event:
     """An event; work on an emulated card is done before the next line runs."""
 
-    def __init__(self, device: Any = None, **_: Any):
-        if device is not None and torch.device(device).type != "cuda":
-            raise RuntimeError(f"an event of {device}")
+    def __init__(self, **_: Any):
+        pass
 
     def record(self, *_: Any) -> None:
         pass
 
     def synchronize(self) -> None:
         ledger.wait("event")
-
-
-class Stream:
-    """A stream, in order with everything else."""
-
-    def is_capturing(self) -> bool:
-        return False
 
 
 def install_cuda() -> None:
@@ -88,15 +67,12 @@ def install_cuda() -> None:
         torch.default_generator.manual_seed(number)  # it makes the cards' random numbers too
 
     cuda, torch.Event = torch.cuda, Event
-    torch.accelerator.current_stream = Stream
-    cuda.set_device = functools.partial(set_device)
-    torch.accelerator.set_device_index = functools.partial(set_device)
+    cuda.set_device = torch.accelerator.set_device_index = set_device
     cuda.current_device = lambda: cards.current
-    torch.accelerator.current_device_index = lambda: cards.current
     cuda._lazy_init, cuda.set_rng_state_all = gives(None), gives(None)
     cuda.is_bf16_supported = gives(True)
     cuda.get_device_name = gives("emulated card")
-    cuda.manual_seed, cuda.manual_seed_all = functools.partial(seed), functools.partial(seed)
+    cuda.manual_seed = cuda.manual_seed_all = seed
     cuda.get_rng_state_all = lambda: [torch.default_generator.get_state()] * cuda.device_count()
     torch.compile = lambda model=None, **_: (lambda f: f) if model is None else model
 
@@ -115,8 +91,8 @@ def install_tensors() -> None:
     torch.tensor = through_the_host(torch.tensor)
     torch.as_tensor = through_the_host(torch.as_tensor)
 
-    def new_tensor(self: torch.Tensor, data, **kwargs) -> torch.Tensor:
-        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
+    def new_tensor(self: torch.Tensor, data) -> torch.Tensor:
+        return torch.tensor(data, dtype=self.dtype, device=self.device)
 
     torch.Tensor.new_tensor = new_tensor
     torch.Tensor.is_pinned = is_pinned
@@ -179,7 +155,7 @@ def install_nccl() -> None:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             if is_nccl(group_of(args, kwargs)) and not all(isinstance(x, Card) for x in tensors):
                 raise RuntimeError("No backend type associated with device type cpu")
-            if "all_gather_into" in collective.__name__ or "single" in collective.__name__:
+            if "all_gather_into" in collective.__name__:
                 args = tuple(unwrap(x).view(-1) for x in args[:2]) + args[2:]  # as gloo wants them
             return collective(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
 
@@ -197,47 +173,34 @@ def install_nccl() -> None:
     dist.init_process_group, dist.new_group = init_process_group, make_group
     dist.get_backend = lambda group=None: "nccl" if is_nccl(group) else get_backend(group)
     for name in COLLECTIVES:
-        if hasattr(dist, name):
-            setattr(dist, name, of_tensors(getattr(dist, name)))
+        setattr(dist, name, of_tensors(getattr(dist, name)))
     for name in OBJECT_COLLECTIVES:
         setattr(dist, name, of_objects(getattr(dist, name)))
     nn.parallel.DistributedDataParallel = DistributedDataParallel
-    nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel
 
 
 class DistributedDataParallel(nn.Module):
-    """What a script sees of DDP: equal weights at the start, averaged gradients, no_sync."""
+    """What a script sees of DDP: equal weights at the start, averaged gradients."""
 
     _set_params_and_buffers_to_ignore_for_model = REAL._set_params_and_buffers_to_ignore_for_model
 
-    def __init__(self, module: nn.Module, device_ids: Any = None, **_: Any):
+    def __init__(self, module: nn.Module, **_: Any):
         super().__init__()
-        on = {tensor.device for tensor in module.parameters()}
-        if device_ids is None or on != {torch.device("cuda", device_ids[0])}:
-            raise ValueError(f"DDP with device_ids {device_ids} and parameters on {on}")
-        self.module, self.require_backward_grad_sync = module, True
+        self.module = module
         for tensor in module.state_dict().values():
-            dist.broadcast(tensor, 0)
+            dist.broadcast(tensor, 0)  # refuses a model that is not on a card
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._average)
-
-    def _average(self, parameter: nn.Parameter) -> None:
-        if self.require_backward_grad_sync:
-            parameter.grad.div_(dist.get_world_size())
-            dist.all_reduce(parameter.grad)
+                parameter.register_post_accumulate_grad_hook(average)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of this process to itself."""
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = True
+
+def average(parameter: nn.Parameter) -> None:
+    """Make a gradient the mean of those of all processes."""
+    parameter.grad.div_(dist.get_world_size())
+    dist.all_reduce(parameter.grad)
 
 
 def install_files() -> None:
@@ -255,8 +218,7 @@ def install_files() -> None:
     def restore(storage, location: str):
         if not location.startswith("cuda"):
             return None
-        untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
-        locations[untyped._cdata] = location
+        locations[storage._cdata] = location
         return storage
 
     def from_host(value):
@@ -278,15 +240,9 @@ def install_files() -> None:
         return tree_map(from_host, load(*args, **kwargs))
 
     def load_file_to_card(filename, device="cpu", **kwargs):
-        device = f"cuda:{device}" if isinstance(device, int) else device
         return {name: value.to(device) for name, value in load_file(filename, **kwargs).items()}
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.serialization.register_package(
-            0, lambda storage: locations.get(storage._cdata), restore
-        )
+    torch.serialization.register_package(0, lambda storage: locations.get(storage._cdata), restore)
     torch.save, torch.load = save_to_host(save), load_to_card
-    safetensors.torch.save = save_to_host(safetensors.torch.save)
     safetensors.torch.save_file = save_to_host(safetensors.torch.save_file)
     safetensors.torch.load_file = load_file_to_card
