@@ -133,7 +133,7 @@ def test_a_checkpoint_of_other_optimizers_and_a_shortened_log_are_refused(saved)
     """accelerate.load_state would pass over what is left over."""
     state = step(saved, 3) / "state"
     (saved / "metrics.jsonl").write_text("")
-    with pytest.raises(UsageError, match="has 0 bytes but the checkpoint knows"):
+    with pytest.raises(UsageError, match="has 0 bytes but the checkpoint expects"):
         Run(saved).checkpoints.resume("auto")
     shutil.copy(state / "optimizer.bin", state / "optimizer_1.bin")
     reforge(step(saved, 3))

@@ -110,7 +110,7 @@ def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsh
 ):
     """On other numbers of processes, too."""
     flags = "--ema 0.8 --accumulate 2 --clip-norm 0.05 --keep-best eval_loss --eval-every 1 "
-    flags += "--save-every 1 --resume auto"
+    flags += "--resume auto"
     args = [*arguments["train_regression"], *flags.split()]
     plans = ((3, KINDS[1], 2), (5, KINDS[1], 3), (8, None, 1), (LAST, KINDS[0], 2))
     for step, kind, world in plans:

@@ -24,10 +24,10 @@ class EMA:
     """
 
     def __init__(self, models: Sequence[nn.Module], decay: float | None):
-        self.decay = decay or 0.0
+        self.decay, self.models = decay or 0.0, models if decay else ()
         self.weights = [
             {name: w for name, w in named_weights(model) if w.requires_grad}
-            for model in (models if decay else ())
+            for model in self.models
         ]
         self.values = [{n: w.detach().clone() for n, w in of.items()} for of in self.weights]
         self.in_models = True  # at first the weights and their average are equal
@@ -54,6 +54,11 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        for layer in (layer for model in self.models for layer in model.modules()):
+            # After a forward pass without a backward pass, FSDP2 computes the next one with the
+            # whole weights that it still has, whatever is written to their rows meanwhile.
+            if hasattr(layer, "reshard"):
+                layer.reshard()
         for values, weights in zip(self.values, self.weights, strict=True):
             for name, weight in weights.items():
                 # Copied, because DDP, FSDP and CUDA graphs rely on the address of a weight.
