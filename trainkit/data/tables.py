@@ -243,7 +243,9 @@ def parse(values: pd.Series, column: Column) -> pd.Series:
         if column.days:
             form = "ISO8601" if column.days is True else column.days
             dates = pd.to_datetime(texts, format=form, utc=True, errors="coerce")
-            numbers = (dates - pd.Timestamp(0, tz="UTC")) / pd.Timedelta("1D")
+            # In seconds, because in nanoseconds years end at 2262, and forever is often 9999-12-31.
+            start = pd.Timestamp(0, tz="UTC").as_unit("s")
+            numbers = (dates - start) / pd.Timedelta("1D")
         else:
             texts = texts.str.lower().replace({"true": "1", "false": "0"})
             numbers = pd.to_numeric(texts, errors="coerce").astype(float)
@@ -376,7 +378,12 @@ def make_sets(
     values, problems = encode(table, [*features, *map(Column, targets)])
     if problems or not features:
         refused = {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
-        raise UsageError(_judge({**learned, **refused}, config))
+        kinds = [
+            name
+            for name, why in refused.items()
+            if "is not a number" in why and table[name].nunique() <= MAX_CATEGORIES
+        ]
+        raise UsageError(_judge({**learned, **refused}, kinds, config))
     about = known | {
         "columns": [*map(vars, features)],
         "left_out": [name for name, column in learned.items() if isinstance(column, str)],
@@ -423,8 +430,11 @@ def _doubt(values: pd.Series) -> str:
     return asked * ({*decimals} == {0, 3})
 
 
-def _judge(learned: dict[str, Any], config: TableConfig) -> str:
-    """Return a list of all columns, the refused ones first, and a command that works."""
+def _judge(learned: dict[str, Any], kinds: list[str], config: TableConfig) -> str:
+    """Return a list of all columns, the refused ones first, and a command that works.
+
+    kinds: the refused columns that could be categories.
+    """
     good = [name for name, column in learned.items() if isinstance(column, Column)]
     lines = [f"  {name}: {learned[name]}" for name in sorted(learned, key=good.__contains__)]
     text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
@@ -432,6 +442,8 @@ def _judge(learned: dict[str, Any], config: TableConfig) -> str:
         return (
             f"{text}\nWrite numbers like 1234.5, without currency, unit, % or thousands separator"
         )
+    if kinds:
+        text += f"\nIf their values are kinds, not amounts, add --categorical {typed(*kinds)}"
     return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
 
 
