@@ -47,6 +47,12 @@ class TextConfig(TrainingConfig):
     """of a text: what is over is cut (default: 32, or 128 with --base)"""
     num_lines: Count | None = None
     """without --data: texts to train on, and to evaluate on (default: all)"""
+    epochs: int = UNSET
+    """passes over the texts (default: 5, or 3 with --base)"""
+    batch_size: int = UNSET
+    """texts per optimizer step, over all processes and micro-batches (default: 60, or 32)"""
+    learning_rate: float = UNSET
+    """peak learning rate (default: 2e-3, or 5e-5 with --base)"""
 
     def find_problems(self, num_processes: int) -> list[str]:
         """Add flags of the data that go with --data, or without it."""
