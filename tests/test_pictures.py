@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -300,10 +301,18 @@ def holding(*paths: str) -> Callable[[Path], None]:
     return make
 
 
+def zipped(folder: Path, *paths: str) -> None:
+    holding(*paths)(folder.parent / "inside")
+    folder.mkdir()
+    shutil.make_archive(str(folder / "train"), "zip", folder.parent / "inside")
+
+
 # How a folder is made, flags, and the sentence.
 BAD_LAYOUTS = {
     "no folder": (lambda f: None, [], "cannot be read"),
     "an empty folder": (Path.mkdir, [], "cannot be read"),
+    "a file": (Path.touch, [], "is a file: name its folder"),
+    "an archive of classes": (lambda f: zipped(f, "a/0.png", "b/0.png"), [], "unpack train.zip, "),
     "no picture": (with_rows(put("picture", 7, None)), [], "row 8: .*no picture in it"),
     "no rows": (holding("train.parquet", "test_empty.parquet"), [], "'test': .* no rows"),
     "no label": (with_rows(put("kind", 7, None)), [], "'kind', row 8: the label .* is not one of"),

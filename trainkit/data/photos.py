@@ -134,7 +134,10 @@ def load_photos(
         config.dataset, split, config.label, classes, 0, config.labels
     )
     if len(classes) < 2:
-        raise UsageError(f"{where}: all pictures are of one class, {classes[0]}: name two or more")
+        raise UsageError(
+            f"{where}: all pictures are of one class, {classes[0]}: give each class a folder, or "
+            "name a list of the classes with --labels"
+        )
     (image,) = rows.column_names
     cells, side = rows.cast_column(image, datasets.Image(decode=False)), config.resize
     stored = len(rows) * side * side * 3 <= config.cache_bytes
