@@ -264,6 +264,7 @@ CASES = [
         [FOUR],
         {"first": r"\+\\n.n2"},
     ),
+    ("chatml", [{"instruction": "", "input": "2", "output": "4"}], [FOUR], {"first": "r.n2<"}),
     ("chatml", [{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
     ("chatml", [{"messages": [ASK]}], [], f"train {NOT_LEFT}"),
     ("none", [{"messages": [*TALK, *TALK]}], [], "line 1 of .* no chat template"),
@@ -413,6 +414,14 @@ def test_a_line_that_is_no_json_is_named(tmp_path, line):
         conversations.read_conversations(str(path))
 
 
+@pytest.mark.parametrize(("indent", "rows"), [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])
+def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows):
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps(rows, indent=1) if indent else "\n".join(map(json.dumps, rows)))
+    read = [row for _, row in conversations.read_rows(str(path))]
+    assert read == (rows if isinstance(rows, list) else [rows])
+
+
 def test_parquet_holds_the_same_samples_and_a_base_that_is_not_there_ends_in_a_sentence(
     flags, tmp_path
 ):
@@ -422,7 +431,7 @@ def test_parquet_holds_the_same_samples_and_a_base_that_is_not_there_ends_in_a_s
     pairs.to_parquet(args.data)
     assert repr(finetune.load_data(args)[0]) == repr(samples)
     args.base = "nobody/nothing"
-    with pytest.raises(UsageError, match=r"--base nobody/nothing or --data .* cannot be read"):
+    with pytest.raises(UsageError, match="--base nobody/nothing cannot be read"):
         finetune.load_data(args)
 
 
