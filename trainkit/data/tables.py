@@ -192,7 +192,11 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
             file.seek(0)
         separator = separator or max(",;\t|", key=first.count)
         # The names are read as a row, because pandas would rename the second of two equal ones.
-        rows = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, header=None)
+        try:
+            rows = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, header=None)
+        except pd.errors.ParserError as problem:
+            rule = "the first line must name all columns, and quotation marks come in pairs"
+            raise ValueError(f"{str(problem).strip()}: {rule}") from None
     names = [*rows.iloc[0].str.strip()]
     for i, name in enumerate(names):  # a missing name becomes the one pandas gives
         names[i] = name or f"Unnamed: {i}{'.0' * (f'Unnamed: {i}' in names)}"
@@ -336,6 +340,11 @@ def load_table(config: TableConfig) -> tuple[pd.DataFrame, list[str], dict[str, 
     where = f"--data {config.data}"
     options = {"separator": config.separator, "encoding": config.encoding}
     table = read_table(config.data, where, **options)
+    if table.shape[1] == 1:
+        raise UsageError(
+            f"{where}: there is one column, {table.columns[0]!r}, and two are needed: if it is "
+            "several, name what lies between them with --separator, such as ' '"
+        )
     if not config.target:
         raise UsageError(
             f"{where}: choose the column to predict with --target: "
@@ -440,7 +449,8 @@ def _judge(learned: dict[str, Any], kinds: list[str], config: TableConfig) -> st
     text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
     if not good or {*(config.target or [])} & learned.keys():
         return (
-            f"{text}\nWrite numbers like 1234.5, without currency, unit, % or thousands separator"
+            f"{text}\nWrite numbers like 1234.5, with a decimal point, without currency, unit, % "
+            "or thousands separator"
         )
     if kinds:
         text += f"\nIf their values are kinds, not amounts, add --categorical {typed(*kinds)}"

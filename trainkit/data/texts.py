@@ -248,8 +248,8 @@ def read_rows(
     labels = [tables.as_text(each).strip() if pd.notna(each) else "" for each in rows[label]]
     kept = [n for n, pair in enumerate(zip(texts, labels, strict=True)) if all(pair)]
     empty, unnamed = texts.count(""), labels.count("")
-    dropped = f", {empty} rows dropped: no text" * bool(empty)
-    dropped += f", {unnamed} rows dropped: no label" * bool(unnamed)
+    dropped = f", {count(empty, 'row')} dropped: no text" * bool(empty)
+    dropped += f", {count(unnamed, 'row')} dropped: no label" * bool(unnamed)
     return [texts[n] for n in kept], [labels[n] for n in kept], dropped
 
 
