@@ -178,7 +178,16 @@ LONG = "x = 1 ; " * 90
 
 
 @pytest.mark.parametrize(
-    "row", [TEXTS, LISTS | {"prompt": [ASK]}, WHOLE, WHOLE | {"prompt": "2?"}, SHARED], ids=str
+    "row",
+    [
+        TEXTS,
+        LISTS | {"question": "2?"},
+        LISTS | {"prompt": [ASK]},
+        WHOLE,
+        WHOLE | {"prompt": "2?"},
+        SHARED,
+    ],
+    ids=str,
 )
 def test_each_way_to_write_a_pair_is_the_same_pair(flags, tmp_path, row):
     pairs = make(flags, tmp_path, [row] * 2)
