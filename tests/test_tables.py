@@ -392,7 +392,7 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(tmp_path, mo
     assert [line.split(":")[0].strip() for line in lines[1:4]] == ["area", "far", "note"]
     assert "row 6: 'about 30' is not a number" in lines[1] and "row 1: '12 km'" in lines[2]
     assert "  year: number, filled in where missing: 2 '?', 2 'unknown'" in lines
-    assert lines[-2].endswith("are kinds, not amounts, add --categorical far,area")
+    assert lines[-2].endswith("are kinds, not amounts, add --categorical area,far")
     command = shlex.split(lines[-1].removeprefix("This works: python train_regression.py "))
     _, _, about = load(*command)
     assert {column["name"] for column in about["columns"]} == {"city, town", "garden", "year"}

@@ -387,12 +387,7 @@ def make_sets(
     values, problems = encode(table, [*features, *map(Column, targets)])
     if problems or not features:
         refused = {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
-        kinds = [
-            name
-            for name, why in refused.items()
-            if "is not a number" in why and table[name].nunique() <= MAX_CATEGORIES
-        ]
-        raise UsageError(_judge({**learned, **refused}, kinds, config))
+        raise UsageError(_judge({**learned, **refused}, table, config))
     about = known | {
         "columns": [*map(vars, features)],
         "left_out": [name for name, column in learned.items() if isinstance(column, str)],
@@ -439,11 +434,8 @@ def _doubt(values: pd.Series) -> str:
     return asked * ({*decimals} == {0, 3})
 
 
-def _judge(learned: dict[str, Any], kinds: list[str], config: TableConfig) -> str:
-    """Return a list of all columns, the refused ones first, and a command that works.
-
-    kinds: the refused columns that could be categories.
-    """
+def _judge(learned: dict[str, Any], table: pd.DataFrame, config: TableConfig) -> str:
+    """Return a list of all columns, the refused ones first, and a command that works."""
     good = [name for name, column in learned.items() if isinstance(column, Column)]
     lines = [f"  {name}: {learned[name]}" for name in sorted(learned, key=good.__contains__)]
     text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
@@ -452,7 +444,8 @@ def _judge(learned: dict[str, Any], kinds: list[str], config: TableConfig) -> st
             f"{text}\nWrite numbers like 1234.5, with a decimal point, without currency, unit, % "
             "or thousands separator"
         )
-    if kinds:
+    refused = [name for name in learned if "is not a number" in str(learned[name])]
+    if kinds := [name for name in refused if table[name].nunique() <= MAX_CATEGORIES]:
         text += f"\nIf their values are kinds, not amounts, add --categorical {typed(*kinds)}"
     return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
 
