@@ -31,7 +31,7 @@ from trainkit.token_losses import allow_parts, token_losses
 @dataclass
 class Config(TrainingConfig):
     base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
-    data: MayChange[str] = "runs/docstrings/pairs.jsonl"  # or Parquet, a datasets folder, a Hub id
+    data: MayChange[str] = "runs/docstrings/pairs.jsonl"  # JSON, Parquet, a folder, or a Hub id
     lora: Count | None = None  # rank: freeze the model and train matrices beside it
     merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
     system: str | None = None  # system turn of the conversations that have none
@@ -51,11 +51,8 @@ class Config(TrainingConfig):
 
 def load_data(config: Config) -> tuple:
     """Return samples (tokens, which are learned) to train and evaluate on, and Sets' others."""
-    with as_usage_error("this example needs `pip install transformers`"):
-        from transformers import AutoConfig, AutoTokenizer
-    with as_usage_error(f"--base {config.base} or --data {config.data} cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(config.base)
-        limit = conversations.num_positions(AutoConfig.from_pretrained(config.base))
+    tokenizer, limit = conversations.read_base(config.base)
+    with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
         ask = config.system, config.prompt
         sets = conversations.make_sets(tokenizer, config.data, config.max_tokens, limit, *ask)
     if config.pack:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.config import UNSET, Schedule, Share, parse
+from trainkit.config import Schedule, Share, parse
 from trainkit.data import backbones, photos
 from trainkit.data.backbones import make_model as make_model  # predict.py calls it
 from trainkit.data.photos import Photos, normalise
@@ -31,11 +31,8 @@ class Config(photos.PhotoConfig):
     mix: Literal["mixup", "cutmix"] | None = None  # blend a second picture in, or a piece of it
     label_smoothing: Share = 0.1  # of the training loss
     run_dir: Path = Path("runs/pictures")
-    epochs: int = UNSET  # (default: 5, up to 20 for fewer than 2,400 pictures; 20 with --freeze)
     batch_size: int = 32
     eval_batch_size: int = 64
-    learning_rate: float = UNSET  # of the last layer (default: 1e-3; 2e-3 with --freeze)
-    weight_decay: float = UNSET  # (default: 0.05; 1 with --freeze)
     schedule: Schedule = "onecycle"
     warmup: float = 0.2
 

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Count, MayChange, Positive, Rule, Schedule, TrainingConfig, parse
 from trainkit.data import preferences
-from trainkit.data.conversations import num_positions, without_dropout
+from trainkit.data.conversations import read_base, without_dropout
 from trainkit.errors import as_usage_error
 from trainkit.orders import by_length
 from trainkit.run_dir.pretrained import stop_at, write_pretrained
@@ -35,7 +35,7 @@ Smoothing = Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 an
 @dataclass
 class Config(TrainingConfig):
     base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
-    data: MayChange[str] = "runs/docstrings/preferred.jsonl"  # or Parquet, a folder, a Hub id
+    data: MayChange[str] = "runs/docstrings/preferred.jsonl"  # JSON, Parquet, a folder or a Hub id
     beta: Positive = 0.1  # how much a change of the log-probability of an answer counts
     label_smoothing: Smoothing = 0.0  # the share of pairs that are taken to be the wrong way round
     lora: Count | None = None  # rank: freeze the model and train matrices beside it
@@ -53,11 +53,8 @@ class Config(TrainingConfig):
 
 def load_data(config: Config) -> tuple:
     """Return pairs of tokens to train and evaluate on, and what else the run needs of them."""
-    with as_usage_error("this example needs `pip install transformers`"):
-        from transformers import AutoConfig, AutoTokenizer
-    with as_usage_error(f"--base {config.base} or --data {config.data} cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(config.base)
-        limit = num_positions(AutoConfig.from_pretrained(config.base))
+    tokenizer, limit = read_base(config.base)
+    with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
         pairs = preferences.make_pairs(tokenizer, config.data, config.max_tokens, limit)
     return *pairs, tokenizer
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.config import UNSET, Schedule, parse
+from trainkit.config import Schedule, parse
 from trainkit.data import encoders, texts
 from trainkit.orders import by_length
 
@@ -33,9 +33,6 @@ PRETRAINED = {"epochs": 3, "batch_size": 32, "learning_rate": 5e-5}  # the last 
 @dataclass
 class Config(texts.TextConfig):
     run_dir: Path = Path("runs/text")
-    epochs: int = UNSET
-    batch_size: int = UNSET
-    learning_rate: float = UNSET
     weight_decay: float = 0.05
     schedule: Schedule = "cosine"
     warmup: float = 0.1

@@ -1,6 +1,9 @@
 """Flags: read as a shell would, checked all at once, wherever they come from."""
 
+import importlib
+import re
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 from trainkit import best
 
@@ -146,3 +149,16 @@ def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(ca
     lines = ["Flags: read as", "passes over the training data (default: 10)", "of the model"]
     lines += ["in which the learning rate rises", "steps between checkpoints (default: each epoch)"]
     assert sorted(lines, key=said.index) == lines and "None" not in said
+
+
+@pytest.mark.parametrize("script", ["train_mnist", "examples.pictures", "examples.text"])
+def test_help_names_the_default_that_depends_on_other_flags(script, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    kind = importlib.import_module(script).Config
+    with pytest.raises(SystemExit, match="0"):
+        parse(kind, ["--help"])
+    entries = re.split(r"\n\W* --", capsys.readouterr().out)
+    about = {entry.replace(",", " ").split()[0]: entry for entry in entries}
+    for name, hint in get_type_hints(kind).items():
+        if getattr(kind, name, 0) is None and type(None) not in get_args(hint):
+            assert "(default:" in about[name.replace("_", "-")], name

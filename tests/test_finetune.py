@@ -225,6 +225,7 @@ OF_CHATML = [
         [FOUR],
         {"first": r"\+\\n.n2"},
     ),
+    ([{"instruction": "", "input": "2", "output": "4"}], [FOUR], {"first": "r.n2<"}),
     ([{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
     ([chat(ASK)], [], f"train {NOT_LEFT}"),
     (
@@ -249,9 +250,9 @@ OF_CHATML = [
         [],
         "line 1 of .* holds image",
     ),
-    ([{"question": "2?"}], [], "line 1 of .* does not have the columns"),
+    ([{"question": "2?"}], [], "line 1 of .* has no columns of a known"),
     ([SHORT | {"answer": None}], [], "line 1 of .* has no text"),
-    ([[1]], [], "line 1 of .* does not have the columns"),
+    ([[1]], [], "line 1 of .* has no columns of a known"),
 ]
 CASES = [
     *(("chatml", *case) for case in OF_CHATML),
@@ -381,6 +382,14 @@ def test_a_line_that_is_no_json_is_named(tmp_path, line):
         conversations.read_conversations(str(path))
 
 
+@pytest.mark.parametrize(("indent", "rows"), [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])
+def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows):
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps(rows, indent=1) if indent else "\n".join(map(json.dumps, rows)))
+    read = [row for _, row in conversations.read_rows(str(path))]
+    assert read == (rows if isinstance(rows, list) else [rows])
+
+
 def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatch):
     args = parse(finetune.Config, [*flags, *LORA])
     for name, call in (("peft", finetune.make_model), ("transformers", finetune.load_data)):
@@ -388,7 +397,7 @@ def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatc
             without.setitem(sys.modules, name, None)
             call(args)
     args.base = "nobody/nothing"
-    with pytest.raises(UsageError, match=r"--base nobody/nothing or --data .* cannot be read"):
+    with pytest.raises(UsageError, match="--base nobody/nothing cannot be read"):
         finetune.load_data(args)
 
 

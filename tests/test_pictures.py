@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain, islice
@@ -227,10 +228,18 @@ def holding(*paths: str) -> Callable[[Path], None]:
     return make
 
 
+def zipped(folder: Path, *paths: str) -> None:
+    holding(*paths)(folder.parent / "inside")
+    folder.mkdir()
+    shutil.make_archive(str(folder / "train"), "zip", folder.parent / "inside")
+
+
 # How a folder is made, and the sentence.
 BAD_LAYOUTS = {
     "no folder": (lambda folder: None, "cannot be read"),
     "an empty folder": (Path.mkdir, "cannot be read"),
+    "a file": (Path.touch, "is a file: name its folder"),
+    "an archive of classes": (lambda f: zipped(f, "a/0.png", "b/0.png"), "unpack train.zip, "),
     "no picture": (with_cell("picture", None), "row 8: .*no picture in it"),
     "no rows": (holding("train.parquet", "test_empty.parquet"), "'test': .* no rows"),
     "no label": (with_cell("kind", None), "'kind', row 8: the label .* is not one of"),

@@ -169,7 +169,16 @@ def make(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "row", [TEXTS, LISTS | {"prompt": [ASK]}, WHOLE, WHOLE | {"prompt": "2?"}, SHARED], ids=str
+    "row",
+    [
+        TEXTS,
+        LISTS | {"question": "2?"},
+        LISTS | {"prompt": [ASK]},
+        WHOLE,
+        WHOLE | {"prompt": "2?"},
+        SHARED,
+    ],
+    ids=str,
 )
 def test_each_way_to_write_a_pair_is_the_same_pair(make, row):
     pairs = make(row, row)

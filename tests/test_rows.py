@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
-from conftest import linux_only
+from conftest import linux_only, run
 from fsspec.implementations.http import HTTPFileSystem
 from plain import quick
 from torch.utils.data import default_collate
@@ -275,10 +275,17 @@ def test_what_cannot_be_read_is_a_sentence(server):
     for pattern, column, sentence in (
         (str(twice), "id", "id must be among its columns, once"),
         (str(server.folder / "*.csv"), "id", "no such file"),
-        (str(server.folder), "label", r"0\.parquet: label must be among its columns"),
+        (str(server.folder), "label", r"0\.parquet: label must be among .*: it has \w+ \("),
         ("https://me:secret@host/a.parquet", "id", "https://host/a.parquet: a password"),
     ):
         with pytest.raises((UsageError, LoneFailure), match=sentence) as caught:
             ParquetRows(pattern, column)
         assert "secret" not in str(caught.value)
     assert shown("403 https://u:p@h/a?sig=1, no") == "403 https://h/a no"
+
+
+def test_the_error_of_a_run_is_its_last_line(tmp_path):
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    data = ["--data", tmp_path / "a.parquet", tmp_path / "a.parquet"]
+    ended = run("examples/gpt.py", *data, "--run-dir", tmp_path / "run")
+    assert ended.stderr.splitlines()[-1].startswith("error: "), ended.stderr

@@ -176,7 +176,10 @@ REFUSED = {
     "a stray date": ("t.csv", rows("a", ["2020-01-10", "2020-01-11", "2020-13-10"]), [],
                      "a: row 3: '2020-13-10' is not a date as in training"),
     "decimal commas in the target": ("t.csv", b"a;y\n" + b"1;2,5\n2;3,5\n" * 9, [],
-                                     "y: row 1: '2,5' is not a number(?s:.*)without currency"),
+                                     "y: row 1: '2,5' is not a number(?s:.*)decimal point"),
+    "spaces between": ("t.csv", b"a b y\n1 2 3\n", [], "one column, 'a b y', .* --separator"),
+    "a name too few": ("t.csv", b"a,y\n1,2,3\n", [], "saw 3: the first line must name all"),
+    "beyond float32": ("t.csv", b"a,y\n1,2\n2,2\n-1e300,4\n", [], "a: row 3: '-1e300' .*1e38"),
     "missing": ("t.csv", b"a,b,y\n" + b"1,,3\n2,2,4\n3,4,5\n" * 5, ["--missing", "refuse"],
                 "b: row 1: the value is missing"),
     "fewer values than names": ("t.csv", b"a,b,y\n" + b"1,2\n2,3\n" * 9, [], "of 0 rows 0"),
@@ -343,10 +346,10 @@ def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path):
         assert about["feature_range"] == [[18261, 18290]]
     (column,) = [tables.Column(**column) for column in about["columns"]]
     assert column.days and "days since 1970" in about["plan"]["columns"]
-    written = ["1970-01-02", "2020-01-01T12:00:00+02:00", "1960-01-01", "31/1/2020"]
+    written = ["1970-01-02", "2020-01-01T12:00:00+02:00", "1500-01-01", "9999-12-31", "31/1/2020"]
     values, problems = tables.encode(pd.DataFrame({"day": written}), [column])
-    assert values[:3, 0].tolist() == [1.0, 18262 + 10 / 24, -3653.0]
-    assert [row for row, *_ in problems] == [3]
+    assert values[:4, 0].tolist() == [1.0, 18262 + 10 / 24, -171664.0, 2932896.0]
+    assert [row for row, *_ in problems] == [4]
 
 
 def test_all_columns_are_judged_at_once_and_the_command_below_works(tmp_path, monkeypatch):
@@ -365,6 +368,7 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(tmp_path, mo
     assert [line.split(":")[0].strip() for line in lines[1:4]] == ["area", "far", "note"]
     assert "row 6: 'about 30' is not a number" in lines[1] and "row 1: '12 km'" in lines[2]
     assert "  year: number, filled in where missing: 2 '?', 2 'unknown'" in lines
+    assert lines[-2].endswith("are kinds, not amounts, add --categorical area,far")
     command = shlex.split(lines[-1].removeprefix("This works: python train_regression.py "))
     _, _, about = load(*command)
     assert {column["name"] for column in about["columns"]} == {"city, town", "garden", "year"}

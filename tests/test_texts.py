@@ -165,7 +165,7 @@ CASES = [
     (GOOD | {"b": ["x"] * 20}, "--label b", "'b' has 1 class in 20 rows"),
     (GOOD | {"b": [*range(20)]}, "--label b", "has 20 different values in 20 rows, which are"),
     (GOOD | {"a": ["", " ", *GOOD["a"][2:]]}, "", "15 3 x,y: 2 rows dropped: no text"),
-    (GOOD | {"b": ["", *GOOD["b"][1:]]}, "", "16 3 x,y: 1 rows dropped: no label"),
+    (GOOD | {"b": ["", *GOOD["b"][1:]]}, "", "16 3 x,y: 1 row dropped: no label"),
     (GOOD | {"b": [True, False] * 10}, "", "16 4 False,True"),
     (GOOD | {"a": [A] * 20}, "--text a", "16 4 x,y: 4 of 4 texts to evaluate on are also"),
     (GOOD | {"a": [f"\ud800 {each}" for each in GOOD["a"]]}, "", "16 4 x,y"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import torch
 
-from trainkit.cli.text import first_sentence
+from trainkit.cli.text import first_sentence, shorten
 from trainkit.errors import UsageError, as_usage_error
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # tokens, int64 (length,), and which are learned, bool
@@ -63,14 +63,14 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = pq.read_table(path).to_pylist()
     elif path.is_file():
         data = path.read_bytes()
-        if path.suffix != ".json" or not data.lstrip().startswith(b"["):
+        rows = _read_json(data) if path.suffix == ".json" else None
+        if rows is None:
             for number, line in enumerate(data.splitlines(), 1):
                 place = f"line {number} of {path}"
-                with as_usage_error(f"{place} is not JSON"):
+                with as_usage_error(f"{place} is not JSON, and only JSON and Parquet are read"):
                     row = json.loads(line)
                 yield place, row
             return
-        rows = json.loads(data)
     else:
         import datasets
 
@@ -79,6 +79,17 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = rows["train"] if isinstance(rows, dict) else rows
     for number, row in enumerate(rows, 1):
         yield f"row {number} of {source}", row
+
+
+def _read_json(data: bytes) -> list[Any] | None:
+    """Return the rows of a file that is a list, or one row; None if each line is a value."""
+    try:
+        rows = json.loads(data)
+    except json.JSONDecodeError as problem:
+        if problem.msg != "Extra data":
+            raise
+        return None
+    return rows if isinstance(rows, list) else [rows]
 
 
 def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str]:
@@ -92,8 +103,10 @@ def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str
         held = {*row} if isinstance(row, dict) else set()
         names = next((each for each in FORMATS if held.issuperset(each.split(" and "))), None)
         if names is None:
-            known = "; ".join(FORMATS)
-            raise UsageError(f"{place} does not have the columns of any known format: {known}")
+            raise UsageError(
+                f"{place} has no columns of a known format, but "
+                f"{shorten(sorted(held)) or 'none'}: rename them to one of {'; '.join(FORMATS)}"
+            )
         with named(place, f"text, or no turns, in {names}"):
             found.append((place, _conversation(names.split(" and "), row)))
         kinds[names] = None
@@ -121,7 +134,7 @@ def _conversation(columns: list[str], row: dict[str, Any]) -> Conversation:
         return in_context([], 0, row)._replace(text=row["text"] + "")
     given, said = ([], row[columns[0]]) if len(columns) == 1 else (row[name] for name in columns)
     if more := "instruction" in columns and (row.get("input") or row.get("context")):
-        given = given + "\n\n" + more
+        given = "\n\n".join([given] * (given != "") + [more])
     given, said = as_turns(given, "user"), as_turns(said, "assistant")
     return in_context(given + said, len(given), row)
 
@@ -196,6 +209,15 @@ def find_end(tokenizer: Any, has_turns: bool = True) -> int | None:
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     tokens = tokenizer(after, add_special_tokens=False).input_ids
     return next((token for token in tokens if token in special), None)
+
+
+def read_base(base: str) -> tuple[Any, int | None]:
+    """Return the tokenizer of a folder or Hub id, and how many tokens its model takes at once."""
+    with as_usage_error("this example needs `pip install transformers`"):
+        from transformers import AutoConfig, AutoTokenizer
+    with as_usage_error(f"--base {base} cannot be read"):
+        limit = num_positions(AutoConfig.from_pretrained(base))
+        return AutoTokenizer.from_pretrained(base), limit
 
 
 def num_positions(config: Any) -> int | None:

@@ -51,6 +51,12 @@ class PhotoConfig(TrainingConfig):
     """the short side of a picture, before squares are cut out of it (default: --size / 0.95)"""
     cache_bytes: MayChange[NonNegative[int]] = 2**35
     """decode pictures for each batch if they would take more bytes on disk"""
+    epochs: int = UNSET
+    """passes over the pictures (default: 5, or up to 20 if they are few; 20 with --freeze)"""
+    learning_rate: float = UNSET
+    """peak learning rate of the last layer (default: 1e-3; 2e-3 with --freeze)"""
+    weight_decay: float = UNSET
+    """decoupled for adamw, else an L2 penalty (default: 0.05; 1 with --freeze)"""
 
     def find_problems(self, num_processes: int) -> list[str]:
         """What is wrong with the values, one phrase each."""
@@ -128,7 +134,10 @@ def load_photos(
         config.dataset, split, config.label, classes, 0, config.labels
     )
     if len(classes) < 2:
-        raise UsageError(f"{where}: all pictures are of one class, {classes[0]}: name two or more")
+        raise UsageError(
+            f"{where}: all pictures are of one class, {classes[0]}: give each class a folder, or "
+            "name a list of the classes with --labels"
+        )
     (image,) = rows.column_names
     cells, side = rows.cast_column(image, datasets.Image(decode=False)), config.resize
     stored = len(rows) * side * side * 3 <= config.cache_bytes

@@ -4,6 +4,7 @@ import functools
 import re
 import reprlib
 import sys
+import zipfile
 from collections import Counter
 from io import BytesIO
 from pathlib import Path
@@ -43,6 +44,8 @@ def open_dataset(
     datasets.disable_progress_bars()
     folder = Path(name)
     with as_usage_error(f"--dataset {name} cannot be read"):
+        if folder.is_file():
+            raise UsageError(f"--dataset {name} is a file: name its folder, and unpack an archive")
         if not folder.is_dir():
             return load_by_datasets(name)
         found = folders.find_files(folder, list_of_labels)
@@ -92,6 +95,13 @@ def load_tables(folder: Path, found: folders.Folder) -> dict[str, datasets.Datas
     if len(schemas) > 1:
         raise UsageError(f"--dataset {folder}: its files differ in their columns or classes")
     files_of_splits = [path for paths in found.splits.values() for path in paths]
+    for path in [path for path in files_of_splits if path.suffix.lower() == ".zip"]:
+        inside = [Path(name) for name in zipfile.ZipFile(folder / path).namelist()]
+        # Of these datasets would take the folder of the archive for the class.
+        if not any(each.name in folders.LISTS for each in inside) and any(
+            map(folders.is_picture, inside)
+        ):
+            raise UsageError(f"--dataset {folder}: unpack {path}, for its folders to be classes")
     options: dict[str, Any] = {}
     card = folder / "README.md"
     if card.is_file() and "data_files:" in card.read_text(errors="replace"):

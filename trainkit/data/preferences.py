@@ -41,10 +41,10 @@ def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     """Return the chosen and the rejected conversation of a row; what both begin with is given.
 
     The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in a column
-    of its own, or at the start of both lists. Raises TypeError, KeyError, AttributeError or
-    ValueError for others.
+    of its own, which may be called question, or at the start of both lists. Raises TypeError,
+    KeyError, AttributeError or ValueError for others.
     """
-    names = ("prompt", "conversations")
+    names = ("prompt", "conversations", "question")
     given = as_turns(next((row[name] for name in names if row.get(name)), []), "user")
     both = []
     for answer in (row["chosen"], row["rejected"]):
@@ -72,7 +72,7 @@ def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None =
     num_rows = num_cut = num_lost = num_equal = 0
     for number, (place, row) in enumerate(read_rows(source)):
         num_rows += 1
-        with named(place, "chosen and rejected, as texts with a prompt or as lists of turns"):
+        with named(place, "chosen and rejected, as lists of turns, or as texts beside a prompt"):
             both = read_pair(row)
         with as_usage_error(f"{place} cannot be tokenized"):
             found = [_encode_one(tokenizer, conversation, size) for conversation in both]

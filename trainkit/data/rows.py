@@ -5,6 +5,7 @@ row is needed, or shortly before, and is kept as an Arrow file in a cache of lim
 processes of a machine share.
 """
 
+import atexit
 import math
 import os
 import re
@@ -28,7 +29,7 @@ from fsspec.utils import atomic_write, tokenize
 from huggingface_hub.constants import HF_HOME
 from torch.utils.data import Dataset, default_collate
 
-from trainkit.cli.text import first_sentence
+from trainkit.cli.text import first_sentence, shorten
 from trainkit.data.paths import select_read
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.loaders import Order
@@ -144,9 +145,12 @@ class ParquetRows(Dataset):
             kinds = [has.field(x).type if has.names.count(x) == 1 else None for x in columns]
             schema = schema or kinds
             if kinds != schema or None in kinds:
+                held = shorten([f"{each.name} ({each.type})" for each in has], 30)
                 raise UsageError(
                     f"{shown(path)}: {', '.join(columns)} must be among its columns, once and "
-                    f"of one type in all files: {schema}, not {kinds}"
+                    f"of one type in all files: it has {held}"
+                    + f", the first file {schema}"
+                    * (kinds != schema)
                 )
             for within in range(footer.num_row_groups):
                 self.groups.append((path, version, kept, within))
@@ -311,4 +315,6 @@ def opened(rows: ParquetRows, process: int) -> tuple[ThreadPool, dict]:
         # A child that is forked while Arrow's threads read may hang, in Python before 3.11.10:
         # https://github.com/python/cpython/issues/112275
         os.register_at_fork(before=lambda: [result.wait() for result in held.values()])
-    return ThreadPool(16), held
+    pool = ThreadPool(16)
+    atexit.register(pool.terminate)  # else it may print a traceback below the error of a run
+    return pool, held

@@ -192,7 +192,11 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
             file.seek(0)
         separator = separator or max(",;\t|", key=first.count)
         # The names are read as a row, because pandas would rename the second of two equal ones.
-        rows = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, header=None)
+        try:
+            rows = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, header=None)
+        except pd.errors.ParserError as problem:
+            rule = "the first line must name all columns, and quotation marks come in pairs"
+            raise ValueError(f"{str(problem).strip()}: {rule}") from None
     names = [*rows.iloc[0].str.strip()]
     for i, name in enumerate(names):  # a missing name becomes the one pandas gives
         names[i] = name or f"Unnamed: {i}{'.0' * (f'Unnamed: {i}' in names)}"
@@ -243,7 +247,9 @@ def parse(values: pd.Series, column: Column) -> pd.Series:
         if column.days:
             form = "ISO8601" if column.days is True else column.days
             dates = pd.to_datetime(texts, format=form, utc=True, errors="coerce")
-            numbers = (dates - pd.Timestamp(0, tz="UTC")) / pd.Timedelta("1D")
+            # In seconds, because in nanoseconds years end at 2262, and forever is often 9999-12-31.
+            start = pd.Timestamp(0, tz="UTC").as_unit("s")
+            numbers = (dates - start) / pd.Timedelta("1D")
         else:
             texts = texts.str.lower().replace({"true": "1", "false": "0"})
             numbers = pd.to_numeric(texts, errors="coerce").astype(float)
@@ -334,6 +340,11 @@ def load_table(config: TableConfig) -> tuple[pd.DataFrame, list[str], dict[str, 
     where = f"--data {config.data}"
     options = {"separator": config.separator, "encoding": config.encoding}
     table = read_table(config.data, where, **options)
+    if table.shape[1] == 1:
+        raise UsageError(
+            f"{where}: there is one column, {table.columns[0]!r}, and two are needed: if it is "
+            "several, name what lies between them with --separator, such as ' '"
+        )
     if not config.target:
         raise UsageError(
             f"{where}: choose the column to predict with --target: "
@@ -376,7 +387,7 @@ def make_sets(
     values, problems = encode(table, [*features, *map(Column, targets)])
     if problems or not features:
         refused = {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
-        raise UsageError(_judge({**learned, **refused}, config))
+        raise UsageError(_judge({**learned, **refused}, table, config))
     about = known | {
         "columns": [*map(vars, features)],
         "left_out": [name for name, column in learned.items() if isinstance(column, str)],
@@ -423,15 +434,19 @@ def _doubt(values: pd.Series) -> str:
     return asked * ({*decimals} == {0, 3})
 
 
-def _judge(learned: dict[str, Any], config: TableConfig) -> str:
+def _judge(learned: dict[str, Any], table: pd.DataFrame, config: TableConfig) -> str:
     """Return a list of all columns, the refused ones first, and a command that works."""
     good = [name for name, column in learned.items() if isinstance(column, Column)]
     lines = [f"  {name}: {learned[name]}" for name in sorted(learned, key=good.__contains__)]
     text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
     if not good or {*(config.target or [])} & learned.keys():
         return (
-            f"{text}\nWrite numbers like 1234.5, without currency, unit, % or thousands separator"
+            f"{text}\nWrite numbers like 1234.5, with a decimal point, without currency, unit, % "
+            "or thousands separator"
         )
+    refused = [name for name in learned if "is not a number" in str(learned[name])]
+    if kinds := [name for name in refused if table[name].nunique() <= MAX_CATEGORIES]:
+        text += f"\nIf their values are kinds, not amounts, add --categorical {typed(*kinds)}"
     return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
 
 

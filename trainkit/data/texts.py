@@ -47,6 +47,12 @@ class TextConfig(TrainingConfig):
     """of a text: what is over is cut (default: 32, or 128 with --base)"""
     num_lines: Count | None = None
     """without --data: texts to train on, and to evaluate on (default: all)"""
+    epochs: int = UNSET
+    """passes over the texts (default: 5, or 3 with --base)"""
+    batch_size: int = UNSET
+    """texts per optimizer step, over all processes and micro-batches (default: 60, or 32)"""
+    learning_rate: float = UNSET
+    """peak learning rate (default: 2e-3, or 5e-5 with --base)"""
 
     def find_problems(self, num_processes: int) -> list[str]:
         """Add flags of the data that go with --data, or without it."""
@@ -242,8 +248,8 @@ def read_rows(
     labels = [tables.as_text(each).strip() if pd.notna(each) else "" for each in rows[label]]
     kept = [n for n, pair in enumerate(zip(texts, labels, strict=True)) if all(pair)]
     empty, unnamed = texts.count(""), labels.count("")
-    dropped = f", {empty} rows dropped: no text" * bool(empty)
-    dropped += f", {unnamed} rows dropped: no label" * bool(unnamed)
+    dropped = f", {count(empty, 'row')} dropped: no text" * bool(empty)
+    dropped += f", {count(unnamed, 'row')} dropped: no label" * bool(unnamed)
     return [texts[n] for n in kept], [labels[n] for n in kept], dropped
 
 
