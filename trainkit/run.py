@@ -141,9 +141,8 @@ class Run:
         self.step = Step(accelerator, config, self.signals, self.models, self.sets[0], self.length)
         self.resources.callback(self.step.release)
         self.means, self.ema = RunningMeans(accelerator), EMA(self.models, config.ema)
-        self.checkpoints = Checkpoints(
-            accelerator, config, fingerprint, self.log.tracker, self.means, self.ema.values
-        )
+        parts = self.log.tracker, self.means, self.ema.values
+        self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)
         self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
