@@ -50,6 +50,8 @@ def main(argv):
                     values = compute_losses(model, batch)
                     accelerator.backward(run.step_mean(values["loss"], weights=values["weights"]))
                     run.clip_and_check(optimizer)
+                    with torch.no_grad():
+                        model(batch[0])  # computed before the step, and not to be used after it
                     optimizer.step()
                     optimizer.zero_grad()
                 run.add(**values)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from trainkit import shards
+
 import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -54,11 +56,7 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for layer in (layer for model in self.models for layer in model.modules()):
-            # After a forward pass without a backward pass, FSDP2 computes the next one with the
-            # whole weights that it still has, whatever is written to their rows meanwhile.
-            if hasattr(layer, "reshard"):
-                layer.reshard()
+        shards.forget_whole_weights(self.models)
         for values, weights in zip(self.values, self.weights, strict=True):
             for name, weight in weights.items():
                 # Copied, because DDP, FSDP and CUDA graphs rely on the address of a weight.

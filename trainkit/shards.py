@@ -237,6 +237,17 @@ def own_rows(like: Any, rows: Any) -> Any:
     return DTensor.from_local(rows, like.device_mesh, like.placements, **layout)
 
 
+def forget_whole_weights(models: Sequence[nn.Module]) -> None:
+    """Let the next forward pass of sharded models gather their weights. Call before these change.
+
+    FSDP2 keeps some weights whole after a forward pass that no backward pass follows, such as one
+    of an evaluation, and uses them in the next one, without a look at the rows of the processes.
+    """
+    for layer in (layer for model in models for layer in model.modules()):
+        if hasattr(layer, "reshard"):
+            layer.reshard()
+
+
 def frozen(model: nn.Module) -> Tensors:
     """The parameters of a model that are frozen (requires_grad=False), by name."""
     named = named_weights(model, remove_duplicate=False)

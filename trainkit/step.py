@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from trainkit import shards
+
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -51,6 +53,7 @@ class Step:
     ):
         self.accelerator, self.config, self.signals = accelerator, config, signals
         self.length, self.seeds_host = length, type(train_set) is not InMemory
+        self.sharded = models if accelerator.is_fsdp2 else ()
         layers = (layer for model in models for layer in model.modules())
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.optimizers = prepared_optimizers(accelerator)
@@ -205,12 +208,16 @@ class Step:
         release_dropout(self.dropouts)
 
     def check_clipped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise RuntimeError if the gradients of an optimizer were not clipped before its step."""
+        """Raise RuntimeError if the gradients of an optimizer were not clipped before its step.
+
+        torch calls this before each step of an optimizer.
+        """
         if optimizer not in self.clipped:
             raise RuntimeError(
                 "optimizer.step() must come after run.clip_and_check(optimizer), which scales, "
                 "clips and checks its gradients"
             )
+        shards.forget_whole_weights(self.sharded)
         self.stepped.add(optimizer)
 
     def check_rows(self, call: str, values: torch.Tensor) -> None:
