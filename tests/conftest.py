@@ -58,7 +58,11 @@ NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them
 @pytest.fixture(scope="session", autouse=True)
 def datasets_cache(tmp_path_factory):
     """A cache of this test session's own, shared with the processes it starts."""
-    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf"))
+    import datasets  # here, so that it reads HF_HUB_OFFLINE
+
+    cache = tmp_path_factory.mktemp("hf")
+    os.environ["HF_HOME"] = str(cache)
+    datasets.config.HF_DATASETS_CACHE = cache / "datasets"  # read from HF_HOME at the import
 
 
 def first_pictures(folder: Path, num_train: int, num_test: int) -> Path:
