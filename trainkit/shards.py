@@ -241,7 +241,8 @@ def forget_whole_weights(models: Sequence[nn.Module]) -> None:
     """Let the next forward pass of sharded models gather their weights. Call before these change.
 
     FSDP2 keeps some weights whole after a forward pass that no backward pass follows, such as one
-    of an evaluation, and uses them in the next one, without a look at the rows of the processes.
+    of an evaluation, and uses them in the next one, whatever the rows of the processes are by then
+    (https://github.com/pytorch/pytorch/issues/131965).
     """
     for layer in (layer for model in models for layer in model.modules()):
         if hasattr(layer, "reshard"):
