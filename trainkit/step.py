@@ -36,8 +36,9 @@ class Step:
         num_rows: samples of this process in the current micro-batch.
         losses: this process's share of each mean of the current micro-batch, for FiniteGuard; with
             mask= or weights= it is divided by num_samples until `factor` is known.
+        selects: whether the means of this step have mask= or weights=; None before the first one.
         num_counted: how many values mask= has selected so far in this process, or the sum of
-            weights=; None if neither is given.
+            weights=; 0 if neither is given.
         factor: num_samples / num_counted of all processes; None before clip_and_check.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.
     """

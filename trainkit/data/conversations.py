@@ -134,7 +134,7 @@ def _conversation(columns: list[str], row: dict[str, Any]) -> Conversation:
         return in_context([], 0, row)._replace(text=row["text"] + "")
     given, said = ([], row[columns[0]]) if len(columns) == 1 else (row[name] for name in columns)
     if more := "instruction" in columns and (row.get("input") or row.get("context")):
-        given = "\n\n".join([given] * (given != "") + [more])
+        given = given + "\n\n" * (given != "") + more
     given, said = as_turns(given, "user"), as_turns(said, "assistant")
     return in_context(given + said, len(given), row)
 

@@ -96,11 +96,11 @@ def load_tables(folder: Path, found: folders.Folder) -> dict[str, datasets.Datas
         raise UsageError(f"--dataset {folder}: its files differ in their columns or classes")
     files_of_splits = [path for paths in found.splits.values() for path in paths]
     for path in [path for path in files_of_splits if path.suffix.lower() == ".zip"]:
-        inside = [Path(name) for name in zipfile.ZipFile(folder / path).namelist()]
-        # Of these datasets would take the folder of the archive for the class.
-        if not any(each.name in folders.LISTS for each in inside) and any(
-            map(folders.is_picture, inside)
-        ):
+        with zipfile.ZipFile(folder / path) as archive:
+            inside = [Path(name) for name in archive.namelist()]
+        has_list = any(each.name in folders.LISTS for each in inside)
+        if not has_list and any(map(folders.is_picture, inside)):
+            # datasets would take the folder that holds the archive for the class of them all.
             raise UsageError(f"--dataset {folder}: unpack {path}, for its folders to be classes")
     options: dict[str, Any] = {}
     card = folder / "README.md"
