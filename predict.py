@@ -32,9 +32,9 @@ from torch import nn
 from tyro.conf import Positional
 
 from trainkit.cli.parse import flag, parse
-from trainkit.cli.text import printable
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.run_dir import records
+from trainkit.text import printable
 from trainkit.tools.calibration import calibrate
 from trainkit.tools.photos import learn_framing, read_photo
 
@@ -152,7 +152,7 @@ class PhotoPredictor(PixelClassifier):
     weights = "pretrained/model.safetensors"  # with --freeze the other file has the last layer only
 
     def read(self, path: Path | BytesIO) -> tuple[torch.Tensor, str]:
-        from trainkit.data.pictures import read_photo_pixels  # here: `datasets` takes a second
+        from trainkit.pictures.grey import read_photo_pixels  # here: `datasets` takes a second
 
         with as_usage_error(f"{path} cannot be read as a picture"):
             pixels = read_photo_pixels(path, self.metadata["resize"], self.metadata["size"])
@@ -194,7 +194,7 @@ class TextPredictor(Classifier):
     options = ("encoding",)
 
     def open(self, script: Any, run_dir: Path) -> None:
-        from trainkit.data import encoders, texts  # here: pandas takes half a second
+        from trainkit.texts import encoders, texts  # here: pandas takes half a second
 
         self.collate, folder = script.collate, run_dir / "tokenizer"
         tokenizer = encoders.load_tokenizer(folder) if self.metadata["encoder"] else None
@@ -206,7 +206,7 @@ class TextPredictor(Classifier):
 
     def predict_file(self, path: Path, **options: Any) -> str:
         """Return a line for each text of the file: its number, and the answer of Classifier."""
-        from trainkit.data import texts
+        from trainkit.texts import texts
 
         encoding = options.get("encoding") or self.metadata.get("encoding")
         lines = texts.read_texts(path, self.metadata.get("text"), encoding)

@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.config import UNSET, MayChange, NonNegative, Schedule, Share, TrainingConfig, parse
-from trainkit.data.small import fit_to_size
+from trainkit.pictures.small import fit_to_size
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
@@ -149,7 +149,7 @@ SMALL = {"max_shift": 3.0, "max_turn": 20.0}
 def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     """Return the training set, the evaluation set and what is saved with the weights."""
     # Imported here, because predict.py only needs make_model: it starts in a third of the time.
-    from trainkit.data.pictures import (
+    from trainkit.pictures.grey import (
         are_photos,
         describe_pictures,
         describe_values,

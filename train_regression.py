@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.config import Count, MayChange, NonNegative, Rule, Schedule, parse
-from trainkit.data import tables
+from trainkit.tables import tables
 
 Widths = Annotated[
     list[int],

@@ -14,7 +14,7 @@ from torch import nn
 
 from examples.windows import Windows, standard_library
 from trainkit.config import Count, TrainingConfig, parse
-from trainkit.run_dir.pretrained import write_pretrained
+from trainkit.language.pretrained import write_pretrained
 
 LENGTH = 64  # tokens of a sample
 

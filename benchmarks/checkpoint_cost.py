@@ -24,9 +24,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from benchmarks._runs import ROOT, Parser, in_turn, spread, table
-from trainkit.checkpoint import Checkpoints, Progress
+from trainkit.checkpoint import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.metrics import RunningMeans
+from trainkit.position import Progress
 from trainkit.run_dir.log import JsonlTracker
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from benchmarks._runs import Parser, as_text
 from benchmarks.photos import lay_pictures
 from examples import pictures
-from trainkit.data import backbones
+from trainkit.pictures import backbones
 
 
 def main() -> None:

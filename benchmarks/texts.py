@@ -30,7 +30,7 @@ from transformers import (
 from benchmarks._runs import Parser
 from examples import text
 from trainkit.config import parse
-from trainkit.data import texts
+from trainkit.texts import texts
 
 
 def peer(flags: list[str]) -> float:

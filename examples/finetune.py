@@ -19,13 +19,13 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Count, MayChange, Schedule, TrainingConfig, parse
-from trainkit.data import conversations
-from trainkit.data.conversations import answer
-from trainkit.data.packing import pack_sets, row_size, share_rows
 from trainkit.errors import as_usage_error
+from trainkit.language import conversations
+from trainkit.language.conversations import answer
+from trainkit.language.packing import pack_sets, row_size, share_rows
+from trainkit.language.pretrained import stop_at, write_pretrained
+from trainkit.language.token_losses import allow_parts, token_losses
 from trainkit.orders import by_length
-from trainkit.run_dir.pretrained import stop_at, write_pretrained
-from trainkit.token_losses import allow_parts, token_losses
 
 
 @dataclass

@@ -28,7 +28,7 @@ from torch import nn
 from torchvision.utils import save_image
 
 from trainkit.config import MayChange, Optimizer, Schedule, TrainingConfig, parse
-from trainkit.data.pictures import load_images
+from trainkit.pictures.grey import load_images
 
 NUM_NOISE = 64
 FIXED_SEED = 0  # of the noise that evaluation and the drawn samples use

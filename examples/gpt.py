@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.windows import Windows, standard_library
 from trainkit.config import Count, Fraction, MayChange, Schedule, TrainingConfig, parse
-from trainkit.data.rows import ParquetRows
+from trainkit.rows.parquet import ParquetRows
 
 CONTEXT = 128
 PAIR = re.compile(rb'(def [^\n]+:\n +""")([^\n]+\n)')  # a prompt, and its answer

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainkit.config import Schedule, Share, parse
-from trainkit.data import backbones, photos
-from trainkit.data.backbones import make_model as make_model  # predict.py calls it
-from trainkit.data.photos import Photos, normalise
+from trainkit.pictures import backbones, photos
+from trainkit.pictures.backbones import make_model as make_model  # predict.py calls it
+from trainkit.pictures.photos import Photos, normalise
 
 
 @dataclass

@@ -22,12 +22,12 @@ from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Count, MayChange, Positive, Rule, Schedule, TrainingConfig, parse
-from trainkit.data import preferences
-from trainkit.data.conversations import read_base, without_dropout
 from trainkit.errors import as_usage_error
+from trainkit.language import preferences
+from trainkit.language.conversations import read_base, without_dropout
+from trainkit.language.pretrained import stop_at, write_pretrained
+from trainkit.language.token_losses import allow_parts, token_losses
 from trainkit.orders import by_length
-from trainkit.run_dir.pretrained import stop_at, write_pretrained
-from trainkit.token_losses import allow_parts, token_losses
 
 Smoothing = Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")]
 

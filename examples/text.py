@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Schedule, parse
-from trainkit.data import encoders, texts
 from trainkit.orders import by_length
+from trainkit.texts import encoders, texts
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # already installed: nothing is downloaded
 SCRATCH = {"epochs": 5, "batch_size": 60, "learning_rate": 2e-3}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.config import MayChange, Schedule, TrainingConfig, parse
-from trainkit.data.pictures import load_images
+from trainkit.pictures.grey import load_images
 
 WIDTH = 64
 NUM_CHOICES = 1000  # in an evaluation: chance is 0.001

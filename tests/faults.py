@@ -313,8 +313,9 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     import accelerate.utils.other
     import torch
 
-    from trainkit.checkpoint import Checkpoints, Progress
+    from trainkit.checkpoint import Checkpoints
     from trainkit.launch.signals import Signals
+    from trainkit.position import Progress
     from trainkit.run_dir.commit import Commits
 
     saves, events, armed, in_save, saved = 0, 0, False, False, 0

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from examples import gpt
-from trainkit.data import rows
+from trainkit.rows import parquet as rows
 
 rows.WAITS, rows.HF_HOME = (0, 0, 0.1, None), os.environ["HF_HOME"]
 main, compute_losses = gpt.main, gpt.compute_losses

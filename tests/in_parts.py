@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from trainkit import token_losses
+from trainkit.language import token_losses
 
 import torch.nn.functional as F
 

@@ -9,7 +9,7 @@ from conftest import ROOT, linux_only, run
 
 import train_mnist
 from benchmarks import _cv_example, _runs, peers
-from trainkit.data.pictures import load_images
+from trainkit.pictures.grey import load_images
 
 pytestmark = linux_only  # they read the memory of processes and use mallopt
 

@@ -18,10 +18,11 @@ import torch
 from accelerate import Accelerator
 from conftest import contents, forget_accelerator, linux_only
 
-from trainkit.checkpoint import Checkpoints, Progress
+from trainkit.checkpoint import Checkpoints
 from trainkit.ema import EMA
 from trainkit.errors import UsageError
 from trainkit.metrics import RunningMeans
+from trainkit.position import Progress
 from trainkit.run_dir import files
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.manifest import FORMAT, describe, verify, write_manifest

@@ -22,11 +22,11 @@ from test_pictures import BAD_FILES, NAMES, TURNED, colour_folder, dataset, parq
 
 from examples import pictures
 from trainkit.config import parse
-from trainkit.data import backbones, decoding, files, photos
-from trainkit.data import pictures as reading
-from trainkit.data.kept import compute_once
-from trainkit.data.pictures import read_photo_pixels
 from trainkit.errors import UsageError
+from trainkit.pictures import backbones, decoding, files, photos
+from trainkit.pictures import grey as reading
+from trainkit.pictures.grey import read_photo_pixels
+from trainkit.reading.kept import compute_once
 
 with contextlib.suppress(ImportError):  # on Windows
     import resource

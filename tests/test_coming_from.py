@@ -8,8 +8,8 @@ from conftest import NUM_TRAIN, ROOT, rows
 from double import SAME
 from safetensors.torch import load_file, save_file
 
-from trainkit.data.pictures import load_images
 from trainkit.loaders import EpochBatches
+from trainkit.pictures.grey import load_images
 
 BATCH_SIZE, NUM_STEPS = 40, 25
 SHARED = f"--model lenet --no-augment --label-smoothing 0 --batch-size {BATCH_SIZE} --epochs 1"

@@ -11,9 +11,9 @@ import pytest
 
 import train_mnist
 import train_regression
-from trainkit.checkpoint import Progress
 from trainkit.config import TrainingConfig, parse
 from trainkit.errors import UsageError
+from trainkit.position import Progress
 
 # What is typed, and a part of the sentence that answers it.
 SLIPS = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from trainkit.data.pictures import load_images
+from trainkit.pictures.grey import load_images
 
 
 @pytest.mark.parametrize("split", ["test", pytest.param("train", marks=pytest.mark.slow)])

@@ -20,8 +20,8 @@ from test_shards import KINDS, train
 
 from examples import finetune
 from trainkit.config import parse
-from trainkit.data import conversations
 from trainkit.errors import UsageError
+from trainkit.language import conversations
 from trainkit.loaders import EpochBatches
 from trainkit.orders import by_length
 

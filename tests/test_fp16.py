@@ -14,7 +14,7 @@ from conftest import rows
 from faults import digests
 from test_run import Numbers, changed
 
-import trainkit.launch.world
+import trainkit.session
 from trainkit.run import Run
 from trainkit.step import Step
 
@@ -55,7 +55,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
         return made
 
     monkeypatch.setattr(Step, "finish", finished)
-    monkeypatch.setattr(trainkit.launch.world, "Accelerator", accelerator_in_fp16)
+    monkeypatch.setattr(trainkit.session, "Accelerator", accelerator_in_fp16)
     flags = f"--dataset {tiny_mnist} --model lenet --batch-size 8 --log-every 1 --save-every 2 "
     flags = f"{flags} --stop-after-steps {LAST} --keep 9 --run-dir {run_dir}".split()
     run_main("train_mnist", *flags)
@@ -124,7 +124,7 @@ def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
     """Every batch is the same, so that it does not matter which ones are skipped."""
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
     plain = train_two(tmp_path / "run", order)
-    monkeypatch.setattr(trainkit.launch.world, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
     scaled = train_two(tmp_path / "run", order, overflows=(1, 6, 7, 14))
     assert len(scaled) == len(plain) - 4 > 30
     assert scaled == pytest.approx(plain[:-4], abs=1e-5)

@@ -3,7 +3,7 @@
 import itertools
 from functools import partial
 
-from trainkit import token_losses as losses
+from trainkit.language import token_losses as losses
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import finetune
-from trainkit.data.packing import Packed, best_fit, row_size, share_rows
 from trainkit.errors import UsageError
+from trainkit.language.packing import Packed, best_fit, row_size, share_rows
 from trainkit.orders import WINDOW, by_length
 
 transformers = pytest.importorskip("transformers")

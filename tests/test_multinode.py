@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, {str(conftest.ROOT)!r})
 import train_mnist
-from trainkit.data import decoding
+from trainkit.pictures import decoding
 from trainkit.launch import startup
 
 decode_all = decoding.decode

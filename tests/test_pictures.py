@@ -20,12 +20,12 @@ from PIL import Image, ImageOps
 
 import train_mnist
 from trainkit.config import parse
-from trainkit.data import files as picture_files
-from trainkit.data import pictures
-from trainkit.data.decoding import source_of
-from trainkit.data.small import fit_to_size
 from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
+from trainkit.pictures import files as picture_files
+from trainkit.pictures import grey as pictures
+from trainkit.pictures.decoding import source_of
+from trainkit.pictures.small import fit_to_size
 from trainkit.tools import photos
 
 NUMBERS = {"train": 60, "test": 17}

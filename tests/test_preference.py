@@ -20,8 +20,8 @@ from test_shards import KINDS
 
 from examples import preference
 from trainkit.config import parse
-from trainkit.data import preferences
 from trainkit.errors import UsageError
+from trainkit.language import preferences
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 

@@ -39,7 +39,7 @@ SETTINGS = {
     "config.eos_token_id",
     "encoder.pooler",  # None, as transformers builds it without one
     "model.generation_config",
-    "head.forward",  # see trainkit/token_losses.py, which puts it back
+    "head.forward",  # see trainkit/language/token_losses.py, which puts it back
     "owner.base_model.forward",
     "found.cross_attentions",
     "head.may_have_parts",

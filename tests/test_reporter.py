@@ -7,9 +7,9 @@ from typing import Any
 
 from conftest import linux_only
 
-from trainkit.checkpoint import Progress
 from trainkit.cli.console import MetricsTable, fit, show_best
-from trainkit.cli.reporter import Reporter
+from trainkit.position import Progress
+from trainkit.reporter import Reporter
 
 LEFT = re.compile(r"epoch (\d)/3 +(\d+) %\|.*\| (\S+) left")
 

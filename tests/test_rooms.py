@@ -10,25 +10,28 @@ from conftest import ROOT
 
 # A module may import those of its own row and of the rows above it. A folder stands for its files.
 LAYERS = [
-    "private cli.text",
+    "private text",
     "errors",
     "config cli run_dir launch",
     "rng deferred",
     "orders",
     "loaders metrics optim",
+    "position",
     "checks",
     "shards kernels",
     "fingerprint ema evaluation",
     "checkpoint",
-    "step best cli.reporter",
-    "results launch.world",
+    "step best reporter",
+    "results session",
     "run",
-    "data",
+    "reading",
+    "pictures tables texts language rows",
     "tools",
 ]
+WINGS = LAYERS[-2].split()
 LAYER = {name: number for number, row in enumerate(LAYERS) for name in row.split()}
 KIT = sorted((ROOT / "trainkit").rglob("*.py"))
-LOOP = ("run", "step", "loaders", "rng", "metrics", "checkpoint")
+LOOP = ("run", "step", "loaders", "rng", "metrics", "checkpoint", "position", "config")
 NO_TOKEN = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
@@ -43,7 +46,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def layer(module: str) -> int | None:
-    """The layer of `trainkit.cli.text` or of a name in it; None outside of trainkit."""
+    """The layer of `trainkit.text` or of a name in it; None outside of trainkit."""
     package, _, rest = module.partition(".")
     if package != "trainkit" or not rest:
         return None
@@ -58,6 +61,8 @@ def test_imports_only_run_down(path):
         assert name.partition(".")[0] != "examples", name
         if (theirs := layer(name)) is not None:
             assert theirs <= layer(own), f"{own} imports {name}"
+            wing, other = own.split(".")[1], name.split(".")[1]
+            assert not {wing, other} <= {*WINGS} or wing == other, f"{own} imports {name}"
 
 
 def test_only_scripts_import_run_and_no_script_what_shows_its_results():
@@ -76,8 +81,7 @@ def num_tokens(path: Path) -> int:
 
 def test_the_loop_is_read_in_one_sitting():
     files = [ROOT / "trainkit" / f"{name}.py" for name in LOOP]
-    assert sum(map(num_tokens, files)) <= 9200
-    assert len(files[0].read_text().splitlines()) <= 350
+    assert sum(map(num_tokens, files)) <= 10_000
 
 
 def test_no_function_is_long_and_little_is_kept_from_the_formatter():
@@ -87,8 +91,7 @@ def test_no_function_is_long_and_little_is_kept_from_the_formatter():
             continue
         num_skipped += path.read_text().count("# fmt: skip")
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef) and node.name != "main":
                 length = node.end_lineno - node.lineno + 1
-                most = 50 if node.name == "main" else 45
-                assert length <= most, f"{path.name}: {node.name} has {length} lines"
+                assert length <= 45, f"{path.name}: {node.name} has {length} lines"
     assert num_skipped <= 30

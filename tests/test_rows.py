@@ -23,9 +23,9 @@ from plain import quick
 from torch.utils.data import default_collate
 
 from benchmarks.rows import serve
-from trainkit.data import rows
-from trainkit.data.rows import ParquetRows, shown
 from trainkit.errors import LoneFailure, UsageError
+from trainkit.rows import parquet as rows
+from trainkit.rows.parquet import ParquetRows, shown
 
 SIZES = (500, 500, 137)  # rows of the files, in row groups of 50
 NUM = sum(SIZES)

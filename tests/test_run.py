@@ -278,7 +278,7 @@ def test_a_long_epoch_says_where_it_is_and_a_picture_that_cannot_be_drawn_is_a_s
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
     monkeypatch.setattr("trainkit.tools.curves.draw_curves", fail)
-    monkeypatch.setattr("trainkit.cli.reporter.QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("trainkit.reporter.QUIET_SECONDS", -1.0)
     train("--run-dir", tmp_path, "--pictures")
     said = capfd.readouterr().out  # which is no terminal
     assert "epoch 1: 16 of 43 samples, train_loss " in said

@@ -19,9 +19,10 @@ from PIL import Image
 
 import predict
 import train_mnist
-from trainkit.data import pictures, tables
 from trainkit.errors import UsageError
 from trainkit.launch import startup
+from trainkit.pictures import grey as pictures
+from trainkit.reading import frames
 from trainkit.run_dir import files, records
 from trainkit.run_dir.manifest import FORMAT, hash_of, verify
 from trainkit.run_dir.weights import read_weights, write_tensors
@@ -83,7 +84,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "predictions.safetensors": records.load_predictions,
     "metrics.jsonl": lambda path: plots.main([str(path.parent)]),
     "picture.png": lambda path: photos.read_photo(path, 28, {}),
-    **{f"table.{kind}": lambda path: tables.read_table(str(path), str(path))
+    **{f"table.{kind}": lambda path: frames.read_table(str(path), str(path))
        for kind in ("parquet", "json", "csv.gz")},
 }  # fmt: skip
 
@@ -107,7 +108,7 @@ def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path):
         assert len(pictures.load_images(str(folder), "train", 28)[0]) == 60
         (folder / name).write_text(f"open({str(mark)!r}, 'w')")
     refused(lambda: pictures.load_images(str(folder), "train", 28), "scripts are no longer supp")
-    refused(lambda: tables.read_table(str(folder / "data.py"), "--data x"), "is not a table")
+    refused(lambda: frames.read_table(str(folder / "data.py"), "--data x"), "is not a table")
     assert not mark.exists()
 
 

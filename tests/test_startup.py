@@ -5,11 +5,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+from trainkit import session as world
+
 import pytest
 import torch
 from conftest import ROOT, linux_only, posix_only
-
-from trainkit.launch import world
 
 
 def test_freed_memory_is_kept(in_fresh_process):

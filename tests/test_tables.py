@@ -17,8 +17,8 @@ from conftest import posix_only
 import predict
 import train_regression
 from trainkit.config import parse
-from trainkit.data import tables
 from trainkit.errors import UsageError
+from trainkit.tables import tables
 
 
 def load(*args):

@@ -16,8 +16,8 @@ from double import SAME
 import predict
 from examples import text
 from trainkit.config import parse
-from trainkit.data import encoders, texts
 from trainkit.errors import UsageError
+from trainkit.texts import encoders, texts
 from trainkit.tools.export import write_export
 
 transformers = pytest.importorskip("transformers")

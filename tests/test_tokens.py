@@ -20,7 +20,7 @@ from test_fp16 import Still, scaled_float32
 from test_run import Numbers, changed, make_config
 from torch.utils.data import default_collate
 
-import trainkit.launch.world
+import trainkit.session
 from examples import gpt, two_towers
 from trainkit.config import parse
 from trainkit.errors import UsageError
@@ -137,7 +137,7 @@ def test_a_mean_with_a_mask_goes_through_a_loss_scale_and_skips_what_overflows(
 
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
     expected = run("unscaled")
-    monkeypatch.setattr(trainkit.launch.world, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
     found = run("scaled", 0, 2, 3)
     assert min(found[:2]) > 100  # what is logged after a skipped step has its loss, too
     assert found[2:] == pytest.approx(expected[2:-3], abs=2e-6)

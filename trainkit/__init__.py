@@ -21,7 +21,7 @@ NAMES = {
     "keyed_uniform": "rng",
     "make_optimizer": "optim",
     "make_scheduler": "optim",
-    "shorten": "cli.text",
+    "shorten": "text",
     "startup": "launch.startup",
 }
 

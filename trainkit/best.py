@@ -8,11 +8,11 @@ from contextlib import suppress
 
 from accelerate import Accelerator
 
-from trainkit.checkpoint import Progress
 from trainkit.cli.console import show
 from trainkit.cli.directions import metric_and_direction
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.position import Progress
 from trainkit.run_dir import records
 from trainkit.run_dir.files import rename_free
 

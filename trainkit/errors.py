@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from trainkit.cli.text import first_sentence
+from trainkit.text import first_sentence
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2

@@ -58,3 +58,16 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
         return torch.cat([batches[shuffle].flatten(), rest[given[rest].argsort(stable=True)]])
 
     return lambda epoch, start, stop: whole(epoch)[start:stop]
+
+
+def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
+    """Return the indices of the samples to evaluate on, or to train on: the same for any --seed.
+
+    number: how many there are to evaluate on; 0: a fifth of each class.
+    """
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(len(labels))
+    held_out = places < number
+    if not number:
+        order, held_out = order[labels[order].argsort(stable=True)], places % 5 == 4
+    return order[held_out == (split == "test")]

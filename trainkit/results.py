@@ -10,17 +10,17 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainkit.checkpoint import Progress
 from trainkit.checks.prepared import Predictions
 from trainkit.cli.console import show_best
-from trainkit.cli.text import check_json, count, first_sentence
 from trainkit.cli.world import describe_run
 from trainkit.config import TrainingConfig
 from trainkit.ema import EMA
 from trainkit.errors import RunFailure, failing_together
+from trainkit.position import Progress
 from trainkit.run_dir import records
 from trainkit.run_dir.files import write_durably, write_json
 from trainkit.run_dir.weights import layout, numbered, write_tensors
+from trainkit.text import check_json, count, first_sentence
 
 
 class Results:

@@ -21,24 +21,25 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainkit.checkpoint import Checkpoints, Length, Progress
+from trainkit.checkpoint import Checkpoints
 from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
 from trainkit.checks.data import check_data
 from trainkit.checks.prepared import Prepared, check_loader, check_predictions
 from trainkit.cli.console import describe
-from trainkit.cli.reporter import Reporter
 from trainkit.config import TrainingConfig
 from trainkit.ema import EMA
 from trainkit.errors import UsageError
 from trainkit.fingerprint import fingerprint_run
 from trainkit.launch import nodes
 from trainkit.launch.signals import Signals
-from trainkit.launch.world import leave_processes, leave_stopped, start_accelerator, timeout_of
 from trainkit.metrics import RunningMeans, sum_and_count
+from trainkit.position import Length, Progress
 from trainkit.private import fix_bucket_order
+from trainkit.reporter import Reporter
 from trainkit.results import Results
 from trainkit.run_dir.files import open_run
 from trainkit.run_dir.log import JsonlTracker
+from trainkit.session import leave_processes, leave_stopped, start_accelerator, timeout_of
 from trainkit.step import Step
 
 

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from trainkit.checkpoint import Length, Progress
 from trainkit.checks.finite import FiniteGuard, Position
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
@@ -19,6 +18,7 @@ from trainkit.launch.signals import Signals
 from trainkit.loaders import InMemory, share_of_batch
 from trainkit.metrics import sum_and_count, sum_of
 from trainkit.optim import clip_gradients, learning_rates, scale_gradients
+from trainkit.position import Length, Progress
 from trainkit.private import prepared_optimizers, take_loss_scale
 from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
 

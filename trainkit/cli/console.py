@@ -12,9 +12,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
 
-from trainkit.cli.text import count
 from trainkit.cli.world import describe_world
 from trainkit.private import prepared_schedulers
+from trainkit.text import count
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

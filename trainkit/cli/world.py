@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trainkit.cli.text import count
 from trainkit.config import TrainingConfig
+from trainkit.text import count
 
 
 def describe_world(accelerator: Accelerator) -> str:

@@ -12,9 +12,9 @@ from itertools import takewhile
 import torch
 from accelerate.utils import str_to_bool
 
-from trainkit.cli.text import count
 from trainkit.errors import UsageError
 from trainkit.private import precision_of_notebook_launcher
+from trainkit.text import count
 
 # Where mpirun and srun put the number of processes they started. Accelerate does not read these.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from trainkit.cli.text import printable
 from trainkit.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -35,6 +34,7 @@ from trainkit.errors import (
 )
 from trainkit.launch.environment import by_accelerate, shards_wanted
 from trainkit.private import run_exit_functions, skip_the_compiler
+from trainkit.text import printable
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # <malloc.h>
 M_ARENA_MAX = -8

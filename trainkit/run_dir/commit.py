@@ -16,11 +16,11 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from trainkit.cli.text import first_sentence
 from trainkit.errors import RunFailure, failing_together
 from trainkit.run_dir.files import remove_tree, sync, write_json
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.manifest import make_durable, steps_in, write_manifest
+from trainkit.text import first_sentence
 
 # How long the main process waits, after an error, for the parts of others, which may be dead.
 LAST_SECONDS = 10.0

@@ -28,7 +28,7 @@ from trainkit.cli.parse import parse
 from trainkit.cli.world import describe_world
 from trainkit.errors import failing_together
 from trainkit.launch import environment, nodes
-from trainkit.launch.world import end_training
+from trainkit.session import end_training
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_MATMULS = 100  # on a CPU half a second: several turns of a busy core's scheduler

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageFilter
 
-from trainkit.data.files import open_picture, resize, to_grey, to_values
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.pictures.files import open_picture, resize, to_grey, to_values
 
 MAX_SIDE = 240  # pixels, of the small copy of a photo in which ink is found
 NUM_LOOKED_AT = 2000  # pictures from which the framing of all is learned

@@ -9,10 +9,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from trainkit.cli.text import shorten
-from trainkit.data import tables
 from trainkit.errors import UsageError
+from trainkit.reading import frames
 from trainkit.run_dir.files import write_durably
+from trainkit.tables import tables
+from trainkit.text import shorten
 
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers, or begin with
 # a tab or line break.
@@ -39,9 +40,9 @@ def add_predictions(
     if not path.exists():
         raise UsageError(f"{where} cannot be read: there is no such file")
     options = about.get("read_options", {}) | ({"encoding": encoding} if encoding else {})
-    written = tables.read_table(where, where, **options)
+    written = frames.read_table(where, where, **options)
     columns = [tables.Column(**column) for column in about["columns"]]
-    table = tables.choose_columns(written, [column.name for column in columns], where)
+    table = frames.choose_columns(written, [column.name for column in columns], where)
     inputs, problems = tables.encode(table, columns)
     why = {
         row: f"row {row + 1} (column {name!r}: {said})" for row, name, said in reversed(problems)
@@ -61,7 +62,7 @@ def add_predictions(
             if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
     notes += f"\nno prediction for {unknown}" * bool(why)
-    kinds = "|".join(kind[1:] for kind in tables.KINDS)
+    kinds = "|".join(kind[1:] for kind in frames.KINDS)
     stem = re.sub(rf"\.({kinds})(\.gz)?$", "", path.name, flags=re.IGNORECASE)
     output = path.with_name(f"{stem}_predictions.csv")
     if WRITTEN.setdefault(output.resolve(), path.resolve()) != path.resolve():

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.data.conversations import without_dropout
-from trainkit.data.texts import NUM_HASHED
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.run_dir.records import describe_recall
+from trainkit.texts.texts import NUM_HASHED
 
 MAX_TOKENS = {"scratch": 32, "base": 128}
 NEEDS = "--base needs `pip install transformers`"
@@ -66,7 +65,7 @@ def read_base(config: Any) -> tuple[dict[str, Any] | None, Any]:
         from transformers import AutoConfig, AutoModel
     with as_usage_error(f"--base {config.base} cannot be read"):
         made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
-        made, tokenizer = without_dropout(made), load_tokenizer(config.base)
+        made, tokenizer = _without_dropout(made), load_tokenizer(config.base)
         values = plain(json.loads(made.to_json_string()) | {"model_type": made.model_type})
         with torch.device("meta"):
             model = AutoModel.from_config(made, trust_remote_code=False)
@@ -75,6 +74,13 @@ def read_base(config: Any) -> tuple[dict[str, Any] | None, Any]:
     if config.max_tokens > limit:
         raise UsageError(f"--max-tokens {config.max_tokens}: {config.base} takes at most {limit}")
     return values, tokenizer
+
+
+def _without_dropout(config: Any) -> Any:
+    for part in (config, config.get_text_config()):
+        values = part.to_dict().items()
+        part.update({n: 0.0 for n, value in values if "drop" in n and isinstance(value, float)})
+    return config
 
 
 def _num_positions(model: nn.Module) -> float:

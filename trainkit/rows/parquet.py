@@ -29,12 +29,12 @@ from fsspec.utils import atomic_write, tokenize
 from huggingface_hub.constants import HF_HOME
 from torch.utils.data import Dataset, default_collate
 
-from trainkit.cli.text import first_sentence, shorten
-from trainkit.data.paths import select_read
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.loaders import Order
 from trainkit.private import tree_map_only
+from trainkit.reading.paths import select_read
 from trainkit.rng import key, mix, permute, scramble
+from trainkit.text import first_sentence, shorten
 
 WAITS = (1, 2, 4, None)  # seconds before a file is tried again; None: give up
 SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it

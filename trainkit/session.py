@@ -10,13 +10,13 @@ from trainkit import shards
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
 
-from trainkit.cli.reporter import Reporter
 from trainkit.config import TrainingConfig
 from trainkit.errors import EXIT_STOPPED
 from trainkit.launch import environment, nodes
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
 from trainkit.private import end_workers, share_frozen_weights
+from trainkit.reporter import Reporter
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.trackers import make_trackers
 

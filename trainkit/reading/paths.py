@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
-from trainkit.cli.text import count
 from trainkit.errors import is_main_rank
+from trainkit.text import count
 
 # A part of the path that begins with . or _, by which Spark and Hive hide files, such as
 # .ipynb_checkpoints, ._part, _temporary and _delta_log; but not _year=2020, which is a partition.

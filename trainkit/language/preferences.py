@@ -8,7 +8,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainkit.data.conversations import (
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.language.conversations import (
     Conversation,
     as_turns,
     check_left,
@@ -20,8 +21,7 @@ from trainkit.data.conversations import (
     read_rows,
     show,
 )
-from trainkit.data.kept import compute_once
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.reading.kept import compute_once
 
 # The tokens of the chosen conversation, int64 (length,), which are learned, bool; the rejected one.
 Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

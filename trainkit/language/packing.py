@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch.utils.data import Dataset
 
-from trainkit.data.conversations import Sample, Sets
 from trainkit.errors import UsageError
 from trainkit.evaluation import evaluating
+from trainkit.language.conversations import Sample, Sets
 from trainkit.private import attends_by_sdpa
 
 

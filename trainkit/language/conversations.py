@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import torch
 
-from trainkit.cli.text import first_sentence, shorten
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.text import first_sentence, shorten
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # tokens, int64 (length,), and which are learned, bool
 # The columns of each format that is read. A row has the first format whose columns are all there.

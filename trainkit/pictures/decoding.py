@@ -24,8 +24,9 @@ import torch
 import xxhash
 from tqdm import tqdm
 
-from trainkit.errors import as_usage_error, first_sentence, is_main_rank
+from trainkit.errors import as_usage_error, first_sentence
 from trainkit.launch.signals import outlive_signals
+from trainkit.reading.kept import no_bar
 from trainkit.run_dir.files import replacing
 
 NUM_BLOCKS, LARGEST = 100, 256  # of pictures, which a worker decodes at a time
@@ -150,11 +151,6 @@ def make_pool(task: Callable[[int], Any], number: int) -> Executor:
         return ProcessPoolExecutor(num_cores, fork, start_worker, (task, True))
     num_threads = (os.cpu_count() or 1) if number > NUM_ALONE else 1
     return ThreadPoolExecutor(num_threads, "decoding", start_worker, (task, False))
-
-
-def no_bar() -> bool | None:
-    """For tqdm(disable=...): a bar is drawn by one process of a machine, on a terminal."""
-    return None if is_main_rank() else True
 
 
 def source_of(cell: dict[str, Any] | None) -> BytesIO | Path:

@@ -17,12 +17,13 @@ import pyarrow.parquet as pq
 import torch
 from datasets.data_files import DataFilesList
 
-from trainkit.cli.text import shorten
-from trainkit.data import files, folders
-from trainkit.data.decoding import decode_once
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.loaders import InMemory
+from trainkit.orders import hold_out
+from trainkit.pictures import files, folders
+from trainkit.pictures.decoding import decode_once
 from trainkit.private import fingerprint_of
+from trainkit.text import shorten
 
 IN_COLOUR = ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr")  # of Pillow's modes
 MOST_SMALL = 64  # pixels; pictures above it lose too much at the size of digits
@@ -252,19 +253,6 @@ def describe_values(*seen: tuple[torch.Tensor, Counter[str]]) -> dict[str, str]:
         "values": f"{len(narrow)} of {len(pictures)} pictures looked at use less than an eighth of "
         f"the range 0 to 255 ({narrow.min()} to {narrow.max()}), nearly one shade: {remedy}"
     }
-
-
-def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
-    """Return the indices of the pictures to evaluate on, or to train on: the same for any --seed.
-
-    number: how many there are to evaluate on; 0: a fifth of each class.
-    """
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    places = torch.arange(len(labels))
-    held_out = places < number
-    if not number:
-        order, held_out = order[labels[order].argsort(stable=True)], places % 5 == 4
-    return order[held_out == (split == "test")]
 
 
 def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:

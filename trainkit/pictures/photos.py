@@ -15,12 +15,13 @@ import torch.nn.functional as F
 import xxhash
 from torch.utils.data import Dataset
 
-from trainkit.cli.text import shorten
 from trainkit.config import UNSET, Count, MayChange, NonNegative, TrainingConfig
-from trainkit.data import files, pictures
-from trainkit.data.decoding import decode_once, source_of
 from trainkit.errors import UsageError
+from trainkit.pictures import files
+from trainkit.pictures import grey as pictures
+from trainkit.pictures.decoding import decode_once, source_of
 from trainkit.private import fingerprint_of
+from trainkit.text import shorten
 
 NUM_SHOWN, SIDE_SHOWN = 100, 96  # of the evaluation pictures that plots and page show
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pandas as pd
 import xxhash
 
-from trainkit.cli.text import shorten
-from trainkit.data.paths import is_read
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.reading.paths import is_read
+from trainkit.text import shorten
 
 SPLITS = {"train": "train", "test": "test", "val": "validation", "validation": "validation"}
 # Other tools' words for the splits; they are looked for in the names of tables and archives.

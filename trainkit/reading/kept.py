@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from trainkit.data.decoding import no_bar
+from trainkit.errors import is_main_rank
 from trainkit.run_dir.files import replacing
 
 NUM_ROUND = 8  # batches that a process computes before it meets the others, within --timeout
@@ -53,3 +53,8 @@ def compute_once(
         with replacing(path, own=f"{os.getpid()}-") as temporary:
             save_file({"numbers": rows}, temporary)
     return rows
+
+
+def no_bar() -> bool | None:
+    """For tqdm(disable=...): a bar is drawn by one process of a machine, on a terminal."""
+    return None if is_main_rank() else True

@@ -16,10 +16,11 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.cli.parse import flag
-from trainkit.cli.text import count, shorten
 from trainkit.config import UNSET, Count, MayChange, TrainingConfig
-from trainkit.data import tables
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.orders import hold_out
+from trainkit.reading import frames
+from trainkit.text import count, shorten
 
 MAX_FOUND = 100  # classes of a column that is found by itself
 RARE = 5  # texts: with fewer of a class, a fifth may be none of them
@@ -97,10 +98,8 @@ def read_sets(config: TextConfig) -> Sets:
     Rows without a text or a label are left out, and counted in the plan. Raises UsageError for a
     table that cannot be used.
     """
-    from trainkit.data.pictures import hold_out  # here: `datasets` takes a second
-
     where, encoding = f"--data {config.data}", config.encoding
-    table = tables.read_table(str(config.data), where, encoding=encoding)
+    table = frames.read_table(str(config.data), where, encoding=encoding)
     text, label = choose(table, config.text, config.label, where)
     texts, labels, dropped = read_rows(table, text, label, where)
     classes = find_classes(labels, label, where)
@@ -115,7 +114,7 @@ def read_sets(config: TextConfig) -> Sets:
         train, held_out = ([pairs[n] for n in each] for each in rows)
     else:
         where = f"--eval-data {config.eval_data}"
-        table = tables.read_table(config.eval_data, where, encoding=encoding)
+        table = frames.read_table(config.eval_data, where, encoding=encoding)
         texts, labels, dropped = read_rows(table, text, label, where)
         if unknown := sorted({*labels} - {*classes}):
             raise UsageError(f"{where}: --data has no class {shorten([*map(repr, unknown)])}")
@@ -207,7 +206,7 @@ def choose(table: pd.DataFrame, text: str | None, label: str | None, where: str)
     A column may be the classes if its values repeat, and the texts if most of its values differ and
     have three words or more on average.
     """
-    tables.choose_columns(table, [name for name in (text, label) if name], where)
+    frames.choose_columns(table, [name for name in (text, label) if name], where)
     labels = [name for name in table if name != text and _repeats(table[name])]
     label = label or _only(labels, [*table], where, "--label", "classes")
     texts = [name for name in table if name not in (label, *labels) and _is_prose(table[name])]
@@ -217,10 +216,10 @@ def choose(table: pd.DataFrame, text: str | None, label: str | None, where: str)
 
 def _only(found: list[str], names: list[str], where: str, flag: str, what: str) -> str:
     if len(found) != 1:
-        fits = f"{shorten(found, tables.MAX_SHOWN)} could be" if found else "no column seems to be"
+        fits = f"{shorten(found, frames.MAX_SHOWN)} could be" if found else "no column seems to be"
         raise UsageError(
             f"{where}: {fits} the {what}: choose the column by {flag}: "
-            f"{shorten([*map(tables.typed, names)], tables.MAX_SHOWN)}"
+            f"{shorten([*map(frames.typed, names)], frames.MAX_SHOWN)}"
         )
     return found[0]
 
@@ -243,9 +242,9 @@ def read_rows(
     table: pd.DataFrame, text: str, label: str, where: str
 ) -> tuple[list[str], list[str], str]:
     """Return texts and labels of the rows that have both, and how many were left out."""
-    rows = tables.choose_columns(table, [text, label], where)
+    rows = frames.choose_columns(table, [text, label], where)
     texts = [_clean(each) for each in rows[text]]
-    labels = [tables.as_text(each).strip() if pd.notna(each) else "" for each in rows[label]]
+    labels = [frames.as_text(each).strip() if pd.notna(each) else "" for each in rows[label]]
     kept = [n for n, pair in enumerate(zip(texts, labels, strict=True)) if all(pair)]
     empty, unnamed = texts.count(""), labels.count("")
     dropped = f", {count(empty, 'row')} dropped: no text" * bool(empty)
@@ -256,7 +255,7 @@ def read_rows(
 def _clean(value: Any) -> str:
     """Return a cell as text, "" if it is empty; half of a surrogate pair, in JSON, becomes "?"."""
     if not isinstance(value, str):
-        value = "" if pd.isna(value) else tables.as_text(value)
+        value = "" if pd.isna(value) else frames.as_text(value)
     return value.strip().encode("utf-8", "replace").decode()
 
 
@@ -276,7 +275,7 @@ def read_texts(path: Path, text: str | None, encoding: str | None) -> list[str]:
                     "cp1252 or utf-16"
                 ) from None
         return [_clean(line) for line in lines[: len(lines) - (not lines[-1])]]
-    table = tables.read_table(where, where, encoding=encoding)
+    table = frames.read_table(where, where, encoding=encoding)
     if text is None:
         text = _only([n for n in table if _is_prose(table[n])], [*table], where, "--text", "texts")
-    return [_clean(each) for each in tables.choose_columns(table, [text], where)[text]]
+    return [_clean(each) for each in frames.choose_columns(table, [text], where)[text]]

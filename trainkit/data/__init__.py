@@ -1,1 +1,0 @@
-"""Data sets: what one sample is, read from pictures, tables and Parquet files."""

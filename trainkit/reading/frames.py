@@ -1,0 +1,144 @@
+"""Read tables by pandas as they are written, and choose columns of them.
+
+`where` names the table; the sentence of a UsageError begins with it.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.reading.paths import select_read
+from trainkit.text import shorten
+
+# Each of them but Parquet may also be followed by .gz.
+KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
+MAX_SHOWN = 30  # columns in a message
+
+
+def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
+    """Read all rows of a table file, of a folder of such files or of a Hub data set.
+
+    Values stay as they are written: those of text files are texts, "" if missing. Raises
+    UsageError.
+
+    separator: None means the one that splits the first line most often. encoding: None means UTF-8.
+    Other options come from older runs.
+    """
+    path = Path(name)
+    if not path.exists():
+        with as_usage_error(f"{where} cannot be read"):
+            import datasets
+
+            return datasets.load_dataset(name, split="train").to_pandas()
+    found = [file for file in sorted(path.rglob("*")) if _kind(file) in KINDS and file.is_file()]
+    names = [file.relative_to(path).as_posix() for file in found]
+    files = [path / name for name in select_read(names, where)] or [path]
+    kinds = {*map(_kind, files)}
+    if len(kinds) > 1 or not kinds <= {*KINDS}:
+        raise UsageError(
+            f"{where} is not a table: all files must be of one kind, one of {', '.join(KINDS)}"
+        )
+    tables = []
+    for file in files:
+        with as_usage_error(f"{where}: {file.name} cannot be read"):
+            try:
+                table = _read_file(file, **options)
+            except UnicodeError:
+                raise UsageError(
+                    f"{where}: {file.name} is not in UTF-8, or not in the given "
+                    "--encoding: try --encoding cp1252 or utf-16"
+                ) from None
+            # If rows of JSON are lists, the names of the columns are the numbers 0, 1 and so on.
+            table.columns = [*_unique([(str(name).strip(), 0) for name in table])]
+        tables.append(table)
+        if [*table] != [*tables[0]]:
+            raise UsageError(
+                f"{where}: {file.name} has other columns than {files[0].name}: all "
+                "files of a folder must have the same"
+            )
+    table = pd.concat(tables, ignore_index=True)
+    if files != [path]:
+        table.attrs["files"] = f" ({shorten([file.name for file in files])})"
+    return table
+
+
+def _kind(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any) -> pd.DataFrame:
+    import fsspec  # these two are imported here: a run on synthetic data starts without them
+    import pyarrow.parquet
+
+    kind = _kind(path)
+    if kind == ".parquet":
+        # An index that pandas wrote is read too, because it may be a column that somebody named.
+        table = pyarrow.parquet.ParquetFile(path).read()
+        return table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
+    with fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer") as file:
+        if "json" in kind:
+            decode = json.JSONDecoder(object_pairs_hook=_unique).decode
+            lines = filter(str.strip, file)
+            rows = decode(file.read()) if kind == ".json" else [*map(decode, lines)]
+            return pd.DataFrame(rows, dtype=object)
+        first = file.readline()
+        if not first.startswith(("sep=", '"sep=')):  # a line that Excel reads, above the names
+            file.seek(0)
+        separator = separator or max(",;\t|", key=first.count)
+        # The names are read as a row, because pandas would rename the second of two equal ones.
+        try:
+            rows = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, header=None)
+        except pd.errors.ParserError as problem:
+            rule = "the first line must name all columns, and quotation marks come in pairs"
+            raise ValueError(f"{str(problem).strip()}: {rule}") from None
+    names = [*rows.iloc[0].str.strip()]
+    for i, name in enumerate(names):  # a missing name becomes the one pandas gives
+        names[i] = name or f"Unnamed: {i}{'.0' * (f'Unnamed: {i}' in names)}"
+    return rows[1:].set_axis(names, axis=1)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of these pairs of name and value. Raises ValueError if a name comes twice."""
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        twice = max(names, key=names.count)
+        raise ValueError(
+            f"two columns are called {twice!r}: rename one, or add a first line of names"
+        )
+    return dict(pairs)
+
+
+def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.DataFrame:
+    """Return these columns, NaN in empty cells. Raises UsageError if one is missing or nested."""
+    for name in names:
+        if name not in table.columns:
+            raise UsageError(
+                f"{where}: there is no column {name!r}, only {shorten([*table], MAX_SHOWN)}"
+            )
+        values = table[name]
+        if values.dtype == object and {*map(type, values)} & {bytes, dict, list, np.ndarray}:
+            raise UsageError(
+                f"{where}: column {name!r} holds bytes or lists of values, which are neither "
+                "numbers nor texts: choose other columns with --features"
+            )
+    chosen = table[[*dict.fromkeys(names)]]
+    return chosen.mask(chosen.isin([""]))
+
+
+def typed(*names: str) -> str:
+    """Return column names as typed after a flag; one with a comma is in two pairs of quotes."""
+    return shlex.quote(",".join(f'"{name}"' if "," in name else name for name in names))
+
+
+def as_text(value: Any) -> str:
+    """Return one text for all forms in which files give a value: 1 for 1.0, True for TRUE."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value)
+    return text.capitalize() if text.lower() in ("true", "false") else text

@@ -1,0 +1,1 @@
+"""Rows of Parquet files, read by index from anywhere."""

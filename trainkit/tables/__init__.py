@@ -1,0 +1,1 @@
+"""Tables: columns become numbers."""
