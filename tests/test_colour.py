@@ -27,6 +27,9 @@ from trainkit.pictures import backbones, decoding, files, photos
 from trainkit.pictures import grey as reading
 from trainkit.pictures.grey import read_photo_pixels
 from trainkit.reading.kept import compute_once
+from trainkit.reading.recall import describe_recall
+from trainkit.run_dir.records import PREDICTIONS
+from trainkit.run_dir.weights import write_tensors
 
 with contextlib.suppress(ImportError):  # on Windows
     import resource
@@ -265,6 +268,17 @@ def test_processes_share_the_batches_of_rows_that_are_computed(tmp_path, monkeyp
     (first, sizes), (second, same) = map(compute_in, range(2))
     assert (first + second).flatten().tolist() == [*range(1, 51)] and sizes == same
     assert first.any() and second.any() and not (first * second).any()
+
+
+def test_the_worst_classes_are_named_and_what_an_accuracy_is_worth(tmp_path):
+    targets = torch.arange(40) % 20
+    predictions = {"target": targets, "prediction": torch.where(targets == 17, 3, targets)}
+    write_tensors(tmp_path / PREDICTIONS, predictions, {"classes": [*map(str, range(20))]})
+    worst = "17 0 of 2, 0 2 of 2, 1 2 of 2, 2 2 of 2, 3 2 of 2 and 15 more"
+    assert describe_recall(tmp_path) == f"recognised: 38 of 40; worst: {worst}"
+    predictions["prediction"] = 0 * targets
+    write_tensors(tmp_path / PREDICTIONS, predictions, {"classes": [*map(str, range(20))]})
+    assert describe_recall(tmp_path).endswith("'0', which is right for 2 of 40: it recognised 2")
 
 
 def test_a_network_of_one_size_takes_no_other():

@@ -22,7 +22,7 @@ from trainkit.pictures.photos import (
     normalise,
 )
 from trainkit.reading.kept import compute_once
-from trainkit.run_dir.records import describe_recall
+from trainkit.reading.recall import describe_recall
 from trainkit.text import shorten
 
 SHIPPED = "tf_efficientnet_lite0"  # its weights are a package of their own, Apache-2.0, 19 MB
