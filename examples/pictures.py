@@ -19,8 +19,9 @@ from torch import nn
 
 from trainkit.config import Schedule, Share, parse
 from trainkit.pictures import backbones, photos
-from trainkit.pictures.backbones import make_model as make_model  # predict.py calls it
-from trainkit.pictures.photos import Photos, normalise
+from trainkit.pictures.photos import Batch, Photos, standardise
+
+NUM_SEEN = 12_000  # pictures, repeated ones too, that are trained on at least
 
 
 @dataclass
@@ -54,47 +55,64 @@ def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config
     x, y = places * sides[:, :1] * flips + centres[:, :1], places * sides[:, 1:] + centres[:, 1:]
     grid = torch.stack(torch.broadcast_tensors(x[:, None], y[:, :, None]), -1)
     images = F.grid_sample(images.float(), grid, align_corners=False, padding_mode="border")
-    return photos.colour(images, 1 + config.colour * (2 * numbers[:, 5:] - 1))
+    return photos.recolour(images, 1 + config.colour * (2 * numbers[:, 5:] - 1))
 
 
-def make_input(
-    batch: tuple, epoch: int, config: Config, train: Photos
-) -> tuple[torch.Tensor, torch.Tensor]:
+def make_input(batch: Batch, epoch: int, config: Config, train: Photos) -> tuple:
     """Return what the network gets, and the share of each class in each sample."""
-    images, labels, indices = batch
-    targets = F.one_hot(labels, len(train.classes)).float()
+    images, targets = batch.images, F.one_hot(batch.labels, len(train.classes)).float()
     if config.freeze:  # the images are features
         return images, targets
-    images = augment(images, indices, epoch, config)
+    images = augment(images, batch.indices, epoch, config)
     if config.mix is None:
         return images, targets
-    numbers = keyed_uniform(config.seed, epoch, keys := indices + len(train), 4)
-    others, labels, _ = train.pick((numbers[:, 0] * len(train)).long().cpu())
-    others = augment(others.to(images.device), keys, epoch, config)
-    second = F.one_hot(labels.to(images.device), len(train.classes))
-    return photos.mix(config.mix, (images, targets), (others, second), numbers[:, 1:])
+    numbers = keyed_uniform(config.seed, epoch, keys := batch.indices + len(train), 4)
+    others = train.pick((numbers[:, 0] * len(train)).long().cpu())
+    second = augment(others.images.to(images.device), keys, epoch, config)
+    shares = F.one_hot(others.labels.to(images.device), len(train.classes))
+    return photos.mix_photos(config.mix, (images, targets), (second, shares), numbers[:, 1:])
+
+
+def load_data(config: Config) -> tuple:
+    """Return the photos to train and evaluate on, the network, its metadata, the plan's lines."""
+    network, metadata, lines = backbones.load_network(config)
+    train, held_out, plan = photos.load_sets(config)
+    epochs = 20 if config.freeze else min(20, max(5, NUM_SEEN // len(train)))
+    vars(config).update(epochs=config.epochs or epochs)
+    metadata |= {"script": Path(__file__).stem, "classes": train.classes}
+    return train, held_out, network, metadata, plan | lines
+
+
+make_model = backbones.make_network  # for predict.py, which loads the weights into it
+
+
+def make_head(network: nn.Module, classes: list[str]) -> nn.Linear:
+    """Return the last layer. It begins with zeros, unless --base was trained on these classes."""
+    if network.pretrained_cfg.get("label_names") != classes:
+        network.reset_classifier(len(classes))
+        nn.init.zeros_(network.get_classifier().weight)
+    return network.get_classifier()
+
+
+def train_but_norms(model: nn.Module) -> None:
+    """Put a model into training mode, except BatchNorm, whose mean and variance then stay fixed."""
+    for layer in model.train().modules():
+        layer.training = not isinstance(layer, nn.BatchNorm2d)
 
 
 @torch.no_grad()
-def validate(run: Run, model: nn.Module, loader: Any, held_out: Photos, about: dict) -> tuple:
+def validate(run: Run, model: nn.Module, loader: Any, held_out: Photos, metadata: dict) -> tuple:
     """Return metrics, predictions and their metadata. Every process must call this."""
     model.eval()
-    targets, classes = held_out.labels, held_out.classes
     # Each process fills in its own rows; the last column counts how often.
-    outputs = torch.zeros(len(targets), len(classes) + 1, device=run.accelerator.device)
-    for images, _, indices in loader:
-        outputs[indices, :-1] = model(normalise(images, about)).float()
-        outputs[indices, -1] += 1
+    shape = len(held_out), len(held_out.classes) + 1
+    outputs = torch.zeros(shape, device=run.accelerator.device)
+    for batch in loader:
+        outputs[batch.indices, :-1] = model(standardise(batch.images, metadata)).float()
+        outputs[batch.indices, -1] += 1
     outputs = run.accelerator.reduce(outputs, reduction="sum").cpu()
     assert (outputs[:, -1] == 1).all(), "a sample was evaluated twice or not at all"
-    logits, prediction = outputs[:, :-1], outputs[:, :-1].argmax(1)
-    losses = F.cross_entropy(logits, targets, reduction="none").double()
-    hits = (prediction == targets).double()
-    recalls = [hits[targets == label].mean().item() for label in targets.unique()]
-    metrics = {"eval_loss": losses.mean().item(), "eval_accuracy": hits.mean().item()}
-    metrics |= {"eval_balanced_accuracy": sum(recalls) / len(recalls), "eval_samples": len(targets)}
-    predictions = {"logits": logits, "prediction": prediction, "target": targets}
-    return metrics, predictions | photos.hardest(held_out, losses), {"classes": classes}
+    return photos.measure(outputs[:, :-1], held_out)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -102,16 +120,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "pictures") as run:
         accelerator = run.accelerator
-        train, held_out, network, about, plan = run.load(backbones.load_data)
-        # With --freeze the sets are features, which are computed once.
-        head, sets = backbones.begin(accelerator, config, network, about, train, held_out)
-        model, groups = head, [{"params": head.parameters()}]
-        if not config.freeze:
-            body = [
-                w for w in network.parameters() if all(w is not own for own in head.parameters())
-            ]
+        train, held_out, network, metadata, plan = run.load(load_data)
+        model = head = make_head(network, train.classes)
+        groups, sets = [{"params": [*head.parameters()]}], [train, held_out]
+        if config.freeze:  # the last layer alone is trained, on what it gets for each picture
+            sets = [backbones.Features(part) for part in sets]
+        else:
             model = network.to(memory_format=torch.channels_last)
-            groups += [{"params": body, "lr": config.peak_learning_rate / 3}]
+            body = [w for w in model.parameters() if all(w is not own for own in head.parameters())]
+            groups.append({"params": body, "lr": config.peak_learning_rate / 3})
+        train_but_norms(model)
         weights = 1 / train.labels.bincount()[train.labels] if config.balance else None
         loaders = make_loaders(accelerator, *sets, config, weights=weights)
         optimizer = make_optimizer(accelerator, groups, config)
@@ -119,14 +137,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, *loaders, scheduler
         )
-        run.begin(model, about | {"script": Path(__file__).stem}, plan)
+        run.begin(model, metadata, plan)
+        for part in sets if config.freeze else ():  # the plan is on the screen: this takes longest
+            part.compute(accelerator, network, metadata)
 
         for epoch in run.epochs():
-            backbones.train_but_norms(model)  # they keep their mean and variance
+            train_but_norms(model)
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
                     images, targets = make_input(batch, epoch, config, train)
-                    logits = model(normalise(images, about))
+                    logits = model(standardise(images, metadata))
                     losses = F.cross_entropy(
                         logits, targets, reduction="none", label_smoothing=config.label_smoothing
                     )
@@ -135,11 +155,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                run.add(loss=losses, accuracy=logits.argmax(1) == batch[1])
+                run.add(loss=losses, accuracy=logits.argmax(1) == batch.labels)
                 if run.must_save():
                     run.save()
-            run.end_epoch(*validate(run, model, eval_loader, held_out, about))
-        backbones.write_results(run, network, about)
+            run.end_epoch(*validate(run, model, eval_loader, held_out, metadata))
+        backbones.write_timm_folder(run, network, metadata)
         return run.finish(f"python app.py {config.run_dir}")
 
 
