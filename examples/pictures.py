@@ -8,7 +8,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, keyed_uniform, make_loaders, make_optimizer, make_scheduler, startup
@@ -100,21 +100,6 @@ def train_but_norms(model: nn.Module) -> None:
         layer.training = not isinstance(layer, nn.BatchNorm2d)
 
 
-@torch.no_grad()
-def validate(run: Run, model: nn.Module, loader: Any, held_out: Photos, metadata: dict) -> tuple:
-    """Return metrics, predictions and their metadata. Every process must call this."""
-    model.eval()
-    # Each process fills in its own rows; the last column counts how often.
-    shape = len(held_out), len(held_out.classes) + 1
-    outputs = torch.zeros(shape, device=run.accelerator.device)
-    for batch in loader:
-        outputs[batch.indices, :-1] = model(standardise(batch.images, metadata)).float()
-        outputs[batch.indices, -1] += 1
-    outputs = run.accelerator.reduce(outputs, reduction="sum").cpu()
-    assert (outputs[:, -1] == 1).all(), "a sample was evaluated twice or not at all"
-    return photos.measure(outputs[:, :-1], held_out)
-
-
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder and RUN_DIR/pretrained; return the last metrics."""
     config = parse(Config, argv)
@@ -127,7 +112,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             sets = [backbones.Features(part) for part in sets]
         else:
             model = network.to(memory_format=torch.channels_last)
-            body = [w for w in model.parameters() if all(w is not own for own in head.parameters())]
+            body = [w for w in model.parameters() if all(w is not x for x in head.parameters())]
             groups.append({"params": body, "lr": config.peak_learning_rate / 3})
         train_but_norms(model)
         weights = 1 / train.labels.bincount()[train.labels] if config.balance else None
@@ -142,7 +127,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             part.compute(accelerator, network, metadata)
 
         for epoch in run.epochs():
-            train_but_norms(model)
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
                     images, targets = make_input(batch, epoch, config, train)
@@ -156,9 +140,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(loss=losses, accuracy=logits.argmax(1) == batch.labels)
-                if run.must_save():
+                if run.end_step():
                     run.save()
-            run.end_epoch(*validate(run, model, eval_loader, held_out, metadata))
+            logits = run.predict(
+                eval_loader, lambda batch: model(standardise(batch.images, metadata)).float()
+            )
+            run.end_epoch(*photos.measure(logits, held_out))
         backbones.write_timm_folder(run, network, metadata)
         return run.finish(f"python app.py {config.run_dir}")
 

@@ -143,6 +143,7 @@ class Features(Dataset):
 
         name, shape = f"features/{key.hexdigest()}", (len(photos), last.in_features)
         self.values = compute_once(accelerator, name, shape, FEATURE_BATCH, compute_part)
+        last.train()
 
 
 def write_timm_folder(run: Any, network: nn.Module, metadata: dict[str, Any]) -> None:

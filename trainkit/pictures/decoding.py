@@ -34,6 +34,7 @@ NUM_ALONE = 256  # below this, starting workers costs more than it saves
 
 # read(file) returns the values of a picture, uint8, and its size and mode in words.
 Read = Callable[[BytesIO | Path], tuple[np.ndarray, str]]
+Block = tuple[dict[int, str], Counter[str], str]  # its problems by row, kinds, hashes in hex
 
 
 class Decoded(NamedTuple):
@@ -43,7 +44,7 @@ class Decoded(NamedTuple):
         path: the file (.npy) of the values of all rows.
         problems: what is wrong with the rows that cannot be read.
         kinds: how many pictures are of which size and mode.
-        hashes: of the values of each row, int64: equal pictures have equal ones.
+        hashes: of the values of each row, int64, equal for equal pictures.
     """
 
     path: Path
@@ -76,7 +77,7 @@ def decode_once(
             prefix = f"{os.getpid()}-"  # another run may be writing the same
             with replacing(path, prefix) if stored else nullcontext() as file:
                 try:
-                    report = decode(cells, shape, read, file)
+                    report = join_blocks(decode(cells, shape, read, file))
                 except BrokenExecutor:
                     raise MemoryError("a worker was killed: is memory full?") from None
                 except OSError as problem:  # of a worker, whose whole traceback is its cause
@@ -85,14 +86,14 @@ def decode_once(
                     temporary.write_text(json.dumps(report))
     report = json.loads(report_path.read_text())
     problems = {int(row): problem for row, problem in report["problems"].items()}
-    hashes = torch.frombuffer(bytearray.fromhex(report["hashes"]), dtype=torch.int64)
-    return Decoded(path, problems, Counter(report["kinds"]), hashes)
+    hashes = np.frombuffer(bytearray.fromhex(report["hashes"]), np.int64)
+    return Decoded(path, problems, Counter(report["kinds"]), torch.from_numpy(hashes))
 
 
 def decode(
     cells: datasets.Dataset, shape: tuple[int, ...], read: Read, file: Path | None
-) -> dict[str, Any]:
-    """Decode all pictures into a file (.npy), if one is named; return the rest of Decoded as JSON.
+) -> list[Block]:
+    """Decode all pictures into a file (.npy), if one is named; return the blocks in their order.
 
     The file is written, not mapped: on a full disk that would kill a worker without a word.
     """
@@ -103,45 +104,50 @@ def decode(
     if file:
         whole = np.lib.format.open_memmap(file, "w+", np.uint8, (len(cells), *shape))
 
-    def decode_block(start: int) -> tuple[dict[int, str], Counter[str], bytes]:
-        block, problems, kinds = cells[start : start + size][column], {}, Counter[str]()
-        hashes = b""
+    def decode_block(start: int) -> Block:
+        problems: dict[int, str] = {}
+        kinds, hashes = Counter[str](), ""
         with open(file, "r+b", 2**18) if file else nullcontext() as into:  # few writes
             if into:
                 into.seek(whole.offset + start * empty.nbytes)
-            for row, cell in enumerate(block, start):
+            for row, cell in enumerate(cells[start : start + size][column], start):
                 try:
                     pixels, kind = read(source_of(cell))
+                    kinds[kind] += 1
                 except Exception as problem:  # Pillow raises many kinds, and all are listed
                     name = f" ({cell['path']})" if cell and cell.get("path") else ""
                     problems[row] = f"row {row + 1}{name}: {first_sentence(problem)}"
                     pixels = empty
-                else:
-                    kinds[kind] += 1
                 values = pixels.tobytes()
-                hashes += xxhash.xxh3_64_digest(values)
+                # A picture that cannot be read is equal to no other one.
+                hashes += xxhash.xxh3_64_hexdigest(problems.get(row, "").encode() or values)
                 if into:
                     into.write(values)
         return problems, kinds, hashes
 
-    problems: dict[int, str] = {}
-    kinds, hashes = Counter[str](), b""
-    starts = range(0, len(cells), size)
+    blocks, starts = [], range(0, len(cells), size)
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow warns of the same thing for each file
         make_pool(decode_block, len(cells)) as pool,
         tqdm(total=len(cells), desc="decoding", leave=False, disable=no_bar(), delay=1) as bar,
     ):
-        for block_problems, block_kinds, block_hashes in pool.map(run_block, starts):
-            problems |= block_problems
-            kinds += block_kinds
-            hashes += block_hashes
-            bar.update(len(block_hashes) // 8)
-    kinds_in_order = dict(kinds.most_common())  # pool.map keeps the order of the rows
-    return {"problems": problems, "kinds": kinds_in_order, "hashes": hashes.hex()}
+        for block in pool.map(run_block, starts):
+            blocks.append(block)
+            bar.update(size)
+    return blocks
 
 
-BLOCK_TASKS: list[Callable[[int], Any]] = []  # what the workers of a pool do
+def join_blocks(blocks: list[Block]) -> dict[str, Any]:
+    """Return the problems, kinds and hashes of all blocks, as JSON."""
+    kinds = sum((kinds for _, kinds, _ in blocks), Counter[str]())
+    return {
+        "problems": {row: text for problems, *_ in blocks for row, text in problems.items()},
+        "kinds": dict(kinds.most_common()),
+        "hashes": "".join(hashes for *_, hashes in blocks),
+    }
+
+
+BLOCK_TASKS: list[Callable[[int], Any]] = []  # the last one is what the workers of a pool do
 
 
 def run_block(start: int) -> Any:

@@ -96,15 +96,13 @@ class Photos(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def make_batch(self, indices: torch.Tensor) -> Batch:
-        """See pick; a loader calls this."""
-        return self.pick(indices)
-
     def pick(self, indices: torch.Tensor) -> Batch:
         """Return the photos of these indices, int64."""
         mapped = np.load(self.split.path, mmap_mode="r")  # anew: mapped pages count as memory
         pixels = torch.from_numpy(mapped[self.split.rows[indices].numpy()]).permute(0, 3, 1, 2)
         return Batch(pixels, self.labels[indices], indices)
+
+    make_batch = pick  # for loaders; Files lets their workers decode
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
@@ -145,7 +143,7 @@ def load_photos(
     plan = {}
     if part.problems:
         plan["unreadable"] = f"{len(part.problems)} left out: {shorten(part.problems)}"
-    if part.is_stored:
+    if part.path.is_file():
         return Photos(part), plan
     plan["decoding"] = "for each batch (--cache-bytes): use --num-workers"
     return Files(part, side), plan

@@ -34,15 +34,14 @@ class Split(NamedTuple):
     """The samples of a split.
 
     Attributes:
-        path: the file of the decoded values of all rows, if is_stored.
+        path: the file of the decoded values of all rows, which exists unless it were too large.
         cells: all rows as they are stored, a column of datasets.Image(decode=False).
         rows: the row of each sample, int64.
         labels: its class, int64.
-        hashes: of its values, int64: equal pictures have equal ones.
+        hashes: of its values, int64, equal for equal pictures.
         classes: the names of the classes.
         kinds: how many pictures of all rows are of which size and mode.
         problems: what is wrong with the rows that were left out.
-        is_stored: whether the file has been written.
     """
 
     path: Path
@@ -53,7 +52,6 @@ class Split(NamedTuple):
     classes: list[str]
     kinds: Counter[str]
     problems: list[str]
-    is_stored: bool
 
 
 def load_split(
@@ -82,31 +80,25 @@ def load_split(
             flag.
         max_bytes: if the values would take more, no file is written.
     """
-    rows, labels, classes, is_whole, where = read_split(
-        name, split, label, classes, num_held_out, list_of_labels
-    )
+    options = label, classes, num_held_out, list_of_labels
+    rows, labels, classes, is_whole, where = read_split(name, split, *options)
     (image,) = rows.column_names
     cells = rows.cast_column(image, datasets.Image(decode=False))
     key = f"{fingerprint_of(rows)} {way} ".encode() + files.READER
-    is_stored = len(rows) * math.prod(shape) <= max_bytes
-    decoded = decode_once(cells, shape, read, key, is_stored)
+    decoded = decode_once(cells, shape, read, key, len(rows) * math.prod(shape) <= max_bytes)
     problems, hashes = decoded.problems, decoded.hashes
     if problems and not skip_unreadable:
-        text = f"{len(problems)} of {len(rows)} pictures cannot be read: "
-        text += "; ".join(problems.values())
-        if skip_unreadable is not None:
-            command = shlex.join(["python", *sys.argv])
-            text += f"\nThis works, without them: {command} --skip-unreadable"
-        raise UsageError(f"{where}: {text}")
-    unreadable = torch.tensor([*problems], dtype=torch.int64)
-    hashes[unreadable] = unreadable  # their values are all zeros, but they are not equal
+        text = f"{where}: {len(problems)} of {len(rows)} pictures cannot be read: "
+        command = f"\nThis works, without them: {shlex.join(['python', *sys.argv])} "
+        command = f"{command}--skip-unreadable" * (skip_unreadable is not None)
+        raise UsageError(text + "; ".join(problems.values()) + command)
     chosen = torch.arange(len(rows))
     if not is_whole:
         chosen = hold_out_apart(labels, hashes, split, num_held_out)
-    chosen = chosen[~torch.isin(chosen, unreadable)] if problems else chosen
+    if problems:
+        chosen = chosen[~torch.isin(chosen, torch.tensor([*problems]))]
     samples = chosen, labels[chosen], hashes[chosen]
-    others = decoded.kinds, [*problems.values()], is_stored
-    return Split(decoded.path, cells, *samples, classes, *others)
+    return Split(decoded.path, cells, *samples, classes, decoded.kinds, [*problems.values()])
 
 
 def hold_out_apart(
