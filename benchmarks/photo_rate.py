@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from benchmarks._runs import Parser, as_text
 from benchmarks.photos import lay_pictures
 from examples import pictures
-from trainkit.pictures import backbones
+from trainkit.pictures import backbones, photos
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
         epoch.setdefault("batch", batch)
         return make_input(*batch)
 
-    def compare(run: Any, *_: Any) -> tuple:
+    def compare(*_: Any) -> tuple:
         loop = time.process_time() - epoch["start"]
         bare = backbones.load_weights(None, None, False)[0].to(memory_format=torch.channels_last)
         bare.reset_classifier(len(metadata["classes"]))
@@ -63,7 +63,7 @@ def main() -> None:
         return ({"eval_loss": 0.0, "eval_accuracy": 0.0},)
 
     pictures.load_data, pictures.make_input = load_and_keep, timed_input
-    pictures.validate = compare
+    photos.measure = compare
     backbones.write_timm_folder = lambda *_: None  # there are no predictions
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         lay_pictures(args.folder, Path(folder, "data"), args.pictures)

@@ -21,6 +21,7 @@ from trainkit.config import Schedule, Share, parse
 from trainkit.pictures import backbones, photos
 from trainkit.pictures.photos import Batch, Photos, standardise
 
+make_model = backbones.make_network  # for predict.py, which loads the weights into it
 NUM_SEEN = 12_000  # pictures, repeated ones too, that are trained on at least
 
 
@@ -61,10 +62,9 @@ def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config
 def make_input(batch: Batch, epoch: int, config: Config, train: Photos) -> tuple:
     """Return what the network gets, and the share of each class in each sample."""
     images, targets = batch.images, F.one_hot(batch.labels, len(train.classes)).float()
-    if config.freeze:  # the images are features
-        return images, targets
-    images = augment(images, batch.indices, epoch, config)
-    if config.mix is None:
+    if not config.freeze:  # then the images are features
+        images = augment(images, batch.indices, epoch, config)
+    if config.freeze or config.mix is None:
         return images, targets
     numbers = keyed_uniform(config.seed, epoch, keys := batch.indices + len(train), 4)
     others = train.pick((numbers[:, 0] * len(train)).long().cpu())
@@ -81,9 +81,6 @@ def load_data(config: Config) -> tuple:
     vars(config).update(epochs=config.epochs or epochs)
     metadata |= {"script": Path(__file__).stem, "classes": train.classes}
     return train, held_out, network, metadata, plan | lines
-
-
-make_model = backbones.make_network  # for predict.py, which loads the weights into it
 
 
 def make_head(network: nn.Module, classes: list[str]) -> nn.Linear:
@@ -143,7 +140,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 if run.end_step():
                     run.save()
             logits = run.predict(
-                eval_loader, lambda batch: model(standardise(batch.images, metadata)).float()
+                eval_loader, lambda b: model(standardise(b.images, metadata)).float()
             )
             run.end_epoch(*photos.measure(logits, held_out))
         backbones.write_timm_folder(run, network, metadata)
