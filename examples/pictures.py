@@ -139,9 +139,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 run.add(loss=losses, accuracy=logits.argmax(1) == batch.labels)
                 if run.end_step():
                     run.save()
-            logits = run.predict(
-                eval_loader, lambda b: model(standardise(b.images, metadata)).float()
-            )
+            logits = run.predict(eval_loader, lambda b: model(standardise(b.images, metadata)))
             run.end_epoch(*photos.measure(logits, held_out))
         backbones.write_timm_folder(run, network, metadata)
         return run.finish(f"python app.py {config.run_dir}")

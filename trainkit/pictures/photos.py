@@ -228,6 +228,7 @@ def measure(
 
     The photos with the largest losses are among them, small; "shown" has their numbers.
     """
+    logits = logits.float()
     targets, prediction = held_out.labels, logits.argmax(1)
     losses = F.cross_entropy(logits, targets, reduction="none").double()
     hits = (prediction == targets).double()
