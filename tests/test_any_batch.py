@@ -11,8 +11,8 @@ from plain import plain_losses
 
 from trainkit.loaders import EpochBatches
 
-# Processes, --accumulate, --batch-size. The last of 61 samples is alone in its batch, or, with 24, in
-# the second micro-batch of the last step.
+# Processes, --accumulate, --batch-size. The last of 61 samples is alone in its batch, or, with 24,
+# in the second micro-batch of the last step.
 WORLDS = [(2, 1, 20), (3, 1, 30), (3, 2, 24), (2, 5, 20)]
 
 
