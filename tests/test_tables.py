@@ -18,14 +18,16 @@ import predict
 import train_regression
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.tables import tables
+from trainkit.tables.columns import INDEX, Column, encode
 
 
 def load(*args):
     """The training rows, the test rows and what is saved with the weights."""
-    parsed = parse(train_regression.Config, [str(arg) for arg in args])
+    flags = [str(arg) for arg in args]
+    parsed = parse(train_regression.Config, ["--model", "linear", *flags])
     parsed.validate(1)
-    return train_regression.load_data(parsed)
+    train, test, _, metadata = train_regression.load_data(parsed)
+    return train, test, metadata
 
 
 def read(path, *flags):
@@ -86,7 +88,9 @@ READ = {
     "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl"]), [],
                           ["k=1Story", "k=2Story", "k=SLvl", "n"]),
     "dates of parquet": ("t.parquet", parquet(frame().assign(
-        day=pd.date_range("2020", periods=30))), ["--features", "day"], ["day"]),
+        day=pd.date_range("2020", periods=30))), ["--features", "day"],
+        ["day", *(f"day, {w}" for w in ("weekday sin", "weekday cos", "day of the year sin",
+                                        "day of the year cos"))]),
     # float32 is two minutes apart there
     "times in milliseconds": ("t.csv", rows("ms", [17 * 10**11 + 10**4 * i for i in range(30)]),
                               [], ["ms", "n"]),
@@ -115,7 +119,7 @@ def test_a_table_is_read_as_it_was_meant(case, tmp_path):
     path.write_bytes(content)
     train, test, about = read(path, *flags)
     assert about["features"] == features
-    assert any(map(tables.INDEX.fullmatch, about["left_out"])) == case.startswith("index left out")
+    assert any(map(INDEX.fullmatch, about["left_out"])) == case.startswith("index left out")
     # What a run is trained from, predict.py takes.
     written = predicted(model := untrained(about), path)
     assert len(written) == len(train) + len(test) >= 15
@@ -170,7 +174,7 @@ REFUSED = {
        for value in (b"\xff", [1], {"b": 1})},
     "many words": ("t.csv", rows("a", ["1", "2", "x"]), [], NO_NUMBER.format(3, "x")),
     "days or months": ("t.csv", rows("a", ["01/02/2020", "03/04/2020"]), ["--features", "a"],
-                       "a: left out: the day or the month may come first"),
+                       "a: left out: dates, but the day or the month may come first"),
     "a stray text": ("t.csv", b"a,b,y\n1,2,3\nx2,1,5\n" + b"2,3,4\n3,4,5\n" * 5, [],
                      NO_NUMBER.format(2, "x2")),
     "a stray date": ("t.csv", rows("a", ["2020-01-10", "2020-01-11", "2020-13-10"]), [],
@@ -343,11 +347,11 @@ def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path):
         table = pd.DataFrame({"day": days.strftime(form), "y": range(30)})
         table.to_csv(tmp_path / "t.csv", index=False)
         _, _, about = read(tmp_path / "t.csv", "--test-fraction", 0)
-        assert about["feature_range"] == [[18261, 18290]]
-    (column,) = [tables.Column(**column) for column in about["columns"]]
+        assert about["feature_range"][0] == [18261, 18290]
+    (column,) = [Column(**column) for column in about["columns"]]
     assert column.days and "days since 1970" in about["plan"]["columns"]
     written = ["1970-01-02", "2020-01-01T12:00:00+02:00", "1500-01-01", "9999-12-31", "31/1/2020"]
-    values, problems = tables.encode(pd.DataFrame({"day": written}), [column])
+    values, problems = encode(pd.DataFrame({"day": written}), [column])
     assert values[:4, 0].tolist() == [1.0, 18262 + 10 / 24, -171664.0, 2932896.0]
     assert [row for row, *_ in problems] == [4]
 

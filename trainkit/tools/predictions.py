@@ -12,7 +12,7 @@ import torch
 from trainkit.errors import UsageError
 from trainkit.reading import frames
 from trainkit.run_dir.files import write_durably
-from trainkit.tables import tables
+from trainkit.tables.columns import Column, encode, parse
 from trainkit.text import shorten
 
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers, or begin with
@@ -41,9 +41,9 @@ def add_predictions(
         raise UsageError(f"{where} cannot be read: there is no such file")
     options = about.get("read_options", {}) | ({"encoding": encoding} if encoding else {})
     written = frames.read_table(where, where, **options)
-    columns = [tables.Column(**column) for column in about["columns"]]
+    columns = [Column(**column) for column in about["columns"]]
     table = frames.choose_columns(written, [column.name for column in columns], where)
-    inputs, problems = tables.encode(table, columns)
+    inputs, problems = encode(table, columns)
     why = {
         row: f"row {row + 1} (column {name!r}: {said})" for row, name, said in reversed(problems)
     }
@@ -58,7 +58,7 @@ def add_predictions(
     notes = ""
     for column in columns:
         if column.categories:
-            texts = tables.parse(table[column.name], column).dropna()
+            texts = parse(table[column.name], column).dropna()
             if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
     notes += f"\nno prediction for {unknown}" * bool(why)
