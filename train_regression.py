@@ -34,7 +34,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.config import UNSET, Count, Fraction, MayChange, NonNegative, Rule, Schedule, parse
+from trainkit.config import UNSET, Count, MayChange, NonNegative, Rule, Schedule, parse
 from trainkit.tables import network, sets
 
 Widths = Annotated[
@@ -113,24 +113,11 @@ class Config(sets.TableConfig):
 
     # These defaults differ from those of trainkit.config.
     run_dir: Path = Path("runs/regression")
-    epochs: int = UNSET
-    """passes over the training data (default: 30; of tabm about 1,000 steps)"""
-    batch_size: int = UNSET
-    """samples per optimizer step, over all processes (default: 32; of tabm more for many rows)"""
-    learning_rate: float = UNSET
-    """peak learning rate (default: 3e-2; of tabm 2e-3)"""
-    weight_decay: NonNegative[float] = UNSET
-    """decoupled for adamw, else an L2 penalty (default: 0; of tabm 0.03)"""
-    warmup: Fraction = UNSET
-    """fraction of all steps in which the learning rate rises (default: 0; of tabm 0.05)"""
-    clip_norm: float = UNSET
-    """largest norm of the gradient (default: inf, do not clip; of tabm 1)"""
     schedule: Schedule = "cosine"
 
     def __post_init__(self):
         self.model = self.model or ("tabm" if self.data else "linear")
-        values = network.DEFAULTS if self.model == "tabm" else PLAIN
-        vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
+        self.set_defaults(network.DEFAULTS if self.model == "tabm" else PLAIN)
 
     def find_problems(self, num_processes: int) -> list[str]:
         problems = super().find_problems(num_processes)

@@ -64,8 +64,7 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
                 f"{where}: {file.name} has other columns than {files[0].name}: all "
                 "files of a folder must have the same"
             )
-    table = pd.concat(tables, ignore_index=True)
-    table.attrs = dict(tables[0].attrs)
+    table = pd.concat(tables, ignore_index=True)  # with attrs, if all have the same
     if files != [path]:
         table.attrs["files"] = f" ({shorten([file.name for file in files])})"
     return table

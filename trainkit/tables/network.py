@@ -16,9 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from trainkit.loaders import InMemory
-from trainkit.rng import Dropout
 
-NUM_MEMBERS, WIDTH, DROPOUT = 16, 128, 0.1
+NUM_MEMBERS, WIDTH = 16, 128
 NUM_BINS = 16  # of a number, with as many rows in each
 SCALES = torch.linspace(0, 1, 21)  # of what the members add
 PENALTIES = torch.logspace(-2, 5, 15, dtype=torch.float64)  # of ridge regression
@@ -60,7 +59,6 @@ class TabM(nn.Module):
         self.gains = nn.Parameter(torch.ones(2, NUM_MEMBERS, WIDTH))
         self.last = nn.Parameter(torch.zeros(NUM_MEMBERS, WIDTH, num_outputs))
         self.shift = nn.Parameter(torch.zeros(NUM_MEMBERS, num_outputs))
-        self.drop_first, self.drop_second = Dropout(DROPOUT), Dropout(DROPOUT)
 
     def forward(self, features: Tensor, in_parts: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """in_parts: return the linear model of the rows trained on, and the mean of the members."""
@@ -69,8 +67,7 @@ class TabM(nn.Module):
         position = (features[:, self.column] - self.low) / (self.high - self.low)
         inputs = torch.cat((features, position.clamp(0, 1)), 1)
         states = F.relu(self.first(inputs[:, None] * self.signs))
-        states = F.relu(self.second(self.drop_first(states) * self.gains[0]))
-        states = self.drop_second(states) * self.gains[1]
+        states = F.relu(self.second(states * self.gains[0])) * self.gains[1]
         members = torch.einsum("nmw,mwo->nmo", states, self.last) + self.shift
         if self.training:
             return linear[:, None] + members

@@ -9,7 +9,7 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from tyro.constructors import PrimitiveConstructorSpec
 
 from trainkit.cli.parse import flag
-from trainkit.config import Fraction, MayChange, Seed, TrainingConfig
+from trainkit.config import UNSET, Fraction, MayChange, NonNegative, Seed, TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
 from trainkit.orders import split_equal_samples
@@ -38,6 +38,9 @@ from trainkit.tables.columns import (
 from trainkit.text import count, shorten
 
 HELD_BACK = 0.15  # of the training rows, to weigh a network by: see network.py
+# The flags that say what the data are.
+OF_DATA = ["data", "target", "features", "categorical", "missing", "separator", "encoding"]
+OF_DATA += ["test_fraction", "data_seed"]
 RARE = 5  # rows: with fewer of a class, none may be left to evaluate on
 
 
@@ -84,6 +87,24 @@ class TableConfig(TrainingConfig):
     """of the rows, to evaluate on; 0: on all"""
     data_seed: Seed = 0
     """of the split, and of synthetic data"""
+
+    # Their defaults depend on the model, and for a network on the number of rows too.
+    epochs: int = UNSET
+    """passes over the training data (default: as suits the model, see the plan)"""
+    batch_size: int = UNSET
+    """samples per optimizer step, over all processes (default: as suits the model)"""
+    learning_rate: float = UNSET
+    """peak learning rate (default: as suits the model)"""
+    weight_decay: NonNegative[float] = UNSET
+    """decoupled for adamw, else an L2 penalty (default: as suits the model)"""
+    warmup: Fraction = UNSET
+    """fraction of all steps in which the learning rate rises (default: as suits the model)"""
+    clip_norm: float = UNSET
+    """largest norm of the gradient; inf: do not clip (default: as suits the model)"""
+
+    def set_defaults(self, values: dict[str, Any]) -> None:
+        """Set each of these fields that the user has not."""
+        vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
 
 
 class Split(NamedTuple):
@@ -171,15 +192,12 @@ def _check_targets(table: pd.DataFrame, config: TableConfig) -> None:
 
 def command(script: str, config: TableConfig, target: list[str]) -> str:
     """Return the command that starts another script for tables with these flags of the data."""
-    words = ["python", script]
-    for item in fields(TableConfig):
-        value, is_own = getattr(config, item.name), item.name in TableConfig.__annotations__
-        if item.name == "target":
-            value = target
-        default = [] if item.name == "categorical" else item.default
-        if is_own and value != default and value is not None:
+    words, default = ["python", script], TableConfig()
+    for name in OF_DATA:
+        value = target if name == "target" else getattr(config, name)
+        if value != getattr(default, name):
             is_list = isinstance(value, list)
-            words += [flag(item.name), typed(*value) if is_list else shlex.quote(str(value))]
+            words += [flag(name), typed(*value) if is_list else shlex.quote(str(value))]
     return " ".join(words)
 
 
@@ -317,8 +335,8 @@ def split_and_learn(
         )
         apart = torch.zeros(len(train), dtype=torch.bool)
         apart[order[: round(HELD_BACK * len(train))]] = True
-        known, parts = train, split_equal_samples(apart, together[train])
-        train, held_back = (known[part.numpy()] for part in parts)
+        places, others = split_equal_samples(apart, together[train])
+        train, held_back = train[places.numpy()], train[others.numpy()]
     return Split(train, test, held_back, plan), learned
 
 
