@@ -18,7 +18,6 @@ from trainkit import InMemory, Run, make_loaders, make_optimizer, make_scheduler
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -78,35 +77,17 @@ def measure(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     return metrics | {"eval_samples": len(labels)}
 
 
-@torch.no_grad()
 def validate(
-    accelerator: Accelerator,
-    model: nn.Module,
-    loader: DataLoader,
-    eval_set: InMemory,
-    metadata: dict[str, Any],
+    run: Run, model: nn.Module, loader: DataLoader, eval_set: InMemory, classes: list[str]
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, Any]]:
     """Return the metrics, and the tensors and metadata of predictions.safetensors.
 
-    Every process must call this. Raises AssertionError unless each row was evaluated once.
+    Every process must call this.
     """
-    model.eval()
     _, labels, rows = eval_set.tensors
-    # Each process fills in its own rows; the last column counts how often a row was evaluated.
-    outputs = torch.zeros(len(rows), len(metadata["classes"]) + 1, device=accelerator.device)
-    for features, *_, indices in loader:
-        outputs[indices, :-1] = model(features).float()
-        outputs[indices, -1] += 1
-    model.train()
-    outputs = accelerator.reduce(outputs, reduction="sum").cpu()
-    assert (outputs[:, -1] == 1).all(), "a row was evaluated twice or not at all"
-    logits = outputs[:, :-1].contiguous()
+    logits = run.predict(loader, lambda batch: model(batch[0]).float()).cpu()
     predictions = {"index": rows, "logits": logits, "prediction": logits.argmax(1)}
-    return (
-        measure(logits, labels),
-        predictions | {"target": labels},
-        {"classes": metadata["classes"]},
-    )
+    return measure(logits, labels), predictions | {"target": labels}, {"classes": classes}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -115,9 +96,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with Run(config, "table_classes") as run:
         accelerator = run.accelerator
         train_set, eval_set, held_back, metadata = run.load(load_data)
+        classes = metadata["classes"]
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
         model = make_model(metadata)
-        fit = partial(network.fit_logistic, num_classes=len(metadata["classes"]))
+        fit = partial(network.fit_logistic, num_classes=len(classes))
         network.start_linear(model, train_set, held_back, fit)
         optimizer = make_optimizer(accelerator, model.parameters(), config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
@@ -138,10 +120,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(loss=losses, accuracy=logits.mean(1).argmax(1) == labels)
-                if run.must_save():
+                if run.end_step():
                     run.save()
             network.set_scale(accelerator, model, held_back, F.cross_entropy)
-            run.end_epoch(*validate(accelerator, model, eval_loader, eval_set, metadata))
+            run.end_epoch(*validate(run, model, eval_loader, eval_set, classes))
         return run.finish(f"python predict.py {config.run_dir} FILE")
 
 
