@@ -86,15 +86,17 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
         return table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
     if kind == ".xlsx":
         return _name_columns(pd.read_excel(path, header=None, dtype=object, keep_default_na=False))
-    with fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer") as file:
+    source = fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer")
+    with source as file:
         if "json" in kind:
             decode = json.JSONDecoder(object_pairs_hook=_unique).decode
             lines = filter(str.strip, file)
             rows = decode(file.read()) if kind == ".json" else [*map(decode, lines)]
             return pd.DataFrame(rows, dtype=object)
         first = file.readline()
-        if not first.startswith(("sep=", '"sep=')):  # a line that Excel reads, above the names
-            file.seek(0)
+    with source as file:  # opened again, because not every compressed file can be read from 0 again
+        if first.startswith(("sep=", '"sep=')):  # a line that Excel reads, above the names
+            file.readline()
         separator = separator or max(",;\t|", key=first.count)
         # The names are read as a row, because pandas would rename the second of two equal ones.
         try:

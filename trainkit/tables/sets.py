@@ -181,8 +181,9 @@ def _check_targets(table: pd.DataFrame, config: TableConfig) -> None:
     """Raise a UsageError that names the script for classes if the target holds texts."""
     for name in config.target or []:
         kind = find_kind(table[name], name in config.categorical)
-        if isinstance(kind, Column) and kind.categories is not None:
-            texts = sorted(parse(table[name], kind).dropna().unique())
+        is_category = isinstance(kind, Column) and kind.categories is not None
+        if is_category and table[name].notna().any():
+            texts = sorted(parse(table[name], Column(name, [])).dropna().unique())
             raise UsageError(
                 f"--data {config.data}: column {name!r} holds texts, such as "
                 f"{shorten([*map(repr, texts)])}, and this script predicts numbers. For the class "
