@@ -182,7 +182,39 @@ class TablePredictor(Predictor):
         """Write TABLE_predictions.csv: the rows of a table and a column for each target."""
         from trainkit.tools.predictions import add_predictions  # here: pandas takes half a second
 
-        return add_predictions(path, self.metadata, lambda inputs: self(inputs).numpy(), encoding)
+        def predict(inputs: torch.Tensor) -> dict[str, Any]:
+            outputs = zip(self.metadata["targets"], self(inputs).numpy().T, strict=True)
+            return {f"predicted_{name}": values for name, values in outputs}
+
+        return add_predictions(path, self.metadata, predict, encoding)
+
+
+class TableClassifier(Classifier):
+    """Maps features, float64 (n, features), in their own units, to class probabilities."""
+
+    options = ("encoding",)
+
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.keep("feature_mean", "feature_std")
+
+    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+        return ((inputs - self.feature_mean) / self.feature_std).float()
+
+    def example_inputs(self) -> torch.Tensor:
+        return torch.randn(64, len(self.feature_mean)) * self.feature_std + self.feature_mean
+
+    def predict_file(self, path: Path, **options: Any) -> str:
+        """Write TABLE_predictions.csv: the rows of a table, their class and its probability."""
+        from trainkit.tools.predictions import add_predictions  # here: pandas takes half a second
+
+        def predict(inputs: torch.Tensor) -> dict[str, Any]:
+            probability, number = self(inputs).max(1)
+            (name,), classes = self.metadata["targets"], self.metadata["classes"]
+            answers = [classes[each] for each in number.tolist()]
+            return {f"predicted_{name}": answers, f"probability_{name}": probability.numpy()}
+
+        return add_predictions(path, self.metadata, predict, options.get("encoding"))
 
 
 class TextPredictor(Classifier):
@@ -225,6 +257,7 @@ KINDS: dict[str, type[Predictor]] = {
     "picture": PicturePredictor,
     "photo": PhotoPredictor,
     "table": TablePredictor,
+    "table_class": TableClassifier,
     "text": TextPredictor,
 }
 

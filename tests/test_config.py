@@ -123,7 +123,8 @@ def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(metric, dire
 
 
 def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
-    same = "--run-dir x --patience 3 --eval-every 2 --accumulate 2 --data x --target-r2 0.5"
+    same = "--run-dir x --patience 3 --eval-every 2 --accumulate 2 --target-r2 0.5 --data x"
+    same += " --model linear"  # which is not the default with --data
     others = ("--ema 0.9", "--min-learning-rate 1e-5", "--noise 0", "--epochs 7")
     longer = ("--schedule constant --epochs 1", "--schedule constant --epochs 2")
     configs = [parse(train_regression.Config, x.split()) for x in ("", same, *others, *longer)]

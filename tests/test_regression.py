@@ -97,7 +97,7 @@ def test_a_table_reaches_the_r2_of_least_squares(tmp_path, run_main):
     table.y += 90 * (table.city == "Rome") + np.random.default_rng(1).normal(0, 150, len(table))
     table.to_csv(tmp_path / "table.csv", index=False)
     data = ["--data", tmp_path / "table.csv", "--target", "y"]
-    run = f"--run-dir {tmp_path}/run --epochs 15 --save-every 1000000".split()
+    run = f"--run-dir {tmp_path}/run --epochs 15 --save-every 1000000 --model linear".split()
     metrics = run_main("train_regression", *data, *run)
     predictions, _ = saved(tmp_path / "run", "predictions")
     test = predictions["index"].numpy()
@@ -122,7 +122,7 @@ def test_an_mlp_learns_what_a_line_cannot(tmp_path, run_main):
     table["product"], table["square"] = inputs.prod(1) * 1000, inputs[:, 0] ** 2
     table.to_json(tmp_path / "table.jsonl", orient="records", lines=True)
     data = f"--data {tmp_path}/table.jsonl --target product,square --epochs 12 --save-every 1000000"
-    line = run_main("train_regression", *f"{data} --run-dir {tmp_path}/line".split())
+    line = run_main("train_regression", *f"{data} --run-dir {tmp_path}/l --model linear".split())
     mlp = f"{data} --run-dir {tmp_path}/mlp --model mlp --hidden 32,32 --loss huber"
     metrics = run_main("train_regression", *f"{mlp} --target-r2 0.8".split())
     assert line["eval_r2"] < 0.2 < 0.9 < metrics["eval_r2"] < 1

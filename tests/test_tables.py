@@ -16,16 +16,19 @@ from conftest import posix_only
 
 import predict
 import train_regression
+from examples import table_classes
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.tables import tables
+from trainkit.tables.columns import INDEX, Column, encode
 
 
 def load(*args):
     """The training rows, the test rows and what is saved with the weights."""
-    parsed = parse(train_regression.Config, [str(arg) for arg in args])
+    flags = [str(arg) for arg in args]
+    parsed = parse(train_regression.Config, ["--model", "linear", *flags])
     parsed.validate(1)
-    return train_regression.load_data(parsed)
+    train, test, _, metadata = train_regression.load_data(parsed)
+    return train, test, metadata
 
 
 def read(path, *flags):
@@ -86,7 +89,9 @@ READ = {
     "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl"]), [],
                           ["k=1Story", "k=2Story", "k=SLvl", "n"]),
     "dates of parquet": ("t.parquet", parquet(frame().assign(
-        day=pd.date_range("2020", periods=30))), ["--features", "day"], ["day"]),
+        day=pd.date_range("2020", periods=30))), ["--features", "day"],
+        ["day", *(f"day, {w}" for w in ("weekday sin", "weekday cos", "day of the year sin",
+                                        "day of the year cos"))]),
     # float32 is two minutes apart there
     "times in milliseconds": ("t.csv", rows("ms", [17 * 10**11 + 10**4 * i for i in range(30)]),
                               [], ["ms", "n"]),
@@ -115,7 +120,7 @@ def test_a_table_is_read_as_it_was_meant(case, tmp_path):
     path.write_bytes(content)
     train, test, about = read(path, *flags)
     assert about["features"] == features
-    assert any(map(tables.INDEX.fullmatch, about["left_out"])) == case.startswith("index left out")
+    assert any(map(INDEX.fullmatch, about["left_out"])) == case.startswith("index left out")
     # What a run is trained from, predict.py takes.
     written = predicted(model := untrained(about), path)
     assert len(written) == len(train) + len(test) >= 15
@@ -130,6 +135,9 @@ FORMS = {
     "semicolons.CSV": lambda table, path: table.to_csv(path, sep=";"),
     "bars.txt": lambda table, path: table.to_csv(path, sep="|"),
     "tabs.CSV.GZ": lambda table, path: table.to_csv(path, sep="\t", compression="gzip"),
+    "tabs.tab": lambda table, path: table.to_csv(path, sep="\t", index=False),
+    "bars.csv.bz2": lambda table, path: table.to_csv(path, sep="|", index=False),
+    "commas.csv.xz": lambda table, path: table.to_csv(path, index=False),
     "lines.jsonl": lambda table, path: table.to_json(path, orient="records", lines=True,
                                                      double_precision=15),
     "wide.json": lambda table, path: table.to_json(path, double_precision=15),
@@ -170,7 +178,7 @@ REFUSED = {
        for value in (b"\xff", [1], {"b": 1})},
     "many words": ("t.csv", rows("a", ["1", "2", "x"]), [], NO_NUMBER.format(3, "x")),
     "days or months": ("t.csv", rows("a", ["01/02/2020", "03/04/2020"]), ["--features", "a"],
-                       "a: left out: the day or the month may come first"),
+                       "a: left out: dates, but the day or the month may come first"),
     "a stray text": ("t.csv", b"a,b,y\n1,2,3\nx2,1,5\n" + b"2,3,4\n3,4,5\n" * 5, [],
                      NO_NUMBER.format(2, "x2")),
     "a stray date": ("t.csv", rows("a", ["2020-01-10", "2020-01-11", "2020-13-10"]), [],
@@ -183,6 +191,7 @@ REFUSED = {
     "missing": ("t.csv", b"a,b,y\n" + b"1,,3\n2,2,4\n3,4,5\n" * 5, ["--missing", "refuse"],
                 "b: row 1: the value is missing"),
     "fewer values than names": ("t.csv", b"a,b,y\n" + b"1,2\n2,3\n" * 9, [], "of 0 rows 0"),
+    "no names": ("t.csv", b"0.5,1.5,Oslo\n2,3,Bonn\n4,5,Oslo\n", [], "line must name the columns"),
     "no target": ("t.csv", b'a,b c,"d, e"\n1,2,3\n', ["--target", ""],
                   """choose the column to predict with --target: a, 'b c', '"d, e"'$"""),
     "wrong target": ("t.csv", b"a,b,z\n1,2,3\n", [], "no column 'y', only a, b, z$"),
@@ -343,11 +352,11 @@ def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path):
         table = pd.DataFrame({"day": days.strftime(form), "y": range(30)})
         table.to_csv(tmp_path / "t.csv", index=False)
         _, _, about = read(tmp_path / "t.csv", "--test-fraction", 0)
-        assert about["feature_range"] == [[18261, 18290]]
-    (column,) = [tables.Column(**column) for column in about["columns"]]
+        assert about["feature_range"][0] == [18261, 18290]
+    (column,) = [Column(**column) for column in about["columns"]]
     assert column.days and "days since 1970" in about["plan"]["columns"]
     written = ["1970-01-02", "2020-01-01T12:00:00+02:00", "1500-01-01", "9999-12-31", "31/1/2020"]
-    values, problems = tables.encode(pd.DataFrame({"day": written}), [column])
+    values, problems = encode(pd.DataFrame({"day": written}), [column])
     assert values[:4, 0].tolist() == [1.0, 18262 + 10 / 24, -171664.0, 2932896.0]
     assert [row for row, *_ in problems] == [4]
 
@@ -403,3 +412,104 @@ def test_predictions_are_safe_to_open_in_a_spreadsheet(model, tmp_path):
     written = predicted(model, tmp_path / "t.json", keep_default_na=False)
     assert secret.read_text() == "secret"  # a link is replaced, not written through
     assert [*written["'=note"]] == [f"'{value}".replace("\r", "\n") for value in risky] + plain
+
+
+def test_a_date_is_read_in_many_forms_and_has_the_phases_that_vary(tmp_path):
+    days = pd.date_range("2019-12-30 06:00", periods=30, freq="27h")
+    forms = ["%b %d %Y %H:%M", "%d %B %Y %H:%M", "%a, %d %b %Y %H:%M:%S +0000", "%d.%m.%Y %H:%M"]
+    written = [days.strftime(form) for form in forms]
+    written += [days.as_unit("s").astype(int), days.as_unit("ms").astype(int)]
+    for texts in written:
+        pd.DataFrame({"when": texts, "y": range(30)}).to_csv(tmp_path / "t.csv", index=False)
+        train, _, about = read(tmp_path / "t.csv", "--test-fraction", 0)
+        (column,) = about["columns"]
+        assert column["cycles"] == ["hour", "weekday", "day of the year"]
+        numbers = train.tensors[0].double() * torch.tensor(about["feature_std"])
+        numbers += torch.tensor(about["feature_mean"])
+        phases = [1, 0, np.sin(np.pi / 14), np.cos(np.pi / 14)]
+        assert numbers[0, :5].tolist() == pytest.approx([18260.25, *phases], abs=1e-3)
+    monthly = pd.date_range("2000-01-03", periods=30, freq="28D").strftime("%b %d %Y")
+    pd.DataFrame({"when": monthly, "y": range(30)}).to_csv(tmp_path / "t.csv", index=False)
+    _, _, about = read(tmp_path / "t.csv")
+    assert about["columns"][0]["cycles"] == ["day of the year"]  # all of them are Mondays
+    quarters = [f"2020Q{n % 4 + 1}x{n}" for n in range(30)]
+    weeks = [f"2020-W{n:02}" for n in range(30)]
+    table = pd.DataFrame({"week": weeks, "quarter": quarters, "a": range(30), "y": range(30)})
+    table.to_csv(tmp_path / "t.csv", index=False)
+    plan = read(tmp_path / "t.csv")[2]["plan"]["columns"]
+    assert "week (left out: dates in a form that is not read, so write 2020-01-31)" in plan
+
+
+def test_what_holds_mostly_texts_is_a_category_and_what_hardly_repeats_is_left_out(tmp_path):
+    titles = [*["film a", "film b", "film c", "300"] * 13, "12", "film a"]
+    table = pd.DataFrame({"title": titles, "n": range(54), "y": range(54)})
+    table["address"] = [f"{n} Main Street" for n in range(50)] + ["1 Main Street"] * 4
+    table["answer"] = ["1. Yes", "2. No"] * 27  # the unit of no amount
+    table["rownames"], table["index"] = range(7, 61), range(1, 55)
+    table.to_csv(tmp_path / "t.csv", index=False)
+    _, _, about = read(tmp_path / "t.csv")
+    assert about["left_out"] == ["address", "rownames", "index"]
+    kinds = {column["name"]: column["categories"] for column in about["columns"]}
+    assert kinds["title"][-3:] == ["film a", "film b", "film c"] and kinds["n"] is None
+    assert kinds["answer"] == ["1. Yes", "2. No"]
+    assert "with 14 cells that read as numbers" in about["plan"]["columns"]
+    assert "rownames (left out: an index)" in about["plan"]["columns"]
+    _, _, about = read(tmp_path / "t.csv", "--features", "rownames,n")
+    assert about["features"] == ["rownames", "n"]  # named, so wanted
+    narrow = pd.DataFrame({f"x{n}": np.random.default_rng(n).normal(size=20) for n in range(30)})
+    narrow.assign(y=range(20)).to_csv(tmp_path / "t.csv", index=False)
+    assert "16 to train on for 30 features" in read(tmp_path / "t.csv")[2]["plan"]["few rows"]
+
+
+def test_one_value_has_one_text_in_every_file_and_long_ids_stay_apart(tmp_path):
+    table = pd.DataFrame({"code": [1.0, 2, 2.5] * 10, "city": ["Oslo", "Oslo ", "Bonn"] * 10})
+    table["id"] = 1582218195625938945 + np.arange(30) % 3
+    table["n"] = table["y"] = np.arange(30.0)
+    known = []
+    for name in ("commas.csv", "t.parquet"):
+        FORMS[name](table, tmp_path / name)
+        known.append(read(tmp_path / name, "--categorical", "code")[2]["features"])
+    assert known[0] == known[1]
+    assert known[0][:5] == ["code=1", "code=2", "code=2.5", "city=Bonn", "city=Oslo"]
+    assert known[0][5:8] == [f"id={number}" for number in sorted({*table.id})]
+
+
+def test_a_line_of_whole_numbers_above_a_table_is_asked_about(tmp_path):
+    (tmp_path / "t.csv").write_bytes(b"2019,2020\n" + b"1,2\n2,3\n4,5\n" * 9)
+    question = read(tmp_path / "t.csv", "--target", "2020")[2]["plan"]["names"]
+    assert question == "the first line is 2019, 2020: if it is data, add a line of names above"
+
+
+def test_a_sheet_of_excel_is_a_table(tmp_path):
+    pytest.importorskip("openpyxl")
+    frame().to_excel(tmp_path / "t.xlsx", index=False)
+    assert read(tmp_path / "t.xlsx")[2]["features"] == ALL
+
+
+def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted(tmp_path):
+    random = np.random.default_rng(3)
+    once = pd.DataFrame(random.normal(size=(40, 4))).add_prefix("x").assign(y=range(40))
+    pd.concat([once] * 4).to_csv(tmp_path / "t.csv", index=False)
+    flags = ["--data", tmp_path / "t.csv", "--target", "y", "--model", "tabm"]
+    made = train_regression.load_data(parse(train_regression.Config, [*map(str, flags)]))
+    parts = [{*map(tuple, part.tensors[0].tolist())} for part in made[:3]]
+    assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
+    assert sum(map(len, parts)) == 40 and len(made.evaluated) in range(16, 60)
+    assert made.metadata["plan"]["equal rows"].startswith("120 repeat another one")
+    # A few kinds of rows, each of which occurs often: they are no copies.
+    kinds = pd.DataFrame({"sex": ["f", "m"] * 40, "class": [1, 2, 3, 3] * 20, "y": [0, 1] * 40})
+    kinds.to_csv(tmp_path / "t.csv", index=False)
+    train, test, about = read(tmp_path / "t.csv")
+    assert (len(train), len(test)) == (64, 16)
+    assert about["plan"]["equal rows"] == "16 of 16 to evaluate on are also trained on"
+
+
+def test_a_target_of_texts_is_answered_with_the_command_for_classes(tmp_path):
+    frame().to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(UsageError) as raised:
+        read(tmp_path / "t.csv", "--target", "city", "--features", "area")
+    command = str(raised.value).partition("For the class of a row: ")[2]
+    config = parse(table_classes.Config, shlex.split(command)[2:])
+    made = table_classes.load_data(config)
+    assert made.metadata["classes"] == ["Köln", "Orléans", "Rome"]
+    assert made.metadata["features"] == ["area"]

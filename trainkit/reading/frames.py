@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading.paths import select_read
 from trainkit.text import shorten
 
-# Each of them but Parquet may also be followed by .gz.
-KINDS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
+KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx")
+# Text files may also be followed by one of these.
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MAX_SHOWN = 30  # columns in a message
 
 
@@ -62,14 +64,15 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
                 f"{where}: {file.name} has other columns than {files[0].name}: all "
                 "files of a folder must have the same"
             )
-    table = pd.concat(tables, ignore_index=True)
+    table = pd.concat(tables, ignore_index=True)  # with attrs, if all have the same
     if files != [path]:
         table.attrs["files"] = f" ({shorten([file.name for file in files])})"
     return table
 
 
 def _kind(path: Path) -> str:
-    return Path(path.name.lower().removesuffix(".gz")).suffix
+    name = Path(path.name.lower())
+    return Path(name.stem if name.suffix in COMPRESSED else name).suffix
 
 
 def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any) -> pd.DataFrame:
@@ -81,15 +84,19 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
         # An index that pandas wrote is read too, because it may be a column that somebody named.
         table = pyarrow.parquet.ParquetFile(path).read()
         return table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
-    with fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer") as file:
+    if kind == ".xlsx":
+        return _name_columns(pd.read_excel(path, header=None, dtype=object, keep_default_na=False))
+    source = fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer")
+    with source as file:
         if "json" in kind:
             decode = json.JSONDecoder(object_pairs_hook=_unique).decode
             lines = filter(str.strip, file)
             rows = decode(file.read()) if kind == ".json" else [*map(decode, lines)]
             return pd.DataFrame(rows, dtype=object)
         first = file.readline()
-        if not first.startswith(("sep=", '"sep=')):  # a line that Excel reads, above the names
-            file.seek(0)
+    with source as file:  # opened again, because not every compressed file can be read from 0 again
+        if first.startswith(("sep=", '"sep=')):  # a line that Excel reads, above the names
+            file.readline()
         separator = separator or max(",;\t|", key=first.count)
         # The names are read as a row, because pandas would rename the second of two equal ones.
         try:
@@ -97,10 +104,28 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
         except pd.errors.ParserError as problem:
             rule = "the first line must name all columns, and quotation marks come in pairs"
             raise ValueError(f"{str(problem).strip()}: {rule}") from None
-    names = [*rows.iloc[0].str.strip()]
+    return _name_columns(rows)
+
+
+def _name_columns(rows: pd.DataFrame) -> pd.DataFrame:
+    """Take the names of the columns from the first row. Raises ValueError if that holds data."""
+    names = [str(name).strip() for name in rows.iloc[0]]
+    numbers = pd.to_numeric(pd.Series(names), errors="coerce")
+    table = rows[1:]
+    if numbers.notna().any() and all(
+        pd.notna(number) or name in {*table[column].astype(str).str.strip()}
+        for name, number, column in zip(names, numbers, rows, strict=True)
+    ):
+        if (numbers % 1 > 0).any() or numbers.isna().any():
+            raise ValueError(
+                f"the first line must name the columns, but it holds data, {shorten(names)}: add a "
+                "line of names above it"
+            )
+        question = f"the first line is {shorten(names)}: if it is data, add a line of names above"
+        table.attrs["question"] = question
     for i, name in enumerate(names):  # a missing name becomes the one pandas gives
         names[i] = name or f"Unnamed: {i}{'.0' * (f'Unnamed: {i}' in names)}"
-    return rows[1:].set_axis(names, axis=1)
+    return table.set_axis(names, axis=1)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -115,7 +140,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.DataFrame:
-    """Return these columns, NaN in empty cells. Raises UsageError if one is missing or nested."""
+    """Return these columns, without spaces round texts, and NaN in empty cells.
+
+    Raises UsageError if one is missing or holds nested values.
+    """
     for name in names:
         if name not in table.columns:
             raise UsageError(
@@ -127,7 +155,12 @@ def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.
                 f"{where}: column {name!r} holds bytes or lists of values, which are neither "
                 "numbers nor texts: choose other columns with --features"
             )
-    chosen = table[[*dict.fromkeys(names)]]
+    chosen = table[[*dict.fromkeys(names)]].copy()
+    for name in chosen:  # "Oslo " is Oslo, and " NA" is missing
+        if pd.api.types.is_string_dtype(chosen[name].dtype) and chosen[name].dtype != object:
+            chosen[name] = chosen[name].str.strip()
+        elif chosen[name].dtype == object:
+            chosen[name] = chosen[name].map(lambda x: x.strip() if isinstance(x, str) else x)
     return chosen.mask(chosen.isin([""]))
 
 
@@ -140,5 +173,5 @@ def as_text(value: Any) -> str:
     """Return one text for all forms in which files give a value: 1 for 1.0, True for TRUE."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    text = str(value)
+    text = re.sub(r"^(-?\d+)\.0+$", r"\1", str(value).strip())
     return text.capitalize() if text.lower() in ("true", "false") else text

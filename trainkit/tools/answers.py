@@ -71,24 +71,22 @@ def describe(
 
 def draw_curves(
     outputs: Callable[[np.ndarray], np.ndarray],
-    row: np.ndarray,
-    feature: tuple[int, str],
+    value: float,
+    name: str,
     span: tuple[float, float],
     targets: Sequence[str],
 ) -> Figure:
-    """Draw each target along one feature, the other features as in the row; a dot marks the row.
+    """Draw each target along one column, whose own value a dot marks.
 
-    outputs: maps rows of features to targets, (n, targets). feature: its number and name. span: the
+    outputs: maps values of the column to targets, (n, targets). name: of the column. span: the
     first and the last value that is drawn.
     """
-    number, name = feature
-    rows = np.tile(row, (121, 1))
-    rows[1:, number] = np.linspace(*span, 120)
-    values = outputs(rows)[:, :MAX_DRAWN]
+    places = np.linspace(*span, 120)
+    values = outputs(np.append(value, places))[:, :MAX_DRAWN]
     figure = curves.new_figure(5, 3.2 * values.shape[1])
     grid = figure.subplots(values.shape[1], squeeze=False).flat
     for axes, target, line in zip(grid, targets, values.T, strict=False):
-        axes.plot(rows[1:, number], line[1:], color=curves.COLOURS[4])
-        axes.plot(row[number], line[0], "o", color=curves.COLOURS[1], mec="white")
+        axes.plot(places, line[1:], color=curves.COLOURS[4])
+        axes.plot(value, line[0], "o", color=curves.COLOURS[1], mec="white")
         axes.set(xlabel=fill(name, 40), ylabel=fill(target, 30))
     return figure

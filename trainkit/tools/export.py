@@ -24,6 +24,7 @@ TASKS = {  # the Hub's name of what a model does, by the "input" of the metadata
     "picture": "image-classification",
     "photo": "image-classification",
     "table": "tabular-regression",
+    "table_class": "tabular-classification",
 }
 
 
@@ -115,10 +116,13 @@ def write_onnx(predictor: Any, path: Path) -> None:
 def write_example(predictor: Any, folder: Path) -> str:
     """Write an evaluated sample, and return what the code of the card prints for it."""
     about, evaluated = predictor.metadata, predictor.evaluated
-    if about["input"] == "table":
+    if about["input"] in ("table", "table_class"):
         inputs = evaluated.get("feature", predictor.example_inputs())[:1]
         row = dict(zip(about["features"], inputs[0].tolist(), strict=True))
         write_json(folder / "example.json", row)
+        if "classes" in about:
+            share, number = predictor(inputs)[0].max(0)
+            return f"{about['classes'][number]} {share:.2%}"
         answers = zip(about["targets"], predictor(inputs)[0], strict=True)
         return " ".join(f"{name} {value:,.6g}" for name, value in answers)
     # Of photos the last one has the smallest loss.

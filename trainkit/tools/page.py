@@ -21,6 +21,7 @@ from PIL import Image
 
 from trainkit.errors import UsageError
 from trainkit.run_dir.records import last_evaluation
+from trainkit.tables.columns import Column
 from trainkit.tools import answers, plots
 
 MAX_FILE = "32mb"  # of a picture file
@@ -147,21 +148,40 @@ def answer_row(
 ) -> tuple:
     """Return the targets of a row as HTML, and their curves along the number changed last."""
     metadata = predictor.metadata
-    features, targets = metadata["features"], metadata["targets"]
-
-    def outputs(rows: np.ndarray) -> np.ndarray:
-        return predictor(torch.from_numpy(rows)).numpy()
-
+    columns = [Column(**column) for column in metadata["columns"]]
     values = dict(zip(names, given, strict=True))
-    true = {f"{name}={value}" for name, value in values.items()}
-    row = np.array([float(values[f]) if f in spans else float(f in true) for f in features])
-    pairs = zip(targets, outputs(row[None])[0], strict=True)
-    said = "".join(f"<h2>{escape(target)}: {value:,.6g}</h2>" for target, value in pairs)
+
+    def outputs(places: np.ndarray, along: str = "") -> np.ndarray:
+        """Map values of one column to targets; the others are as in the row."""
+        blocks = [
+            column.expand(
+                places
+                if column.name == along
+                else np.full(len(places), values[column.name], dtype=object)
+            )
+            for column in columns
+        ]
+        return predictor(torch.from_numpy(np.concatenate(blocks, axis=1))).numpy()
+
+    numbers = outputs(np.zeros(1))[0]
+    if "classes" in metadata:
+        said = f"<h2>{escape(predictor.describe(torch.from_numpy(numbers)))}</h2>"
+        targets, order = metadata["classes"], (-numbers).argsort()
+    else:
+        targets, order = metadata["targets"], np.arange(len(numbers))
+        pairs = zip(targets, numbers, strict=True)
+        said = "".join(f"<h2>{escape(target)}: {value:,.6g}</h2>" for target, value in pairs)
     if not spans:
         return said, None
     along = touched if touched in spans else next(iter(spans))
-    feature = features.index(along), along
-    return said, answers.draw_curves(outputs, row, feature, spans[along][:2], targets)
+    drawn = answers.draw_curves(
+        lambda places: outputs(places, along)[:, order],
+        float(values[along]),
+        along,
+        spans[along][:2],
+        [targets[number] for number in order],
+    )
+    return said, drawn
 
 
 def build_table_page(page: Any, predictor: Any) -> None:
@@ -174,7 +194,7 @@ def build_table_page(page: Any, predictor: Any) -> None:
         with gradio.Column(min_width=320):
             for column in predictor.metadata["columns"]:
                 name = column["name"]
-                label = name + " (days since 1970)" * ("days" in column)
+                label = name + " (days since 1970)" * bool(column.get("days"))
                 if column["categories"] is None:
                     spans[name] = find_span(predictor.metadata, name)
                     *ends_and_start, step = spans[name]
@@ -195,6 +215,7 @@ BUILDERS: dict[str, Callable] = {
     "picture": build_picture_page,
     "photo": build_picture_page,
     "table": build_table_page,
+    "table_class": build_table_page,
 }
 
 

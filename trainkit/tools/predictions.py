@@ -1,4 +1,4 @@
-"""Write a copy of a table, with a column of predictions for each target, beside the table."""
+"""Write a copy of a table, with columns of predictions, beside the table."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from trainkit.errors import UsageError
 from trainkit.reading import frames
 from trainkit.run_dir.files import write_durably
-from trainkit.tables import tables
+from trainkit.tables.columns import Column, encode, parse
 from trainkit.text import shorten
 
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers, or begin with
@@ -25,10 +25,10 @@ WRITTEN: dict[Path, Path] = {}  # by this process: each file and the table it wa
 def add_predictions(
     path: Path,
     about: dict[str, Any],
-    predict: Callable[[torch.Tensor], np.ndarray],
+    predict: Callable[[torch.Tensor], dict[str, Any]],
     encoding: str | None = None,
 ) -> str:
-    """Write TABLE_predictions.csv, the rows of a table and a column for each target.
+    """Write TABLE_predictions.csv, the rows of a table and the columns that predict returns.
 
     Returns a text: its path, categories that training did not have, which rows have no prediction
     and why, and the first rows. A text that a spreadsheet would run as a formula gets an apostrophe
@@ -41,29 +41,28 @@ def add_predictions(
         raise UsageError(f"{where} cannot be read: there is no such file")
     options = about.get("read_options", {}) | ({"encoding": encoding} if encoding else {})
     written = frames.read_table(where, where, **options)
-    columns = [tables.Column(**column) for column in about["columns"]]
+    columns = [Column(**column) for column in about["columns"]]
     table = frames.choose_columns(written, [column.name for column in columns], where)
-    inputs, problems = tables.encode(table, columns)
+    inputs, problems = encode(table, columns)
     why = {
         row: f"row {row + 1} (column {name!r}: {said})" for row, name, said in reversed(problems)
     }
     unknown = shorten([why[row] for row in sorted(why)])
     if len(why) == len(table):
         raise UsageError(f"{where}: no row can be predicted: {unknown}")
-    values = predict(torch.from_numpy(inputs))
-    values[[*why]] = np.nan
-    predictions = pd.DataFrame(values, columns=[f"predicted_{name}" for name in about["targets"]])
+    predictions = pd.DataFrame(predict(torch.from_numpy(inputs)))
+    predictions.loc[[*why]] = np.nan
     if taken := [name for name in predictions if name in written]:
         raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
     notes = ""
     for column in columns:
         if column.categories:
-            texts = tables.parse(table[column.name], column).dropna()
+            texts = parse(table[column.name], column).dropna()
             if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
     notes += f"\nno prediction for {unknown}" * bool(why)
-    kinds = "|".join(kind[1:] for kind in frames.KINDS)
-    stem = re.sub(rf"\.({kinds})(\.gz)?$", "", path.name, flags=re.IGNORECASE)
+    kinds, packed = ("|".join(map(re.escape, x)) for x in (frames.KINDS, frames.COMPRESSED))
+    stem = re.sub(rf"({kinds})({packed})?$", "", path.name, flags=re.IGNORECASE)
     output = path.with_name(f"{stem}_predictions.csv")
     if WRITTEN.setdefault(output.resolve(), path.resolve()) != path.resolve():
         raise UsageError(f"{where}: {output} has just been written for another table: rename one")

@@ -1,0 +1,95 @@
+"""Scores of train_regression.py and examples/table_classes.py beside those of scikit-learn.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.tables FILE:TARGET ... [--rounds 5]
+
+All have the same columns as numbers, the same split and the same rows to evaluate on: RidgeCV and
+HistGradientBoostingRegressor (eval_r2), or LogisticRegression and HistGradientBoostingClassifier
+(accuracy in percent), with their defaults. A round is a split. It needs scikit-learn.
+"""
+
+import contextlib
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainkit import startup
+
+import numpy as np
+from accelerate.state import AcceleratorState, GradientState
+from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.linear_model import LogisticRegression, RidgeCV
+
+import train_regression
+from benchmarks._runs import Parser
+from examples import table_classes
+from trainkit.config import parse
+from trainkit.errors import UsageError
+
+NUMBERS: dict[str, Callable] = {
+    "ridge": lambda: RidgeCV(np.logspace(-2, 5, 15)),
+    "boosting": lambda: HistGradientBoostingRegressor(random_state=0),
+}
+CLASSES: dict[str, Callable] = {
+    "logistic": lambda: LogisticRegression(max_iter=2000),
+    "boosting": lambda: HistGradientBoostingClassifier(random_state=0),
+}
+
+
+def compare(script: Any, flags: list[str], peers: dict[str, Callable]) -> dict[str, float]:
+    """Return the score of the script and of each peer on one split, sizes and CPU seconds."""
+    made = script.load_data(parse(script.Config, flags))
+    pairs = zip(made.train.tensors, made.held_back.tensors, strict=True)
+    features, targets = (np.concatenate(pair) for pair in pairs)
+    inputs, truth = (tensor.numpy() for tensor in made.evaluated.tensors[:2])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    start = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        metrics = script.main(flags)
+    row = {"rows": len(features) + len(inputs), "features": features.shape[1]}
+    is_class = "eval_accuracy" in metrics
+    row["seconds"] = time.process_time() - start
+    row["ours"] = 100 * metrics["eval_accuracy"] if is_class else metrics["eval_r2"]
+    for name, make in peers.items():
+        model = make().fit(features, targets.ravel())
+        row[name] = (100 if is_class else 1) * model.score(inputs, truth.ravel())
+    return row
+
+
+def main() -> None:
+    """Print a row for each table, the medians of the numbers and the means of the classes."""
+    parser = Parser(__doc__, 1)
+    parser.add_argument("tables", nargs="+", metavar="FILE:TARGET")
+    args = parser.parse_args()
+    scores: dict[str, list[dict[str, float]]] = {"numbers": [], "classes": []}
+    for table in args.tables:
+        data, _, target = table.rpartition(":")
+        rows = []
+        for number in range(args.rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                flags = ["--data", data, "--target", target, "--data-seed", str(number)]
+                flags += ["--run-dir", f"{folder}/run", "--no-pictures", "--save-every", "1000000"]
+                try:
+                    row, kind = compare(train_regression, flags, NUMBERS), "numbers"
+                except UsageError as problem:
+                    if "table_classes.py" not in str(problem):
+                        raise
+                    row, kind = compare(table_classes, flags, CLASSES), "classes"
+            rows.append(row)
+        mean = {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
+        scores[kind].append(mean)
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in mean.items())
+        print(f"{Path(data).name:28}{shown}", flush=True)
+    for kind, means in scores.items():
+        for name in [*means[0]][3:] if means else ():
+            values = [mean[name] for mean in means]
+            median, average = statistics.median(values), statistics.mean(values)
+            print(f"{kind} ({len(values)}): {name} median {median:.4g}, mean {average:.4g}")
+
+
+if __name__ == "__main__":
+    startup.run(main)

@@ -1,0 +1,177 @@
+"""examples/table_classes.py and the network it shares with train_regression.py."""
+
+import json
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from conftest import finish, rows, saved
+from faults import digests
+from test_checkpoint import reforge
+
+import predict
+from examples import table_classes
+from trainkit.config import parse
+from trainkit.errors import UsageError
+from trainkit.loaders import InMemory
+from trainkit.tables import network
+from trainkit.tools import page
+
+
+def make_table(path, size=160, **columns):
+    random = np.random.default_rng(0)
+    table = pd.DataFrame(random.normal(size=(size, 3)), columns=["a", "b", "c"])
+    table["kind"] = np.where(table.a + table.b > 0, "high", "low")
+    table["y"] = table.a * 2 + np.abs(table.b) + random.normal(size=size) * 0.1
+    table.assign(**columns).to_csv(path, index=False)
+    return table
+
+
+def sets_of(path, target, *flags):
+    return table_classes.load_data(
+        parse(table_classes.Config, ["--data", str(path), "--target", target, *flags])
+    )
+
+
+def test_a_class_is_learned_measured_and_predicted_with_its_probability(tmp_path, run_main):
+    table = make_table(tmp_path / "t.csv")
+    flags = f"--data {tmp_path}/t.csv --target kind --epochs 2 --run-dir {tmp_path}/run"
+    flags += " --features a,b,c --save-every 1000000 --pictures"
+    metrics = run_main("examples.table_classes", *flags.split())
+    tensors, metadata = saved(tmp_path / "run", "predictions")
+    truth = (table.kind == "low").to_numpy()[tensors["index"].numpy()].astype(int)
+    assert metadata["classes"] == ["high", "low"] and tensors["target"].tolist() == truth.tolist()
+    logits = tensors["logits"]
+    assert metrics["eval_loss"] == pytest.approx(F.cross_entropy(logits, tensors["target"]).item())
+    right = (logits.argmax(1).numpy() == truth).astype(float)
+    assert metrics["eval_accuracy"] == right.mean() > 0.8
+    shares = [right[truth == number].mean() for number in (0, 1)]
+    assert metrics["eval_balanced_accuracy"] == pytest.approx(np.mean(shares))
+    assert (tmp_path / "run" / "confusion.png").is_file()
+
+    predictor = predict.load_run(tmp_path / "run")
+    table.drop(columns="kind").to_csv(tmp_path / "new.csv", index=False)
+    predictor.predict_file(tmp_path / "new.csv")
+    written = pd.read_csv(tmp_path / "new_predictions.csv")
+    assert written.predicted_kind[tensors["index"].numpy()].tolist() == [
+        metadata["classes"][number] for number in tensors["prediction"]
+    ]
+    shares = (logits / predictor.calibration["temperature"]).softmax(1).amax(1)
+    assert written.probability_kind[tensors["index"].numpy()].to_numpy() == pytest.approx(
+        shares.numpy(), abs=1e-5
+    )
+    spans = {name: page.find_span(predictor.metadata, name) for name in "abc"}
+    answer, figure = page.answer_row(predictor, [*"abc"], spans, "a", 3.0, 3.0, 0.0)
+    assert answer.startswith("<h2>high ") and figure.axes[0].get_ylabel() == "high"
+
+
+def test_the_area_under_the_curve_counts_pairs():
+    logits = torch.tensor([[0.0, 1], [0, 2], [0, 2], [1, 0], [0, 3]])
+    labels = torch.tensor([0, 0, 1, 0, 1])
+    pairs = [1, 0.5, 1, 1, 1, 1]  # of each 1 with each 0
+    assert table_classes.measure(logits, labels)["eval_auc"] == pytest.approx(sum(pairs) / 6)
+
+
+def test_whole_numbers_and_booleans_are_classes_and_amounts_are_not(tmp_path):
+    grades = {"grade": [1, 2, 10, 2] * 40, "paid": [True, False] * 80}
+    make_table(tmp_path / "t.csv", **grades)
+    assert sets_of(tmp_path / "t.csv", "grade").metadata["classes"] == ["1", "2", "10"]
+    assert sets_of(tmp_path / "t.csv", "paid").metadata["classes"] == ["False", "True"]
+    with pytest.raises(UsageError, match=r"not whole.*python train_regression.py --data .* y$"):
+        sets_of(tmp_path / "t.csv", "y")
+    with pytest.raises(UsageError, match="160 different values in 160 rows, which are not classes"):
+        sets_of(tmp_path / "t.csv", "a", "--categorical", "a")
+    rare = [*["x", "y"] * 79, "once", "x"]
+    make_table(tmp_path / "t.csv", kind=rare)
+    plan = sets_of(tmp_path / "t.csv", "kind").metadata["plan"]
+    assert plan["fewer than 5 rows"] == "once"
+    assert ("once" in plan.get("no row to train on", "")) != (
+        "once" in plan.get("no row to evaluate on", "")
+    )
+
+
+def test_ridge_regression_has_the_penalty_with_the_smallest_leave_one_out_error():
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(25, 30, generator=generator, dtype=torch.float64)
+    truth = torch.randn(2, 30, generator=generator, dtype=torch.float64)
+    noise = torch.tensor([0.1, 30.0])
+    targets = features @ truth.T + noise * torch.randn(25, 2, generator=generator)
+
+    def solve(x, y, penalty):
+        mean, middle = x.mean(0), y.mean(0)
+        gram = (x - mean).T @ (x - mean) + penalty * torch.eye(30)
+        weight = torch.linalg.solve(gram, (x - mean).T @ (y - middle))
+        return weight, middle - mean @ weight
+
+    weight, bias = network.fit_ridge(features, targets)
+    for n in range(2):
+        errors = []
+        for penalty in network.PENALTIES:
+            error = 0
+            for left_out in range(25):
+                kept = torch.arange(25) != left_out
+                own, shift = solve(features[kept], targets[kept, n], penalty)
+                error += (targets[left_out, n] - features[left_out] @ own - shift) ** 2
+            errors.append(error)
+        best = network.PENALTIES[torch.stack(errors).argmin()]
+        own, shift = solve(features, targets[:, n], best)
+        torch.testing.assert_close(weight[n], own, rtol=1e-6, atol=1e-8)
+        assert bias[n].item() == pytest.approx(shift.item())
+
+
+def test_logistic_regression_is_at_its_minimum():
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(60, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 3, (60,), generator=generator)
+    weight, bias = network.fit_logistic(features, labels, 3)
+    weight, bias = weight.requires_grad_(), bias.requires_grad_()
+    loss = F.cross_entropy(F.linear(features, weight, bias), labels, reduction="sum")
+    (loss + weight.square().sum() / 2).backward()
+    assert weight.grad.abs().max() < 1e-4 and bias.grad.abs().max() < 1e-4
+    assert weight.abs().max() > 0.1
+
+
+def test_a_network_begins_as_its_linear_model_and_is_trusted_as_far_as_it_helps():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(200, 3, generator=generator)
+    targets = inputs[:, :1] * 2 + inputs[:, 1:2].abs()
+    train, held_back = (
+        InMemory(inputs[part], targets[part]) for part in (slice(150), slice(150, 200))
+    )
+    model = network.TabM(1, network.find_edges(train.tensors[0]))
+    network.start_linear(model, train, held_back, network.fit_ridge)
+    weight, bias = network.fit_ridge(inputs.double(), targets.double())
+    linear = F.linear(inputs, weight.float(), bias.float())
+    assert torch.equal(model.eval()(inputs), linear) and model.scale == 0
+    assert model.train()(inputs).shape == (200, network.NUM_MEMBERS, 1)
+    accelerator = Accelerator(cpu=True)
+    with torch.no_grad():
+        for what, scale in (("noise", 0), ("help", 1)):
+            added = targets - linear if what == "help" else torch.randn(200, 1, generator=generator)
+            model.forward = lambda x, in_parts, added=added: (linear[150:], added[150:])
+            network.set_scale(accelerator, model, held_back, F.mse_loss)
+            assert model.scale.item() == pytest.approx(scale, abs=0.1), what
+
+
+@pytest.mark.numeric
+def test_the_network_has_the_same_numbers_in_any_world_and_after_a_resume(nursery, tmp_path):
+    make_table(tmp_path / "t.csv", 110)
+    flags = f"--data {tmp_path}/t.csv --target y --features a,b,c --batch-size 12 --epochs 3"
+    flags = [*flags.split(), "--log-every", "1", "--save-every", "1", "--keep", "99", "--run-dir"]
+    whole, copy = tmp_path / "whole", tmp_path / "copy"
+    finish(nursery, "train_regression", *flags, whole)
+    assert 0 < saved(whole)[0]["scale"] <= 1
+    for world, more in ((2, []), (1, ["--accumulate", "2"])):
+        finish(nursery, "train_regression", *flags, tmp_path / f"w{world}", *more, world=world)
+        for row, same in zip(rows(whole)[:20], rows(tmp_path / f"w{world}"), strict=False):
+            assert row == pytest.approx(same, rel=1e-5)
+    shutil.copytree(whole, copy)
+    path = copy / "checkpoints" / "step-0000000010"
+    reforge(path)
+    finish(nursery, "train_regression", *flags, copy, "--resume", path)
+    assert digests(copy) == digests(whole)
+    assert json.loads((copy / "metrics.jsonl").read_text().splitlines()[-1])["eval_r2"] > 0.5

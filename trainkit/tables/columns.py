@@ -1,0 +1,247 @@
+"""Read the columns of a table as numbers, by rules that can be printed, saved and applied again."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from trainkit.reading.frames import MAX_SHOWN, as_text
+from trainkit.text import shorten
+
+# Columns that R and pandas write for the numbers or names of the rows.
+INDEX = re.compile(r"Unnamed: \d[\d.]*|__index_level_\d+__|row[._ ]?names?", re.IGNORECASE)
+# Forms of dates. True is ISO 8601, 2020-01-31. Texts with the name of a month are read by dateutil.
+DAYS = ["%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%y", "%d/%m/%y", "%m/%d/%y"]
+DATES = [True, "month", *(day + time for time in ("", " %H:%M", " %H:%M:%S") for day in DAYS)]
+MONTH = r"(?i:.*\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b.*\d{4}.*)"
+LIKE_A_DATE = r"\d{1,4}[-/.]\d{1,2}([-/.]\d{1,4})?(\D.*)?|\d{4}-?[QW]\d+|Q\d.*\d{4}|" + MONTH
+# Whole numbers that are all in this range are Unix seconds of 1990 to 2040, or milliseconds.
+UNIX_SECONDS = (631_152_000, 2_208_988_800)
+UNITS = {"unix": 86_400, "unix ms": 86_400_000}  # per day
+# Periods in days, and the day since 1970 at which each starts: midnight, a Monday, January 1.
+CYCLES = {"hour": (1.0, 0.0), "weekday": (7.0, 4.0), "day of the year": (365.2425, 0.0)}
+# Texts that were probably meant as numbers: 1_200, 1,234.5, $0, 12 km, 88 m2, 10:30.
+LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\d?\s*"
+MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
+MAX_WHOLE = 2**53  # float64 cannot tell all whole numbers above apart
+# Texts that mean a missing value in a column of numbers or dates. In a column of texts only ""
+# does, because None may be a category.
+MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]
+
+
+@dataclass
+class Column:
+    """How one column of a table becomes numbers.
+
+    Attributes:
+        name: its name in the table.
+        categories: the texts it may hold; each becomes one 0/1 number, and any other text gives
+            zeros. None: the column holds one number.
+        fill: the value that replaces a missing one. None: a missing value is an error.
+        days: the form, from DATES or UNITS, of its dates, which become days since 1970-01-01 (UTC);
+            False: it holds no dates.
+        words: texts that counted as missing values, including "", and how many cells held each.
+        cycles: names from CYCLES; each becomes the sine and the cosine of its phase.
+        num_numbers: how many cells of a column of texts read as numbers.
+    """
+
+    name: str
+    categories: list[str] | None = None
+    fill: float | str | None = None
+    days: Any = False
+    words: dict[str, int] | None = None
+    cycles: list[str] = field(default_factory=list)
+    num_numbers: int = 0
+
+    def feature_names(self) -> list[str]:
+        """Return the names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
+        if self.categories:
+            return [f"{self.name}={category}" for category in self.categories]
+        waves = [f"{self.name}, {cycle} {wave}" for cycle in self.cycles for wave in ("sin", "cos")]
+        return [self.name, *waves]
+
+    def expand(self, values: np.ndarray) -> np.ndarray:
+        """Return the numbers, (rows, features), that values as parse() returns them become."""
+        if self.categories:
+            return (values[:, None] == self.categories).astype(np.float64)
+        values = values.astype(np.float64)
+        parts = [values]
+        for period, start in (CYCLES[name] for name in self.cycles):
+            phase = 2 * np.pi * ((values - start) / period % 1)
+            parts += [np.sin(phase), np.cos(phase)]
+        return np.stack(parts, axis=1)
+
+    def __str__(self) -> str:
+        kind = "date, as days since 1970" if self.days else "number"
+        if self.cycles:
+            kind += f" and {', '.join(self.cycles)}"
+        if self.categories:
+            kind = f"category: {shorten([text[:20] for text in self.categories])}"
+        if self.num_numbers:
+            kind += f", with {self.num_numbers} cells that read as numbers"
+        filled = f", filled in where missing{list_counts(self.words or {})}"
+        return kind + filled * (self.fill is not None)
+
+
+def list_counts(words: dict[str, int]) -> str:
+    """Return `: 20 empty, 8 'NA'`, or nothing if there are no words."""
+    counts = [f"{number} {repr(word) if word else 'empty'}" for word, number in words.items()]
+    return f": {shorten(counts, MAX_SHOWN)}" * bool(counts)
+
+
+def parse(values: pd.Series, column: Column) -> pd.Series:
+    """Return the values as numbers, or as texts of a category; NaN where a value is neither."""
+    if column.categories is not None:
+        return values.astype(object).map(as_text, na_action="ignore")
+    if column.days and column.days not in UNITS:
+        return _read_dates(values.astype(str), column.days)
+    if values.dtype.kind in "biuf":
+        numbers = values.astype(float)
+    else:
+        texts = values.astype(str).str.lower().replace({"true": "1", "false": "0"})
+        numbers = pd.to_numeric(texts, errors="coerce").astype(float)
+    numbers = numbers.where(numbers.abs() <= 1e38)  # float32 ends at 3.4e38
+    return numbers / UNITS[column.days] if column.days else numbers
+
+
+def _read_dates(texts: pd.Series, form: Any) -> pd.Series:
+    if form == "month":
+        texts = texts.where(texts.str.fullmatch(MONTH))
+    style = {True: "ISO8601", "month": "mixed"}.get(form, form)
+    dates = pd.to_datetime(texts, format=style, utc=True, errors="coerce")
+    # In seconds, because in nanoseconds years end at 2262, and forever is often 9999-12-31.
+    return (dates - pd.Timestamp(0, tz="UTC").as_unit("s")) / pd.Timedelta("1D")
+
+
+def learn_column(
+    values: pd.Series, train: np.ndarray, categorical: Sequence[str], missing: str | None
+) -> Column | str:
+    """Learn from its training rows how a feature is encoded, or return why it is left out.
+
+    A missing number becomes the mean, a missing category the most frequent one: with `missing`
+    "impute", and also with None if the column lacks a value. In a column of numbers or dates the
+    words of MISSING count as missing values. Words without a digit do too, if at most one cell in
+    ten holds one.
+    """
+    column = find_kind(values, values.name in categorical)
+    if isinstance(column, str):
+        return column
+    parsed = parse(values, column)
+    known, odd = parsed.iloc[train], values[parsed.isna()].astype(object).fillna("").astype(str)
+    others = odd[~odd.isin(MISSING)]
+    impute = missing == "impute" or (missing is None and len(odd) > 0)
+    # Words with a digit are not missing values: 1,234 is a number, although it is not read as one.
+    if impute and 9 * len(others) <= parsed.count() and not others.str.contains(r"\d").any():
+        column.words = odd.value_counts().to_dict()
+    counts = known.value_counts().sort_index()
+    if len(counts) == 1 or not len(counts) + len(others):
+        return "left out: always the same"
+    if column.categories is None:
+        fill = float(known.mean())
+    elif hardly_repeats(len(counts), known.count()):
+        if counts.index.to_series().str.fullmatch(LIKE_A_DATE).mean() > 0.5:
+            return "left out: dates in a form that is not read, so write 2020-01-31"
+        return f"left out: {len(counts)} different texts in {len(train)} training rows"
+    else:
+        # Of equally frequent texts the first in the alphabet, which is the same on every machine.
+        column.categories, fill = [*counts.index], counts.idxmax()
+    if column.days:
+        waves = {name: ((known - start) / period % 1) for name, (period, start) in CYCLES.items()}
+        waves["weekday"] = waves["weekday"].mul(7) // 1 / 7
+        column.cycles = [name for name, wave in waves.items() if (wave.round(2) % 1).nunique() > 1]
+    column.fill = fill if impute else None
+    return column
+
+
+def hardly_repeats(num_different: int, num_cells: int) -> bool:
+    """Are these texts names or comments, of which a new row has another one?"""
+    most = num_cells - 1 if num_different <= 10 else num_cells // 2
+    return num_different > min(most, MAX_CATEGORIES)
+
+
+def find_kind(values: pd.Series, is_category: bool) -> Column | str:
+    """Return a column of numbers, of dates, or of texts (without the texts), or why not.
+
+    It holds texts if is_category says so, or if most values read neither as numbers nor as dates
+    and do not look like numbers with a unit. Whole numbers that float64 cannot tell apart are texts
+    too: they are ids.
+    """
+    column = Column(str(values.name))
+    cells = values[values.notna() & ~values.isin(MISSING)]
+    if is_category or not len(cells):
+        column.categories = []
+        return column
+    numbers = parse(cells, column).dropna()
+    texts = cells.astype(str)
+    others, distinct = texts.drop(numbers.index), texts.drop_duplicates()
+    if not len(others):
+        if numbers.abs().max() > MAX_WHOLE and numbers.nunique() < len(distinct):
+            column.categories = []
+        column.days = _unix_unit(numbers)
+        return column
+    sample = others.drop_duplicates()[:1000]
+    read = [_read_dates(sample, form).notna().mean() for form in DATES]
+    if max(read) > 0.5 and len(others) > len(numbers):
+        if read.count(max(read)) > 1:
+            return "left out: dates, but the day or the month may come first, so write 2020-01-31"
+        column.days = DATES[int(np.argmax(read))]
+    elif 2 * distinct.isin(others).sum() > len(distinct) and not _have_a_unit(others):
+        column.categories, column.num_numbers = [], len(numbers)
+    return column
+
+
+def _have_a_unit(texts: pd.Series) -> bool:
+    """Do these look like amounts: 12 km, 88 km, but not like labels: 1. Yes, 2. No?"""
+    if not texts.str.fullmatch(LIKE_A_NUMBER).mean() >= 0.5:
+        return False
+    distinct = texts.drop_duplicates()
+    units = distinct.str.replace(r"[\W\d_]", "", regex=True)
+    return units.eq("").any() or units.nunique() < len(distinct)
+
+
+def is_index(values: pd.Series) -> bool:
+    """Does it number or name the rows: a name that R or pandas gives, or `index` that counts up?"""
+    if INDEX.fullmatch(str(values.name)):
+        return True
+    if str(values.name).lower() not in ("index", "x"):
+        return False
+    numbers = pd.to_numeric(values, errors="coerce")
+    whole = numbers.notna().all() and (numbers % 1 == 0).all()
+    return bool(whole and numbers.iloc[0] in (0, 1) and numbers.diff()[1:].eq(1).all())
+
+
+def _unix_unit(numbers: pd.Series) -> Any:
+    """Return the key of UNITS if whole numbers are Unix times, otherwise False."""
+    low, high = UNIX_SECONDS
+    for name, unit in UNITS.items():
+        scale = unit / UNITS["unix"]
+        if len(numbers) and numbers.between(low * scale, high * scale).all():
+            return name if (numbers % 1 == 0).all() and numbers.nunique() > 1 else False
+    return False
+
+
+def encode(
+    table: pd.DataFrame, columns: Sequence[Column]
+) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
+    """Return the table as float64 (rows, features), in the order of `columns`, and its problems.
+
+    A problem is a row, numbered as in the index of `table`, a column and a sentence.
+    """
+    blocks, problems = [], []
+    for column in columns:
+        values = table[column.name]
+        numbers = parse(values, column)
+        wrong = numbers.isna() & values.notna() & ~values.isin([*MISSING, *(column.words or [])])
+        if column.fill is not None:
+            numbers = numbers.fillna(column.fill)
+        for row in table.index[wrong | numbers.isna()]:
+            wanted = "date as in training" if column.days else "number like 1234.5 (at most 1e38)"
+            why = (
+                f"'{values[row]!s:.40}' is not a {wanted}" if wrong[row] else "the value is missing"
+            )
+            problems.append((row, column.name, why))
+        blocks.append(column.expand(numbers.to_numpy()))
+    return np.concatenate(blocks, axis=1, dtype=np.float64), problems
