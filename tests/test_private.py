@@ -41,7 +41,7 @@ SETTINGS = {
     "model.generation_config",
     "head.forward",  # see trainkit/language/token_losses.py, which puts it back
     "owner.base_model.forward",
-    "found.cross_attentions",
+    "output.cross_attentions",
     "head.may_have_parts",
     "wrap.subsequent_indent",
 }
