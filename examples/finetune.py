@@ -20,11 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Count, MayChange, Schedule, TrainingConfig, parse
 from trainkit.errors import as_usage_error
-from trainkit.language import conversations
-from trainkit.language.conversations import answer
+from trainkit.language import conversations, pretrained, token_losses
 from trainkit.language.packing import pack_sets, row_size, share_rows
-from trainkit.language.pretrained import stop_at, write_pretrained
-from trainkit.language.token_losses import allow_parts, token_losses
+from trainkit.language.templates import first_day
 from trainkit.orders import by_length
 
 
@@ -34,6 +32,8 @@ class Config(TrainingConfig):
     data: MayChange[str] = "runs/docstrings/pairs.jsonl"  # JSON, Parquet, a folder, or a Hub id
     lora: Count | None = None  # rank: freeze the model and train matrices beside it
     merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
+    resize_embeddings: bool = False  # add rows for tokens that the base does not have
+    save_float32: MayChange[bool] = False  # write pretrained/ as trained, not in the base's type
     system: str | None = None  # system turn of the conversations that have none
     prompt: MayChange[tuple[str, ...]] = ()  # answered at each evaluation, instead of a sample's
     max_tokens: Count = 512  # of prompt and answer: what is over is cut
@@ -53,8 +53,8 @@ def load_data(config: Config) -> tuple:
     """Return samples (tokens, which are learned) to train and evaluate on, and Sets' others."""
     tokenizer, limit = conversations.read_base(config.base)
     with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
-        ask = config.system, config.prompt
-        sets = conversations.make_sets(tokenizer, config.data, config.max_tokens, limit, *ask)
+        more = config.system, config.prompt, first_day(config)
+        sets = conversations.make_sets(tokenizer, config.data, config.max_tokens, limit, *more)
     if config.pack:
         sets = pack_sets(sets, config.max_tokens)
     return *sets, tokenizer
@@ -66,7 +66,7 @@ def collate(samples: list, size: int = 0) -> tuple[torch.Tensor, ...]:
     Samples share rows of up to `size` tokens. What is left is padded with 0.
     """
     rows = share_rows(samples, size) if size else samples
-    return tuple(pad_sequence(each, batch_first=True) for each in zip(*rows, strict=True))
+    return tuple(pad_sequence(parts, batch_first=True) for parts in zip(*rows, strict=True))
 
 
 def make_model(config: Config) -> torch.nn.Module:
@@ -75,14 +75,13 @@ def make_model(config: Config) -> torch.nn.Module:
     dtype = "auto" if config.lora else torch.float32  # what is trained is float32
     # Memory-mapped, so that the processes of a machine share the frozen weights.
     model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
-    allow_parts(model)
+    if config.resize_embeddings:
+        pretrained.resize_embeddings(model, config.base, is_frozen=bool(config.lora))
+    token_losses.allow_parts(model)
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora:
-        with as_usage_error("--lora needs `pip install peft`"):
-            from peft import LoraConfig, get_peft_model
-        options = {"r": config.lora, "lora_alpha": 2 * config.lora, "target_modules": "all-linear"}
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+        model = pretrained.add_adapter(model, config.lora)
     return model.train()  # from_pretrained returns it in evaluation mode
 
 
@@ -93,7 +92,7 @@ def compute_losses(model: torch.nn.Module, batch: tuple) -> dict[str, torch.Tens
     counted = learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
     inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": counted, "use_cache": False} | where
-    losses = token_losses(model, tokens[:, 1:][counted], **inputs)
+    losses = token_losses.token_losses(model, tokens[:, 1:][counted], **inputs)
     return {"loss": losses, "mask": torch.ones_like(losses, dtype=torch.bool)}
 
 
@@ -101,14 +100,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, answer a prompt and write the folders; return the last metrics."""
     with Run(config := parse(Config, argv), "finetune") as run:
         accelerator = run.accelerator
-        train_set, eval_set, end, plan, prompts, tokenizer = run.load(load_data)
-        model = make_model(config)
+        train_set, eval_set, end, plan, prompts, day, tokenizer = run.load(load_data)
+        model, both = make_model(config), (train_set, eval_set)
+        pretrained.check_vocabulary(model, tokenizer, (row[0] for rows in both for row in rows))
         size, padded = row_size(accelerator, model, config.max_tokens, config.pack)
         order = by_length([len(tokens) for tokens, *_ in train_set], config.batch_size, config.seed)
         train_loader, eval_loader = make_loaders(
             accelerator, train_set, eval_set, config, partial(collate, size=size), order=order
         )
-        stop_at(model, end)
+        pretrained.stop_at(model, end)
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
         optimizer = make_optimizer(accelerator, weights, config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
@@ -117,8 +117,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
         # Rounding depends on the rows, so a resume must have the same ones.
         metadata = {"script": Path(__file__).stem, "lora": config.lora, "shared rows": size}
+        metadata["day"] = day
+        plan |= padded | token_losses.PLAN
         # What --lora freezes is not saved: it lies in --base.
-        run.begin(model, metadata, plan | padded, save_frozen=not config.lora)
+        run.begin(model, metadata, plan, save_frozen=not config.lora)
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
         for _ in run.epochs():
             for batch in run.steps(train_loader):
@@ -133,9 +135,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 if run.end_step():
                     run.save()
             for name, tokens in prompts.items():
-                run.print(f"{name}: {answer(run.models[0], tokenizer, tokens)}")
+                run.print(f"{name}: {conversations.answer(run.models[0], tokenizer, tokens)}")
             run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
-        write_pretrained(run, tokenizer, config.base, config.merge)
+        dtype = None if config.save_float32 else pretrained.dtype_of(config.base)
+        pretrained.write_pretrained(run, tokenizer, config.base, config.merge, dtype)
         return run.finish()
 
 

@@ -23,10 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Count, MayChange, Positive, Rule, Schedule, TrainingConfig, parse
 from trainkit.errors import as_usage_error
-from trainkit.language import preferences
-from trainkit.language.conversations import read_base, without_dropout
-from trainkit.language.pretrained import stop_at, write_pretrained
-from trainkit.language.token_losses import allow_parts, token_losses
+from trainkit.language import preferences, pretrained, token_losses
+from trainkit.language.conversations import read_base
+from trainkit.language.templates import first_day
 from trainkit.orders import by_length
 
 Smoothing = Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")]
@@ -40,6 +39,7 @@ class Config(TrainingConfig):
     label_smoothing: Smoothing = 0.0  # the share of pairs that are taken to be the wrong way round
     lora: Count | None = None  # rank: freeze the model and train matrices beside it
     merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
+    save_float32: MayChange[bool] = False  # write pretrained/ as trained, not in the base's type
     max_tokens: Count = 512  # of prompt and answer: what is over is cut
     run_dir: Path = Path("runs/preference")
     epochs: int = 1
@@ -55,44 +55,39 @@ def load_data(config: Config) -> tuple:
     """Return pairs of tokens to train and evaluate on, and what else the run needs of them."""
     tokenizer, limit = read_base(config.base)
     with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
-        pairs = preferences.make_pairs(tokenizer, config.data, config.max_tokens, limit)
+        more = config.max_tokens, limit, first_day(config)
+        pairs = preferences.make_pairs(tokenizer, config.data, *more)
     return *pairs, tokenizer
 
 
 def collate(pairs: list) -> tuple[torch.Tensor, ...]:
     """Return tokens and which are learned, (n, 2 for chosen and rejected, longest), and others."""
     rows = ([row for pair in pairs for row in pair[first:4:2]] for first in (0, 1))
-    tokens, learned = (pad_sequence(each, batch_first=True).unflatten(0, (-1, 2)) for each in rows)
+    tokens, learned = (pad_sequence(x, batch_first=True).unflatten(0, (-1, 2)) for x in rows)
     return tokens, learned, *map(torch.stack, zip(*(pair[4:] for pair in pairs), strict=True))
 
 
 def make_model(config: Config) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    about = without_dropout(AutoConfig.from_pretrained(config.base))  # it would pass for a change
+    # Dropout would pass for a change of the model.
+    settings = pretrained.without_dropout(AutoConfig.from_pretrained(config.base))
     dtype = "auto" if config.lora else torch.float32  # what is trained is float32
-    model = AutoModelForCausalLM.from_pretrained(config.base, config=about, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(config.base, config=settings, dtype=dtype)
     model.config = AutoConfig.from_pretrained(config.base)  # to be written; its layers have theirs
-    allow_parts(model)
+    token_losses.allow_parts(model)
     return model
-
-
-def add_adapter(model: torch.nn.Module, config: Config) -> torch.nn.Module:
-    with as_usage_error("--lora needs `pip install peft`"):
-        from peft import LoraConfig, get_peft_model
-    options = {"r": config.lora, "lora_alpha": 2 * config.lora, "target_modules": "all-linear"}
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
 
 
 def log_probabilities(model: torch.nn.Module, *rows: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of what is learned in each conversation, (n, 2)."""
-    tokens, learned = (each.flatten(0, 1) for each in rows)
+    tokens, learned = (part.flatten(0, 1) for part in rows)
     counted = learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
     inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": counted, "use_cache": False}
-    losses = token_losses(model, tokens[:, 1:][counted], **inputs)
-    each = losses.new_zeros(counted.shape).masked_scatter(counted, -losses)
-    return each.sum(1).view(-1, 2)
+    losses = token_losses.token_losses(model, tokens[:, 1:][counted], **inputs)
+    of_tokens = losses.new_zeros(counted.shape).masked_scatter(counted, -losses)
+    return of_tokens.sum(1).view(-1, 2)
 
 
 def compute_values(model: torch.nn.Module, batch: tuple, config: Config) -> dict:
@@ -108,14 +103,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and write the folders; return the last metrics."""
     with Run(config := parse(Config, argv), "preference") as run:
         accelerator = run.accelerator
-        *sets, end, plan, tokenizer = run.load(load_data)
-        model = make_model(config)
+        *sets, end, plan, day, tokenizer = run.load(load_data)
+        model, rows = make_model(config), (x for pairs in sets for pair in pairs for x in pair[::2])
+        pretrained.check_vocabulary(model, tokenizer, rows)
         compute = partial(log_probabilities, model)
         base = preferences.add_reference(accelerator, model, sets, collate, compute)
         order = by_length(list(map(preferences.longest, sets[0])), config.batch_size, config.seed)
         train_loader, eval_loader = make_loaders(accelerator, *sets, config, collate, order=order)
-        model = add_adapter(model, config) if config.lora else model
-        stop_at(model, end)
+        model = pretrained.add_adapter(model, config.lora) if config.lora else model
+        pretrained.stop_at(model, end)
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
         optimizer = make_optimizer(accelerator, weights, config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
@@ -123,7 +119,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             model, optimizer, train_loader, eval_loader, scheduler
         )
         metadata = {"script": Path(__file__).stem, "lora": config.lora, "reference": base}
-        run.begin(model, metadata, plan, save_frozen=not config.lora)  # the base lies in --base
+        metadata["day"] = day
+        # What --lora freezes is not saved: it lies in --base.
+        run.begin(model, metadata, plan | token_losses.PLAN, save_frozen=not config.lora)
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
@@ -137,7 +135,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 if run.end_step():
                     run.save()
             run.end_epoch(run.evaluate(eval_loader, lambda x: compute_values(model, x, config)))
-        write_pretrained(run, tokenizer, config.base, config.merge)
+        dtype = None if config.save_float32 else pretrained.dtype_of(config.base)
+        pretrained.write_pretrained(run, tokenizer, config.base, config.merge, dtype)
         return run.finish()
 
 

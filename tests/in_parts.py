@@ -15,5 +15,7 @@ def main(argv):
         assert logits.numel() <= token_losses.MAX_LOGITS
         return F.cross_entropy(logits, *args, **how)
 
-    token_losses.F = SimpleNamespace(linear=F.linear, cross_entropy=whole)
+    token_losses.F = SimpleNamespace(
+        linear_cross_entropy=F.linear_cross_entropy, cross_entropy=whole
+    )
     return finetune.main(argv)

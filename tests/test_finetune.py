@@ -21,7 +21,7 @@ from test_shards import KINDS, train
 from examples import finetune
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.language import conversations
+from trainkit.language import conversations, formats
 from trainkit.loaders import EpochBatches
 from trainkit.orders import by_length
 
@@ -215,7 +215,11 @@ OF_CHATML = [
         [f"{FOUR}<|im_end|>\n{FOUR}"],
         {"first": "system..be.*tool..5", "template": "3 of 3 .* 'f'"},
     ),
-    ([{"conversations": [CALLING | {"value": "{"}]}], [], "has no text, or no turns"),
+    (
+        [{"conversations": [CALLING | {"value": "{"}]}],
+        [],
+        "line 1 .* calls of tools are no JSON.* '{'",
+    ),
     ([chat(*TALK, ASK, SAY | {"weight": 0})], [FOUR], {}),
     ([{"question": "2?", "response": "4"}], [FOUR], {}),
     ([SHORT | {"label": False}], [], "line 1 of .* its label is false"),
@@ -296,7 +300,7 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
     Dataset.from_list(given * 3).save_to_disk(tmp_path / "saved")
     Dataset.from_list(given * 3).to_parquet(tmp_path / "rows.parquet")
     for source in (path, tmp_path / "saved", tmp_path / "rows.parquet"):
-        train_set, _, _, plan, _ = conversations.make_sets(tokenizer, str(source), 64, 99)
+        train_set, _, _, plan, *_ = conversations.make_sets(tokenizer, str(source), 64, 99)
         texts = [tokenizer.decode(tokens[where]) for tokens, where in train_set]
         assert texts[: len(learned)] == learned and all(texts)
         assert plan.keys() == {"data", "end", "first", *said}
@@ -374,19 +378,20 @@ def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monk
     assert shown == ["none, because of TypeError" * (prompt == "broken")] * 5
 
 
-@pytest.mark.parametrize("line", ["", "{"])
-def test_a_line_that_is_no_json_is_named(tmp_path, line):
+def test_a_line_that_is_no_json_is_named_and_blank_lines_are_skipped(tmp_path):
     path = tmp_path / "pairs.jsonl"
-    path.write_text(f"{json.dumps(SHORT)}\n{line}\n")
+    path.write_text(f"{json.dumps(SHORT)}\n \n\n")
+    assert len(formats.read_conversations(str(path))[0]) == 1
+    path.write_text(f"{json.dumps(SHORT)}\n{{\n")
     with pytest.raises(UsageError, match=f"^line 2 of {path} is not JSON"):
-        conversations.read_conversations(str(path))
+        formats.read_conversations(str(path))
 
 
 @pytest.mark.parametrize(("indent", "rows"), [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])
 def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows):
     path = tmp_path / "pairs.json"
     path.write_text(json.dumps(rows, indent=1) if indent else "\n".join(map(json.dumps, rows)))
-    read = [row for _, row in conversations.read_rows(str(path))]
+    read = [row for _, row in formats.read_conversation_rows(str(path))]
     assert read == (rows if isinstance(rows, list) else [rows])
 
 

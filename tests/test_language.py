@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from examples import finetune
 from trainkit.errors import UsageError
+from trainkit.language import packing
 from trainkit.language import token_losses as losses
 from trainkit.language.packing import Packed, best_fit, row_size, share_rows
 from trainkit.orders import WINDOW, by_length
@@ -102,16 +103,48 @@ def test_a_head_may_be_frozen_have_a_bias_and_be_rounded_to_bfloat16(monkeypatch
             assert a is None or (a - b).norm() < 0.02 * a.norm()
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [("bloom", {"n_layer": 2, "n_head": 2, "hidden_size": 32}), ("mamba", WIDTHS)],
-)
-def test_a_model_in_which_samples_of_a_row_see_each_other_is_refused(kind, sizes):
-    model = make(kind, **sizes)
+CONVOLUTIONS = LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = LLAMA | {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"]}
+SHARE = {"qwen3_moe": LLAMA | EXPERTS | {"head_dim": 16}, "mistral": KINDS["mistral"]}
+LEAK = {
+    "bloom": {"n_layer": 2, "n_head": 2, "hidden_size": 32},  # positions by the place in the row
+    "mamba": WIDTHS,
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},
+    "minimax": LINEAR,
+}
+
+
+@pytest.mark.parametrize("kind", LEAK)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_in_which_samples_of_a_row_see_each_other_is_refused(kind, dtype):
+    model = make(kind, **LEAK[kind]).to(dtype)
     with pytest.raises(UsageError, match=rf"--pack: this model \({kind}\) does not keep"):
         row_size(Accelerator(), model, 60, True)
     size, plan = row_size(Accelerator(), model, 60, False)
     assert size == 0 and "a row of its own" in plan["padded"] and model.training
+
+
+@pytest.mark.parametrize("kind", SHARE)
+def test_a_model_of_16_bits_may_share_rows_and_keeps_its_weights(kind):
+    model = make(kind, **SHARE[kind]).to(torch.bfloat16)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert row_size(Accelerator(), model, 60, True) == (0, {})
+    for name, weight in model.state_dict().items():
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, before[name])
+
+
+def test_a_sample_that_sees_only_the_one_before_the_last_is_a_leak():
+    model = make("llama", **LLAMA)
+
+    def leak(_, inputs, output):
+        if inputs[0].shape[1] == sum(packing.SIZES):  # from the first sample into the third
+            return output + torch.nn.functional.pad(output[:, :1], (0, 0, 30, 2)) / 50
+
+    model.model.layers[0].mlp.register_forward_hook(leak)
+    with pytest.raises(UsageError, match="does not keep"):
+        row_size(Accelerator(), model, 60, True)
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=50)

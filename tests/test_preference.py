@@ -21,7 +21,7 @@ from test_shards import KINDS
 from examples import preference
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.language import preferences
+from trainkit.language import preferences, pretrained
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
@@ -56,7 +56,7 @@ def plain(flags, lora):
     frozen = preference.make_model(args)
     torch.manual_seed(0)
     model = preference.make_model(args)
-    model = preference.add_adapter(model, args) if lora else model
+    model = pretrained.add_adapter(model, args.lora) if lora else model
     margins = []
 
     def loss_of(indices):

@@ -64,6 +64,11 @@ def attends_by_sdpa(model: Any) -> bool:
     return model.config._attn_implementation == "sdpa" and model._supports_attention_backend
 
 
+def is_stateful(model: Any) -> bool:
+    """Does a state go from token to token in this transformers model, whatever the position_ids?"""
+    return model._is_stateful
+
+
 def end_workers(accelerator: Accelerator) -> None:
     """End the loader workers; otherwise a notebook waits 5 s for each at garbage collection.
 

@@ -1,7 +1,8 @@
-"""Turn pairs of answers, one of which is preferred, into tokens, and keep the base's numbers."""
+"""Turn pairs of answers into tokens, and cache the log-probabilities of the reference model."""
 
 import hashlib
 from collections.abc import Callable, Sequence
+from datetime import date
 from typing import Any, NamedTuple
 
 import torch
@@ -9,23 +10,24 @@ from accelerate import Accelerator
 from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.language.conversations import (
+from trainkit.language.conversations import Notes, check_left, find_limit
+from trainkit.language.formats import (
+    PROMPTS,
     Conversation,
     as_turns,
-    check_left,
-    encode,
-    find_end,
-    find_limit,
-    in_context,
-    named,
-    read_rows,
-    show,
+    comparable,
+    join_prompt,
+    naming_row,
+    read_conversation_rows,
+    read_prompt,
+    with_context,
 )
+from trainkit.language.templates import Chat, Encoded, Sample, show_sample
 from trainkit.reading.kept import compute_once
 
 # The tokens of the chosen conversation, int64 (length,), which are learned, bool; the rejected one.
 Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-NUM_AT_ONCE = 8  # pairs of a batch whose numbers are kept
+NUM_AT_ONCE = 8  # pairs of a batch
 
 
 class Pairs(NamedTuple):
@@ -35,70 +37,95 @@ class Pairs(NamedTuple):
     eval_set: list[Pair]  # sorted by length, so that its batches have little padding
     end: int | None  # the token that ends an answer
     plan: dict[str, str]  # lines to print
+    day: str = ""  # the date that the chat template writes
 
 
 def read_pair(row: Any) -> tuple[Conversation, Conversation]:
-    """Return the chosen and the rejected conversation of a row; what both begin with is given.
+    """Return the chosen and the rejected conversation of a row, which begin with one prompt.
 
-    The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in a column
-    of its own, which may be called question, or at the start of both lists. Raises TypeError,
-    KeyError, AttributeError or ValueError for others.
+    The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in columns of
+    its own, at the start of both lists, or both. Raises UsageError if they have different prompts,
+    TypeError, KeyError, AttributeError or ValueError for rows without these columns.
     """
-    names = ("prompt", "conversations", "question")
-    given = as_turns(next((row[name] for name in names if row.get(name)), []), "user")
-    both = []
-    for answer in (row["chosen"], row["rejected"]):
-        if isinstance(answer, str) and not given:
-            raise TypeError
-        turns = as_turns(answer, "assistant")
-        # Some sets have the prompt in a column and in the lists as well.
-        both.append(turns if turns[: len(given)] == given else given + turns)
-    num_given = len(given)
-    if not given:
-        same = [one == other for one, other in zip(*both, strict=False)]
-        num_given = [*same, False].index(False)
-    return in_context(both[0], num_given, row), in_context(both[1], num_given, row)
+    kind = next((kind for kind in PROMPTS if row.get(kind.prompt)), PROMPTS[0])
+    prompt = read_prompt(kind, row) if row.get(kind.prompt) else []
+    if not prompt and isinstance(row["chosen"], str):
+        raise TypeError
+    answers = [as_turns(row[name], "assistant") for name in ("chosen", "rejected")]
+    pairs = zip(*map(comparable, answers), strict=False)
+    num_shared = [*(one == other for one, other in pairs), False].index(False)
+    chosen, rejected = (join_prompt(prompt, turns, num_shared) for turns in answers)
+    turns, num_prompt = chosen
+    if not prompt:
+        num_prompt, rejected = num_shared, (rejected[0], num_shared)
+    lead = turns[:num_prompt]
+    others = rejected[0][rejected[1] :]
+    differs = comparable(lead) != comparable(rejected[0][: rejected[1]])
+    starts = [part[0]["role"] for part in (turns[num_prompt:], others) if part]
+    if differs or "user" in starts or "system" in starts:
+        raise UsageError("chosen and rejected have different prompts: give both the same one")
+    return with_context(turns, num_prompt, row), with_context(lead + others, num_prompt, row)
 
 
-def make_pairs(tokenizer: Any, source: str, max_tokens: int, limit: int | None = None) -> Pairs:
+def make_pairs(
+    tokenizer: Any,
+    source: str,
+    max_tokens: int,
+    limit: int | None = None,
+    today: date | None = None,
+) -> Pairs:
     """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
 
-    source: see read_rows of conversations.py. Conversations are cut to max_tokens, or to `limit` if
-    that is less. Pairs of which one answer is cut away, or both are equal, are dropped and counted.
-    Raises UsageError if a set is left empty, or for a row that cannot be read, with its place.
+    source: see read_conversation_rows. Conversations are cut to max_tokens, or to `limit` if that
+    is less. Pairs of which one answer is cut away, or both are equal, are dropped and counted. A
+    chat template that writes the date writes `today`. Raises UsageError if a set is left empty, or
+    for a row that cannot be read, with its place.
     """
-    size, why = find_limit(max_tokens, limit)
+    size, limit_name = find_limit(max_tokens, limit)
     sets: tuple[list[Pair], list[Pair]] = ([], [])
-    num_rows = num_cut = num_lost = num_equal = 0
-    for number, (place, row) in enumerate(read_rows(source)):
+    chat, notes, num_rows = Chat(tokenizer, today), Notes(), 0
+    for number, (place, row) in enumerate(read_conversation_rows(source)):
         num_rows += 1
-        with named(place, "chosen and rejected, as lists of turns, or as texts beside a prompt"):
+        with naming_row(place, "chosen and rejected, as lists of turns, or as texts and a prompt"):
             both = read_pair(row)
+        unmarked = [chat.without_marks(conversation) for conversation in both]
+        notes.add("marked", unmarked != [*both])
         with as_usage_error(f"{place} cannot be tokenized"):
-            found = [_encode_one(tokenizer, conversation, size) for conversation in both]
-        num_cut += any(len(tokens) > size for tokens, _ in found)
-        chosen, rejected = ((tokens[:size], learned[:size]) for tokens, learned in found)
+            encoded = [chat.encode(conversation, size) for conversation in unmarked]
+            samples = [_only_sample(one) for one in encoded]
+        notes.add("untrained", encoded[0].untrained)
+        notes.add("cut", any(len(tokens) > size for tokens, _ in samples))
+        chosen, rejected = ((tokens[:size], learned[:size]) for tokens, learned in samples)
         if not chosen[1].any() or not rejected[1].any():
-            num_lost += 1
+            notes.add("lost answer", True)
         elif torch.equal(chosen[0], rejected[0]):
-            num_equal += 1
+            notes.add("equal", True)
         else:
             sets[number % 10 == 0].append((*chosen, *rejected))
-    check_left(sets, num_rows, "pairs to {} on has two different answers", why)
-    end = find_end(tokenizer)
-    ends = "no token" if end is None else tokenizer.convert_ids_to_tokens(end)
-    plan = {"data": f"{num_rows} rows of chosen and rejected", "end": f"{ends} after an answer"}
-    if num_cut:
-        plan["cut"] = f"{num_cut} of {num_rows} pairs, to {why}"
-    if num_lost or num_equal:
+    check_left(sets, num_rows, "pairs to {} on has two different answers", limit_name)
+    plan = _describe_pairs(chat, notes, num_rows, limit_name, sets[0])
+    return Pairs(sets[0], sorted(sets[1], key=longest), chat.end, plan, chat.day)
+
+
+def _describe_pairs(
+    chat: Chat, notes: Notes, num_rows: int, limit_name: str, pairs: Sequence[Pair]
+) -> dict[str, str]:
+    """Return the lines of the plan about these pairs, with the first of them."""
+    tokenizer, counts = chat.tokenizer, notes.counts
+    end = "no token" if chat.end is None else tokenizer.convert_ids_to_tokens(chat.end)
+    plan = {"data": f"{num_rows} rows of chosen and rejected", "end": f"{end} after an answer"}
+    if counts["cut"]:
+        plan["cut"] = f"{counts['cut']} of {num_rows} pairs, to {limit_name}"
+    if counts["lost answer"] or counts["equal"]:
         plan["dropped"] = (
-            f"{num_lost} of {num_rows} pairs, of which an answer has no token left, and "
-            f"{num_equal} whose answers are equal"
+            f"{counts['lost answer']} of {num_rows} pairs, of which an answer has no token left, "
+            f"and {counts['equal']} whose answers are equal"
         )
-    if sets[0]:
-        first = sets[0][0]
-        plan |= {"chosen": show(tokenizer, first[:2]), "rejected": show(tokenizer, first[2:])}
-    return Pairs(sets[0], sorted(sets[1], key=longest), end, plan)
+    plan |= notes.describe(chat, num_rows)
+    if pairs:
+        plan["chosen"] = show_sample(tokenizer, pairs[0][:2])
+        plan["rejected"] = show_sample(tokenizer, pairs[0][2:])
+    return plan
 
 
 def longest(pair: Sequence[torch.Tensor]) -> int:
@@ -106,16 +133,13 @@ def longest(pair: Sequence[torch.Tensor]) -> int:
     return max(len(pair[0]), len(pair[2]))
 
 
-def _encode_one(
-    tokenizer: Any, conversation: Conversation, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    samples, lost = encode(tokenizer, conversation, size)
-    if lost:
-        raise ValueError(f"the chat template leaves out or changes {lost[:30]!r}")
-    if len(samples) > 1:
+def _only_sample(encoded: Encoded) -> Sample:
+    if encoded.lost:
+        raise ValueError(f"the chat template leaves out or changes {encoded.lost[:30]!r}")
+    if len(encoded.samples) > 1:
         raise ValueError("the chat template changes its earlier answers: compare one at a time")
     nothing = torch.zeros(0, dtype=torch.int64)
-    return samples[0] if samples else (nothing, nothing.bool())
+    return encoded.samples[0] if encoded.samples else (nothing, nothing.bool())
 
 
 def add_reference(
@@ -125,12 +149,12 @@ def add_reference(
     collate: Callable[[list[Pair]], tuple[torch.Tensor, ...]],
     compute: Callable[..., torch.Tensor],
 ) -> str:
-    """Append to each pair, in place, its row of compute(*collate(pairs)); return what they hang on.
+    """Append to each pair, in place, its row of compute(*collate(pairs)); return their hash.
 
     The rows are computed once for these weights and pairs, and kept among the caches of `datasets`,
     so that a resume has the same ones. The processes share them in batches that do not depend on
-    the number of processes. What is returned is a hash of the weights and the pairs. Every process
-    must call this.
+    the number of processes. The hash is that of the weights and the pairs. Every process must call
+    this.
 
     Args:
         model: whose weights `compute` uses, whole, so call this before accelerator.prepare.

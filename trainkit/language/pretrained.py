@@ -1,50 +1,142 @@
-"""Write a folder of a finished run that from_pretrained of transformers, or of peft, can load."""
+"""Load a model for training, and write folders that from_pretrained of a library can load."""
 
+import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
+from trainkit.errors import UsageError, as_usage_error
 from trainkit.run_dir.records import read_run_json
+
+
+def without_dropout(config: Any) -> Any:
+    """Set all probabilities of dropout in the config of a transformers model to 0; return it."""
+    for part in (config, config.get_text_config()):
+        values = part.to_dict().items()
+        part.update({n: 0.0 for n, value in values if "drop" in n and isinstance(value, float)})
+    return config
+
+
+def add_adapter(model: Any, rank: int) -> Any:
+    """Freeze a model and put matrices of this rank beside all its linear layers (LoRA)."""
+    with as_usage_error("--lora needs `pip install peft`"):
+        from peft import LoraConfig, get_peft_model
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
+    )
+    return get_peft_model(model, lora)
+
+
+def resize_embeddings(model: Any, base: str, is_frozen: bool) -> None:
+    """Give the embedding rows for all tokens of the tokenizer of --base: the mean of the others."""
+    from transformers import AutoTokenizer
+
+    if is_frozen:
+        raise UsageError("--resize-embeddings makes rows to be trained: leave --lora out")
+
+    num_tokens = len(AutoTokenizer.from_pretrained(base))
+    size = len(model.get_input_embeddings().weight)
+    if num_tokens > size:
+        model.resize_token_embeddings(num_tokens, mean_resizing=False)
+        with torch.no_grad():
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                layer.weight[size:] = layer.weight[:size].mean(0)
+
+
+def check_vocabulary(model: Any, tokenizer: Any, tokens: Iterable[torch.Tensor]) -> None:
+    """Raise UsageError if the embedding has no row for one of these tokens, int64."""
+    size = len(model.get_input_embeddings().weight)
+    highest = max((int(part.max()) for part in tokens if len(part)), default=0)
+    if highest >= size:
+        name = tokenizer.convert_ids_to_tokens(highest)
+        raise UsageError(
+            f"the embedding of --base has {size} tokens and its tokenizer {len(tokenizer)}, of "
+            f"which number {highest}, {name}, is in the data: take a tokenizer without it, or give "
+            "examples/finetune.py --resize-embeddings, which trains rows for the new tokens"
+        )
+
+
+def dtype_of(base: str) -> torch.dtype | None:
+    """Return the type of the weights of a folder or Hub id; None if its config does not say."""
+    from transformers import AutoConfig
+
+    dtype = AutoConfig.from_pretrained(base).dtype
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def stop_at(model: Any, token: int | None) -> None:
     """Make model.generate(...) also stop after this token, here and in the written folder."""
     config = model.generation_config
-    known = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
-    if token is not None and token not in (known or []):
-        config.eos_token_id = [*(known or []), token]
+    ends = config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else (ends or [])
+    if token is not None and token not in ends:
+        config.eos_token_id = [*ends, token]
 
 
-def write_pretrained(run: Any, tokenizer: Any, base: str, merge: bool = False) -> None:
+def write_pretrained(
+    run: Any, tokenizer: Any, base: str, merge: bool = False, dtype: torch.dtype | None = None
+) -> None:
     """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
 
-    For a PeftModel it holds the adapter; with `merge` RUN_DIR/merged has the whole model too, with
-    the adapter merged into it. Every process must call this, before run.finish(), so that no
-    finished run is without the folder; the main process writes the weights from the file, so
-    nothing has to be gathered. The first model of the run must have save_pretrained; the tokenizer
-    may be any processor that has it.
+    The weights of a whole model are written in this type, None: as they were trained, and those
+    that are tied once. For a PeftModel it holds the adapter; with `merge` RUN_DIR/merged has the
+    whole model too, with the adapter merged into it. Every process must call this, before
+    run.finish(), so that no finished run is without the folder; the main process writes the weights
+    from the file, so nothing has to be gathered. The first model of the run must have
+    save_pretrained; the tokenizer may be any processor that has it.
     """
-    run.results.write_pretrained(run.ema, lambda: _write_pretrained(run, tokenizer, base, merge))
+    run.results.write_pretrained(
+        run.ema, lambda: _write_pretrained(run, tokenizer, base, merge, dtype)
+    )
 
 
-def _write_pretrained(run: Any, tokenizer: Any, base: str, merge: bool) -> None:
+def _write_pretrained(
+    run: Any, tokenizer: Any, base: str, merge: bool, dtype: torch.dtype | None
+) -> None:
     config, model, folder = run.config, run.models[0], run.config.run_dir / "pretrained"
-    model.save_pretrained(folder, state_dict=load_file(config.run_dir / "model.safetensors"))
-    if hasattr(model, "peft_config"):  # its save_pretrained omits the generation settings
-        model.generation_config.save_pretrained(folder)
+    is_adapter, path = hasattr(model, "peft_config"), config.run_dir / "model.safetensors"
+    if is_adapter:
+        model.save_pretrained(folder, state_dict=load_file(path))
+        model.generation_config.save_pretrained(folder)  # which peft omits
+    else:
+        write_weights(model, path, folder, dtype)
     tokenizer.save_pretrained(folder)
-    about = read_run_json(config.run_dir)
+    started = read_run_json(config.run_dir)
     rows = {"base": base, **run.progress.metrics, "step": run.progress.step, "seed": config.seed}
-    rows |= {"command": f"`{shlex.join(about['command'])}`", "run on": about["world"]}
+    rows |= {"command": f"`{shlex.join(started['command'])}`", "run on": started["world"]}
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
-    library = "peft" if hasattr(model, "peft_config") else "transformers"
+    library = "peft" if is_adapter else "transformers"
     head = f"---\nlibrary_name: {library}\n---\n# {config.run_dir.name}\n\n| | |\n| --- | --- |\n"
     (folder / "README.md").write_text(head + table, encoding="utf-8")
-    print(f"for from_pretrained: {folder}", flush=True)
-    if merge and library == "peft":
+    name = "" if is_adapter or not dtype else f", in {_name(dtype)}"
+    print(f"for from_pretrained: {folder}{name}", flush=True)
+    if merge and is_adapter:
         _write_merged(model.generation_config, tokenizer, base, folder)
+
+
+def write_weights(model: Any, path: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write the weights of a file in this type, None: as they are; those that are tied once."""
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if dtype and weight.is_floating_point():
+            weights[name] = weight.to(dtype)
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in weights:  # save_pretrained writes a tensor with two names once
+            weights[name] = weights[first.setdefault(id(parameter), name)]
+    model.save_pretrained(folder, state_dict=weights)
+    if dtype:  # in which from_pretrained then loads them
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        text = json.dumps(config | {"dtype": _name(dtype)}, indent=2)
+        (folder / "config.json").write_text(f"{text}\n", "utf-8")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _write_merged(settings: Any, tokenizer: Any, base: str, adapter: Path) -> None:
@@ -54,6 +146,6 @@ def _write_merged(settings: Any, tokenizer: Any, base: str, adapter: Path) -> No
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     model.generation_config, folder = settings, adapter.with_name("merged")
-    for each in (model, tokenizer):
-        each.save_pretrained(folder)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
     print(f"with the adapter merged into its weights: {folder}", flush=True)

@@ -7,15 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-MAX_LOGITS = 2**24  # numbers: more than these are computed in parts, 64 MiB each in float32
+MAX_LOGITS = 2**24  # numbers, 64 MiB in float32: more than these are computed in parts
+HAS_PARTS = hasattr(F, "linear_cross_entropy")  # torch 2.13 and later
+PLAN = {} if HAS_PARTS else {"logits": f"kept, because torch {torch.__version__} is before 2.13"}
 
 
 def token_losses(model: nn.Module, targets: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Return F.cross_entropy(model(**inputs).logits, targets, reduction="none"), in float32.
 
-    If there are many logits, and allow_parts has found that the head may compute the losses, then
-    the logits are computed in parts, twice, and never kept: then the logits of a large vocabulary
-    take 64 MiB, and their part of the step a third more time.
+    If there are many logits, and allow_parts has found that the head may compute the losses, torch
+    computes them for 128 tokens at a time and keeps no logits. Under autocast each loss is then
+    rounded to its type. Before torch 2.13 the logits are kept, and PLAN says so.
 
     Args:
         model: a transformers model for causal language modelling, also as prepared by Accelerate.
@@ -40,14 +42,14 @@ def allow_parts(model: nn.Module) -> None:
     accelerator.prepare.
     """
     head, owner = _head_of(model), _owner_of(model)
-    if not isinstance(head, nn.Linear) or owner.base_model is owner:
+    if not HAS_PARTS or type(head) is not nn.Linear or owner.base_model is owner:
         return
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     logits = torch.linspace(-99, 99, 2 * head.out_features).view(1, 2, -1)
-    found = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 2, head.in_features))
-    found.cross_attentions = None  # which some models read
-    owner.base_model.forward = lambda *_, **__: found
+    output = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 2, head.in_features))
+    output.cross_attentions = None  # which some models read
+    owner.base_model.forward = lambda *_, **__: output
     head.forward = lambda _: logits
     try:
         returned = owner.forward(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits
@@ -59,7 +61,7 @@ def allow_parts(model: nn.Module) -> None:
 
 
 def _owner_of(model: nn.Module) -> Any:
-    return next(each for each in model.modules() if hasattr(each, "get_output_embeddings"))
+    return next(part for part in model.modules() if hasattr(part, "get_output_embeddings"))
 
 
 def _head_of(model: nn.Module) -> Any:
@@ -69,55 +71,15 @@ def _head_of(model: nn.Module) -> Any:
 def _losses_of_head(head: nn.Linear, targets: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
-    bias = None if head.bias is None else head.bias.to(dtype)
+    # More at once would be a little faster and take more memory; torch's own choice is slower.
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=128)
     with torch.autocast(kind, enabled=False):
-        losses = _LossesInParts.apply(states.to(dtype), head.weight.to(dtype), bias, targets)
-    return losses[:, None]
-
-
-class _LossesInParts(torch.autograd.Function):
-    """F.cross_entropy(F.linear(states, weight, bias).float(), targets, reduction="none").
-
-    Args:
-        states: (n, width).
-        weight: (num_tokens, width).
-        bias: (num_tokens,) or None.
-        targets: int64 (n,).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        states: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.size = max(1, MAX_LOGITS // len(weight))
-        chosen, sums = [], []
-        for part, wanted in zip(states.split(ctx.size), targets.split(ctx.size), strict=True):
-            logits = F.linear(part, weight, bias).float()
-            sums.append(logits.logsumexp(1))
-            chosen.append(logits.gather(1, wanted[:, None]).squeeze(1))
-        ctx.save_for_backward(states, weight, bias, targets, sums := torch.cat(sums))
-        return sums - torch.cat(chosen)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, weight, bias, targets, sums = ctx.saved_tensors
-        of_states = torch.empty_like(states)
-        of_weight = torch.zeros_like(weight).float() if ctx.needs_input_grad[1] else None
-        of_bias = torch.zeros_like(bias).float() if ctx.needs_input_grad[2] else None
-        for start in range(0, len(states), ctx.size):
-            part = slice(start, start + ctx.size)
-            logits = F.linear(states[part], weight, bias).float()
-            slopes = logits.sub_(sums[part, None]).exp_()  # the probabilities
-            slopes.scatter_add_(1, targets[part, None], -torch.ones_like(slopes[:, :1]))
-            slopes = slopes.mul_(grads[0][part, None]).to(states.dtype)
-            torch.mm(slopes, weight, out=of_states[part])
-            if of_weight is not None:
-                of_weight += slopes.T @ states[part]
-            if of_bias is not None:
-                of_bias += slopes.sum(0)
-        of_both = (each if each is None else each.to(weight.dtype) for each in (of_weight, of_bias))
-        return of_states, *of_both, None
+        losses = F.linear_cross_entropy(
+            states.to(dtype),
+            head.weight.to(dtype),
+            targets,
+            linear_bias=None if head.bias is None else head.bias.to(dtype),
+            reduction="none",
+            options=options,
+        )
+    return losses.float()[:, None]

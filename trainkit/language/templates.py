@@ -1,0 +1,321 @@
+"""Turn conversations into tokens by a chat template: which are learned, and what ends an answer."""
+
+import json
+from collections.abc import Sequence
+from datetime import date, datetime, time
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from trainkit.config import TrainingConfig
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.language.formats import Conversation, Turn, with_system
+from trainkit.run_dir.manifest import steps_in
+
+Sample = tuple[torch.Tensor, torch.Tensor]  # tokens, int64 (length,), and which are learned, bool
+WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's
+DATE_MARKS = (*"aAbBcdDeFhHIjmMpSTuUVwxXyY", "-d", "-m")  # of strftime
+MAX_CHARACTERS = 400  # of a sample that is shown
+
+
+class Encoded(NamedTuple):
+    """The samples of a conversation, and what the plan says about them.
+
+    There is one sample, or one for each answer if the template changes earlier turns when others
+    follow them, as some do with the text between <think> and </think>.
+
+    Attributes:
+        lost: the first part of the conversation that the template leaves out or changes, or "".
+        untrained: what the template ends a prompt with when it asks for an answer, and does not
+            write in front of the answer of a conversation: the model is asked what it never saw.
+        ask: the tokens by which the model is asked for the first answer.
+    """
+
+    samples: list[Sample]
+    lost: str = ""
+    untrained: str = ""
+    ask: Sequence[int] = ()
+
+
+class Chat:
+    """A tokenizer and its chat template, which takes every day for `today`.
+
+    Raises UsageError if the template leaves out plain text.
+
+    Attributes:
+        end: the token that ends an answer, by the template if there is one; None: no token does.
+        day: the date, if the template can write it, else "".
+    """
+
+    def __init__(self, tokenizer: Any, today: date | None = None):
+        self.tokenizer, self.today = tokenizer, today or date.today()
+        self.day, self.fixed_date = "", _fix_date(self.today)
+        tokens = tokenizer("a").input_ids
+        self.adds_bos = tokens[:1] == [tokenizer.bos_token_id]
+        self.adds_eos = tokens[-1:] == [tokenizer.eos_token_id]
+        self.end, self.template_adds_bos = tokenizer.eos_token_id, self.adds_bos
+        if tokenizer.chat_template:
+            self.end, self.template_adds_bos = self._read_template()
+
+    def render(self, turns: Sequence[Turn], tools: Sequence[Any] = (), ask: bool = False) -> str:
+        """Return turns as text; with `ask` up to where the next answer begins."""
+        template = self.tokenizer.get_chat_template(tools=tools or None)
+        if "strftime_now" in template:
+            self.day, template = self.today.isoformat(), self.fixed_date + template
+        return self.tokenizer.apply_chat_template(
+            turns,
+            tools=tools or None,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=ask,
+        )
+
+    def _read_template(self) -> tuple[int | None, bool]:
+        """Return the token that ends an answer, and whether a conversation begins with BOS."""
+        tokenizer = self.tokenizer
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        text = self.render(chat)
+        _, answer, after = text.rpartition("answer")
+        if not answer:
+            raise UsageError("the chat template of the model leaves out plain text")
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        tokens = tokenizer(after, add_special_tokens=False).input_ids
+        end = next((token for token in tokens if token in special), None)
+        return end, bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+
+    def begin(self, text: str) -> list[int]:
+        """Return the tokens of a text that an answer follows: they do not end with EOS."""
+        tokens, eos = self.tokenizer(text).input_ids, self.tokenizer.eos_token_id
+        return tokens[:-1] if self.adds_eos and len(tokens) > 1 and tokens[-1] == eos else tokens
+
+    def without_marks(self, conversation: Conversation) -> Conversation:
+        """Leave out BOS and the end of an answer where a text has them and they are added to it."""
+        tokenizer, bos = self.tokenizer, self.tokenizer.bos_token
+        if conversation.text is not None:
+            text = _strip(conversation.text, self.adds_bos and bos, tokenizer.eos_token)
+            return conversation._replace(text=text)
+        begin = self.template_adds_bos and bos
+        end = self.end is not None and tokenizer.convert_ids_to_tokens(self.end)
+        turns = [
+            turn | {"content": _strip(turn["content"], begin, end)} for turn in conversation.turns
+        ]
+        return conversation._replace(turns=turns)
+
+    def ask(self, prompt: str, system: str | None = None) -> list[int]:
+        """Return the tokens up to where the answer to a prompt begins."""
+        turns = with_system(Conversation([{"role": "user", "content": prompt}]), system).turns
+        if self.tokenizer.chat_template:
+            text = self.render(turns, ask=True)
+            return self.tokenizer(text, add_special_tokens=False).input_ids
+        # A token is predicted from those before it, so the first one of an answer needs one too.
+        eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+        start = bos if eos is None else eos
+        return self.begin(prompt) or [start] * (start is not None)
+
+    def encode(self, conversation: Conversation, size: int) -> Encoded:
+        """Return samples in which the assistant's words are learned.
+
+        Answers that begin after `size` tokens may be left out. Raises ValueError if answers cannot
+        be told apart, or for calls of tools that the template cannot write.
+        """
+        turns, end = conversation.turns, [self.tokenizer.eos_token_id]
+        end = [] if end == [None] else end
+        if conversation.text is not None:
+            tokens = self.begin(conversation.text) + end
+            return Encoded([_sample(tokens, [])], ask=tokens[:1])
+        if not self.tokenizer.chat_template:
+            if [turn["role"] for turn in turns] != ["user", "assistant"]:
+                raise ValueError("it has turns, and the tokenizer of --base has no chat template")
+            ask = self.ask(turns[0]["content"])
+            answer = self.tokenizer(turns[1]["content"], add_special_tokens=False).input_ids + end
+            return Encoded([_sample(ask + answer, [(len(ask), len(ask + answer))])], ask=ask)
+        return self._encode_turns(self._with_written_calls(conversation), size)
+
+    def _encode_turns(self, conversation: Conversation, size: int) -> Encoded:
+        answers: list[_Answer] = []
+        for number in range(conversation.num_prompt, len(conversation.turns)):
+            is_reached = not (answers and len(answers[-1].tokens) > size)
+            if is_learned(conversation.turns[number]) and is_reached:
+                answers.append(self._encode_turn(conversation, number))
+        if not answers:
+            return Encoded([])
+        whole, spans = answers[-1].tokens, [answer.span for answer in answers]
+        if all(whole[: len(answer.tokens)] == answer.tokens for answer in answers):
+            samples = [_sample(whole, spans)]
+        else:
+            samples = [_sample(answer.tokens, [answer.span]) for answer in answers]
+        lost, untrained = (
+            next((getattr(answer, name) for answer in answers if getattr(answer, name)), "")
+            for name in ("lost", "untrained")
+        )
+        return Encoded(samples, lost, untrained, answers[0].ask)
+
+    def _encode_turn(self, conversation: Conversation, number: int) -> "_Answer":
+        turns, tools = conversation.turns, conversation.tools
+        before, turn = turns[:number], turns[number]
+        text = self.render([*before, turn], tools)
+        ask = text[: text.find(turn["content"])]  # used if no turn comes before the answer
+        if before:
+            ask = self.render(before, tools, ask=True)
+        same, prompt = text[: _num_equal(ask, text)], before[-1]["content"] if before else ""
+        # Some templates write the end of a prompt differently if an answer follows it.
+        if not _missing(ask, prompt) and _missing(same, prompt):
+            raise ValueError("the chat template changes the turn before an answer with the answer")
+        asked, tokens = self.tokenizer([ask, text], add_special_tokens=False).input_ids
+        tool_names, call_names = (
+            [item["function"].get("name", "") for item in items]
+            for items in (tools, turn.get("tool_calls", ()))
+        )
+        # Templates may leave out what was thought earlier, and write what tools return in other
+        # ways.
+        parts = [part["content"] for part in before if part["role"] not in ("assistant", "tool")]
+        parts += [turn["content"], turn.get("reasoning_content", ""), *tool_names]
+        lost = _missing(text, *parts) or _missing(text[len(same) :], *call_names)
+        span = (_num_equal(asked, tokens), len(tokens))
+        return _Answer(tokens, span, lost, ask[len(same) :].strip() and ask[len(same) :], asked)
+
+    def _with_written_calls(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with arguments of calls as its template takes them.
+
+        Some templates take values, others a text that is JSON. Raises ValueError for arguments that
+        are no JSON, if the template would write them in quotes.
+        """
+        turns = conversation.turns
+        arguments = [
+            call["function"]["arguments"]
+            for turn in turns
+            for call in turn.get("tool_calls", ())
+            if "arguments" in call["function"]
+        ]
+        if not arguments:
+            return conversation
+        as_texts = conversation._replace(turns=[_with_texts(turn) for turn in turns])
+        texts = [value if isinstance(value, str) else _to_json(value) for value in arguments]
+        problem: Exception | None = None
+        try:
+            text = self.render(turns, conversation.tools)
+            as_python = [repr(value) for value in arguments if not isinstance(value, str)]
+            if len(as_python) == len(texts) and not _any_in(set(as_python) - set(texts), text):
+                return conversation
+        except Exception as error:  # it takes texts, or refuses the conversation in any case
+            problem = error
+        try:
+            text = self.render(as_texts.turns, conversation.tools)
+        except Exception as error:
+            raise problem or error from error
+        if unread := [value for value in arguments if isinstance(value, str)]:
+            quoted = [value for value in unread if _any_in([_to_json(value)], text)]
+            if quoted:
+                raise ValueError(
+                    f"the arguments of a call of a tool are no JSON, {quoted[0][:60]!r}, and the "
+                    "chat template does not write other arguments as they are"
+                )
+        return as_texts
+
+
+class _Answer(NamedTuple):
+    tokens: list[int]  # of the conversation up to its end
+    span: tuple[int, int]  # which of them are the answer
+    lost: str
+    untrained: str
+    ask: list[int]
+
+
+def first_day(config: TrainingConfig) -> date:
+    """Return the day on which this run was started first: today, or what its checkpoint says."""
+    directory, wanted = config.run_dir / "checkpoints", config.resume
+    folders = [] if wanted is None else steps_in(directory)[::-1]
+    if wanted not in (None, "auto", "latest"):
+        folders = [type(directory)(wanted)]
+    for path in (folder / "trainer.json" for folder in folders):
+        with as_usage_error(f"{path} cannot be used"):
+            day = path.is_file() and json.loads(path.read_text())["fingerprint"].get(
+                "metadata[day]"
+            )
+            if day and json.loads(day):
+                return date.fromisoformat(json.loads(day))
+    return date.today()
+
+
+def _fix_date(day: date) -> str:
+    """Return the start of a chat template that lets strftime_now write this day, at midnight.
+
+    transformers passes templates no functions, so this is a macro.
+    """
+    parts = {"%" + mark: datetime.combine(day, time()).strftime("%" + mark) for mark in DATE_MARKS}
+    filters = "".join(f"|replace({mark!r}, {value!r})" for mark, value in parts.items())
+    # After a block jinja would leave out a newline with which the template begins.
+    return (
+        f"{{% macro strftime_now(pattern) %}}{{{{ pattern{filters} }}}}{{% endmacro %}}{{{{ '' }}}}"
+    )
+
+
+def is_learned(turn: Turn) -> bool:
+    """Return whether an assistant says this, and its weight, by which sets mark turns, is not 0."""
+    return turn["role"] == "assistant" and all(turn.get(name, 1) != 0 for name in WEIGHTS)
+
+
+def _with_texts(turn: Turn) -> Turn:
+    """Return a turn in which the arguments of its calls are texts."""
+    if "tool_calls" not in turn:
+        return turn
+    functions = [call["function"] for call in turn["tool_calls"]]
+    functions = [
+        function | {"arguments": _to_json(function["arguments"])}
+        if not isinstance(function.get("arguments", ""), str)
+        else function
+        for function in functions
+    ]
+    return turn | {"tool_calls": [{"type": "function", "function": each} for each in functions]}
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _any_in(parts: Any, text: str) -> bool:
+    return any(part in text for part in parts)
+
+
+def _strip(text: str, begin: Any, end: Any) -> str:
+    while begin and text.startswith(begin):
+        text = text.removeprefix(begin)
+    while end and text.rstrip().endswith(end):
+        text = text.rstrip().removesuffix(end)
+    return text
+
+
+def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items at the start of both are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _missing(text: str, *parts: str) -> str:
+    """Return the first part that the text lacks, or "". Templates strip white space: ignored."""
+    text = "".join(text.split())
+    return next((part for part in parts if "".join(part.split()) not in text), "")
+
+
+def _sample(tokens: list[int], spans: list[tuple[int, int]]) -> Sample:
+    """Make a sample in which the spans are learned, or all of it if there are no spans.
+
+    The first token is never learned, because there is no token before it.
+    """
+    learned = torch.full((len(tokens),), not spans)
+    for start, stop in spans:
+        learned[start:stop] = True
+    learned[:1] = False
+    return torch.tensor(tokens, dtype=torch.int64), learned
+
+
+def show_sample(tokenizer: Any, sample: Sample) -> str:
+    """Return a sample as one line of text, with what is learned in double brackets."""
+    shown = ""
+    for learned, pairs in groupby(zip(*(x.tolist() for x in sample), strict=True), lambda x: x[1]):
+        text = repr(tokenizer.decode([token for token, _ in pairs]))[1:-1]
+        if len(text) > 150:
+            text = f"{text[:80]} ... {text[-60:]}"
+        shown += f"[[{text}]]" if learned else text
+    return shown[:MAX_CHARACTERS] + " ..." * (len(shown) > MAX_CHARACTERS)
