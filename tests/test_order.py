@@ -9,6 +9,7 @@ from conftest import ROOT
 from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
+from trainkit.orders import split_equal_samples
 from trainkit.rng import (
     Dropout,
     key,
@@ -164,3 +165,14 @@ def test_a_random_transform_does_not_depend_on_the_batch(dataset):
     together = batches.make(torch.tensor([4, 2, 5]))
     alone = [batches.make(torch.tensor([index]))[0] for index in (4, 2, 5)]
     assert together == alone
+
+
+def test_equal_samples_are_on_one_side_of_a_split_and_other_splits_stay():
+    held_out = torch.tensor([1, 0, 0, 0, 1, 1, 0, 0], dtype=torch.bool)
+    train, evaluated = split_equal_samples(held_out, torch.tensor([5, 1, 5, 2, 3, 2, 2, 9]))
+    assert (train.tolist(), evaluated.tolist()) == ([1, 3, 5, 6, 7], [0, 2, 4])
+    train, evaluated = split_equal_samples(held_out, torch.arange(8))
+    assert (train.tolist(), evaluated.tolist()) == ([1, 2, 3, 6, 7], [0, 4, 5])
+    # More of one sample than are to be evaluated.
+    train, evaluated = split_equal_samples(held_out, torch.tensor([5, 1, 5, 5, 3, 2, 5, 9]))
+    assert (train.tolist(), evaluated.tolist()) == ([0, 1, 2, 3, 6, 7], [4, 5])

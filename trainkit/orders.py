@@ -1,4 +1,4 @@
-"""Orders of the samples: drawn by weight, or with samples of similar length in a batch."""
+"""Orders of the samples, by weight or by length, and their split into two sets."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -71,3 +71,22 @@ def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
     if not number:
         order, held_out = order[labels[order].argsort(stable=True)], places % 5 == 4
     return order[held_out == (split == "test")]
+
+
+def split_equal_samples(
+    held_out: torch.Tensor, hashes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices to train and to evaluate on; equal samples are on the side of the first.
+
+    Samples that are more than the whole evaluation set was to have are trained on. A split without
+    equal samples is not changed.
+
+    Args:
+        held_out: bool, (samples,), True for those that a split would evaluate on.
+        hashes: int64, (samples,), equal for samples that are equal.
+    """
+    _, group, sizes = hashes.unique(return_inverse=True, return_counts=True)
+    places = torch.arange(len(hashes))
+    first = torch.full_like(sizes, len(hashes)).scatter_reduce(0, group, places, "amin")
+    held_out = (held_out[first] & (sizes <= held_out.sum()))[group]
+    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
