@@ -212,7 +212,7 @@ class TextPredictor(Classifier):
 
     def read(self, text: str) -> tuple[Any, str]:
         """Return a text as inputs of forward (n = 1), and no doubt about it."""
-        return self.collate([(tokens, 0, 0) for tokens in self.tokenize([text])]), ""
+        return self.collate([(tokens, 0) for tokens in self.tokenize([text])]), ""
 
     def predict_file(self, path: Path, **options: Any) -> str:
         """Return a line for each text of the file: its number, and the answer of Classifier."""

@@ -9,7 +9,6 @@ accelerate launch --config_file accelerate_configs/2cpu.yaml examples/text.py --
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +25,6 @@ from trainkit.orders import by_length
 from trainkit.texts import bags, encoders, texts
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # already installed: nothing is downloaded
-BAG = {"epochs": 5, "batch_size": 60, "optimizer": "sgd", "learning_rate": 8, "weight_decay": 0}
-PRETRAINED = {"epochs": 3, "batch_size": 32, "optimizer": "adamw", "learning_rate": 5e-5}
-PRETRAINED |= {"weight_decay": 0.05}
 
 
 @dataclass
@@ -38,20 +34,15 @@ class Config(texts.TextConfig):
     warmup: float = 0.1
     clip_norm: float = 1.0
 
-    def __post_init__(self):
-        values = PRETRAINED if self.base else BAG
-        vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
-
 
 class Batch(NamedTuple):
     tokens: torch.Tensor  # (n, longest), padded with 0
     lengths: torch.Tensor  # (n,)
-    labels: torch.Tensor
-    indices: torch.Tensor
+    labels: torch.Tensor  # (n,)
 
 
 def load_data(config: Config) -> tuple:
-    """Return samples (tokens, label, index) to train and evaluate on, and what else main needs."""
+    """Return samples (tokens, label) to train and evaluate on, and what else main needs."""
     own = config.data is None
     sets = texts.read_docstrings(PACKAGES, config.num_lines) if own else texts.read_sets(config)
     encoder, tokenizer = encoders.read_base(config)
@@ -63,9 +54,9 @@ def load_data(config: Config) -> tuple:
 
 def collate(samples: list) -> Batch:
     """Make a batch of samples."""
-    tokens, *others = zip(*samples, strict=True)
+    tokens, labels = zip(*samples, strict=True)
     lengths = torch.tensor([len(row) for row in tokens])
-    return Batch(pad_sequence(tokens, batch_first=True), lengths, *map(torch.tensor, others))
+    return Batch(pad_sequence(tokens, batch_first=True), lengths, torch.tensor(labels))
 
 
 class Classifier(nn.Module):
@@ -76,13 +67,10 @@ class Classifier(nn.Module):
         self.encoder, self.head = encoder, nn.Linear(width, num_classes)
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        num_rows = len(tokens)
-        if num_rows == 0:
-            tokens, lengths = tokens.new_ones(1, 1), lengths.new_ones(1)
         is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
         states = self.encoder(input_ids=tokens, attention_mask=(~is_padding).long())[0]
         mean = states.masked_fill(is_padding[:, :, None], 0).sum(1) / lengths[:, None]
-        return self.head(mean)[:num_rows]
+        return self.head(mean)
 
 
 def make_model(metadata: dict[str, Any], base: str | None = None) -> nn.Module:
@@ -101,15 +89,23 @@ def make_groups(model: nn.Module, rate: float) -> list[dict[str, Any]]:
     return [*groups, {"params": [*model.head.parameters()], "lr": 20 * rate}]
 
 
-def compute_losses(
-    model: nn.Module, batch: Batch, kept: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
-    """Return loss and correctness of each sample. kept, (samples, classes), gets the logits."""
+def compute_losses(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the loss of each sample, and whether it was recognised."""
     logits = model(batch.tokens, batch.lengths)
-    if kept is not None:
-        kept[batch.indices] = logits.float()
     losses = F.cross_entropy(logits, batch.labels, reduction="none")
     return {"loss": losses, "accuracy": logits.argmax(1) == batch.labels}
+
+
+def validate(run: Run, model: nn.Module, loader: Any, samples: list, classes: list[str]) -> tuple:
+    """Return metrics, predictions and their metadata. Every process must call this."""
+    target = torch.tensor([label for _, label in samples])
+    logits = run.predict(loader, lambda batch: model(batch.tokens, batch.lengths).float())
+    prediction = logits.argmax(1)
+    metrics = {"eval_loss": F.cross_entropy(logits.double(), target).item()}
+    metrics["eval_accuracy"] = (prediction == target).double().mean().item()
+    metrics["eval_samples"] = len(target)
+    predictions = {"logits": logits, "prediction": prediction, "target": target}
+    return metrics, predictions, {"classes": classes}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -118,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with Run(config, "text") as run:
         accelerator = run.accelerator
         train_set, eval_set, metadata, plan, tokenizer = run.load(load_data)
-        lengths, classes = [len(tokens) for tokens, *_ in train_set], metadata["classes"]
+        lengths = [len(tokens) for tokens, _ in train_set]
         order = by_length(lengths, config.batch_size, config.seed) if config.base else None
         loaders = make_loaders(accelerator, train_set, eval_set, config, collate, order=order)
         model = make_model(metadata, config.base)
@@ -126,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             parameters = make_groups(model, config.peak_learning_rate)
         else:
             parameters = model.parameters()
-            model.rarity = bags.weigh([tokens for tokens, *_ in train_set], metadata["num_bits"])
+            model.rarity = bags.weigh([tokens for tokens, _ in train_set], metadata["num_bits"])
         optimizer = make_optimizer(accelerator, parameters, config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
@@ -144,11 +140,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
-                if run.must_save():
+                if run.end_step():
                     run.save()
-            logits = torch.zeros(len(eval_set), len(classes), device=accelerator.device)
-            metrics = run.evaluate(eval_loader, partial(compute_losses, model, kept=logits))
-            run.end_epoch(metrics, *texts.predictions(accelerator, logits, eval_set, classes))
+            run.end_epoch(*validate(run, model, eval_loader, eval_set, metadata["classes"]))
         encoders.write_results(run, tokenizer)
         return run.finish()
 

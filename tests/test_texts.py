@@ -140,8 +140,8 @@ def test_padding_and_other_texts_change_nothing(base):
     torch.nn.init.normal_(bag.table.weight)
     lines = ["soup", "ball goal team and song"]
     for each, tokens in ((model, texts.tokenize(lines, 40, tokenizer)), (bag, bag_of(*lines))):
-        both = text.collate([(row, 0, 0) for row in tokens])
-        alone = text.collate([(tokens[0], 0, 0)])
+        both = text.collate([(row, 0) for row in tokens])
+        alone = text.collate([(tokens[0], 0)])
         expected = each(both.tokens, both.lengths)[0].tolist()
         assert each(alone.tokens, alone.lengths)[0].tolist() == pytest.approx(expected, abs=1e-5)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -10,6 +11,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from trainkit.config import TrainingConfig
+
+# What make_scheduler has made: checks/mistakes.py refuses a step in which they do not move.
+BY_STEP: WeakSet[lr_scheduler.LRScheduler] = WeakSet()
 
 
 def make_optimizer(
@@ -98,6 +102,14 @@ def make_scheduler(
     those schedulers stepped together once per epoch. With --min-learning-rate the rate falls to
     that instead of 0.
     """
+    schedule = _make_schedule(optimizer, config, steps_per_epoch)
+    BY_STEP.add(schedule)
+    return schedule
+
+
+def _make_schedule(
+    optimizer: torch.optim.Optimizer, config: TrainingConfig, steps_per_epoch: int
+) -> Any:
     total_steps = config.epochs * steps_per_epoch
     floor = config.min_learning_rate / config.peak_learning_rate
     if config.schedule == "onecycle":

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from accelerate import Accelerator
 
 from trainkit.cli.parse import flag
 from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig
@@ -29,6 +28,10 @@ RARE = 5  # texts: with fewer of a class, a fifth may be none of them
 # What columns are called, in any case; the first that is there is taken.
 TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "message", "document", "body")
 LABEL_NAMES = ("label", "class", "category", "sentiment", "topic", "target")
+# The defaults that depend on --base.
+BAG = {"epochs": 5, "batch_size": 60, "optimizer": "sgd", "learning_rate": 8.0, "weight_decay": 0.0}
+PRETRAINED = {"epochs": 3, "batch_size": 32, "optimizer": "adamw", "learning_rate": 5e-5}
+PRETRAINED |= {"weight_decay": 0.05}
 FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstring
 
 
@@ -62,6 +65,10 @@ class TextConfig(TrainingConfig):
     """fused, except under fp16 (default: sgd, or adamw with --base)"""
     weight_decay: float = UNSET
     """decoupled for adamw, else an L2 penalty (default: 0, or 0.05 with --base)"""
+
+    def __post_init__(self) -> None:
+        values = PRETRAINED if self.base else BAG
+        vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
 
     def find_problems(self, num_processes: int) -> list[str]:
         """Add flags of the data that go with --data, or without it."""
@@ -193,7 +200,7 @@ def tokenize(texts: Sequence[str], max_tokens: int | None, tokenizer: Any) -> li
 def make_samples(
     sets: Sets, max_tokens: int | None, tokenizer: Any
 ) -> tuple[list, list, int | None, dict[str, str]]:
-    """Return samples (tokens, label, index) to train and to evaluate on, num_bits, and the plan.
+    """Return samples (tokens, label) to train and to evaluate on, num_bits, and the plan.
 
     Without a tokenizer the tokens are the pieces of a bag, numbers of num_bits.
     """
@@ -209,23 +216,10 @@ def make_samples(
             cut = f"{full} of {len(lines[0])} texts have --max-tokens {max_tokens} or more"
             plan = plan | {"cut": f"{cut}, and are cut"}
     train, held_out = (
-        [(row, label, n) for n, (row, (_, label)) in enumerate(zip(*part, strict=True))]
+        [(row, label) for row, (_, label) in zip(*part, strict=True)]
         for part in zip(tokens, both, strict=True)
     )
     return train, held_out, num_bits, plan
-
-
-def predictions(
-    accelerator: Accelerator, logits: torch.Tensor, samples: Sequence[tuple], classes: list[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and metadata of predictions.safetensors. Every process must call this.
-
-    logits: those of the samples that this process has evaluated, and zeros elsewhere.
-    """
-    logits = accelerator.reduce(logits, reduction="sum").cpu()
-    target = torch.tensor([label for _, label, _ in samples])
-    kept = {"logits": logits, "prediction": logits.argmax(1), "target": target}
-    return kept, {"classes": classes}
 
 
 def choose(table: pd.DataFrame, text: str | None, label: str | None, where: str) -> tuple[str, str]:
