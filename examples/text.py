@@ -101,11 +101,10 @@ def validate(run: Run, model: nn.Module, loader: Any, samples: list, classes: li
     target = torch.tensor([label for _, label in samples])
     logits = run.predict(loader, lambda batch: model(batch.tokens, batch.lengths).float())
     prediction = logits.argmax(1)
-    metrics = {"eval_loss": F.cross_entropy(logits.double(), target).item()}
-    metrics["eval_accuracy"] = (prediction == target).double().mean().item()
-    metrics["eval_samples"] = len(target)
+    loss, hits = F.cross_entropy(logits.double(), target), (prediction == target).double()
+    metrics = {"eval_loss": loss.item(), "eval_accuracy": hits.mean().item()}
     predictions = {"logits": logits, "prediction": prediction, "target": target}
-    return metrics, predictions, {"classes": classes}
+    return metrics | {"eval_samples": len(target)}, predictions, {"classes": classes}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
