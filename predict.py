@@ -152,7 +152,7 @@ class PhotoPredictor(PixelClassifier):
     weights = "pretrained/model.safetensors"  # with --freeze the other file has the last layer only
 
     def read(self, path: Path | BytesIO) -> tuple[torch.Tensor, str]:
-        from trainkit.pictures.grey import read_photo_pixels  # here: `datasets` takes a second
+        from trainkit.pictures.files import read_photo_pixels
 
         with as_usage_error(f"{path} cannot be read as a picture"):
             pixels = read_photo_pixels(path, self.metadata["resize"], self.metadata["size"])

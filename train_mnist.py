@@ -153,22 +153,26 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
         describe_pictures,
         describe_values,
         load_images,
+        sample,
     )
+    from trainkit.pictures.splits import describe_evaluation
 
-    what, number = (SIZE, config.label), config.validation_split
-    train_set, classes, *found = load_images(config.dataset, "train", *what, None, number)
-    eval_set, _, *more = load_images(config.dataset, "test", *what, classes, number)
-    pictures = describe_pictures(SIZE, *found, *more)
+    name, label, number = config.dataset, config.label, config.validation_split
+    train_set, train = load_images(name, "train", SIZE, label, None, number)
+    classes = train.classes
+    eval_set, held_out = load_images(name, "test", SIZE, label, classes, number)
+    sampled = sample((train_set, train), (eval_set, held_out))
+    pictures = describe_pictures(SIZE, sampled)
     plan = {
         "data": f"{config.dataset}, {len(classes)} classes: {shorten(classes)}",
         "pictures": pictures["read_as"],
     }
     for_colour = f"python examples/pictures.py --dataset {shlex.quote(config.dataset)}"
-    if is_photo := are_photos(*found, *more):
+    if is_photo := are_photos(sampled.kinds):
         plan["pictures"] += f"; for their colour: {for_colour}"
-    if (num_read := found[0][1].total()) > len(train_set):
+    if (num_read := train.kinds.total()) > len(train_set):
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
-    plan |= describe_values(*found, *more)
+    plan |= describe_values(sampled) | describe_evaluation(train, held_out)
     plan |= fit_to_size(config, len(train_set), LARGE, SMALL)
     plan["next"] = for_colour if is_photo else f"python app.py {config.run_dir}"
     return train_set, eval_set, {"classes": classes, "pictures": pictures, "plan": plan}

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from benchmarks._runs import Parser, as_text
 from benchmarks.photos import lay_pictures
 from examples import pictures
-from trainkit.pictures import backbones
+from trainkit.pictures import backbones, photos
 
 
 def main() -> None:
@@ -30,34 +30,41 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=200)
     parser.add_argument("--size", type=int, default=160)
     args = parser.parse_args()
-    make_input, ratios = pictures.make_input, []
-    held: dict[str, Any] = {}
+    make_input, load_data, ratios = pictures.make_input, pictures.load_data, []
+    epoch: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
 
-    def timed_input(*given: Any) -> Any:
-        held.setdefault("start", time.process_time())
-        held.setdefault("steps", 0)
-        held["steps"] += len(given[0][0]) == 32
-        held.setdefault("given", given)
-        return make_input(*given)
+    def load_and_keep(config: Any) -> tuple:
+        data = load_data(config)
+        metadata.update(data[3])
+        return data
 
-    def compare(run: Any, model: Any, loader: Any, held_out: Any, about: dict) -> tuple:
-        loop, given = time.process_time() - held["start"], held["given"]
-        bare = backbones.load_network(None, None, False)[0].to(memory_format=torch.channels_last)
-        bare.reset_classifier(len(about["classes"]))
-        backbones.train_but_norms(bare)
+    def timed_input(*batch: Any) -> Any:
+        epoch.setdefault("start", time.process_time())
+        epoch.setdefault("steps", 0)
+        epoch["steps"] += len(batch[0].labels) == 32
+        epoch.setdefault("batch", batch)
+        return make_input(*batch)
+
+    def compare(*_: Any) -> tuple:
+        loop = time.process_time() - epoch["start"]
+        bare = backbones.load_weights(None, None, False)[0].to(memory_format=torch.channels_last)
+        bare.reset_classifier(len(metadata["classes"]))
+        pictures.train_but_norms(bare)
         optimizer = torch.optim.AdamW(bare.parameters(), 1e-5, fused=True)
         start = time.process_time()
-        for _ in range(held["steps"]):
-            images, targets = make_input(*given)
-            F.cross_entropy(bare(pictures.normalise(images, about)), targets).backward()
+        for _ in range(epoch["steps"]):
+            images, targets = make_input(*epoch["batch"])
+            F.cross_entropy(bare(pictures.standardise(images, metadata)), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
         ratios.append((time.process_time() - start) / loop)
-        held.clear()
-        return ({"eval_loss": 0.0, "eval_accuracy": 0.0, "eval_samples": len(held_out)},)
+        epoch.clear()
+        return ({"eval_loss": 0.0, "eval_accuracy": 0.0},)
 
-    pictures.make_input, pictures.validate = timed_input, compare
-    backbones.write_results = lambda *_: None  # there are no predictions
+    pictures.load_data, pictures.make_input = load_and_keep, timed_input
+    photos.measure = compare
+    backbones.write_timm_folder = lambda *_: None  # there are no predictions
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         lay_pictures(args.folder, Path(folder, "data"), args.pictures)
         flags = f"--dataset {folder}/data --size {args.size} --epochs {args.rounds + 1} --drop-last"

@@ -79,7 +79,7 @@ class Config(TrainingConfig):
 def load_data(config: Config) -> tuple[InMemory, InMemory]:
     """Load pictures without labels: a batch is pictures and their indices."""
     sets = (load_images(config.dataset, split, 28)[0] for split in ("train", "test"))
-    return tuple(InMemory(pictures) for pictures, _ in (part.tensors for part in sets))
+    return tuple(InMemory(labelled.tensors[0]) for labelled in sets)
 
 
 def compute_losses(
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         # DCGAN's betas: a group may bring any option of its optimizer.
         groups = ([{"params": model.parameters(), "betas": (0.5, 0.999)}] for model in models)
         optimizers = [make_optimizer(accelerator, group, config) for group in groups]
-        schedulers = [make_scheduler(each, config, run.steps_per_epoch) for each in optimizers]
+        schedulers = [make_scheduler(o, config, run.steps_per_epoch) for o in optimizers]
         generator, discriminator, *rest, train_loader, eval_loader = accelerator.prepare(
             *models, *optimizers, *schedulers, train_loader, eval_loader
         )

@@ -8,7 +8,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, keyed_uniform, make_loaders, make_optimizer, make_scheduler, startup
@@ -19,8 +19,10 @@ from torch import nn
 
 from trainkit.config import Schedule, Share, parse
 from trainkit.pictures import backbones, photos
-from trainkit.pictures.backbones import make_model as make_model  # predict.py calls it
-from trainkit.pictures.photos import Photos, normalise
+from trainkit.pictures.photos import Batch, Photos, standardise
+
+make_model = backbones.make_network  # for predict.py, which loads the weights into it
+NUM_SEEN = 12_000  # pictures, repeated ones too, that are trained on at least
 
 
 @dataclass
@@ -54,39 +56,45 @@ def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config
     x, y = places * sides[:, :1] * flips + centres[:, :1], places * sides[:, 1:] + centres[:, 1:]
     grid = torch.stack(torch.broadcast_tensors(x[:, None], y[:, :, None]), -1)
     images = F.grid_sample(images.float(), grid, align_corners=False, padding_mode="border")
-    return photos.colour(images, 1 + config.colour * (2 * numbers[:, 5:] - 1))
+    return photos.recolour(images, 1 + config.colour * (2 * numbers[:, 5:] - 1))
 
 
-def make_input(
-    batch: tuple, epoch: int, config: Config, train: Photos
-) -> tuple[torch.Tensor, torch.Tensor]:
+def make_input(batch: Batch, epoch: int, config: Config, train: Photos) -> tuple:
     """Return what the network gets, and the share of each class in each sample."""
-    images, labels, indices = batch
-    targets = F.one_hot(labels, len(train.classes)).float()
-    if config.freeze:  # the images are features
+    images, targets = batch.images, F.one_hot(batch.labels, len(train.classes)).float()
+    if not config.freeze:  # then the images are features
+        images = augment(images, batch.indices, epoch, config)
+    if config.freeze or config.mix is None:
         return images, targets
-    images = augment(images, indices, epoch, config)
-    if config.mix is None:
-        return images, targets
-    numbers = keyed_uniform(config.seed, epoch, keys := indices + len(train), 4)
-    others, labels, _ = train.pick((numbers[:, 0] * len(train)).long().cpu())
-    others = augment(others.to(images.device), keys, epoch, config)
-    second = F.one_hot(labels.to(images.device), len(train.classes))
-    return photos.mix(config.mix, (images, targets), (others, second), numbers[:, 1:])
+    numbers = keyed_uniform(config.seed, epoch, keys := batch.indices + len(train), 4)
+    others = train.pick((numbers[:, 0] * len(train)).long().cpu())
+    second = augment(others.images.to(images.device), keys, epoch, config)
+    shares = F.one_hot(others.labels.to(images.device), len(train.classes))
+    return photos.mix_photos(config.mix, (images, targets), (second, shares), numbers[:, 1:])
 
 
-def validate(run: Run, model: nn.Module, loader: Any, held_out: Photos, about: dict) -> tuple:
-    """Return metrics, predictions and their metadata. Every process must call this."""
-    targets, classes = held_out.labels, held_out.classes
-    logits = run.predict(loader, lambda batch: model(normalise(batch[0], about)).float())
-    prediction = logits.argmax(1)
-    losses = F.cross_entropy(logits, targets, reduction="none").double()
-    hits = (prediction == targets).double()
-    recalls = [hits[targets == label].mean().item() for label in targets.unique()]
-    metrics = {"eval_loss": losses.mean().item(), "eval_accuracy": hits.mean().item()}
-    metrics |= {"eval_balanced_accuracy": sum(recalls) / len(recalls), "eval_samples": len(targets)}
-    predictions = {"logits": logits, "prediction": prediction, "target": targets}
-    return metrics, predictions | photos.hardest(held_out, losses), {"classes": classes}
+def load_data(config: Config) -> tuple:
+    """Return the photos to train and evaluate on, the network, its metadata, the plan's lines."""
+    network, metadata, lines = backbones.load_network(config)
+    train, held_out, plan = photos.load_sets(config)
+    epochs = 20 if config.freeze else min(20, max(5, NUM_SEEN // len(train)))
+    vars(config).update(epochs=config.epochs or epochs)
+    metadata |= {"script": Path(__file__).stem, "classes": train.classes}
+    return train, held_out, network, metadata, plan | lines
+
+
+def make_head(network: nn.Module, classes: list[str]) -> nn.Linear:
+    """Return the last layer. It begins with zeros, unless --base was trained on these classes."""
+    if network.pretrained_cfg.get("label_names") != classes:
+        network.reset_classifier(len(classes))
+        nn.init.zeros_(network.get_classifier().weight)
+    return network.get_classifier()
+
+
+def train_but_norms(model: nn.Module) -> None:
+    """Put a model into training mode, except BatchNorm, whose mean and variance then stay fixed."""
+    for layer in model.train().modules():
+        layer.training = not isinstance(layer, nn.BatchNorm2d)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -94,16 +102,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "pictures") as run:
         accelerator = run.accelerator
-        train, held_out, network, about, plan = run.load(backbones.load_data)
-        # With --freeze the sets are features, which are computed once.
-        head, sets = backbones.begin(accelerator, config, network, about, train, held_out)
-        model, groups = head, [{"params": head.parameters()}]
-        if not config.freeze:
-            body = [
-                w for w in network.parameters() if all(w is not own for own in head.parameters())
-            ]
+        train, held_out, network, metadata, plan = run.load(load_data)
+        model = head = make_head(network, train.classes)
+        groups, sets = [{"params": [*head.parameters()]}], [train, held_out]
+        if config.freeze:  # the last layer alone is trained, on what it gets for each picture
+            sets = [backbones.Features(part) for part in sets]
+        else:
             model = network.to(memory_format=torch.channels_last)
-            groups += [{"params": body, "lr": config.peak_learning_rate / 3}]
+            body = [w for w in model.parameters() if all(w is not x for x in head.parameters())]
+            groups.append({"params": body, "lr": config.peak_learning_rate / 3})
+        train_but_norms(model)
         weights = 1 / train.labels.bincount()[train.labels] if config.balance else None
         loaders = make_loaders(accelerator, *sets, config, weights=weights)
         optimizer = make_optimizer(accelerator, groups, config)
@@ -111,14 +119,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, *loaders, scheduler
         )
-        run.begin(model, about | {"script": Path(__file__).stem}, plan)
+        run.begin(model, metadata, plan)
+        for part in sets if config.freeze else ():  # the plan is on the screen: this takes longest
+            part.compute(accelerator, network, metadata)
 
         for epoch in run.epochs():
-            backbones.train_but_norms(model)  # they keep their mean and variance
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
                     images, targets = make_input(batch, epoch, config, train)
-                    logits = model(normalise(images, about))
+                    logits = model(standardise(images, metadata))
                     losses = F.cross_entropy(
                         logits, targets, reduction="none", label_smoothing=config.label_smoothing
                     )
@@ -127,11 +136,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                run.add(loss=losses, accuracy=logits.argmax(1) == batch[1])
+                run.add(loss=losses, accuracy=logits.argmax(1) == batch.labels)
                 if run.end_step():
                     run.save()
-            run.end_epoch(*validate(run, model, eval_loader, held_out, about))
-        backbones.write_results(run, network, about)
+            logits = run.predict(eval_loader, lambda b: model(standardise(b.images, metadata)))
+            run.end_epoch(*photos.measure(logits, held_out))
+        backbones.write_timm_folder(run, network, metadata)
         return run.finish(f"python app.py {config.run_dir}")
 
 

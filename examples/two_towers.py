@@ -77,7 +77,7 @@ class Config(TrainingConfig):
 def load_data(config: Config) -> tuple[InMemory, ...]:
     """Load pictures without labels: a batch is pictures and their indices."""
     sets = (load_images(config.dataset, split, 28)[0] for split in ("train", "test"))
-    return tuple(InMemory(pictures) for pictures, _ in (part.tensors for part in sets))
+    return tuple(InMemory(labelled.tensors[0]) for labelled in sets)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from trainkit.pictures.grey import read_photo_pixels
+from trainkit.pictures.files import read_photo_pixels
 from trainkit.run_dir import records
 from trainkit.run_dir.weights import write_tensors
 

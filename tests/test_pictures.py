@@ -19,13 +19,17 @@ from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image, ImageOps
 
 import train_mnist
+from examples.pictures import Config
 from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
 from trainkit.pictures import files as picture_files
 from trainkit.pictures import grey as pictures
+from trainkit.pictures import photos as photos_in_colour
 from trainkit.pictures.decoding import source_of
+from trainkit.pictures.grey import Sampled
 from trainkit.pictures.small import fit_to_size
+from trainkit.pictures.splits import read_split
 from trainkit.tools import photos
 
 NUMBERS = {"train": 60, "test": 17}
@@ -142,7 +146,7 @@ def test_a_layout_is_read_as_it_was_meant_and_its_files_alike_by_predict(
 
 def read_cells(folder: Path, split: str) -> tuple:
     """What read_split returns, the first as dicts of `bytes` and `path`."""
-    rows, *others = pictures.read_split(str(folder), split)
+    rows, *others = read_split(str(folder), split)
     as_they_are = rows.cast_column(rows.column_names[0], datasets.Image(decode=False))
     return as_they_are[:][rows.column_names[0]], *others
 
@@ -253,7 +257,8 @@ BAD_LAYOUTS = {
     "other words": (holding("Training/a/0.png", "Test/a/0.png"), "rename Test, Training: "),
     "another word": (holding("train/a/0.png", "valid/a/0.png"), "rename valid: "),
     "a folder more": (holding("set/a/0.png", "set/b/0.png"), "one class, set: "),
-    "nothing read": (holding("_a/0.png", "b/0.psd"), r"no picture .* \(not read: _a/0.png, b/"),
+    "nothing read": (holding("_a/0.png", "b/0.psd"),
+                     r"no picture .*hidden \(1\): _a/0.png; no picture files \(1\): b/"),
     "two columns": (two_columns, "--label must name .*'kind', 'id'"),
     "a new class": (with_cell("kind", "four", "string", "test"),
                     "'test', column 'kind', row 8: the label 'four' is not one of"),
@@ -293,6 +298,7 @@ def test_splits_and_classes_are_folders_and_what_tools_leave_is_not_read(name, t
     expected, found = FOLDERS[name], {}
     holding(*expected)(tmp_path / name)
     (tmp_path / name / "link").symlink_to(tmp_path)
+    (tmp_path / name / "gone.png").symlink_to("nowhere")
     for split in ("train", "test"):
         cells, numbers, classes, _, where = read_cells(tmp_path / name, split)
         for cell, number in zip(cells, numbers, strict=True):
@@ -301,8 +307,9 @@ def test_splits_and_classes_are_folders_and_what_tools_leave_is_not_read(name, t
                 own, label = f"{own}/{label}", str(Path(cell["path"]).relative_to(tmp_path / name))
             found[label] = own
     assert found == {path: split for path, split in expected.items() if split}
-    num_unread = [*expected.values(), ""].count("")
-    assert capfd.readouterr().err.count(f": {num_unread} not read: ") == 1
+    num_unread, text = [*expected.values(), "", ""].count(""), capfd.readouterr().err
+    assert text.count(f": {num_unread} not read: ") == 1
+    assert "linked folders (1): link" in text and "links that lead nowhere (1): gone.png" in text
 
 
 @pytest.mark.parametrize("kind", ["folder", "list", "parquet"])
@@ -370,14 +377,15 @@ def test_what_is_learned_of_pictures_is_theirs_alone():
     seen = photos.learn_framing(pixels[:, None])
     assert seen["border"] == [0, 1] and 0 < seen["most_ink"] < 1
     assert seen["frame"] == pytest.approx([20 / 28, 0.5, 0.5], abs=1e-6)
-    kinds, mixed = Counter(["28 x 28 L"] * 3), Counter(["2 x 2 L", "3 x 3 L", "2 x 2 L"])
-    described = pictures.describe_pictures(28, (pixels, kinds))
+    pixels, kinds = pixels.flatten(1), Counter(["28 x 28 L"] * 3)
+    described = pictures.describe_pictures(28, Sampled(pixels, kinds))
     assert described == {"read_as": "28 x 28 grey", "shape": [28, 28]}
-    described = pictures.describe_pictures(28, (pixels[2:], kinds), (pixels, mixed))
+    mixed = kinds + Counter(["2 x 2 L", "3 x 3 L", "2 x 2 L"])
+    described = pictures.describe_pictures(28, Sampled(pixels, mixed))
     assert described["shape"] is None
     assert described["read_as"] == "28 x 28 L and 2 other kinds read as 28 x 28 grey"
     with pytest.raises(UsageError, match="a single grey value"):
-        pictures.describe_pictures(28, (pixels[2:], kinds))
+        pictures.describe_pictures(28, Sampled(pixels[2:], kinds))
 
 
 def test_pictures_of_every_mode_keep_their_values_in_grey_and_in_colour(tmp_path):
@@ -428,6 +436,7 @@ def test_a_folder_of_colour_pictures_without_a_test_split_works_at_the_first_try
     metrics = run_main("train_mnist", *flags)
     assert metrics["eval_accuracy"] >= 0.85 and metrics["eval_samples"] == 36
     plan = capsys.readouterr().out
+    assert len(re.findall("^[0-9]+/113 ", plan, re.M)) == 24  # every fifth, and two more
     assert "36 of 180 training pictures, to evaluate on" in plan
     sizes = "--batch-size 32 --epochs 113 --max-shift 3 --max-turn 20 --no-drop-last"
     assert f"of 144 pictures: {sizes}" in plan
@@ -443,6 +452,29 @@ def test_what_is_held_out_is_a_fifth_of_each_class_and_nothing_is_in_both(tmp_pa
         again = load(tmp_path / "data", *flags, "--seed", 5)[1]
         assert torch.equal(again.tensors[0], eval_set.tensors[0])
         assert flags or eval_set.tensors[1].bincount().tolist() == [2, 2, 2]
+
+
+def test_equal_pictures_are_on_one_side_and_what_an_evaluation_cannot_tell_is_in_the_plan(tmp_path):
+    colour_folder(tmp_path / "one", 10)
+    for path in [*(tmp_path / "one" / "three").iterdir()][:5]:
+        for n in range(3):
+            shutil.copy(path, path.with_stem(f"copy {n} of {path.stem}"))
+    config = parse(Config, ["--dataset", str(tmp_path / "one"), "--resize", "32"])
+    *sets, plan = photos_in_colour.load_sets(config)
+    train, held_out = ({*part.split.hashes.tolist()} for part in sets)
+    assert not train & held_out and sum(map(len, sets)) == 45 and "twice" not in plan
+    train_set, eval_set, metadata = load(tmp_path / "one")
+    train, held_out = ({*map(bytes, part.tensors[0].numpy())} for part in (train_set, eval_set))
+    assert not train & held_out and len(train | held_out) == 30
+    few = "fewer than 5 pictures to evaluate on: one 2, two 2"
+    assert plan["rare"] == metadata["plan"]["rare"] == f"2 of 3 classes have {few}"
+    shutil.copytree(tmp_path / "one", tmp_path / "two" / "train")
+    shutil.copytree(tmp_path / "one" / "one", tmp_path / "two" / "val" / "one")
+    shutil.copy(tmp_path / "one" / "two" / "2.jpg", tmp_path / "two" / "val" / "one" / "of two.jpg")
+    config.dataset = str(tmp_path / "two")
+    for plan in (load(tmp_path / "two")[2]["plan"], photos_in_colour.load_sets(config)[-1]):
+        assert plan["twice"] == "11 of 11 pictures to evaluate on are also trained on"
+        assert plan["rare"].endswith(" on: three 0, two 0")
 
 
 @pytest.mark.parametrize(

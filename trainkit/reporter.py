@@ -1,5 +1,6 @@
 """Report on a run as it trains: a bar or a line a minute, and one line for each evaluation."""
 
+import math
 import time
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from trainkit.position import Length, Progress
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.text import printable
 
+NUM_LINES = 25  # of epochs are printed, if there are many; metrics.jsonl has all
 QUIET_SECONDS = 60.0  # off a terminal, an epoch prints its position about this often
 
 
@@ -113,4 +115,6 @@ class Reporter:
             }
         )
         epoch, rate = f"{round(done, 2):g}/{self.config.epochs}", num_trained / self.train_seconds
-        self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))
+        is_rest = progress.epoch > 1 and progress.epoch % math.ceil(self.config.epochs / NUM_LINES)
+        if progress.batch or not is_rest or length.is_over(progress):
+            self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))

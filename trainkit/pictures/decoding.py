@@ -30,18 +30,27 @@ from trainkit.reading.kept import no_bar
 from trainkit.run_dir.files import replacing
 
 NUM_BLOCKS, LARGEST = 100, 256  # of pictures, which a worker decodes at a time
-NUM_ALONE = 256  # so many pictures are decoded before workers have started
+NUM_ALONE = 256  # below this, starting workers costs more than it saves
 
 # read(file) returns the values of a picture, uint8, and its size and mode in words.
 Read = Callable[[BytesIO | Path], tuple[np.ndarray, str]]
+Block = tuple[dict[int, str], Counter[str], str]  # its problems by row, kinds, hashes in hex
 
 
 class Decoded(NamedTuple):
-    """The file (.npy) of all pictures, what is wrong with which row, and a count of the kinds."""
+    """The pictures of a set, decoded.
+
+    Attributes:
+        path: the file (.npy) of the values of all rows.
+        problems: what is wrong with the rows that cannot be read.
+        kinds: how many pictures are of which size and mode.
+        hashes: of the values of each row, int64, equal for equal pictures.
+    """
 
     path: Path
     problems: dict[int, str]
     kinds: Counter[str]
+    hashes: torch.Tensor
 
 
 def decode_once(
@@ -55,35 +64,36 @@ def decode_once(
     Args:
         cells: rows of one column, datasets.Image(decode=False).
         shape: of what `read` returns.
-        key: what the file hangs on: the pictures' content and the way of reading.
+        key: everything the cached file depends on: the pictures' content and the way of reading.
         stored: False writes no file, and only looks whether the pictures can be read.
     """
     path = Path(
         datasets.config.HF_DATASETS_CACHE, "pictures", f"{xxhash.xxh3_128_hexdigest(key)}.npy"
     )
-    about = path.with_suffix(".json")
-    if not about.is_file() or stored > path.is_file():
+    report_path = path.with_suffix(".json")
+    if not report_path.is_file() or stored > path.is_file():
         with as_usage_error(f"{path} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            own = f"{os.getpid()}-"  # another run may be writing the same
-            with replacing(path, own) if stored else nullcontext() as file:
+            prefix = f"{os.getpid()}-"  # another run may be writing the same
+            with replacing(path, prefix) if stored else nullcontext() as file:
                 try:
-                    found = decode(cells, shape, read, file)
+                    report = join_blocks(decode(cells, shape, read, file))
                 except BrokenExecutor:
                     raise MemoryError("a worker was killed: is memory full?") from None
                 except OSError as problem:  # of a worker, whose whole traceback is its cause
                     raise problem from None
-                with replacing(about, own) as beside:
-                    beside.write_text(json.dumps(found))
-    known = json.loads(about.read_text())
-    problems = {int(row): said for row, said in known["problems"].items()}
-    return Decoded(path, problems, Counter(known["kinds"]))
+                with replacing(report_path, prefix) as temporary:
+                    temporary.write_text(json.dumps(report))
+    report = json.loads(report_path.read_text())
+    problems = {int(row): problem for row, problem in report["problems"].items()}
+    hashes = np.frombuffer(bytearray.fromhex(report["hashes"]), np.int64)
+    return Decoded(path, problems, Counter(report["kinds"]), torch.from_numpy(hashes))
 
 
 def decode(
     cells: datasets.Dataset, shape: tuple[int, ...], read: Read, file: Path | None
-) -> dict[str, Any]:
-    """Decode all pictures into a file (.npy), if one is named; return the problems and the kinds.
+) -> list[Block]:
+    """Decode all pictures into a file (.npy), if one is named; return the blocks in their order.
 
     The file is written, not mapped: on a full disk that would kill a worker without a word.
     """
@@ -94,55 +104,65 @@ def decode(
     if file:
         whole = np.lib.format.open_memmap(file, "w+", np.uint8, (len(cells), *shape))
 
-    def decode_block(start: int) -> tuple[int, dict[int, str], Counter[str]]:
-        block, problems, kinds = cells[start : start + size][column], {}, Counter[str]()
+    def decode_block(start: int) -> Block:
+        problems: dict[int, str] = {}
+        kinds, hashes = Counter[str](), ""
         with open(file, "r+b", 2**18) if file else nullcontext() as into:  # few writes
             if into:
                 into.seek(whole.offset + start * empty.nbytes)
-            for row, cell in enumerate(block, start):
+            for row, cell in enumerate(cells[start : start + size][column], start):
                 try:
                     pixels, kind = read(source_of(cell))
+                    kinds[kind] += 1
                 except Exception as problem:  # Pillow raises many kinds, and all are listed
                     name = f" ({cell['path']})" if cell and cell.get("path") else ""
                     problems[row] = f"row {row + 1}{name}: {first_sentence(problem)}"
                     pixels = empty
-                else:
-                    kinds[kind] += 1
+                values = pixels.tobytes()
+                # A picture that cannot be read is equal to no other one.
+                hashes += xxhash.xxh3_64_hexdigest(problems.get(row, "").encode() or values)
                 if into:
-                    into.write(pixels.tobytes())
-        return len(block), problems, kinds
+                    into.write(values)
+        return problems, kinds, hashes
 
-    problems: dict[int, str] = {}
-    kinds = Counter[str]()
-    starts = range(0, len(cells), size)
+    blocks, starts = [], range(0, len(cells), size)
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow warns of the same thing for each file
         make_pool(decode_block, len(cells)) as pool,
         tqdm(total=len(cells), desc="decoding", leave=False, disable=no_bar(), delay=1) as bar,
     ):
-        for number, wrong, seen in pool.map(run_task, starts):
-            problems |= wrong
-            kinds += seen
-            bar.update(number)
-    return {"problems": dict(sorted(problems.items())), "kinds": dict(kinds.most_common())}
+        for block in pool.map(run_block, starts):
+            blocks.append(block)
+            bar.update(size)
+    return blocks
 
 
-TASKS: list[Callable[[int], Any]] = []  # what the workers of a pool do
+def join_blocks(blocks: list[Block]) -> dict[str, Any]:
+    """Return the problems, kinds and hashes of all blocks, as JSON."""
+    kinds = sum((kinds for _, kinds, _ in blocks), Counter[str]())
+    return {
+        "problems": {row: text for problems, *_ in blocks for row, text in problems.items()},
+        "kinds": dict(kinds.most_common()),
+        "hashes": "".join(hashes for *_, hashes in blocks),
+    }
 
 
-def run_task(start: int) -> Any:
-    return TASKS[-1](start)
+BLOCK_TASKS: list[Callable[[int], Any]] = []  # the last one is what the workers of a pool do
+
+
+def run_block(start: int) -> Any:
+    return BLOCK_TASKS[-1](start)
 
 
 def start_worker(task: Callable[[int], Any], is_process: bool) -> None:
-    TASKS.append(task)
+    BLOCK_TASKS.append(task)
     if is_process:
         outlive_signals(0)
         torch.set_num_threads(1)  # the threads of the parent are not there
 
 
 def make_pool(task: Callable[[int], Any], number: int) -> Executor:
-    """Make a pool for run_task: of forked processes, which share memory, or else of threads.
+    """Make a pool for run_block: of forked processes, which share memory, or else of threads.
 
     Unlike multiprocessing.Pool it notices if a process was killed, and does not wait for ever.
     """

@@ -1,6 +1,8 @@
 """Read picture files of any kind as numbers, in the same way for all scripts.
 
-Decoded pictures are cached. After any change to this file they are all decoded again.
+read_square is for small grey pictures, read_centre for photos in colour. What transparent pixels
+become is decided by ground_of alone. Decoded pictures are cached; after any change to this file
+they are all decoded again.
 """
 
 import contextlib
@@ -16,25 +18,26 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 # The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
-FORMATS = ["PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO", "AVIF"]
+PILLOW_FORMATS = ["PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO", "AVIF"]
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see open_file
 with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
     import pillow_heif
 
     pillow_heif.register_heif_opener()
-    FORMATS.append("HEIF")
-# What the values of a picture hang on, besides its file.
-READER = f"{FORMATS} {PIL.__version__} {torch.__version__}".encode() + Path(__file__).read_bytes()
+    PILLOW_FORMATS.append("HEIF")
+# Everything that the values of a picture depend on, besides its file.
+READER = f"{PILLOW_FORMATS} {PIL.__version__} {torch.__version__}".encode()
+READER += Path(__file__).read_bytes()
 RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # of modes that do not define one
 
 
 def open_file(file: Path | BytesIO) -> Image.Image:
     """Open one picture. Raises an exception that says what is wrong with it."""
     try:
-        picture = Image.open(file, formats=FORMATS)
+        picture = Image.open(file, formats=PILLOW_FORMATS)
     except UnidentifiedImageError:
-        more = "" if "HEIF" in FORMATS else " (for HEIC: `pip install pillow-heif`)"
-        raise ValueError(f"it is not one of {', '.join(FORMATS)}{more}") from None
+        more = "" if "HEIF" in PILLOW_FORMATS else " (for HEIC: `pip install pillow-heif`)"
+        raise ValueError(f"it is not one of {', '.join(PILLOW_FORMATS)}{more}") from None
     clear = picture.info.get("transparency")
     if isinstance(clear, tuple) and max(clear) > 255:  # of 16 bits, where Pillow keeps the upper 8
         picture.info["transparency"] = tuple(value >> 8 for value in clear)
@@ -56,11 +59,24 @@ def open_picture(file: Path | BytesIO) -> Image.Image:
     return picture
 
 
-def to_values(picture: Image.Image, mode: str, on_white: bool = False) -> np.ndarray:
+def ground_of(is_photo: bool, grey: np.ndarray, alpha: np.ndarray) -> int:
+    """Return what transparent pixels become: 255, which is white, or 0, which is black.
+
+    A photo, icon or drawing that is read in colour is put on white, as a page or a browser shows
+    it. A small grey picture is read for its shape, so it is put on white if its visible pixels are
+    dark, else on black.
+
+    Args:
+        grey: the picture's grey values, 0 to 255. alpha: its opacity, 0 to 1, of the same shape.
+    """
+    return 255 if is_photo or (grey * alpha).sum() <= 128 * alpha.sum() else 0
+
+
+def to_values(picture: Image.Image, mode: str, is_photo: bool = False) -> np.ndarray:
     """Return values 0 to 255 as float64 (channels, height, width), for mode "L" or "RGB".
 
-    Transparent pixels become background, which is white if the visible pixels are dark, or if
-    on_white, else black. Raises ValueError for values outside the range of the picture's own mode.
+    Transparent pixels become ground_of(is_photo, ...). Raises ValueError for values outside the
+    range of the picture's own mode.
     """
     transparent = picture.has_transparency_data
     if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
@@ -82,8 +98,7 @@ def to_values(picture: Image.Image, mode: str, on_white: bool = False) -> np.nda
         if mode != "L":
             values = np.array(shown.convert(mode), dtype=np.float64).transpose(2, 0, 1)
     if transparent:
-        is_white = on_white or (grey * alpha).sum() <= 128 * alpha.sum()
-        values = values * alpha + (1 - alpha) * 255 * is_white
+        values = values * alpha + (1 - alpha) * ground_of(is_photo, grey, alpha)
     return values
 
 
@@ -104,16 +119,16 @@ def resize(values: np.ndarray, size: int) -> np.ndarray:
 def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     """Return the centre square of a picture in colour, uint8 (side, side, 3), and its kind.
 
-    Transparent pixels become white; of an animation the first picture is taken. Raises an exception
-    that says what is wrong with the picture.
+    Of an animation the first picture is taken. Raises an exception that says what is wrong with the
+    picture.
     """
     with open_file(file) as picture:
         width, height = picture.size
         kind = f"{width} x {height} {picture.mode}"
         picture.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
         ImageOps.exif_transpose(picture, in_place=True)
-    if picture.mode[0] in RANGES:
-        values = to_values(picture, "L", on_white=True)[0]
+    if picture.mode[0] in RANGES:  # Pillow would cut them off
+        values = to_values(picture, "L", is_photo=True)[0]
         picture = Image.fromarray(values.round().astype(np.uint8))
     picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     short = min(picture.size)
@@ -121,9 +136,20 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     box = left, top, left + short, top + short
     picture = picture.resize((side, side), Image.Resampling.BICUBIC, box)
     if picture.mode == "RGBA":
-        white = Image.new("RGBA", picture.size, "white")
+        white = Image.new("RGBA", picture.size, "white")  # as ground_of says
         picture = Image.alpha_composite(white, picture).convert("RGB")
     return np.array(picture), kind
+
+
+def read_photo_pixels(file: Path | BytesIO, side: int, size: int) -> torch.Tensor:
+    """Return a photo with the evaluation crop: uint8 (3, size, size), the centre of read_centre."""
+    return cut_centre(torch.from_numpy(read_centre(file, side)[0]).permute(2, 0, 1), size)
+
+
+def cut_centre(pictures: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the centre of pictures (..., height, width): (..., size, size)."""
+    top, left = ((length - size) // 2 for length in pictures.shape[-2:])
+    return pictures[..., top : top + size, left : left + size]
 
 
 def read_square(file: Path | BytesIO, size: int) -> tuple[np.ndarray, str]:

@@ -1,7 +1,6 @@
 """Find which files of a folder are read, with their splits and classes, and hash their content."""
 
 import functools
-import os
 import re
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
@@ -42,12 +41,12 @@ class Folder:
         classes: for each of these files, the name of the folder that is its class. Empty if they
             are not pictures in such folders, but tables, archives, or pictures with a list of
             their labels.
-        unread: files that a person might take for data, but that are in no split.
+        unread: why files that a person might take for data are in no split.
     """
 
     splits: dict[str, list[Path]]
     classes: dict[Path, str]
-    unread: list[Path]
+    unread: dict[Path, str]
 
 
 def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
@@ -72,36 +71,52 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     elif are_pictures:
         check_splits(folder, chosen)
     chosen = [*chosen, *lists] if are_pictures else holders
-    found: dict[str, list[Path]] = {}
+    parts: dict[str, list[Path]] = {}
     for path in chosen:
-        found.setdefault(find_split(path, are_pictures), []).append(path)
-    splits = {split: found[split] for split in SPLITS.values() if split in found}
-    splits = splits or {"train": found.get("", [])}
+        parts.setdefault(find_split(path, are_pictures), []).append(path)
+    splits = {split: parts[split] for split in SPLITS.values() if split in parts}
+    splits = splits or {"train": parts.get("", [])}
     read = {path for split in splits.values() for path in split}
-    unread = [
-        path
+    unread = {
+        path: reason_unread(folder, path)
         for path in paths
         if path not in read and not NO_DATA.match(path.name)
         if is_read(path.as_posix())
         or PICTURES.fullmatch(path.suffix)
         or HOLDERS.fullmatch(path.suffix)
-    ]
+    }
     if not read:
-        others = f" (not read: {shorten([*map(str, unread)])})" * bool(unread)
+        others = f" ({describe_unread(unread)})" * bool(unread)
         raise UsageError(f"--dataset {folder} cannot be read: it has no picture files{others}")
     if not listed and not lists and are_pictures:
-        listed = find_classes(folder, read, found)
+        listed = classes_of_folders(folder, read, int({*parts} != {""}))
     return Folder(splits, listed, unread)
+
+
+def reason_unread(folder: Path, path: Path) -> str:
+    """Return why a path is in no split."""
+    if (folder / path).is_dir():
+        return "linked folders"
+    if not (folder / path).exists():
+        return "links that lead nowhere"
+    if not is_read(path.as_posix()):
+        return "hidden"
+    return "in no split or list" if PICTURES.fullmatch(path.suffix) else "no picture files"
+
+
+def describe_unread(unread: dict[Path, str]) -> str:
+    """Return how many files are not read, why, and the first of them."""
+    paths: dict[str, list[str]] = {}
+    for path, reason in unread.items():
+        paths.setdefault(reason, []).append(str(path))
+    reasons = (f"{reason} ({len(names)}): {shorten(names)}" for reason, names in paths.items())
+    return f"{len(unread)} not read: {'; '.join(reasons)}"
 
 
 def list_paths(folder: Path) -> list[Path]:
     """Return all files and links below the folder: relative paths in the order of their names."""
-    paths = []
-    for where, folders, names in os.walk(folder):
-        links = [name for name in folders if Path(where, name).is_symlink()]
-        below = Path(where).relative_to(folder)
-        paths += [below / name for name in [*names, *links]]
-    return sorted(paths, key=str)
+    below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return sorted((path.relative_to(folder) for path in below), key=str)
 
 
 def is_picture(path: Path) -> bool:
@@ -122,12 +137,12 @@ def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
     where = f"--labels {path}"
     with as_usage_error(f"{where} cannot be read"):
         table = pd.read_csv(path, dtype=str, keep_default_na=False, skipinitialspace=True)
-    known: dict[str, list[Path]] = {}
+    named_so: dict[str, list[Path]] = {}
     for picture in pictures:
         for name in {str(picture), picture.as_posix(), picture.name, picture.stem}:
-            known.setdefault(name, []).append(picture)
+            named_so.setdefault(name, []).append(picture)
     columns = [*table.columns]
-    hits = {name: sum(cell in known for cell in table[name]) for name in columns}
+    hits = {name: sum(cell in named_so for cell in table[name]) for name in columns}
     named = max(columns, key=lambda name: hits[name], default="")
     if len(columns) < 2 or not hits[named]:
         raise UsageError(
@@ -139,7 +154,7 @@ def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
     classes: dict[Path, str] = {}
     problems = []
     for name, text in zip(table[named], table[label], strict=True):
-        candidates = known.get(name, [])
+        candidates = named_so.get(name, [])
         if len(candidates) != 1 or not text or classes.get(candidates[0], text) != text:
             kind = "is not a picture" if not candidates else "means several pictures"
             problems.append(f"{name} {kind if len(candidates) != 1 else 'has no single class'}")
@@ -173,9 +188,11 @@ def find_split(path: Path, is_picture: bool) -> str:
     return ""
 
 
-def find_classes(folder: Path, pictures: set[Path], found: dict) -> dict[Path, str]:
-    """Return the class of each picture. Raises UsageError if a picture is in no class."""
-    depth = int({*found} != {""})  # of the class folders: 1 if they are in split folders
+def classes_of_folders(folder: Path, pictures: set[Path], depth: int) -> dict[Path, str]:
+    """Return the class of each picture. Raises UsageError if a picture is in no class.
+
+    depth: of the folders that are classes; 1 if they are in those of splits.
+    """
     if loose := [path for path in pictures if len(path.parts) < depth + 2]:
         raise UsageError(
             f"--dataset {folder}: {min(loose)} is in no class: put each picture into the folder "
@@ -215,8 +232,8 @@ def hash_files(folder: Path, paths: list[Path]) -> str:
 
     def hash_one(path: Path) -> bytes:
         full = folder / path
-        known = full.stat()
-        return hash_file(full, known.st_size, known.st_mtime_ns, known.st_ctime_ns, known.st_ino)
+        stat = full.stat()
+        return hash_file(full, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
     with ThreadPool() as pool:
         digests = pool.map(hash_one, paths)

@@ -4,11 +4,11 @@ A batch maps the file into memory for as long as it takes to copy its rows, so t
 more memory for more pictures. A set whose file would be too large is decoded for each batch.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,8 @@ from torch.utils.data import Dataset
 from trainkit.config import UNSET, Count, MayChange, NonNegative, TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.pictures import files
-from trainkit.pictures import grey as pictures
-from trainkit.pictures.decoding import decode_once, source_of
-from trainkit.private import fingerprint_of
+from trainkit.pictures.decoding import source_of
+from trainkit.pictures.splits import Split, describe_evaluation, load_split
 from trainkit.text import shorten
 
 NUM_SHOWN, SIDE_SHOWN = 100, 96  # of the evaluation pictures that plots and page show
@@ -73,52 +72,57 @@ class PhotoConfig(TrainingConfig):
         return problems
 
 
-class Photos(Dataset):
-    """A sample is a picture, uint8 (3, side, side), its class and its index.
+class Batch(NamedTuple):
+    """Photos of a batch.
 
-    Args:
-        path: of the file that holds all rows, uint8 (num_rows, side, side, 3), and is named by
-            their content.
-        rows: the row of each sample, int64.
-        labels: the class of each sample, int64.
-        classes: their names.
+    Attributes:
+        images: uint8 (n, 3, side, side) in channels-last memory; with --freeze their features,
+            float32 (n, width).
+        labels: the class of each, int64.
+        indices: the number of each in its set, int64.
     """
 
-    def __init__(self, path: Path, rows: torch.Tensor, labels: torch.Tensor, classes: list[str]):
-        self.path, self.rows, self.labels, self.classes = path, rows, labels, classes
+    images: torch.Tensor
+    labels: torch.Tensor
+    indices: torch.Tensor
+
+
+class Photos(Dataset):
+    """The photos of a split, whose file is uint8 (num_rows, side, side, 3). A sample is a Batch."""
+
+    def __init__(self, split: Split):
+        self.split, self.labels, self.classes = split, split.labels, split.classes
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.labels)
 
-    def make_batch(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See pick; a loader calls this."""
-        return self.pick(indices)
+    def pick(self, indices: torch.Tensor) -> Batch:
+        """Return the photos of these indices, int64."""
+        mapped = np.load(self.split.path, mmap_mode="r")  # anew: mapped pages count as memory
+        pixels = torch.from_numpy(mapped[self.split.rows[indices].numpy()]).permute(0, 3, 1, 2)
+        return Batch(pixels, self.labels[indices], indices)
 
-    def pick(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the pictures, uint8 (n, 3, side, side) in channels-last memory, and the rest."""
-        mapped = np.load(self.path, mmap_mode="r")  # for this batch: mapped pages count as memory
-        pixels = torch.from_numpy(mapped[self.rows[indices].numpy()]).permute(0, 3, 1, 2)
-        return pixels, self.labels[indices], indices
+    make_batch = pick  # for loaders; Files lets their workers decode
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
-        chosen = xxhash.xxh3_128_hexdigest(self.rows.numpy().tobytes())
-        return {"pictures": f"{self.path.stem}-{chosen}"}
+        rows = xxhash.xxh3_128_hexdigest(self.split.rows.numpy().tobytes())
+        return {"pictures": f"{self.split.path.stem}-{rows}"}
 
 
 class Files(Photos):
     """The same samples, decoded each time they are read, if possible by loader workers."""
 
-    def __init__(self, cells: datasets.Dataset, side: int, *options: Any):
-        super().__init__(*options)
-        self.cells, self.side = cells, side
+    def __init__(self, split: Split, side: int):
+        super().__init__(split)
+        self.side = side
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        (cell,) = self.cells[int(self.rows[index])].values()
+    def __getitem__(self, index: int) -> Batch:
+        (cell,) = self.split.cells[int(self.split.rows[index])].values()
         pixels = torch.from_numpy(files.read_centre(source_of(cell), self.side)[0])
-        return pixels.permute(2, 0, 1), self.labels[index], index
+        return Batch(pixels.permute(2, 0, 1), self.labels[index], torch.tensor(index))
 
-    def pick(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def pick(self, indices: torch.Tensor) -> Batch:
         """See Photos.pick."""
         return torch.utils.data.default_collate([self[int(index)] for index in indices])
 
@@ -129,63 +133,58 @@ def load_photos(
     """Return a split, and lines for the plan. The short side of a picture becomes config.resize.
 
     Raises UsageError, which names all pictures that cannot be read, unless config.skip_unreadable
-    leaves them out. For the other arguments see pictures.read_split.
+    leaves them out. For the other arguments see splits.read_split.
     """
-    rows, labels, classes, chosen, where = pictures.read_split(
-        config.dataset, split, config.label, classes, 0, config.labels
-    )
+    side = config.resize
+    read = functools.partial(files.read_centre, side=side)
+    options = config.label, classes, 0, config.labels, config.skip_unreadable, config.cache_bytes
+    shape, way = (side, side, 3), f"{side} centre"
+    part = load_split(config.dataset, split, read, shape, way, *options)
+    plan = {}
+    if part.problems:
+        plan["unreadable"] = f"{len(part.problems)} left out: {shorten(part.problems)}"
+    if part.path.is_file():
+        return Photos(part), plan
+    plan["decoding"] = "for each batch (--cache-bytes): use --num-workers"
+    return Files(part, side), plan
+
+
+def load_sets(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
+    """Return the photos to train on and those to evaluate on, and lines for the plan."""
+    train, plan = load_photos(config, "train")
+    classes = train.classes
     if len(classes) < 2:
         raise UsageError(
-            f"{where}: all pictures are of one class, {classes[0]}: give each class a folder, or "
-            "name a list of the classes with --labels"
+            f"--dataset {config.dataset}: all pictures are of one class, {classes[0]}: give each "
+            "class a folder, or name a list of the classes with --labels"
         )
-    (image,) = rows.column_names
-    cells, side = rows.cast_column(image, datasets.Image(decode=False)), config.resize
-    stored = len(rows) * side * side * 3 <= config.cache_bytes
-    key = f"{fingerprint_of(rows)} {side} centre ".encode() + files.READER
-    decoded = decode_once(
-        cells, (side, side, 3), lambda file: files.read_centre(file, side), key, stored
-    )
-    plan, problems = {}, decoded.problems
-    if problems and not config.skip_unreadable:
-        said = pictures.describe_problems(problems, len(rows))
-        raise UsageError(f"{where}: {said}; add --skip-unreadable to go on without them")
-    if problems:
-        plan["unreadable"] = f"{len(problems)} left out: {shorten([*problems.values()])}"
-        chosen = chosen[~torch.isin(chosen, torch.tensor([*problems]))]
-    options = decoded.path, chosen, labels[chosen], classes
-    if stored:
-        return Photos(*options), plan
-    plan["decoding"] = "for each batch (--cache-bytes): use --num-workers"
-    return Files(cells, side, *options), plan
-
-
-def describe_largest(held_out: Photos) -> dict[str, str]:
-    """Return a line of the plan: how often it is right to always say the largest class."""
+    held_out, more = load_photos(config, "test", classes)
     counts = held_out.labels.bincount()
     number = int(counts.argmax())
     share = f"{100 * counts[number].item() / len(held_out):.1f} % of the pictures to evaluate on"
-    return {"largest": f"{held_out.classes[number]}, {share}"}
+    plan = {"data": f"{config.dataset}, {len(classes)} classes: {shorten(classes)}"} | plan | more
+    plan["largest"] = f"{classes[number]}, {share}"
+    return train, held_out, plan | describe_evaluation(train.split, held_out.split)
 
 
-def normalise(images: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
+def standardise(images: torch.Tensor, metadata: dict[str, Any]) -> torch.Tensor:
     """Cut out the centre and scale colours 0 to 255 to what the network was trained on.
 
     Features of photos, which have no height and width, are returned as they are.
 
     Args:
         images: (n, 3, height, width).
-        about: has "size", "mean" and "std".
+        metadata: has "size", "mean" and "std".
     """
     if images.ndim == 2:
         return images
-    images = pictures.cut_centre(images, about["size"]).float()
-    shift, scale = (images.new_tensor(about[name]).view(3, 1, 1) for name in ("mean", "std"))
+    images = files.cut_centre(images, metadata["size"]).float()
+    shift, scale = (images.new_tensor(metadata[name]).view(3, 1, 1) for name in ("mean", "std"))
     images = (images - 255 * shift) / (255 * scale)
     return images.contiguous(memory_format=torch.channels_last)
 
 
-def colour(images: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def recolour(images: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Change the colours, 0 to 255. factors (n, 3): of brightness, contrast and saturation."""
     brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)
     grey = images.mean(1, keepdim=True)
@@ -193,7 +192,7 @@ def colour(images: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return ((images - 127.5) * contrast + 127.5).mul_(brightness).clamp_(0, 255)
 
 
-def mix(
+def mix_photos(
     kind: str,
     first: tuple[torch.Tensor, torch.Tensor],
     second: tuple[torch.Tensor, torch.Tensor],
@@ -222,8 +221,22 @@ def mix(
     return images, second[1] + share[:, None] * (first[1] - second[1])
 
 
-def hardest(photos: Photos, losses: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the numbers of the photos with the largest losses, and these small: uint8."""
+def measure(
+    logits: torch.Tensor, held_out: Photos
+) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the metrics of an evaluation, and the tensors and metadata of its predictions.
+
+    The photos with the largest losses are among them, small; "shown" has their numbers.
+    """
+    logits = logits.float()
+    targets, prediction = held_out.labels, logits.argmax(1)
+    losses = F.cross_entropy(logits, targets, reduction="none").double()
+    hits = (prediction == targets).double()
+    recalls = [hits[targets == label].mean().item() for label in targets.unique()]
+    metrics = {"eval_loss": losses.mean().item(), "eval_accuracy": hits.mean().item()}
+    metrics |= {"eval_balanced_accuracy": sum(recalls) / len(recalls), "eval_samples": len(targets)}
     shown = losses.argsort(descending=True, stable=True)[:NUM_SHOWN]
-    small = F.interpolate(photos.pick(shown)[0].float(), SIDE_SHOWN, mode="area")
-    return {"shown": shown, "image": small.round().byte()}
+    small = F.interpolate(held_out.pick(shown).images.float(), SIDE_SHOWN, mode="area")
+    predictions = {"logits": logits, "prediction": prediction, "target": targets}
+    predictions |= {"shown": shown, "image": small.round().byte()}
+    return metrics, predictions, {"classes": held_out.classes}

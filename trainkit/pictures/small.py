@@ -4,7 +4,7 @@ from typing import Any
 
 from trainkit.cli.parse import flag
 
-SMALL = 10_000  # with fewer pictures, the values for a large set make too few steps
+SMALL_SET = 10_000  # with fewer pictures, the values for a large set make too few steps
 
 
 def fit_to_size(
@@ -17,8 +17,8 @@ def fit_to_size(
     `small`. Values that the user typed stay. If the user chose --batch-size or --drop-last, no data
     set counts as small. The line of the plan is returned for a small set only.
     """
-    own = any(getattr(config, name) is not None for name in ("batch_size", "drop_last"))
-    is_small, values = num_train < SMALL and not own, large
+    is_chosen = any(getattr(config, name) is not None for name in ("batch_size", "drop_last"))
+    is_small, values = num_train < SMALL_SET and not is_chosen, large
     if is_small:
         epochs = max(3, 16384 // max(1, num_train))
         values = large | {"batch_size": 32, "epochs": epochs, "drop_last": False} | (small or {})

@@ -37,17 +37,17 @@ def compute_once(
     if accelerator.is_main_process and path.is_file():
         rows, is_kept = load_file(path)["numbers"], is_kept + 1
     is_kept, world = bool(accelerator.reduce(is_kept)), accelerator.num_processes
-    bar = tqdm(total=len(rows), desc=Path(name).parent.name, leave=False, disable=no_bar(), delay=1)
-    with bar, torch.no_grad():
+    what, hide = Path(name).parent.name, is_kept or no_bar()
+    with tqdm(total=len(rows), desc=what, leave=False, disable=hide) as bar, torch.no_grad():
         for batches in torch.arange(len(rows)).split(batch_size * NUM_ROUND * world):
             own = batches.split(batch_size)[accelerator.process_index :: world]
             for batch in own if not is_kept else ():
                 part = slice(int(batch[0]), int(batch[-1]) + 1)
                 rows[part] = compute(part).float().cpu()
+                bar.update(len(batch) * world)
             part = slice(int(batches[0]), int(batches[-1]) + 1)
             # Each row is 0 in all processes but one.
             rows[part] = accelerator.reduce(rows[part].to(accelerator.device)).cpu()
-            bar.update(len(batches))
     if accelerator.is_main_process and not is_kept:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, own=f"{os.getpid()}-") as temporary:

@@ -72,24 +72,3 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """Read the metadata of a safetensors file of a run. Raises UsageError."""
     with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
         return json.loads((file.metadata() or {}).get("trainkit", "{}"))
-
-
-def describe_recall(run_dir: Path) -> str:
-    """Say how many samples of each class were recognised, and what the accuracy is worth.
-
-    Raises UsageError if predictions.safetensors cannot be read.
-    """
-    predictions, about = load_predictions(run_dir / PREDICTIONS)
-    targets, hit = predictions["target"], predictions["prediction"] == predictions["target"]
-    counts = targets.bincount(minlength=len(about["classes"])).tolist()
-    found = targets[hit].bincount(minlength=len(counts)).tolist()
-    pairs = zip(about["classes"], found, counts, strict=True)
-    text = ", ".join(f"{name} {part} of {number}" for name, part, number in pairs if number)
-    text = f"recognised: {text}"
-    if sum(found) <= max(counts):
-        largest = about["classes"][counts.index(max(counts))]
-        text += (
-            f"\nthis network is no better than always saying {largest!r}, which is right for "
-            f"{max(counts)} of {len(targets)}: it recognised {sum(found)}"
-        )
-    return text

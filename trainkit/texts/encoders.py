@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.run_dir.records import describe_recall
+from trainkit.reading.recall import describe_recall
 
 MAX_TOKENS = 128
 NEEDS = "--base needs `pip install transformers`"

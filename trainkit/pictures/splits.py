@@ -1,0 +1,303 @@
+"""The labelled pictures of a split: rows of a folder, of tables or of the Hub, decoded once.
+
+`where` names the split; the sentence of a UsageError begins with it.
+"""
+
+import math
+import re
+import reprlib
+import shlex
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import torch
+from datasets.data_files import DataFilesList
+
+from trainkit.errors import UsageError, as_usage_error, is_main_rank
+from trainkit.orders import hold_out, split_equal_samples
+from trainkit.pictures import files, folders
+from trainkit.pictures.decoding import Read, decode_once
+from trainkit.private import fingerprint_of
+from trainkit.text import shorten
+
+NUM_RARE = 5  # pictures to evaluate on: with fewer of a class its recall says little
+
+
+class Split(NamedTuple):
+    """The samples of a split.
+
+    Attributes:
+        path: the file of the decoded values of all rows, which exists unless it were too large.
+        cells: all rows as they are stored, a column of datasets.Image(decode=False).
+        rows: the row of each sample, int64.
+        labels: its class, int64.
+        hashes: of its values, int64, equal for equal pictures.
+        classes: the names of the classes.
+        kinds: how many pictures of all rows are of which size and mode.
+        problems: what is wrong with the rows that were left out.
+    """
+
+    path: Path
+    cells: datasets.Dataset
+    rows: torch.Tensor
+    labels: torch.Tensor
+    hashes: torch.Tensor
+    classes: list[str]
+    kinds: Counter[str]
+    problems: list[str]
+
+
+def load_split(
+    name: str,
+    split: str,
+    read: Read,
+    shape: tuple[int, ...],
+    way: str,
+    label: str | None = None,
+    classes: list[str] | None = None,
+    num_held_out: int = 0,
+    list_of_labels: Path | None = None,
+    skip_unreadable: bool | None = None,
+    max_bytes: float = math.inf,
+) -> Split:
+    """Return a split, whose pictures are decoded once and cached.
+
+    If part of the training pictures is held out, equal ones are on the same side. Raises
+    UsageError, which names all pictures that cannot be read.
+
+    Args:
+        split: "train" or "test"; see read_split for this and the options that are not named here.
+        read: decodes a picture to uint8 values of this shape.
+        way: names how `read` decodes, apart from the code of files.py.
+        skip_unreadable: leave out the pictures that cannot be read. None: the script has no such
+            flag.
+        max_bytes: if the values would take more, no file is written.
+    """
+    options = label, classes, num_held_out, list_of_labels
+    rows, labels, classes, is_whole, where = read_split(name, split, *options)
+    (image,) = rows.column_names
+    cells = rows.cast_column(image, datasets.Image(decode=False))
+    key = f"{fingerprint_of(rows)} {way} ".encode() + files.READER
+    decoded = decode_once(cells, shape, read, key, len(rows) * math.prod(shape) <= max_bytes)
+    problems, hashes = decoded.problems, decoded.hashes
+    if problems and not skip_unreadable:
+        text = f"{where}: {len(problems)} of {len(rows)} pictures cannot be read: "
+        command = f"\nThis works, without them: {shlex.join(['python', *sys.argv])} "
+        command = f"{command}--skip-unreadable" * (skip_unreadable is not None)
+        raise UsageError(text + "; ".join(problems.values()) + command)
+    chosen = torch.arange(len(rows))
+    if not is_whole:
+        chosen = hold_out_apart(labels, hashes, split, num_held_out)
+    if problems:
+        chosen = chosen[~torch.isin(chosen, torch.tensor([*problems]))]
+    samples = chosen, labels[chosen], hashes[chosen]
+    return Split(decoded.path, cells, *samples, classes, decoded.kinds, [*problems.values()])
+
+
+def hold_out_apart(
+    labels: torch.Tensor, hashes: torch.Tensor, split: str, number: int
+) -> torch.Tensor:
+    """Return the rows of hold_out, but with equal pictures on one side, those that moved last."""
+    train, test = (hold_out(labels, part, number) for part in ("train", "test"))
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    held_out[test] = True
+    kept = split_equal_samples(held_out, hashes)[split == "test"]
+    order = torch.cat((test, train) if split == "test" else (train, test))
+    return order[torch.isin(order, kept)]
+
+
+def describe_evaluation(train: Split, held_out: Split) -> dict[str, str]:
+    """Return the lines of the plan about classes and pictures whose evaluation says little."""
+    plan, number = {}, len(held_out.labels)
+    counts = held_out.labels.bincount(minlength=len(held_out.classes)).tolist()
+    pairs = sorted(zip(counts, held_out.classes, strict=True))
+    if rare := [f"{name} {count}" for count, name in pairs if count < NUM_RARE]:
+        of = f"{len(rare)} of {len(pairs)} classes"
+        plan["rare"] = f"{of} have fewer than {NUM_RARE} pictures to evaluate on: {shorten(rare)}"
+    if twice := int(torch.isin(held_out.hashes, train.hashes).sum()):
+        plan["twice"] = f"{twice} of {number} pictures to evaluate on are also trained on"
+    return plan
+
+
+def open_dataset(
+    name: str, tell: bool, list_of_labels: Path | None = None
+) -> dict[str, datasets.Dataset]:
+    """Return the splits of a folder or of a Hub data set. Raises UsageError.
+
+    The fingerprint of a folder's split is computed from the content of its files.
+
+    Args:
+        tell: print which files of a folder are not read, and why.
+        list_of_labels: a CSV file: the classes of the pictures, instead of their folders.
+    """
+    datasets.disable_progress_bars()
+    folder = Path(name)
+    with as_usage_error(f"--dataset {name} cannot be read"):
+        if folder.is_file():
+            raise UsageError(f"--dataset {name} is a file: name its folder, and unpack an archive")
+        if not folder.is_dir():
+            return load_by_datasets(name)
+        contents = folders.find_files(folder, list_of_labels)
+        if contents.unread and tell and is_main_rank():
+            print(
+                f"--dataset {folder}: {folders.describe_unread(contents.unread)}", file=sys.stderr
+            )
+        if not contents.classes:
+            return load_tables(folder.resolve(), contents)
+        return {
+            split: make_rows(folder, paths, contents.classes)
+            for split, paths in contents.splits.items()
+        }
+
+
+def load_by_datasets(name: str, **options: Any) -> dict[str, datasets.Dataset]:
+    builder = datasets.load_dataset_builder(name, **options)
+    builder.download_and_prepare()
+    return builder.as_dataset()
+
+
+def make_rows(folder: Path, paths: list[Path], classes: dict[Path, str]) -> datasets.Dataset:
+    """Make a row for each picture: its path, and the class that its folder stands for."""
+    names = sorted({classes[path] for path in paths})
+    numbers = {name: number for number, name in enumerate(names)}
+    made = datasets.Dataset.from_dict(
+        {
+            "image": [str(folder / path) for path in paths],
+            "label": [numbers[classes[path]] for path in paths],
+        },
+        datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names)),
+    )
+    return datasets.Dataset(made.data, made.info, fingerprint=folders.hash_files(folder, paths))
+
+
+def load_tables(folder: Path, contents: folders.Folder) -> dict[str, datasets.Dataset]:
+    """Read table files and archives, or pictures with a list of labels, by means of `datasets`."""
+    schemas = set()
+    for split, paths in contents.splits.items():
+        for path in [path for path in paths if path.suffix == ".parquet"]:
+            footer = pq.read_metadata(folder / path)
+            schemas.add(str(datasets.Features.from_arrow_schema(footer.schema.to_arrow_schema())))
+            if not footer.num_rows:  # datasets would fail on it
+                paths.remove(path)
+        if not paths:
+            raise UsageError(f"--dataset {folder}, split {split!r}: its files have no rows")
+    # For all files, datasets uses the class names of the first one, in their order there.
+    if len(schemas) > 1:
+        raise UsageError(f"--dataset {folder}: its files differ in their columns or classes")
+    files_of_splits = [path for paths in contents.splits.values() for path in paths]
+    for path in [path for path in files_of_splits if path.suffix.lower() == ".zip"]:
+        with zipfile.ZipFile(folder / path) as archive:
+            inside = [Path(name) for name in archive.namelist()]
+        has_list = any(path.name in folders.LISTS for path in inside)
+        if not has_list and any(map(folders.is_picture, inside)):
+            # datasets would take the folder that holds the archive for the class of them all.
+            raise UsageError(f"--dataset {folder}: unpack {path}, for its folders to be classes")
+    options: dict[str, Any] = {}
+    card = folder / "README.md"
+    if card.is_file() and "data_files:" in card.read_text(errors="replace"):
+        # A folder as on the Hub: its README.md says which of its files belong to which split.
+        files_of_splits += [path for path in contents.unread if (folder / path).is_file()]
+    else:
+        options["data_files"] = {
+            split: DataFilesList([str(folder / path) for path in paths], [()] * len(paths))
+            for split, paths in contents.splits.items()
+        }
+    key = folders.hash_files(folder, sorted(files_of_splits))
+    options["cache_dir"] = Path(datasets.config.HF_DATASETS_CACHE, "folders", key)
+    rows = load_by_datasets(str(folder), **options)
+    return {
+        split: datasets.Dataset(part.data, part.info, part.split, fingerprint=f"{split}-{key}")
+        for split, part in rows.items()
+    }
+
+
+def read_split(
+    name: str,
+    split: str,
+    label: str | None = None,
+    classes: list[str] | None = None,
+    num_held_out: int = 0,
+    list_of_labels: Path | None = None,
+) -> tuple[datasets.Dataset, torch.Tensor, list[str], bool, str]:
+    """Return the pictures, labels, class names, whether all rows are of the split, and `where`.
+
+    The pictures are the only column. Raises UsageError.
+
+    Args:
+        split: "train" or "test". If there is no test split, "test" means the validation split; if
+            there is no such split either, part of the training pictures is held out as "test".
+        label: column of the classes; None: the only column that can be one.
+        classes: the class names of another split, by which the labels of this one are numbered.
+        num_held_out: how many training pictures are held out as "test", whatever other splits
+            there are; 0: see split.
+        list_of_labels: see open_dataset.
+    """
+    splits = open_dataset(name, split == "train", list_of_labels)
+    eval_splits = ["test", "validation"] if not num_held_out else []
+    eval_split = next((other for other in eval_splits if other in splits), "train")
+    read_from = eval_split if split == "test" else split
+    where = f"--dataset {name}, split {read_from!r}"
+    if read_from not in splits:
+        raise UsageError(
+            f"{where}: the folder and file names give only {sorted(splits)}: put the "
+            "training pictures into train/"
+        )
+    rows = splits[read_from]
+    images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
+    if len(images) != 1:
+        raise UsageError(
+            f"{where}: there must be rows with one Image column, not {rows.column_names} "
+            "(make one with cast_column(NAME, datasets.Image()))"
+        )
+    labels, classes = read_labels(rows, where, label, classes)
+    return rows.select_columns(images), labels, classes, eval_split != "train", where
+
+
+def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
+    """Return the column of the classes: `label`, or the only one that fits. Raises UsageError."""
+    columns = rows.features.items()
+    class_labels = [name for name, kind in columns if isinstance(kind, datasets.ClassLabel)]
+    fitting = [
+        name
+        for name, kind in columns
+        if re.match("u?int|bool|(large_)?string", str(getattr(kind, "dtype", "")))
+    ]
+    choices = [label] if label else class_labels or fitting
+    if len(choices) != 1 or choices[0] not in fitting:
+        raise UsageError(
+            f"{where}: --label must name the column of the classes, whole numbers or texts, one of "
+            f"{fitting}; or put each picture into the folder of its class"
+        )
+    return choices[0]
+
+
+def read_labels(
+    rows: datasets.Dataset, where: str, label: str | None, classes: list[str] | None = None
+) -> tuple[torch.Tensor, list[str]]:
+    """Return the class of each row, int64, and the names of the classes. Raises UsageError.
+
+    The names are those of a ClassLabel, or the values of the column in sorted order.
+    """
+    column = choose_column(rows, where, label)
+    values = rows.data.column(column).to_pandas(integer_object_nulls=True)
+    names, texts = [*map(str, sorted(values.dropna().unique()))], values.map(str)
+    if isinstance(rows.features[column], datasets.ClassLabel):
+        names = rows.features[column].names
+        values = texts = values.map(dict(enumerate(names)))
+    names = classes or names
+    # Classes are matched by name, because another split may have them in another order.
+    numbers = pd.Index(names).get_indexer(texts)
+    if (numbers < 0).any():
+        row = numbers.argmin()  # the first -1: a label that is none of them
+        raise UsageError(
+            f"{where}, column {column!r}, row {row + 1}: the label {values[row]!r} is not one of "
+            f"the {len(names)} classes {reprlib.repr(names)}"
+        )
+    return torch.from_numpy(numbers.astype(np.int64)), names
