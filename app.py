@@ -2,6 +2,7 @@
 
 python app.py runs/mnist         draw, choose a picture file, or pick a test picture
 python app.py runs/regression    a field for each column, and the prediction drawn along it
+python app.py runs/text          a place for a text, and the probability of each class
 """
 
 from collections.abc import Sequence

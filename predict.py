@@ -226,15 +226,25 @@ class TextPredictor(Classifier):
     options = ("encoding",)
 
     def open(self, script: Any, run_dir: Path) -> None:
-        from trainkit.texts import encoders, texts  # here: pandas takes half a second
+        from trainkit.texts import bags, encoders, texts  # here: pandas takes half a second
 
-        self.collate, folder = script.collate, run_dir / "tokenizer"
-        tokenizer = encoders.load_tokenizer(folder) if self.metadata["encoder"] else None
-        most = self.metadata["max_tokens"]
-        self.tokenize = partial(texts.tokenize, max_tokens=most, tokenizer=tokenizer)
+        self.collate = script.collate
+        if self.metadata["encoder"] is None:
+            self.tokenize = partial(bags.make_bags, num_bits=self.metadata["num_bits"])
+        else:
+            tokenizer, most = (
+                encoders.load_tokenizer(run_dir / "tokenizer"),
+                self.metadata["max_tokens"],
+            )
+            self.tokenize = partial(texts.tokenize, max_tokens=most, tokenizer=tokenizer)
 
     def forward(self, inputs: Any) -> torch.Tensor:
-        return (self.model(*inputs) / self.calibration["temperature"]).softmax(1)
+        logits = self.model(inputs.tokens, inputs.lengths)
+        return (logits / self.calibration["temperature"]).softmax(1)
+
+    def read(self, text: str) -> tuple[Any, str]:
+        """Return a text as inputs of forward (n = 1), and no doubt about it."""
+        return self.collate([(tokens, 0) for tokens in self.tokenize([text])]), ""
 
     def predict_file(self, path: Path, **options: Any) -> str:
         """Return a line for each text of the file: its number, and the answer of Classifier."""
@@ -242,13 +252,10 @@ class TextPredictor(Classifier):
 
         encoding = options.get("encoding") or self.metadata.get("encoding")
         lines = texts.read_texts(path, self.metadata.get("text"), encoding)
-        said = []
-        for number, (line, tokens) in enumerate(zip(lines, self.tokenize(lines), strict=True), 1):
-            answer = "no text"
-            if line:
-                inputs = self.collate([(tokens, 0, 0)])[:2]
-                answer = self.describe(self(inputs)[0])
-            said.append(f"{path}:{number}: {answer}")
+        answers = (
+            self.describe(self(self.read(line)[0])[0]) if line else "no text" for line in lines
+        )
+        said = [f"{path}:{number}: {answer}" for number, answer in enumerate(answers, 1)]
         return "\n".join(said) or f"{path}: no text"
 
 

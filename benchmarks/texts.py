@@ -1,19 +1,26 @@
-"""Accuracy and CPU time of examples/text.py --base, beside a loop of transformers and Accelerate.
+"""Accuracy and CPU time of examples/text.py beside others, on the same texts and the same split.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.texts FILE BASE [--eval-data FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.texts FILE...
+    OMP_NUM_THREADS=1 python -m benchmarks.texts FILE --base BASE [--eval-data FILE]
+
+Without BASE the others are TF-IDF and logistic regression of scikit-learn: of words, as by default,
+of n-grams of 1 to 4 letters (char_wb, sublinear), and of both with pairs of words. With BASE:
 
     text      examples/text.py: it also logs, checks, saves checkpoints and follows its schedule
     peer      the model that AutoModelForSequenceClassification makes of BASE, AdamW, a rate that
               rises for a tenth of the steps and falls in a straight line, batches in random order
 
 Both have the texts, the split, the epochs, the batch size, the rate of the encoder and --max-tokens
-in common, and take turns in one process.
+in common. All take turns in one process.
 """
 
 import contextlib
 import io
 import tempfile
 import time
+from functools import partial
+from itertools import product
+from pathlib import Path
 
 from trainkit import startup
 
@@ -21,11 +28,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    get_linear_schedule_with_warmup,
-)
 
 from benchmarks._runs import Parser
 from examples import text
@@ -35,6 +37,12 @@ from trainkit.texts import texts
 
 def peer(flags: list[str]) -> float:
     """Train as the example of Accelerate does; return the accuracy."""
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        get_linear_schedule_with_warmup,
+    )
+
     config = parse(text.Config, flags)
     sets, accelerator = texts.read_sets(config), Accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(config.base)
@@ -74,27 +82,52 @@ def peer(flags: list[str]) -> float:
     return right / len(sets.held_out)
 
 
+def tfidf(kind: str, flags: list[str]) -> float:
+    """Fit TF-IDF and logistic regression; return the accuracy."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline, make_union
+
+    letters = TfidfVectorizer(analyzer="char_wb", ngram_range=(1, 4), sublinear_tf=True)
+    pairs = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
+    kinds = {"words": TfidfVectorizer(), "letters": letters, "both": make_union(pairs, letters)}
+    sets = texts.read_sets(parse(text.Config, flags))
+    model = make_pipeline(kinds[kind], LogisticRegression(max_iter=1000))
+    model.fit(*zip(*sets.train, strict=True))
+    return model.score(*zip(*sets.held_out, strict=True))
+
+
+def ours(flags: list[str]) -> float:
+    """Train examples/text.py; return the accuracy."""
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
+        return text.main([*flags, "--run-dir", f"{folder}/run", "--no-pictures"])["eval_accuracy"]
+
+
 def main() -> None:
-    """Print a row for each run."""
+    """Print a row for each run; without BASE then the means over the files."""
     parser = Parser(__doc__, 1)
-    parser.add_argument("data")
-    parser.add_argument("base")
+    parser.add_argument("data", nargs="+")
+    parser.add_argument("--base")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--eval-data")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--eval-data", args.eval_data] if args.eval_data else []
-        flags += ["--data", args.data, "--base", args.base, "--epochs", str(args.epochs)]
-        flags += ["--run-dir", f"{folder}/run", "--no-pictures"]
-        for number in range(args.rounds):
-            for way in ("text", "peer"):
-                AcceleratorState._reset_state(reset_partial_state=True)
-                GradientState._reset_state()
-                seeded, start = [*flags, "--seed", str(number)], time.process_time()
-                with contextlib.redirect_stdout(io.StringIO()):
-                    ran = text.main(seeded)["eval_accuracy"] if way == "text" else peer(seeded)
-                seconds = time.process_time() - start
-                print(f"{way}  accuracy {ran:.2%}  CPU {seconds:.1f} s", flush=True)
+    ways = {"text": ours} | {n: partial(tfidf, n) for n in ("words", "letters", "both")}
+    more = ["--eval-data", args.eval_data] if args.eval_data else []
+    if args.base:
+        ways = {"text": ours, "peer": peer}
+        more += ["--base", args.base, "--epochs", str(args.epochs)]
+    rows: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for file, number in product(args.data, range(args.rounds)):
+        for way, run in ways.items():
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+            start = time.process_time()
+            accuracy = run(["--data", file, *more, "--seed", str(number)])
+            rows[way].append((accuracy, time.process_time() - start))
+        shown = (f"{way} {100 * row[-1][0]:.1f} % {row[-1][1]:.1f} s" for way, row in rows.items())
+        print(Path(file).stem, *shown, sep="  ", flush=True)
+    means = (f"{n} {100 * sum(a for a, _ in r) / len(r):.1f} %" for n, r in rows.items())
+    print("mean", *means, sep="  ", flush=True)
 
 
 if __name__ == "__main__":

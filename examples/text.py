@@ -1,4 +1,4 @@
-"""Classify texts, from scratch or with a pretrained encoder.
+"""Classify texts, by their words and n-grams of letters or with a pretrained encoder.
 
 python examples/text.py                         from which Python package is this documentation?
 python examples/text.py --data reviews.csv --base sentence-transformers/all-MiniLM-L6-v2
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
@@ -22,42 +22,41 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Schedule, parse
 from trainkit.orders import by_length
-from trainkit.texts import encoders, texts
+from trainkit.texts import bags, encoders, texts
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # already installed: nothing is downloaded
-SCRATCH = {"epochs": 5, "batch_size": 60, "learning_rate": 2e-3}
-PRETRAINED = {"epochs": 3, "batch_size": 32, "learning_rate": 5e-5}  # the last layer learns faster
 
 
 @dataclass
 class Config(texts.TextConfig):
     run_dir: Path = Path("runs/text")
-    weight_decay: float = 0.05
     schedule: Schedule = "cosine"
     warmup: float = 0.1
     clip_norm: float = 1.0
 
-    def __post_init__(self):
-        values = PRETRAINED if self.base else SCRATCH
-        vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
+
+class Batch(NamedTuple):
+    tokens: torch.Tensor  # (n, longest), padded with 0
+    lengths: torch.Tensor  # (n,)
+    labels: torch.Tensor  # (n,)
 
 
 def load_data(config: Config) -> tuple:
-    """Return samples (tokens, label, index) to train and evaluate on, and what else main needs."""
+    """Return samples (tokens, label) to train and evaluate on, and what else main needs."""
     own = config.data is None
     sets = texts.read_docstrings(PACKAGES, config.num_lines) if own else texts.read_sets(config)
     encoder, tokenizer = encoders.read_base(config)
-    *parts, plan = texts.make_samples(sets, config.max_tokens, tokenizer)
+    *parts, num_bits, plan = texts.make_samples(sets, config.max_tokens, tokenizer)
     metadata = {"script": Path(__file__).stem, "input": "text", "classes": sets.classes}
-    metadata |= {"encoder": encoder, "max_tokens": config.max_tokens} | sets.columns
-    return *parts, metadata, plan, tokenizer
+    metadata |= {"encoder": encoder, "max_tokens": config.max_tokens, "num_bits": num_bits}
+    return *parts, metadata | sets.columns, plan, tokenizer
 
 
-def collate(samples: list) -> tuple[torch.Tensor, ...]:
-    """Return tokens (n, longest), and lengths, labels and indices (n,)."""
-    tokens, labels, indices = zip(*samples, strict=True)
+def collate(samples: list) -> Batch:
+    """Make a batch of samples."""
+    tokens, labels = zip(*samples, strict=True)
     lengths = torch.tensor([len(row) for row in tokens])
-    return pad_sequence(tokens, batch_first=True), lengths, *map(torch.tensor, (labels, indices))
+    return Batch(pad_sequence(tokens, batch_first=True), lengths, torch.tensor(labels))
 
 
 class Classifier(nn.Module):
@@ -75,39 +74,37 @@ class Classifier(nn.Module):
 
 
 def make_model(metadata: dict[str, Any], base: str | None = None) -> nn.Module:
-    """Make the model that the metadata describe, with the weights of base or random ones."""
-    about = metadata["encoder"], metadata["max_tokens"]
-    return Classifier(*encoders.make_encoder(*about, base), len(metadata["classes"]))
+    """Make the model that the metadata describe; an encoder has the weights of base, if any."""
+    num_classes = len(metadata["classes"])
+    if metadata["encoder"] is None:
+        return bags.Bag(2 ** metadata["num_bits"], num_classes)
+    return Classifier(*encoders.make_encoder(metadata["encoder"], base), num_classes)
 
 
-def make_groups(model: nn.Module, rate: float, base: str | None) -> list[dict[str, Any]]:
-    """Matrices have weight decay; biases and norms, and a new last layer, have rates of theirs."""
-    head = [*model.head.parameters()] if base else []
-    rest = [p for p in model.parameters() if all(p is not own for own in head)]
-    matrices, vectors = ([p for p in rest if (p.ndim > 1) == want] for want in (True, False))
+def make_groups(model: nn.Module, rate: float) -> list[dict[str, Any]]:
+    """Weight decay is for the encoder's matrices only; the last layer learns 20 times as fast."""
+    encoder = [*model.encoder.parameters()]
+    matrices, vectors = [p for p in encoder if p.ndim > 1], [p for p in encoder if p.ndim <= 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    groups[1]["lr"] = rate if base else rate / 3
-    return [*groups, {"params": head, "lr": 20 * rate}] if base else groups
+    return [*groups, {"params": [*model.head.parameters()], "lr": 20 * rate}]
 
 
-def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+def compute_losses(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """Return the loss of each sample, and whether it was recognised."""
-    tokens, lengths, labels, _ = batch
-    logits = model(tokens, lengths)
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return {"loss": losses, "accuracy": logits.argmax(1) == labels}
+    logits = model(batch.tokens, batch.lengths)
+    losses = F.cross_entropy(logits, batch.labels, reduction="none")
+    return {"loss": losses, "accuracy": logits.argmax(1) == batch.labels}
 
 
 def validate(run: Run, model: nn.Module, loader: Any, samples: list, classes: list[str]) -> tuple:
     """Return metrics, predictions and their metadata. Every process must call this."""
-    target = torch.tensor([label for _, label, _ in samples])
-    logits = run.predict(loader, lambda batch: model(*batch[:2]).float())
+    target = torch.tensor([label for _, label in samples])
+    logits = run.predict(loader, lambda batch: model(batch.tokens, batch.lengths).float())
     prediction = logits.argmax(1)
-    metrics = {"eval_loss": F.cross_entropy(logits.double(), target).item()}
-    metrics["eval_accuracy"] = (prediction == target).double().mean().item()
-    metrics["eval_samples"] = len(target)
+    loss, hits = F.cross_entropy(logits.double(), target), (prediction == target).double()
+    metrics = {"eval_loss": loss.item(), "eval_accuracy": hits.mean().item()}
     predictions = {"logits": logits, "prediction": prediction, "target": target}
-    return metrics, predictions, {"classes": classes}
+    return metrics | {"eval_samples": len(target)}, predictions, {"classes": classes}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -116,12 +113,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with Run(config, "text") as run:
         accelerator = run.accelerator
         train_set, eval_set, metadata, plan, tokenizer = run.load(load_data)
-        lengths = [len(tokens) for tokens, *_ in train_set]
+        lengths = [len(tokens) for tokens, _ in train_set]
         order = by_length(lengths, config.batch_size, config.seed) if config.base else None
         loaders = make_loaders(accelerator, train_set, eval_set, config, collate, order=order)
         model = make_model(metadata, config.base)
-        groups = make_groups(model, config.peak_learning_rate, config.base)
-        optimizer = make_optimizer(accelerator, groups, config)
+        if config.base:
+            parameters = make_groups(model, config.peak_learning_rate)
+        else:
+            parameters = model.parameters()
+            model.rarity = bags.weigh([tokens for tokens, _ in train_set], metadata["num_bits"])
+        optimizer = make_optimizer(accelerator, parameters, config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, *loaders, scheduler

@@ -135,6 +135,24 @@ def test_sliders_and_lists_of_a_table_are_answered(table_run, open_page):
     assert tab.locator(".said h2").inner_text().startswith("price: ")
 
 
+def test_a_text_is_answered_as_it_is_typed(run_main, tmp_path, open_page):
+    lines = "".join(
+        f"it was {word} {n},{word[0]}<b>\n" for n in range(20) for word in ("good", "bad")
+    )
+    (tmp_path / "lines.csv").write_text(f"text,label\n{lines}")
+    run_main("examples.text", "--data", tmp_path / "lines.csv", "--run-dir", tmp_path / "run")
+    tab = open_page(tmp_path / "run")
+    tab.locator("#text textarea").fill("so bad")
+    tab.wait_for_selector(".said h2")
+    assert "b<b>" in tab.locator(".said h2").inner_text()
+    predictor = predict.load_run(tmp_path / "run")
+    with torch.inference_mode():
+        share = predictor(predictor.read("so bad")[0])[0, 0].item()
+    shown = tab.locator("[data-testid='b<b>-confidence-set'] meter").get_attribute("value")
+    assert share > 0.5 and float(shown) == pytest.approx(share, abs=1e-4)
+    assert page.answer_text(predictor, " \n") == ("", None)
+
+
 def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_run):
     predictor = predict.load_run(table_run)
     names = ["area", "city", "age"]

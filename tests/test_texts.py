@@ -1,9 +1,10 @@
-"""Texts of a table are classified: what is read, by which columns, and by an encoder that is given.
+"""Texts of a table are classified: what is read, by which columns, by a bag or a given encoder.
 
 The runs have 105 texts to train on, so that of two processes one gets no text of the last batch.
 """
 
 import json
+import math
 import shutil
 import signal
 
@@ -17,7 +18,7 @@ import predict
 from examples import text
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.texts import encoders, texts
+from trainkit.texts import bags, encoders, texts
 from trainkit.tools.export import write_export
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +30,8 @@ LINES = [
     for label, words in WORDS.items()
 ][:131]
 FLAGS = "--batch-size 8 --eval-batch-size 27 --epochs 2 --stop-after-steps 20 --log-every 1"
-FLAGS += " --learning-rate 1e-3 --max-tokens 12 --no-pictures"
+FLAGS += " --no-pictures"
+GIVEN = "--learning-rate 1e-3 --max-tokens 12 --base"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,8 @@ def start(nursery, base, tmp_path_factory):
 
     def call(run_dir, world, *args, **more):
         flags = [*FLAGS.split(), "--data", data, "--run-dir", run_dir, *args]
-        flags += ["--base", base / "double" if more.get("double") else base]
+        if more.pop("given", True):
+            flags += [*GIVEN.split(), base / "double" if more.get("double") else base]
         more |= {"modules": ["transformers.models.bert.modeling_bert"], "world": world}
         if "fault" in more:
             return nursery.run("examples/text.py", *flags, **more)
@@ -105,9 +108,26 @@ def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):
     assert "new.txt:1: " in first and none.endswith("new.txt:2: no text")
     assert "food " in first.partition("(")[0] and "sport " in second.partition("(")[0]
     assert "art " in predictor.predict_file(tmp_path / "new.jsonl").partition("(")[0]
-    assert predictor.calibration["temperature"] != 1
+    assert predictor.calibration["temperature"] == 1  # all 26 were right: nothing to learn from
     with pytest.raises(UsageError, match="--export cannot take a model whose input is a text"):
         write_export(predictor, folder)
+
+
+def test_a_bag_is_used_with_the_run_folder_alone_and_counts_rare_pieces(start, tmp_path):
+    start(tmp_path / "run", 1, "--epochs", 4, given=False)
+    predictor = predict.load_run(tmp_path / "run")
+    assert rows(tmp_path / "run")[-1]["eval_accuracy"] > 0.95
+    rarity = predictor.model.rarity
+    (word,), (never,) = (bags.make_bags([x], predictor.metadata["num_bits"]) for x in ("and", "Q"))
+    assert rarity[word].max() == 1 and rarity[never].max() > 4  # in each text, in none
+    (tmp_path / "new.txt").write_text("and SOUP\n\nteamball\n")
+    first, none, second = predictor.predict_file(tmp_path / "new.txt").splitlines()
+    assert "food " in first.partition("(")[0] and none.endswith("no text")
+    assert "sport " in second.partition("(")[0]
+
+
+def bag_of(*lines: str) -> list[torch.Tensor]:
+    return bags.make_bags(lines, bags.MAX_BITS)
 
 
 def test_padding_and_other_texts_change_nothing(base):
@@ -116,10 +136,40 @@ def test_padding_and_other_texts_change_nothing(base):
     metadata = {"encoder": json.loads(json.dumps(about)), "max_tokens": 40, "classes": ["a", "b"]}
     model = text.make_model(metadata, str(base))  # in training mode: dropout would show
     assert config.max_tokens == 40 and model.training
-    tokens = texts.tokenize(["soup", "ball goal team and song"], 40, tokenizer)
-    both = text.collate([(row, 0, 0) for row in tokens])[:2]
-    alone = text.collate([(tokens[0], 0, 0)])[:2]
-    assert model(*alone)[0].tolist() == pytest.approx(model(*both)[0].tolist(), abs=1e-6)
+    bag = text.make_model({"encoder": None, "num_bits": bags.MAX_BITS, "classes": ["a", "b"]})
+    torch.nn.init.normal_(bag.table.weight)
+    lines = ["soup", "ball goal team and song"]
+    for each, tokens in ((model, texts.tokenize(lines, 40, tokenizer)), (bag, bag_of(*lines))):
+        both = text.collate([(row, 0) for row in tokens])
+        alone = text.collate([(tokens[0], 0)])
+        expected = each(both.tokens, both.lengths)[0].tolist()
+        assert each(alone.tokens, alone.lengths)[0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_bag_has_the_words_the_pairs_of_words_and_the_letters_of_a_text():
+    one, same, other = bag_of("Ein TEXT", " ein  text\n", "text ein")
+    assert torch.equal(one, same) and len(one) == len({*one.tolist()})
+    assert len(other) == len(one)  # and the pair of words is another one
+    assert len({*one.tolist()} - {*other.tolist()}) == 1
+    # Letters that are written without blanks: 3 of 4 n-grams with both of the first are left.
+    thai, part = bag_of("\u0e14\u0e32\u0e1a\u0e44\u0e02\u0e27\u0e49", "\u0e14\u0e32\u0e1a")
+    assert len({*thai.tolist()} & {*part.tolist()}) >= 6
+    assert torch.equal(*bag_of("\uff21\uff22\uff23 1", "abc 1"))  # full width
+
+
+def test_pieces_weigh_as_much_as_they_are_rare_and_few_share_a_row():
+    lines = [f"and {word}" for word, _ in LINES]
+    numbered = [bags.number_pieces(line) for line in lines]
+    num_bits = bags.find_num_bits(numbered, 3)
+    made = bags.make_bags(lines, num_bits)
+    used = len({*torch.cat([torch.as_tensor(each) for each in numbered]).tolist()})
+    assert 2 * used <= 2**num_bits < 4 * used
+    assert len({*torch.cat(made).tolist()}) > 0.75 * used
+    assert 2 ** bags.find_num_bits(numbered, 2**20) * 2**20 <= bags.MAX_WEIGHTS
+    rarity = bags.weigh(made, num_bits)
+    (word,) = bags.make_bags(["and"], num_bits)
+    assert rarity[word].min() == 1  # in each text
+    assert rarity.max().item() == pytest.approx(math.log(1 + len(lines)) + 1)  # in none
 
 
 def test_nothing_that_a_configuration_names_is_fetched_or_run():
@@ -147,13 +197,16 @@ def test_weights_that_are_missing_are_named(base, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     about, _ = encoders.read_base(parse(text.Config, ["--base", str(folder)]))
     with pytest.raises(UsageError, match=r"has no weights for 16 parts: encoder\.layer\.1"):
-        encoders.make_encoder(about, 40, str(folder))
+        encoders.make_encoder(about, str(folder))
 
 
 A, B = "the first of two", "one more line here"
 GOOD = {"a": [f"{A} {n}" for n in range(20)], "b": [*"xy"] * 10}
 MORE_TEXTS = GOOD | {"c": [f"{B} {n}" for n in range(20)]}
 MORE_LABELS = GOOD | {"c": [1, 2] * 10}
+CHINESE = [f"\u8fd9\u4e2a\u623f\u95f4\u5f88{chr(0x4E00 + n)}\u4e0d\u9519" for n in range(20)]
+NAMES = [f"name{chr(97 + n)}" for n in range(20)]
+CALLED = {"Text": [*"abcdefgh"], "extra": [*"xy"] * 4, "LABEL": [*"uvwxyzuv"]}
 CASES = [
     (GOOD, "", "16 4 x,y"),
     (MORE_TEXTS, "", "a, c could be the texts: .* --text"),
@@ -166,8 +219,14 @@ CASES = [
     (GOOD | {"a": ["", " ", *GOOD["a"][2:]]}, "", "15 3 x,y: 2 rows dropped: no text"),
     (GOOD | {"b": ["", *GOOD["b"][1:]]}, "", "16 3 x,y: 1 row dropped: no label"),
     (GOOD | {"b": [True, False] * 10}, "", "16 4 False,True"),
-    (GOOD | {"a": [A] * 20}, "--text a", "16 4 x,y: 4 of 4 texts to evaluate on are also"),
+    (GOOD | {"a": [A] * 20}, "--text a", "texts are left .* equal texts are not parted"),
     (GOOD | {"a": [f"\ud800 {each}" for each in GOOD["a"]]}, "", "16 4 x,y"),
+    (GOOD | {"a": CHINESE, "id": [f"{n:08x}" for n in range(20)]}, "", "16 4 x,y: text 'a'"),
+    (GOOD | {"a": CHINESE, "n": NAMES}, "", "16 4 x,y: text 'a'"),
+    (GOOD | {"a": NAMES}, "", "16 4 x,y: text 'a', label 'b'"),
+    (GOOD | {"a": [f"{n}-1-2 {n}:00" for n in range(20)]}, "", "no column seems to be the texts"),
+    (MORE_TEXTS | {"Review": NAMES}, "", "16 4 x,y: text 'Review'"),
+    (CALLED, "--eval-data {path}", "8 8 u,v,w,x,y,z: text 'Text', label 'LABEL'"),
 ]
 
 
@@ -181,7 +240,7 @@ def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
     path.write_text(
         "\n".join(map(json.dumps, pd.DataFrame(columns, dtype=object).to_dict("records")))
     )
-    flags = f"--data {path} {flags}"
+    flags = f"--data {path} {flags.format(path=path)}"
     if not said[0].isdigit():
         with pytest.raises(UsageError, match=said):
             read(flags)
@@ -190,7 +249,7 @@ def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
     found = f"{len(sets.train)} {len(sets.held_out)} {','.join(sets.classes)}"
     assert said.partition(":")[0] == found
     assert said.partition(": ")[2] in " ".join(sets.plan.values())
-    assert {label for _, label in sets.held_out} == {0, 1}
+    assert {label for _, label in sets.held_out} == {*range(len(sets.classes))}
 
 
 def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_path, monkeypatch):
@@ -209,3 +268,17 @@ def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_
     assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
     with pytest.raises(UsageError, match="--text and --label: name the file"):
         parse(text.Config, ["--text", "a", "--label", "b"]).validate(1)
+
+
+def test_equal_texts_are_on_one_side_of_a_split_and_rare_classes_are_named(tmp_path):
+    lines = [(f"{A} {n % 7}", [*"xy"][n % 7 % 2]) for n in range(40)]
+    lines += [(f"{B} {n}", "few") for n in range(4)] + [(B, "one"), (B, "same")] * 6
+    pd.DataFrame(lines, columns=["text", "label"]).to_csv(tmp_path / "a.csv", index=False)
+    sets = read(f"--data {tmp_path / 'a.csv'}")
+    sides = [{line for line, _ in side} for side in (sets.train, sets.held_out)]
+    assert sides[0].isdisjoint(sides[1]) and "twice" not in sets.plan
+    assert len(sets.train) + len(sets.held_out) == len(lines) and len(sets.held_out) >= 4
+    assert "fewer than 5 texts of a class: few" in sets.plan["rare"]
+    assert "no text of a class to evaluate on: one, same" in sets.plan["rare"]
+    again = read(f"--data {tmp_path / 'a.csv'} --eval-data {tmp_path / 'a.csv'}")
+    assert again.plan["twice"].startswith(f"{len(lines)} of {len(lines)} texts")

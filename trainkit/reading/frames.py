@@ -160,7 +160,9 @@ def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.
         if pd.api.types.is_string_dtype(chosen[name].dtype) and chosen[name].dtype != object:
             chosen[name] = chosen[name].str.strip()
         elif chosen[name].dtype == object:
-            chosen[name] = chosen[name].map(lambda x: x.strip() if isinstance(x, str) else x)
+            cells = [cell.strip() if isinstance(cell, str) else cell for cell in chosen[name]]
+            # As objects: Arrow's texts cannot hold half of a surrogate pair, which JSON may.
+            chosen[name] = pd.Series(cells, chosen.index, dtype=object)
     return chosen.mask(chosen.isin([""]))
 
 

@@ -1,6 +1,6 @@
-"""Encoders of texts: a small one to train from scratch, and the pretrained ones of transformers.
+"""Pretrained encoders of texts, those of transformers.
 
-Of a pretrained one the configuration is kept as JSON, so that a run needs only its own folder. No
+The configuration of one is kept as JSON, so that a run needs only its own folder. No
 code that comes with a model is run: the classes are those of transformers, and settings that would
 fetch programs are left out of the configuration.
 """
@@ -15,31 +15,12 @@ from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading.recall import describe_recall
-from trainkit.texts.texts import NUM_HASHED
 
-MAX_TOKENS = {"scratch": 32, "base": 128}
+MAX_TOKENS = 128
 NEEDS = "--base needs `pip install transformers`"
 # Names of code and of other files, and what the model does not depend on.
 LEFT_OUT = {"auto_map", "quantization_config", "architectures", "id2label", "label2id", "dtype"}
 LEFT_OUT |= {"transformers_version", "_name_or_path", "problem_type", "torch_dtype"}
-
-
-class SmallEncoder(nn.Module):
-    """A small transformer over at most max_tokens tokens, called as those of transformers are."""
-
-    def __init__(self, num_tokens: int, max_tokens: int, width: int = 64, num_layers: int = 2):
-        super().__init__()
-        self.width = width
-        self.embedding = nn.Embedding(num_tokens, width)
-        self.position = nn.Parameter(0.02 * torch.randn(max_tokens, width))
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple:
-        states = self.embedding(input_ids) + self.position[: input_ids.shape[1]]
-        return (self.encoder(states, src_key_padding_mask=attention_mask == 0),)
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +40,6 @@ def read_base(config: Any) -> tuple[dict[str, Any] | None, Any]:
     Without --base both are None. Raises UsageError.
     """
     if config.base is None:
-        vars(config).update(max_tokens=config.max_tokens or MAX_TOKENS["scratch"])
         return None, None
     with as_usage_error(NEEDS):
         from transformers import AutoConfig, AutoModel
@@ -70,7 +50,7 @@ def read_base(config: Any) -> tuple[dict[str, Any] | None, Any]:
         with torch.device("meta"):
             model = AutoModel.from_config(made, trust_remote_code=False)
     limit = min(tokenizer.model_max_length, _num_positions(model))
-    vars(config).update(max_tokens=config.max_tokens or min(limit, MAX_TOKENS["base"]))
+    vars(config).update(max_tokens=config.max_tokens or min(limit, MAX_TOKENS))
     if config.max_tokens > limit:
         raise UsageError(f"--max-tokens {config.max_tokens}: {config.base} takes at most {limit}")
     return values, tokenizer
@@ -98,17 +78,12 @@ def load_tokenizer(folder: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def make_encoder(
-    config: dict[str, Any] | None, max_tokens: int, base: str | None = None
-) -> tuple[nn.Module, int]:
+def make_encoder(config: dict[str, Any], base: str | None = None) -> tuple[nn.Module, int]:
     """Make the encoder of a configuration, in float32; return it and the width of its states.
 
-    config: None: a SmallEncoder. base: where its weights are; None: they are random. It has no
-    pooler, which would get no gradient. Raises UsageError, also if base lacks weights.
+    base: where its weights are; None: they are random. It has no pooler, which would get no
+    gradient. Raises UsageError, also if base lacks weights.
     """
-    if config is None:
-        small = SmallEncoder(NUM_HASHED, max_tokens)
-        return small, small.width
     with as_usage_error(NEEDS):
         from transformers import CONFIG_MAPPING, AutoModel
     made = CONFIG_MAPPING[config["model_type"]].from_dict(plain(config))

@@ -5,7 +5,7 @@
 
 import importlib.util
 import re
-import zlib
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,23 @@ import pandas as pd
 import torch
 
 from trainkit.cli.parse import flag
-from trainkit.config import UNSET, Count, MayChange, TrainingConfig
+from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.orders import hold_out
+from trainkit.orders import hold_out, split_equal_samples
 from trainkit.reading import frames
 from trainkit.text import count, shorten
+from trainkit.texts import bags
 
 MAX_FOUND = 100  # classes of a column that is found by itself
+NUM_LOOKED_AT = 500  # cells of a column, and signs of each, to tell what it holds
 RARE = 5  # texts: with fewer of a class, a fifth may be none of them
-NUM_HASHED = 4096  # numbers of a hashed word
+# What columns are called, in any case; the first that is there is taken.
+TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "message", "document", "body")
+LABEL_NAMES = ("label", "class", "category", "sentiment", "topic", "target")
+# The defaults that depend on --base.
+BAG = {"epochs": 5, "batch_size": 60, "optimizer": "sgd", "learning_rate": 8.0, "weight_decay": 0.0}
+PRETRAINED = {"epochs": 3, "batch_size": 32, "optimizer": "adamw", "learning_rate": 5e-5}
+PRETRAINED |= {"weight_decay": 0.05}
 FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstring
 
 
@@ -42,9 +50,9 @@ class TextConfig(TrainingConfig):
     encoding: str | None = None
     """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
     base: MayChange[str | None] = None
-    """pretrained encoder of transformers, a folder or Hub id (default: train from scratch)"""
-    max_tokens: Count = UNSET
-    """of a text: what is over is cut (default: 32, or 128 with --base)"""
+    """pretrained encoder of transformers, a folder or Hub id (default: words and n-grams)"""
+    max_tokens: Count | None = None
+    """with --base: of a text, what is over is cut (default: 128, or what the encoder takes)"""
     num_lines: Count | None = None
     """without --data: texts to train on, and to evaluate on (default: all)"""
     epochs: int = UNSET
@@ -52,7 +60,15 @@ class TextConfig(TrainingConfig):
     batch_size: int = UNSET
     """texts per optimizer step, over all processes and micro-batches (default: 60, or 32)"""
     learning_rate: float = UNSET
-    """peak learning rate (default: 2e-3, or 5e-5 with --base)"""
+    """peak learning rate (default: 8, or 5e-5 with --base)"""
+    optimizer: Optimizer = UNSET
+    """fused, except under fp16 (default: sgd, or adamw with --base)"""
+    weight_decay: float = UNSET
+    """decoupled for adamw, else an L2 penalty (default: 0, or 0.05 with --base)"""
+
+    def __post_init__(self) -> None:
+        values = PRETRAINED if self.base else BAG
+        vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
 
     def find_problems(self, num_processes: int) -> list[str]:
         """Add flags of the data that go with --data, or without it."""
@@ -62,6 +78,8 @@ class TextConfig(TrainingConfig):
             problems.append(f"{' and '.join(given)}: name the file of the texts with --data")
         if self.num_lines and self.data:
             problems.append("--num-lines cannot be used with --data")
+        if self.max_tokens and not self.base:
+            problems.append("--max-tokens needs --base: without it whole texts are read")
         return problems
 
 
@@ -107,10 +125,7 @@ def read_sets(config: TextConfig) -> Sets:
     plan = {"data": f"{config.data}, {len(pairs)} texts{dropped}"}
     plan["columns"] = f"text {text!r}, label {label!r}"
     if config.eval_data is None:
-        numbers = torch.tensor([each for _, each in pairs])
-        # In the order of the table, because hold_out sorts by class.
-        rows = [hold_out(numbers, split, 0).sort().values.tolist() for split in ("train", "test")]
-        train, held_out = ([pairs[n] for n in each] for each in rows)
+        train, held_out = split(pairs)
     else:
         where = f"--eval-data {config.eval_data}"
         table = frames.read_table(config.eval_data, where, encoding=encoding)
@@ -121,10 +136,21 @@ def read_sets(config: TextConfig) -> Sets:
         plan["evaluated on"] = f"{config.eval_data}, {len(held_out)} texts{dropped}"
     if not train or not held_out:
         raise UsageError(
-            f"{where}: {len(train)} texts are left to train on and {len(held_out)} to evaluate on"
+            f"{where}: {len(train)} texts are left to train on and {len(held_out)} to evaluate "
+            "on, and equal texts are not parted: more different texts are needed, or --eval-data"
         )
     plan |= describe(train, held_out, classes)
     return Sets(train, held_out, classes, {"text": text, "encoding": encoding}, plan)
+
+
+def split(pairs: list[tuple[str, int]]) -> tuple[list[tuple[str, int]], ...]:
+    """Return the texts to train on, and a fifth of each class; equal texts are on one side."""
+    is_held_out = torch.zeros(len(pairs), dtype=torch.bool)
+    is_held_out[hold_out(torch.tensor([label for _, label in pairs]), "test", 0)] = True
+    first: dict[str, int] = {}
+    equal = torch.tensor([first.setdefault(text, n) for n, (text, _) in enumerate(pairs)])
+    sides = split_equal_samples(is_held_out, equal)
+    return tuple([pairs[n] for n in side.tolist()] for side in sides)
 
 
 def find_classes(labels: list[str], label: str, where: str) -> list[str]:
@@ -135,7 +161,7 @@ def find_classes(labels: list[str], label: str, where: str) -> list[str]:
             f"{where}: column {label!r} has {count(len(classes), 'class')} in "
             f"{count(len(labels), 'row')} with a text and a label, and two are needed"
         )
-    if len(classes) > 2 and 2 * len(classes) > len(labels):
+    if len(classes) > 2 and len(classes) == len(labels):
         raise UsageError(
             f"{where}: column {label!r} has {len(classes)} different values in {len(labels)} rows, "
             "which are not classes: name another column with --label"
@@ -147,57 +173,82 @@ def describe(
     train: Sequence[tuple[str, int]], held_out: Sequence[tuple[str, int]], classes: list[str]
 ) -> dict[str, str]:
     """Return the lines of the plan that say what the accuracy will be worth."""
-    counts = torch.tensor([label for _, label in held_out]).bincount(minlength=len(classes))
+    number = torch.tensor([label for _, label in held_out])
+    counts = number.bincount(minlength=len(classes))
     share = f"{100 * counts.max().item() / len(held_out):.1f} %"
     largest = f"{classes[int(counts.argmax())]}, {share} of the texts to evaluate on"
     plan = {"classes": f"{len(classes)}: {shorten(classes, 10)}", "largest class": largest}
-    labels = [label for _, label in (*train, *held_out)]
-    if rare := [name for n, name in enumerate(classes) if labels.count(n) < RARE]:
-        plan["rare"] = f"fewer than {RARE} texts of a class: {shorten(rare, 10)}"
+    of_all = counts + torch.tensor([label for _, label in train]).bincount(minlength=len(classes))
+    rare = of_all < RARE, (of_all >= RARE) & (counts == 0)
+    names = [[name for name, n in zip(classes, which, strict=True) if n] for which in rare]
+    problems = f"fewer than {RARE} texts of a class", "no text of a class to evaluate on"
+    found = [f"{p}: {shorten(n, 10)}" for p, n in zip(problems, names, strict=True) if n]
+    if found:
+        plan["rare"] = "; ".join(found)
     known = {each for each, _ in train}
     if twice := sum(each in known for each, _ in held_out):
         plan["twice"] = f"{twice} of {len(held_out)} texts to evaluate on are also trained on"
     return plan
 
 
-def tokenize(texts: Sequence[str], max_tokens: int, tokenizer: Any = None) -> list[torch.Tensor]:
-    """Return at most max_tokens tokens of each text, int64; without a tokenizer hashed words.
-
-    Hashed words are never 0, which is for padding. A text without a token becomes one token 0.
-    """
-    if tokenizer is not None:
-        found = tokenizer([*texts], truncation=True, max_length=max_tokens).input_ids
-    else:
-        words = [re.findall(r"\w+|[^\w\s]", text)[:max_tokens] for text in texts]
-        found = [[zlib.crc32(w.encode()) % (NUM_HASHED - 1) + 1 for w in row] for row in words]
+def tokenize(texts: Sequence[str], max_tokens: int | None, tokenizer: Any) -> list[torch.Tensor]:
+    """Return at most max_tokens tokens of each text, int64; one token 0 if it has none."""
+    found = tokenizer([*texts], truncation=True, max_length=max_tokens).input_ids
     return [torch.tensor(row or [0]) for row in found]
 
 
-def make_samples(sets: Sets, max_tokens: int, tokenizer: Any) -> tuple[list, list, dict[str, str]]:
-    """Return samples (tokens, label, index) to train and to evaluate on, and the plan."""
-    parts = []
-    for part in (sets.train, sets.held_out):
-        texts, labels = zip(*part, strict=True)
-        tokens = tokenize(texts, max_tokens, tokenizer)
-        parts.append([*zip(tokens, labels, range(len(labels)), strict=True)])
-    train, held_out = parts
-    full = sum(len(tokens) == max_tokens for tokens, *_ in train)
-    said = f"{full} of {len(train)} texts have --max-tokens {max_tokens} or more, and are cut"
-    return train, held_out, sets.plan | ({"cut": said} if full else {})
+def make_samples(
+    sets: Sets, max_tokens: int | None, tokenizer: Any
+) -> tuple[list, list, int | None, dict[str, str]]:
+    """Return samples (tokens, label) to train and to evaluate on, num_bits, and the plan.
+
+    Without a tokenizer the tokens are the pieces of a bag, numbers of num_bits.
+    """
+    both, plan, num_bits = (sets.train, sets.held_out), sets.plan, None
+    lines = [[text for text, _ in part] for part in both]
+    if tokenizer is None:
+        bags_of = [[bags.number_pieces(line) for line in part] for part in lines]
+        num_bits = bags.find_num_bits(bags_of[0], len(sets.classes))
+        tokens = [[bags.make_bag(bag, num_bits) for bag in part] for part in bags_of]
+    else:
+        tokens = [tokenize(part, max_tokens, tokenizer) for part in lines]
+        if full := sum(len(row) == max_tokens for row in tokens[0]):
+            cut = f"{full} of {len(lines[0])} texts have --max-tokens {max_tokens} or more"
+            plan = plan | {"cut": f"{cut}, and are cut"}
+    train, held_out = (
+        [(row, label) for row, (_, label) in zip(*part, strict=True)]
+        for part in zip(tokens, both, strict=True)
+    )
+    return train, held_out, num_bits, plan
 
 
 def choose(table: pd.DataFrame, text: str | None, label: str | None, where: str) -> tuple[str, str]:
-    """Return the columns of the texts and of the classes: as given, or the only one that fits.
+    """Return the columns of the texts and of the classes: as given, by name, or all that fits.
 
-    A column may be the classes if its values repeat, and the texts if most of its values differ and
-    have three words or more on average.
+    A column may be the classes if its values repeat, and the texts if it holds letters and does not
+    repeat; sentences are taken before names.
     """
     frames.choose_columns(table, [name for name in (text, label) if name], where)
+    text = text or _called(TEXT_NAMES, table, label)
+    label = label or _called(LABEL_NAMES, table, text)
     labels = [name for name in table if name != text and _repeats(table[name])]
     label = label or _only(labels, [*table], where, "--label", "classes")
-    texts = [name for name in table if name not in (label, *labels) and _is_prose(table[name])]
-    text = text or _only(texts, [*table], where, "--text", "texts")
-    return text, label
+    return text or find_text(table.drop(columns={label, *labels}), where), label
+
+
+def find_text(table: pd.DataFrame, where: str) -> str:
+    """Return the column of the texts. Raises UsageError."""
+    if text := _called(TEXT_NAMES, table):
+        return text
+    scores = {name: _prose(table[name]) for name in table}
+    found = [name for name, score in scores.items() if score == max(scores.values()) > 0]
+    return _only(found, [*table], where, "--text", "texts")
+
+
+def _called(names: Sequence[str], table: pd.DataFrame, other: str | None = None) -> str | None:
+    """Return the column that has the first of these names, in any case; None if there is none."""
+    own = {name.lower(): name for name in reversed([*table]) if name != other}
+    return next((own[name] for name in names if name in own), None)
 
 
 def _only(found: list[str], names: list[str], where: str, flag: str, what: str) -> str:
@@ -218,10 +269,16 @@ def _repeats(values: pd.Series) -> bool:
         return False
 
 
-def _is_prose(values: pd.Series) -> bool:
-    known = [each for each in values if isinstance(each, str) and each.strip()]
-    words = sum(len(each.split()) for each in known)
-    return bool(known) and words >= 3 * len(known) and 2 * len({*known}) > len(known)
+def _prose(values: pd.Series) -> int:
+    """Return 2 for a column of sentences, 1 for one of other texts made of letters, else 0."""
+    known = [each for each in values if isinstance(each, str) and each.strip()][:NUM_LOOKED_AT]
+    kinds = [unicodedata.category(sign) for each in known for sign in each[:NUM_LOOKED_AT]]
+    num_letters = sum(kind[0] in "LM" for kind in kinds)
+    if not known or _repeats(values) or 2 * num_letters < len(kinds) - kinds.count("Zs"):
+        return 0
+    # A script without case may be written without blanks: three of its letters count as a word.
+    num_words = sum(len(each.split()) for each in known) + kinds.count("Lo") / 3
+    return 1 + (num_words >= 3 * len(known))
 
 
 def read_rows(
@@ -263,5 +320,5 @@ def read_texts(path: Path, text: str | None, encoding: str | None) -> list[str]:
         return [_clean(line) for line in lines[: len(lines) - (not lines[-1])]]
     table = frames.read_table(where, where, encoding=encoding)
     if text is None:
-        text = _only([n for n in table if _is_prose(table[n])], [*table], where, "--text", "texts")
+        text = find_text(table, where)
     return [_clean(each) for each in frames.choose_columns(table, [text], where)[text]]

@@ -83,11 +83,16 @@ def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: l
 
 def add_evaluated(predictor: Any, shown: list) -> None:
     """Add the pictures to choose from, and what was taken for what."""
-    import gradio
-
     for label, shelf in find_shelves(predictor).items():
         if shelf:
             add_shelf(predictor, label, shelf, shown)
+    add_confusions(predictor)
+
+
+def add_confusions(predictor: Any) -> None:
+    """Add what was taken for what among the evaluated samples."""
+    import gradio
+
     with gradio.Accordion("confusions", open=False):
         classes = predictor.metadata["classes"]
         gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
@@ -210,12 +215,40 @@ def build_table_page(page: Any, predictor: Any) -> None:
         ask(answer, inputs, shown, show_progress="hidden", trigger_mode="always_last")
 
 
+def answer_text(predictor: Any, text: str) -> tuple:
+    """Return what is shown for a text: the answer as HTML, and the probabilities."""
+    if not text.strip():
+        return "", None
+    inputs, doubt = predictor.read(text)
+    probabilities = predictor(inputs)[0]
+    answer = predictor.describe(probabilities, doubt).split("  (then ")[0]
+    shares = dict(zip(predictor.metadata["classes"], probabilities.tolist(), strict=True))
+    return f"<h2>{escape(answer)}</h2>", shares
+
+
+def build_text_page(page: Any, predictor: Any) -> None:
+    """Build a place for a text."""
+    import gradio
+
+    with gradio.Row():
+        with gradio.Column(min_width=320):
+            text = gradio.Textbox(lines=8, label="a text", elem_id="text")
+        with gradio.Column(min_width=320):
+            said = gradio.HTML(elem_classes="said")
+            shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
+    answer = partial(answer_text, predictor)
+    text.change(answer, text, [said, shares], show_progress="hidden", trigger_mode="always_last")
+    if "prediction" in predictor.evaluated:
+        add_confusions(predictor)
+
+
 # How each kind of input is shown: the "input" of the metadata, and what builds its page.
 BUILDERS: dict[str, Callable] = {
     "picture": build_picture_page,
     "photo": build_picture_page,
     "table": build_table_page,
     "table_class": build_table_page,
+    "text": build_text_page,
 }
 
 
