@@ -282,6 +282,8 @@ def make_sets(
         about |= {f"{kind}s": names, f"{kind}_mean": mean.tolist(), f"{kind}_std": std.tolist()}
     said = {name: f"{learned.get(name, 'number')}{_doubt(table[name])}" for name in table}
     about["plan"] = _plan(about, said)
+    if config.data is not None:
+        del about["data"]  # a resume compares what is in the file, which may have another name
     train_set = InMemory(*(tensor[train] for tensor in tensors))
     tensors.append(torch.from_numpy(table.index.to_numpy(copy=True)))
     return train_set, InMemory(*(tensor[test] for tensor in tensors)), about
