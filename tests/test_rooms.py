@@ -13,7 +13,7 @@ LAYERS = [
     "private text",
     "errors",
     "config cli run_dir launch",
-    "rng deferred",
+    "mixing rng deferred",
     "orders",
     "loaders metrics optim",
     "position",

@@ -18,6 +18,7 @@ NAMES = {
     "InMemory": "loaders",
     "make_loaders": "loaders",
     "Dropout": "rng",
+    "keyed_normal": "rng",
     "keyed_uniform": "rng",
     "make_optimizer": "optim",
     "make_scheduler": "optim",

@@ -39,8 +39,9 @@ from accelerate.utils import broadcast_object_list
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, as_usage_error, failing_together
-from trainkit.fingerprint import compare_worlds, describe_world, read_same_run
+from trainkit.fingerprint import compare_sources, compare_worlds, describe_world, read_same_run
 from trainkit.kernels import keeping_kernels
+from trainkit.launch.nodes import loaded_sources
 from trainkit.metrics import RunningMeans
 from trainkit.position import Progress
 from trainkit.private import count_micro_batches_anew, prepared_optimizers, without_loss_scale
@@ -72,6 +73,7 @@ class Checkpoints:
         self.accelerator, self.directory = accelerator, config.run_dir / "checkpoints"
         self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
+        self.sources = loaded_sources()  # as this process has read them, whatever is edited later
         self.commits = Commits(accelerator, tracker, config.keep)
         self.saved_step = -1  # the step of the newest checkpoint
         written = averages if accelerator.is_main_process else ()
@@ -100,6 +102,7 @@ class Checkpoints:
             "log_bytes": self.tracker.size(),
             "fingerprint": self.fingerprint,
             "world": describe_world(accelerator),
+            "sources": self.sources,
         }
         save_state = accelerator.save_state
         if accelerator.is_fsdp2:
@@ -146,6 +149,7 @@ class Checkpoints:
                 # The run continues from this checkpoint. Rows are cut only after later checkpoints
                 # are renamed: if this is killed halfway, "auto" can still resume.
                 notices += compare_worlds(trainer.get("world", {}), describe_world(accelerator))
+                notices += compare_sources(trainer.get("sources", {}), self.sources)
                 notices.extend(abandon_later(self.directory, progress.step, path))
                 self.tracker.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)

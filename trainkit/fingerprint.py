@@ -3,6 +3,7 @@
 The world of a run (its processes, device and versions) may differ, but then rounding does too.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,41 +14,43 @@ from trainkit import shards
 import torch
 from accelerate import Accelerator
 
-from trainkit.checks.data import fingerprint_data
+from trainkit.checks.content import hash_fixed
+from trainkit.checks.data import fingerprint_tensors
 from trainkit.cli.console import num_parameters
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, failing_together
 from trainkit.launch import nodes
 from trainkit.loaders import InMemory, batches_of
 from trainkit.private import prepared_loaders
 from trainkit.rng import NUM_HELD
+from trainkit.text import shorten
 
 
-def fingerprint_run(run: Any, metadata: dict[str, Any], started_from: str) -> dict[str, Any]:
+def fingerprint_run(
+    run: Any, metadata: dict[str, Any], started_from: str, fixed: dict[str, Any]
+) -> dict[str, Any]:
     """Return the values by the names used in messages. Every process must call this.
 
-    started_from is the SHA-256 of --start-from. A data set with fingerprint() returns an entry for
-    each of its files, so that a message can name the file that changed. Raises UsageError on all
-    processes if their values differ.
+    started_from is the SHA-256 of --start-from; fixed has what is used and not trained, by name. A
+    data set with fingerprint() returns an entry for each of its files, so that a message can name
+    the file that changed. Raises UsageError on all processes if their values differ.
     """
-    config, may_differ = run.config, run.config.nodes_may_differ
+    with failing_together(run.accelerator, "run.begin(...) cannot read what is fixed"):
+        hashes = {f"fixed[{name}]": hash_fixed(name, value) for name, value in fixed.items()}
+    digest = hashlib.md5(usedforsecurity=False)
     files = [dataset.fingerprint() for dataset in run.sets if hasattr(dataset, "fingerprint")]
     loaders = filter(None, map(batches_of, prepared_loaders(run.accelerator)))
-    orders = [
-        InMemory(batches.order(0, 0, min(batches.num_samples, NUM_HELD)))
-        for batches in loaders
-        if batches.is_custom
-    ]
+    for batches in loaders:
+        if batches.is_custom:
+            order = batches.order(0, 0, min(batches.num_samples, NUM_HELD))
+            fingerprint_tensors(digest, InMemory(order))
     found = {
-        **config.experiment(),
+        **run.config.experiment(),
         **{name: value for of in files for name, value in of.items()},
         "data": run.data_fingerprint,
-        "weights of samples": fingerprint_data(*orders),  # or order=; old checkpoints say so
+        "weights of samples": digest.hexdigest(),  # or order=; old checkpoints say so
         "size": num_parameters(run.models),
-        **{
-            f"metadata[{name}]": json.dumps(value)
-            for name, value in metadata.items()
-            if name not in may_differ
-        },
+        **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
+        **hashes,
     }
     frozen = run.frozen  # filled only if the run is sharded
     if started_from:
@@ -68,12 +71,14 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
     # Older checkpoints wrote about[...] instead of metadata[...].
     saved = trainer["fingerprint"].items()
     before = {name.replace("about[", "metadata["): value for name, value in saved}
+    if "sources" not in trainer:  # they also left out metadata with the name of some flags
+        before = {name: now[name] for name in now if name.startswith("metadata[")} | before
     # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):
         if before.get(name) != now.get(name):
             raise UsageError(
                 f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
-                f"{now.get(name)!r} here"
+                f"{now.get(name)!r} here: resume with what it had, or start anew without --resume"
             )
     if (step := trainer["progress"]["step"]) > last_step:
         raise UsageError(
@@ -81,6 +86,15 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
             "--stop-after-steps, or resume from an older checkpoint"
         )
     return trainer
+
+
+def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
+    """Yield a sentence if source files differ: results of loaded_sources()."""
+    if changed := sorted(name for name in now if before.get(name, now[name]) != now[name]):
+        yield (
+            f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "
+            "the code as it is now"
+        )
 
 
 def describe_world(accelerator: Accelerator) -> dict[str, Any]:

@@ -184,13 +184,14 @@ class WholeBatches(Dataset):
 
     A process may get no sample of a short batch. It then gets a stand-in, the first sample of the
     set, so that it takes part in the step whatever a batch is made of; Run counts nothing of it.
-    The generators of torch, numpy and random are seeded before each
-    call. For `dataset.__getitem__` the seed is (seed, epoch, sample index), so random transforms
-    give the same result with any number of workers and processes. For `dataset.__getitems__` it is
-    (seed, epoch, first sample index, length), so they give the same result in every run with this
-    number of processes and micro-batches. For `dataset.make_batch` nothing is seeded, so it must
-    not use random numbers. The method of the most derived class that has one of the three is used,
-    because a subclass may inherit a faster method and override `__getitem__`.
+    The generators of torch, numpy and random are seeded before each call. For `dataset.__getitem__`
+    the seed is (seed, epoch, sample index), so random transforms give the same result with any
+    number of workers and processes. For `dataset.__getitems__` it is (seed, epoch, first sample
+    index, length), so they give the same result in every run with this number of processes and
+    micro-batches; if it draws, the plan says so. For `dataset.make_batch` nothing is seeded, so it
+    must not use random numbers. The method of the most derived class that has one of the three is
+    used, because a subclass may inherit a faster method and override `__getitem__`. A
+    datasets.Dataset with a transform is read sample by sample.
     """
 
     def __init__(
@@ -214,9 +215,7 @@ class WholeBatches(Dataset):
         """Return the batch of the samples at `indices`, int64 of shape (n,), n > 0."""
         if self.method == "make_batch":
             return self.dataset.make_batch(indices)
-        # Subset and StackDataset have __getitems__ only to pass it on. After random_split, too,
-        # random transforms must be seeded for each sample.
-        if self.method == "__getitems__" and not isinstance(self.dataset, Subset | StackDataset):
+        if self.method == "__getitems__":
             if isinstance(self.dataset, InMemory):
                 return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
             self._seed(int(indices[0]), len(indices))
@@ -232,9 +231,20 @@ class WholeBatches(Dataset):
         seed_host(key(self.seed, int(self.epoch), *position))
 
 
+def has_transform(dataset: Dataset) -> bool:
+    """True for a datasets.Dataset with with_transform or set_transform."""
+    form = getattr(dataset, "format", None)
+    return isinstance(form, dict) and form.get("type") == "custom"
+
+
 def batch_method(dataset: Dataset, may_make_batch: bool) -> str:
-    """The name of the method that makes samples, from the most derived class that has one."""
-    names = (*["make_batch"] * may_make_batch, "__getitems__", "__getitem__")
+    """The name of the method that makes samples, from the most derived class that has one.
+
+    Subset and StackDataset have __getitems__ only to pass it on, and a datasets.Dataset gives all
+    samples to its transform at once. Random transforms must be seeded for each sample.
+    """
+    passes_on = isinstance(dataset, Subset | StackDataset) or has_transform(dataset)
+    names = (*["make_batch"] * may_make_batch, *["__getitems__"] * (not passes_on), "__getitem__")
     for kind in type(dataset).__mro__:
         for name in names:
             if name in vars(kind):

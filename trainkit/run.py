@@ -12,6 +12,7 @@ and checkpoint.py (position, save, resume). The other modules are details.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trainkit import best, collecting, evaluation, shards
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.checkpoint import Checkpoints
 from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
-from trainkit.checks.data import check_data
+from trainkit.checks.data import check_data, random_collation
 from trainkit.checks.prepared import Prepared, check_loader, check_predictions
 from trainkit.checks.values import check_rows
 from trainkit.cli.console import describe
@@ -65,6 +66,7 @@ class Run:
     signals: Signals
     sets: tuple[Any, Any]  # the training set and the evaluation set
     data_fingerprint: str
+    data_plan: dict[str, str]  # lines about random numbers that do not follow from the seed
     length: Length  # of the run in steps, and when it evaluates
     prepared: Prepared  # what went through accelerator.prepare
     models: list[nn.Module]  # without the wrappers of DDP and torch.compile
@@ -109,7 +111,7 @@ class Run:
         data = nodes.first_on_each_node(accelerator, lambda: load_data(config))
         self.sets = train_set, eval_set = data[:2]
         config.validate(accelerator.num_processes)  # load_data may have set some values
-        self.data_fingerprint = check_data(accelerator, config, train_set, eval_set)
+        self.data_fingerprint, self.data_plan = check_data(accelerator, config, train_set, eval_set)
         self.length = Length(config, len(train_set))
         self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
         set_seed(config.seed)  # so that the initial weights depend only on --seed
@@ -122,6 +124,7 @@ class Run:
         metadata: dict[str, Any],
         plan: dict[str, str] | None = None,
         save_frozen: bool = True,
+        fixed: dict[str, nn.Module | str | Path] | None = None,
     ) -> None:
         """Print the plan, lock the run folder, load the checkpoint. Call after accelerator.prepare.
 
@@ -130,14 +133,17 @@ class Run:
             metadata: what a reader of model.safetensors needs, as JSON; equal on a resume.
             plan: lines to print, by name, for example where the data come from.
             save_frozen: False leaves frozen weights out of the files that the run writes.
+            fixed: modules, files and folders that are used and not trained, such as a teacher, by
+                name. Their content is compared between processes and on a resume.
         """
         self.prepared = Prepared(self.accelerator, model)
         self.models = self.prepared.models
         self.results = Results(self.accelerator, self.config, self.models, metadata, save_frozen)
-        self.print(describe(self, plan or {}))
+        lines = (plan or {}) | self.data_plan | random_collation(self.accelerator)
+        self.print(describe(self, lines))
         start_from = self.config.start_from
         started_from, sha256 = shards.start_from(self.accelerator, start_from, self.models[0])
-        fingerprint = fingerprint_run(self, metadata, sha256)
+        fingerprint = fingerprint_run(self, metadata, sha256, fixed or {})
         self._lock()
         self._resume(fingerprint)
         if self.progress.step == 0 and started_from:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -24,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from trainkit.checks.content import hash_tensor
 from trainkit.deferred import Deferred
 from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch.environment import shards_wanted
@@ -278,13 +278,11 @@ def start_from(accelerator: Accelerator, path: Path | None, model: nn.Module) ->
 
 
 def fingerprint_frozen(models: Sequence[nn.Module]) -> dict[str, str]:
-    """Hash all bytes of each frozen weight, at 12 GB a second. Every process must call this."""
+    """Hash all bytes of each frozen weight. Every process must call this."""
     found = {}
     for number, model in enumerate(models):
         for name, weight in frozen(model).items():
-            rows = gathered(weight, keep=True).contiguous().flatten().view(torch.uint8)
-            key = f"the frozen weight {name} of model {number}"
-            found[key] = xxhash.xxh3_128_hexdigest(rows.numpy())
+            found[f"the frozen weight {name} of model {number}"] = hash_tensor(weight)
     return found
 
 

@@ -101,7 +101,8 @@ class Step:
     def start_micro_batch(self) -> None:
         """Seed the random numbers of the next forward pass by its place in the step."""
         first, self.num_rows = self.rows_of(self.accelerator.process_index, self.num_before)
-        seed_dropout(self.dropouts, self.accelerator.device, self.num_before + first, *self.key)
+        place, num = (self.num_before + first, *self.key), self.num_rows
+        seed_dropout(self.dropouts, self.accelerator.device, *place, num_samples=num)
         if self.seeds_host:
             seed_host(key(*self.key, self.num_before + first))
         self.losses = []

@@ -1,20 +1,39 @@
-"""Refuse data sets that have no index, and make the fingerprint that a resume compares."""
+"""Refuse data sets that have no index, make the fingerprint that a resume compares, and name what
+draws random numbers that do not follow from the seed.
+"""
 
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch.utils.data import Dataset
+from accelerate.utils import gather_object
+from torch.utils.data import Dataset, default_collate
 
+from trainkit.checks.content import held_in_memory, parts_of
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
-from trainkit.loaders import InMemory, WholeBatches
-from trainkit.private import tree_leaves
+from trainkit.loaders import InMemory, WholeBatches, batch_method, has_transform
+from trainkit.private import prepared_loaders
+from trainkit.rng import seed_host
 
-NUM_PROBED = 16  # samples hashed to identify a data set that makes its samples one by one
+NUM_HASHED = 256  # samples hashed of a set that is not held in memory
+NUM_TWICE = 32  # samples made twice: a transform that changes one of five is missed once in 1,000
+NUM_COLLATED = 8  # samples of a batch that is collated twice
+# What is said of a set by the method that makes its samples.
+REMEDIES = {
+    "__getitem__": "made twice with the same seeds, so a generator of its own draws, and a resume, "
+    "workers and other processes give other numbers: seed it in __getitem__ from "
+    "torch.initial_seed() (docs/your_own.md)",
+    "__getitems__": "made alone, so __getitems__ draws for several samples at once, and other "
+    "processes and --accumulate give other numbers: draw for one sample, in __getitem__",
+}
 
 
 def check_indexable(dataset: Any, name: str) -> None:
@@ -28,36 +47,123 @@ def check_indexable(dataset: Any, name: str) -> None:
         )
 
 
-def fingerprint_data(*sets: Dataset) -> str:
-    """Return a hexadecimal md5 that identifies the data sets.
+def makes_batches(dataset: Dataset, method: str) -> bool:
+    """True if the data set makes whole batches, without a collate_fn."""
+    return method == "make_batch" or (method == "__getitems__" and isinstance(dataset, InMemory))
 
-    It covers all tensors of an InMemory set; for a set with fingerprint(), the value it returns;
-    for any other set, its length and NUM_PROBED samples spread over it.
+
+def fingerprint_tensors(digest: Any, dataset: InMemory) -> None:
+    """Add all bytes of the tensors to the digest."""
+    for tensor in dataset.tensors:
+        digest.update(np.ascontiguousarray(tensor.cpu().numpy()).view(np.uint8).data)
+
+
+def places_in(dataset: Dataset, num: int) -> torch.Tensor:
+    """`num` indices of samples spread over the data set, several times if it has fewer."""
+    return torch.from_numpy(np.linspace(0, len(dataset) - 1, num).astype(np.int64))
+
+
+def read_samples(dataset: Dataset, places: torch.Tensor, seed: int = 0) -> Iterator[Any]:
+    """Make the samples at these indices one by one, each with its own seed."""
+    batches = WholeBatches(dataset, list, seed, torch.zeros((), dtype=torch.int64))
+    return chain.from_iterable(map(batches.make, places.split(1)))
+
+
+def random_parts(dataset: Dataset) -> set[str]:
+    """The entries of a sample that differ when a few samples are made twice with the same seeds.
+
+    The second time each is made alone. Samples in memory, and whole batches, are not random.
     """
-    digest = hashlib.md5(usedforsecurity=False)
-    for dataset in sets:
-        if isinstance(dataset, InMemory):
-            leaves = dataset.tensors
-        elif hasattr(dataset, "fingerprint"):
-            leaves = [dataset.fingerprint()]
-        else:
-            probes = np.linspace(0, len(dataset) - 1, NUM_PROBED).astype(int).tolist()
-            samples = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64))
-            leaves = [len(dataset), *tree_leaves(samples.make(torch.tensor(probes)))]
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                leaf = leaf.cpu().numpy()
-            if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-                digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
-            else:
-                digest.update(repr(leaf).encode())
-    return digest.hexdigest()
+    is_held = held_in_memory(dataset) is not None and not has_transform(dataset)
+    if is_held or makes_batches(dataset, batch_method(dataset, True)):
+        return set()
+    # Samples of a set with a fingerprint may lie far away: the first ones are in one file.
+    near = torch.arange(min(len(dataset), NUM_COLLATED))
+    places = near if hasattr(dataset, "fingerprint") else places_in(dataset, NUM_TWICE)
+    once = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64)).make(places)
+    pairs = zip(map(parts_of, once), map(parts_of, read_samples(dataset, places)), strict=True)
+    return set(chain.from_iterable(differing(*pair) for pair in pairs))
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    """The names whose texts differ."""
+    return {name for name in one | other if one.get(name) != other.get(name)}
+
+
+def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> None:
+    """Add to the digest what identifies a data set.
+
+    These are all tensors of an InMemory set; what fingerprint() of a set returns; all of a set that
+    is held in memory; of any other set the length and NUM_HASHED samples spread over it, without
+    the entries that are random.
+    """
+    if isinstance(dataset, InMemory):
+        return fingerprint_tensors(digest, dataset)
+    if hasattr(dataset, "fingerprint"):
+        return digest.update(repr(dataset.fingerprint()).encode())
+    texts = held_in_memory(dataset)
+    for text in texts or ():
+        digest.update(text.encode())
+    if texts is None or has_transform(dataset):
+        digest.update(f"{len(dataset)} without {sorted(drawn)}".encode())
+        for sample in read_samples(dataset, places_in(dataset, NUM_HASHED).unique()):
+            parts = parts_of(sample).items()
+            kept = [part for part in parts if part[0] not in drawn and "" not in drawn]
+            digest.update(repr(kept).encode())
+
+
+@contextmanager
+def keeping_host_seeds() -> Iterator[None]:
+    """After the body the generators that seed_host seeds go on as if there had been none."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    yield
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def random_collation(accelerator: Accelerator) -> dict[str, str]:
+    """A line for the plan if a collate_fn draws random numbers: two seeds give different batches.
+
+    Samples that differ when they are made twice are left to random_parts.
+    """
+    drawn: set[str] = set()
+    for loader in prepared_loaders(accelerator):
+        whole = loader.dataset
+        if makes_batches(whole.dataset, whole.method) or whole.collate_fn is default_collate:
+            continue
+        num = min(len(whole), NUM_COLLATED)
+        # Samples of a set with a fingerprint may lie far away: only the first are read.
+        ends = {0} if hasattr(whole.dataset, "fingerprint") else {0, len(whole) - num}
+        for first in ends:
+            places = torch.arange(first, first + num)
+            with keeping_host_seeds():
+                batches = []
+                for seed in (1, 2):  # made twice, because a collate_fn may change its samples
+                    samples = [*read_samples(whole.dataset, places)]
+                    texts = [*map(parts_of, samples)]
+                    seed_host(seed)
+                    batches.append((texts, parts_of(whole.collate_fn(samples))))
+            (one, batch), (other, again) = batches
+            drawn |= differing(batch, again) if one == other else set()
+    text = (
+        f"draws random numbers for {say(drawn)} of a batch, so other processes and --accumulate "
+        "give other numbers: draw them for each sample, in __getitem__ (docs/your_own.md)"
+    )
+    return {"collate_fn": text} if drawn else {}
+
+
+def say(names: set[str]) -> str:
+    """The entries of a sample or batch, for a message."""
+    return ", ".join(sorted(names - {""})) or "all"
 
 
 def check_data(
     accelerator: Accelerator, config: TrainingConfig, train_set: Any, eval_set: Any
-) -> str:
-    """Return the fingerprint of the two sets. Every process must call this.
+) -> tuple[str, dict[str, str]]:
+    """Return the fingerprint of the two sets, an md5, and lines for the plan about random numbers.
+
+    Every process must call this.
 
     Raises UsageError if they cannot be read by index, are too small, or differ between processes.
     """
@@ -75,6 +181,15 @@ def check_data(
             "and --drop-last leaves out a batch that is not full: use a smaller --batch-size, or "
             "--no-drop-last"
         )
-    fingerprint = fingerprint_data(train_set, eval_set)
-    nodes.check_same(accelerator, {"the data's md5": fingerprint})
-    return fingerprint
+    digest, plan = hashlib.md5(usedforsecurity=False), {}
+    for name, dataset in (("training set", train_set), ("evaluation set", eval_set)):
+        # The union of all processes: a process may see no difference by chance.
+        drawn = set(gather_object([*random_parts(dataset)]))
+        fingerprint_set(digest, dataset, drawn)
+        if drawn:
+            remedy = REMEDIES[batch_method(dataset, True)]
+            plan[f"random {name[:-4]}"] = (
+                f"{say(drawn)} of a sample of the {name} differs when it is {remedy}"
+            )
+    nodes.check_same(accelerator, {"the data's md5": digest.hexdigest()})
+    return digest.hexdigest(), plan

@@ -194,6 +194,20 @@ def describe_node() -> dict[str, str]:
     }
 
 
+def loaded_sources() -> dict[str, str]:
+    """The md5 of the script, and of each module of its folder or of the kit that is imported."""
+    script = Path(sys.argv[0]).resolve()
+    folders = str(Path(__file__).resolve().parents[2]), str(script.parent)
+    files = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
+    found = {}
+    for file in files | {str(script)}:
+        top = next((each for each in folders if file.startswith(each + os.sep)), None)
+        if top and "site-packages" not in file and (path := Path(file)).is_file():
+            name = path.relative_to(top).as_posix()
+            found[name] = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    return found
+
+
 def node_name() -> str:
     """The node of this process, for messages. It has a number: two nodes may share a host."""
     return f"node {os.environ.get('GROUP_RANK', '0')} ({socket.gethostname()})"

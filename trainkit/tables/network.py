@@ -157,7 +157,7 @@ def set_scale(
 def suit_size(config: Any, num_rows: int) -> None:
     """Set batch size and epochs, where the user has not, to about NUM_STEPS steps."""
     if config.batch_size is None:
-        config.batch_size = min(256, max(8, 2 ** ((num_rows // 30).bit_length() - 1)))
+        vars(config).update(batch_size=min(256, max(8, 2 ** ((num_rows // 30).bit_length() - 1))))
     if config.epochs is None:
         steps = -(-num_rows // config.batch_size)
-        config.epochs = min(40, max(5, round(NUM_STEPS / steps)))
+        vars(config).update(epochs=min(40, max(5, round(NUM_STEPS / steps))))

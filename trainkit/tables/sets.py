@@ -223,8 +223,9 @@ def make_sets(
     outputs, facts["target"] = standardise("target", names, numbers, split, config)
     facts |= more | facts.pop("target")
     facts["baseline"] = numbers[known_rows(split)].mean(0).tolist()
-    facts["plan"] = make_plan(metadata | facts, learned, table, split)
-    return take_parts((inputs, outputs), table, split, metadata | facts)
+    metadata = metadata | facts
+    metadata["plan"] = make_plan(metadata, learned, table, split)
+    return take_parts((inputs, outputs), table, split, metadata)
 
 
 def make_class_sets(
@@ -246,9 +247,10 @@ def make_class_sets(
         "feature", facts["features"], features[:, : -len(classes)], split, config
     )
     facts |= more | {"classes": classes, "targets": names}
-    plan = make_plan(metadata | facts, learned, table, split)
-    facts["plan"] = plan | describe_classes(labels, classes, split)
-    return take_parts((inputs, labels), table, split, metadata | facts)
+    metadata = metadata | facts
+    plan = make_plan(metadata, learned, table, split)
+    metadata["plan"] = plan | describe_classes(labels, classes, split)
+    return take_parts((inputs, labels), table, split, metadata)
 
 
 def find_classes(
@@ -436,12 +438,16 @@ def make_plan(
     table: pd.DataFrame,
     split: Split,
 ) -> dict[str, str]:
-    """Return the lines of the plan that say how the table is used."""
+    """Return the lines of the plan that say how the table is used.
+
+    What only the plan needs, such as the file's name, is taken out of the metadata: a resume
+    compares them, and the file may have another name by then.
+    """
     texts = {name: f"{learned.get(name, 'number')}{_doubt(table[name])}" for name in table}
     special = [f"{name} ({text})" for name, text in texts.items() if text != "number"]
     num_features, num_rows = len(metadata["features"]), len(known_rows(split))
     plan = {
-        "data": f"{metadata['data']}{metadata.pop('dropped', '')}",
+        "data": f"{metadata.pop('data')}{metadata.pop('dropped', '')}",
         "features": f"{num_features}, from {count(len(metadata['columns']), 'column')}",
         "columns": shorten(special, MAX_SHOWN) or "numbers",
         "targets": ", ".join(metadata["targets"]),

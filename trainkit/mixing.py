@@ -1,0 +1,67 @@
+"""Integers mixed into pseudorandom ones: keys, and permutations that are computed in parts."""
+
+import torch
+
+NUM_HELD = 2**18  # longer orders are computed in parts of at most this many numbers
+GOLDEN = 0x9E3779B97F4A7C1  # odd; 5 * GOLDEN still fits into int64
+NUM_ROUNDS = 6  # of the Feistel network; with 4, neighbours too often stay neighbours
+
+
+def key(*numbers: int) -> int:
+    """Mix integers into one 63-bit key; every number changes about half of its bits."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+def permute(places: torch.Tensor, num: int, number: int) -> torch.Tensor:
+    """Return the numbers at these places of a permutation of range(num) chosen by `number`.
+
+    Up to 2**18 the permutation is that of torch.randperm. Above that, memory and time depend only
+    on how many places are asked for.
+
+    Args:
+        places: int64, each at least 0 and below num.
+    """
+    if num > NUM_HELD:
+        return scramble(places, torch.tensor(num), torch.tensor(number))
+    return torch.randperm(num, generator=torch.Generator().manual_seed(number))[places]
+
+
+def scramble(places: torch.Tensor, num: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """Like permute, but num and number may differ per place, and no permutation is held in memory.
+
+    It is a Feistel network (Luby, Rackoff 1988) over the next power of two. A result outside of
+    range(num) is put through it again (cycle walking; Black, Rogaway 2002). For num below about 100
+    the permutations are not all equally likely.
+    """
+    bits = torch.frexp((num - 1).double()).exponent.long().clamp(min=2)
+    low = bits // 2
+    masks = (1 << low) - 1, (1 << (bits - low)) - 1
+    halves = [places & masks[0], places >> low]
+    for n in range(NUM_ROUNDS):
+        here, other = n % 2, 1 - n % 2
+        noise = mix(halves[other] + number + n * GOLDEN)
+        halves[here] = halves[here] ^ (noise & masks[here])
+    values = halves[1] << low | halves[0]
+    outside = values >= num
+    if outside.any():
+        parts = (x.expand_as(places)[outside] for x in (values, num, number))
+        values[outside] = scramble(*parts)
+    return values
+
+
+def mix(x: torch.Tensor) -> torch.Tensor:
+    """The finalizer of key() for int64: it turns each number into pseudorandom bits."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ shift_right(x, shift)) * factor
+    return x ^ shift_right(x, 31)
+
+
+def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift; >> on int64 would copy the sign into the high bits."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
