@@ -1,8 +1,9 @@
 """Save checkpoints that are either complete and durable or absent, and resume from them exactly.
 
     checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
-        state/                      the files that accelerator.save_state writes
-        trainer.json                position of the run, running sums, size of the log
+        state/                      the files that accelerator.save_state writes, or the shards
+        trainer.json                position of the run, running sums, size of the log; of a
+                                    sharded run also what of its state is no tensor
         MANIFEST.json               size and hash of every file
 
 save() calls accelerator.save_state and resume() calls accelerator.load_state. This module adds

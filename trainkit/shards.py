@@ -395,17 +395,13 @@ def writer(
 def own_piece(value: torch.Tensor, rank: int) -> tuple[torch.Tensor, list[int]] | None:
     """The rows of a tensor that this process saves, and where they start; None if there are none.
 
-    The first process saves what is not sharded, and the first copy is saved of what is sharded over
-    some processes and copied to others.
+    The first process saves what is not sharded.
     """
     if not hasattr(value, "full_tensor"):
         return (value, [0] * value.dim()) if rank == 0 else None
-    places = zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
-    is_copy = any(number > 0 and place.is_replicate() for number, place in places)
     rows = value.to_local()
-    if is_copy or (rows.numel() == 0 and value.numel() > 0):
-        return None
-    return rows, [*value.__create_chunk_list__()[0].offsets]
+    is_empty = rows.numel() == 0 and value.numel() > 0
+    return None if is_empty else (rows, [*value.__create_chunk_list__()[0].offsets])
 
 
 def _take_tensors(tree: Any, name: str, tensors: Tensors) -> Any:
