@@ -32,7 +32,6 @@ from trainkit import (
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -217,43 +216,25 @@ def augment(
     return F.grid_sample(images.float(), grid, align_corners=False)  # 0 outside: black
 
 
-@torch.inference_mode()
 def validate(
-    accelerator: Accelerator,
-    model: nn.Module,
-    loader: DataLoader,
-    eval_set: InMemory,
-    classes: list[str],
+    run: Run, model: nn.Module, loader: DataLoader, eval_set: InMemory, classes: list[str]
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, Any]]:
     """Return the metrics, and the tensors and metadata of predictions.safetensors.
 
-    Every process must call this. Raises AssertionError unless each sample was evaluated exactly
-    once over all processes.
+    Every process must call this.
     """
-    model.eval()
     pictures, targets = eval_set.tensors
-    loss_sum = torch.zeros((), device=accelerator.device)
-    # Each process fills in its own samples and leaves zeros elsewhere, so the sum over processes
-    # has all samples. The last column counts how often a sample was evaluated.
-    outputs = torch.zeros(len(targets), len(classes) + 1, device=accelerator.device)
-    for images, labels, indices in loader:
-        logits = model(normalise(images))
-        loss_sum += F.cross_entropy(logits, labels, reduction="sum")
-        outputs[indices, :-1] = logits.float()
-        outputs[indices, -1] += 1
-    model.train()
-    outputs = accelerator.reduce(outputs, reduction="sum").cpu()
-    assert (outputs[:, -1] == 1).all(), "a sample was evaluated twice or not at all"
-    outputs = outputs[:, :-1]
-    prediction = outputs.argmax(1)
+    # Of each sample once, in the order of the set, on every process.
+    logits = run.predict(loader, lambda batch: model(normalise(batch[0])).float())
+    prediction = logits.argmax(1)
     metrics = {
-        "eval_loss": accelerator.reduce(loss_sum, reduction="sum").item() / len(targets),
+        "eval_loss": F.cross_entropy(logits.double(), targets).item(),
         "eval_accuracy": (prediction == targets).double().mean().item(),
         "eval_samples": len(targets),
     }
     # trainkit/tools draw pictures of these, and predict.py calibrates its confidence on them.
     predictions = {
-        "logits": outputs,
+        "logits": logits,
         "prediction": prediction,
         "target": targets,
         "image": pictures,
@@ -300,9 +281,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     loss_smoothed=losses,  # what is minimised
                     accuracy=logits.argmax(1) == labels,
                 )
-                if run.must_save():  # --save-every, or a signal to any process
+                if run.end_step():  # --save-every, or a signal to any process
                     run.save()  # accelerator.save_state; after a signal it ends the run with 75
-            results = validate(accelerator, model, eval_loader, eval_set, metadata["classes"])
+            results = validate(run, model, eval_loader, eval_set, metadata["classes"])
             run.end_epoch(*results)
 
         metrics = run.finish(next_command)

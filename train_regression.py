@@ -29,7 +29,6 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -143,9 +142,8 @@ def in_own_unit(values: torch.Tensor, metadata: dict[str, Any], kind: str = "tar
     return values.double().numpy() * metadata[f"{kind}_std"] + metadata[f"{kind}_mean"]
 
 
-@torch.inference_mode()
 def validate(
-    accelerator: Accelerator,
+    run: Run,
     model: nn.Module,
     loader: DataLoader,
     eval_set: InMemory,
@@ -156,20 +154,10 @@ def validate(
 
     The metrics are eval_loss, eval_samples and, in the units of the targets, those of measure().
     The tensors are row numbers, features, predictions and targets. Every process must call this.
-    Raises AssertionError unless each sample was evaluated exactly once over all processes.
     """
-    model.eval()
     features, targets, rows = eval_set.tensors
-    # Each process fills in its own samples, so the sum over processes has all of them. The last
-    # column counts how often a sample was evaluated.
-    outputs = torch.zeros(len(rows), targets.shape[1] + 1, device=accelerator.device)
-    for inputs, *_, indices in loader:
-        outputs[indices, :-1] = model(inputs).float()
-        outputs[indices, -1] += 1
-    model.train()
-    outputs = accelerator.reduce(outputs, reduction="sum").cpu()
-    assert (outputs[:, -1] == 1).all(), "a sample was evaluated twice or not at all"
-    outputs = outputs[:, :-1]
+    # Of each sample once, in the order of the set, on every process.
+    outputs = run.predict(loader, lambda batch: model(batch[0]).float())
     prediction, target = in_own_unit(outputs, metadata), in_own_unit(targets, metadata)
     metrics = {
         "eval_loss": LOSSES[loss](outputs.double(), targets.double()).item(),
@@ -214,9 +202,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(loss=losses)
-                if run.must_save():  # --save-every, or a signal to any process
+                if run.end_step():  # --save-every, or a signal to any process
                     run.save()  # accelerator.save_state; after a signal it ends the run with 75
-            results = validate(accelerator, model, eval_loader, eval_set, config.loss, metadata)
+            results = validate(run, model, eval_loader, eval_set, config.loss, metadata)
             run.end_epoch(*results)
 
         metrics = run.finish(f"python app.py {config.run_dir}")

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 run.add(**losses)
-                if run.must_save():
+                if run.end_step():
                     note("steps", rank)
                     run.save()
                     run.checkpoints.commits.wait()

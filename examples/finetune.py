@@ -88,9 +88,7 @@ def make_model(config: Config) -> torch.nn.Module:
 
 def compute_losses(model: torch.nn.Module, batch: tuple) -> dict[str, torch.Tensor]:
     """Return the loss of each token that is learned, and a mask that counts all of them."""
-    # A process may get zero rows, which these models refuse; it then uses a row with no answer.
-    rows = batch if len(batch[0]) else [each.new_zeros(1, *each.shape[1:]) for each in batch]
-    tokens, learned, *positions = rows
+    tokens, learned, *positions = batch
     where = {"position_ids": positions[0][:, :-1]} if positions else {}
     counted = learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
@@ -132,7 +130,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
-                if run.must_save():
+                if run.end_step():
                     run.save()
             for name, tokens in prompts.items():
                 run.print(f"{name}: {answer(run.models[0], tokenizer, tokens)}")

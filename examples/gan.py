@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                         scheduler.step()
                         optimizer.zero_grad()
                 run.add(loss_discriminator=losses_d, loss_generator=losses_g)
-                if run.must_save():
+                if run.end_step():
                     run.save()
             draw(accelerator, models[0], config.run_dir / f"samples-{epoch + 1:03d}.png")
             losses = functools.partial(compute_losses, generator, discriminator)

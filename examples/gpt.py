@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
-                if run.must_save():
+                if run.end_step():
                     run.save()
             if not config.data:
                 write_sample(run)

@@ -75,19 +75,11 @@ def make_input(
     return photos.mix(config.mix, (images, targets), (others, second), numbers[:, 1:])
 
 
-@torch.no_grad()
 def validate(run: Run, model: nn.Module, loader: Any, held_out: Photos, about: dict) -> tuple:
     """Return metrics, predictions and their metadata. Every process must call this."""
-    model.eval()
     targets, classes = held_out.labels, held_out.classes
-    # Each process fills in its own rows; the last column counts how often.
-    outputs = torch.zeros(len(targets), len(classes) + 1, device=run.accelerator.device)
-    for images, _, indices in loader:
-        outputs[indices, :-1] = model(normalise(images, about)).float()
-        outputs[indices, -1] += 1
-    outputs = run.accelerator.reduce(outputs, reduction="sum").cpu()
-    assert (outputs[:, -1] == 1).all(), "a sample was evaluated twice or not at all"
-    logits, prediction = outputs[:, :-1], outputs[:, :-1].argmax(1)
+    logits = run.predict(loader, lambda batch: model(normalise(batch[0], about)).float())
+    prediction = logits.argmax(1)
     losses = F.cross_entropy(logits, targets, reduction="none").double()
     hits = (prediction == targets).double()
     recalls = [hits[targets == label].mean().item() for label in targets.unique()]
@@ -136,7 +128,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(loss=losses, accuracy=logits.argmax(1) == batch[1])
-                if run.must_save():
+                if run.end_step():
                     run.save()
             run.end_epoch(*validate(run, model, eval_loader, held_out, about))
         backbones.write_results(run, network, about)

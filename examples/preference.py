@@ -86,15 +86,13 @@ def add_adapter(model: torch.nn.Module, config: Config) -> torch.nn.Module:
 
 def log_probabilities(model: torch.nn.Module, *rows: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of what is learned in each conversation, (n, 2)."""
-    # A process may get zero pairs, which these models refuse; it then uses one with no answer.
-    given = (each if len(each) else each.new_zeros(1, *each.shape[1:]) for each in rows)
-    tokens, learned = (each.flatten(0, 1) for each in given)
+    tokens, learned = (each.flatten(0, 1) for each in rows)
     counted = learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
     inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": counted, "use_cache": False}
     losses = token_losses(model, tokens[:, 1:][counted], **inputs)
     each = losses.new_zeros(counted.shape).masked_scatter(counted, -losses)
-    return each.sum(1).view(-1, 2)[: len(rows[0])]
+    return each.sum(1).view(-1, 2)
 
 
 def compute_values(model: torch.nn.Module, batch: tuple, config: Config) -> dict:
@@ -136,7 +134,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
-                if run.must_save():
+                if run.end_step():
                     run.save()
             run.end_epoch(run.evaluate(eval_loader, lambda x: compute_values(model, x, config)))
         write_pretrained(run, tokenizer, config.base, config.merge)

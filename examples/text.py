@@ -9,7 +9,6 @@ accelerate launch --config_file accelerate_configs/2cpu.yaml examples/text.py --
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,10 @@ class Classifier(nn.Module):
         self.encoder, self.head = encoder, nn.Linear(width, num_classes)
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        num_rows = len(tokens)
-        if num_rows == 0:
-            tokens, lengths = tokens.new_ones(1, 1), lengths.new_ones(1)
         is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
         states = self.encoder(input_ids=tokens, attention_mask=(~is_padding).long())[0]
         mean = states.masked_fill(is_padding[:, :, None], 0).sum(1) / lengths[:, None]
-        return self.head(mean)[:num_rows]
+        return self.head(mean)
 
 
 def make_model(metadata: dict[str, Any], base: str | None = None) -> nn.Module:
@@ -94,16 +90,24 @@ def make_groups(model: nn.Module, rate: float, base: str | None) -> list[dict[st
     return [*groups, {"params": head, "lr": 20 * rate}] if base else groups
 
 
-def compute_losses(
-    model: nn.Module, batch: tuple[torch.Tensor, ...], kept: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
-    """Return loss and correctness of each sample. kept, (samples, classes), gets the logits."""
-    tokens, lengths, labels, indices = batch
+def compute_losses(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """Return the loss of each sample, and whether it was recognised."""
+    tokens, lengths, labels, _ = batch
     logits = model(tokens, lengths)
-    if kept is not None:
-        kept[indices] = logits.float()
     losses = F.cross_entropy(logits, labels, reduction="none")
     return {"loss": losses, "accuracy": logits.argmax(1) == labels}
+
+
+def validate(run: Run, model: nn.Module, loader: Any, samples: list, classes: list[str]) -> tuple:
+    """Return metrics, predictions and their metadata. Every process must call this."""
+    target = torch.tensor([label for _, label, _ in samples])
+    logits = run.predict(loader, lambda batch: model(*batch[:2]).float())
+    prediction = logits.argmax(1)
+    metrics = {"eval_loss": F.cross_entropy(logits.double(), target).item()}
+    metrics["eval_accuracy"] = (prediction == target).double().mean().item()
+    metrics["eval_samples"] = len(target)
+    predictions = {"logits": logits, "prediction": prediction, "target": target}
+    return metrics, predictions, {"classes": classes}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -112,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with Run(config, "text") as run:
         accelerator = run.accelerator
         train_set, eval_set, metadata, plan, tokenizer = run.load(load_data)
-        lengths, classes = [len(tokens) for tokens, *_ in train_set], metadata["classes"]
+        lengths = [len(tokens) for tokens, *_ in train_set]
         order = by_length(lengths, config.batch_size, config.seed) if config.base else None
         loaders = make_loaders(accelerator, train_set, eval_set, config, collate, order=order)
         model = make_model(metadata, config.base)
@@ -134,11 +138,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(**values)
-                if run.must_save():
+                if run.end_step():
                     run.save()
-            logits = torch.zeros(len(eval_set), len(classes), device=accelerator.device)
-            metrics = run.evaluate(eval_loader, partial(compute_losses, model, kept=logits))
-            run.end_epoch(metrics, *texts.predictions(accelerator, logits, eval_set, classes))
+            run.end_epoch(*validate(run, model, eval_loader, eval_set, metadata["classes"]))
         encoders.write_results(run, tokenizer)
         return run.finish()
 

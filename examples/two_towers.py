@@ -14,7 +14,6 @@ from trainkit import InMemory, Run, make_loaders, make_optimizer, make_scheduler
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -51,15 +50,9 @@ def contrast(rows: torch.Tensor, choices: torch.Tensor, first: int) -> torch.Ten
     return (upper + lower) / 2
 
 
-@torch.inference_mode()
-def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
+def validate(run: Run, model: nn.Module, loader: DataLoader) -> dict[str, float]:
     """Measure how often the right half is nearest of NUM_CHOICES. Every process must call this."""
-    rows = torch.zeros(len(loader.dataset), 2, WIDTH, device=accelerator.device)
-    model.eval()
-    for pictures, indices in loader:
-        rows[indices] = model(pictures)
-    model.train()
-    rows = accelerator.reduce(rows, reduction="sum")  # each row is zero in all processes but one
+    rows = run.predict(loader, lambda batch: model(batch[0]))  # of all samples, in their order
     loss_sum = num_found = 0.0
     for part in rows.split(NUM_CHOICES):
         nearest = (part[:, 0] @ part[:, 1].T).argmax(1)
@@ -114,9 +107,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(loss=losses)
-                if run.must_save():
+                if run.end_step():
                     run.save()
-            run.end_epoch(validate(accelerator, model, eval_loader))
+            run.end_epoch(validate(run, model, eval_loader))
         return run.finish()
 
 

@@ -394,12 +394,12 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         (step, number), steps = fault["signal"], itertools.count(1)
         requested = Signals.requested
 
-        def requesting(self: Signals, failed: bool = False) -> bool:
+        def requesting(self: Signals, *args: Any) -> bool:
             # Not those of an evaluation.
             after_step = sys._getframe(1).f_code.co_name == "_finish_step"
             if after_step and next(steps) == step:
                 os.kill(os.getpid(), number)
-            return requested(self, failed)
+            return requested(self, *args)
 
         Signals.requested = requesting
     if "add" in fault:

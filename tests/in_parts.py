@@ -2,11 +2,10 @@
 
 from types import SimpleNamespace
 
-from trainkit.language import token_losses
-
 import torch.nn.functional as F
 
 from examples import finetune
+from trainkit.language import token_losses
 
 
 def main(argv):

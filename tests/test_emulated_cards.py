@@ -174,7 +174,8 @@ from trainkit.position import Length, Progress
 from trainkit.step import Step
 shared = dict(batch_size=5, accumulate=1, seed=0, drop_last=False, epochs=1)
 config = SimpleNamespace(clip_norm=float("inf"), stop_after_steps=None, log_every=1, **shared)
-signals = SimpleNamespace(wait=lambda: print("behind"), barrier=lambda: print("here"))
+wait, barrier = (lambda: print("behind")), (lambda: print("here"))
+signals = SimpleNamespace(wait=wait, barrier=barrier, differ=False)
 ledger.wait = lambda what: print("device")
 for precision in ("no", "fp16"):
     forget_accelerator()

@@ -3,8 +3,6 @@
 import itertools
 from functools import partial
 
-from trainkit.language import token_losses as losses
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 
 from examples import finetune
 from trainkit.errors import UsageError
+from trainkit.language import token_losses as losses
 from trainkit.language.packing import Packed, best_fit, row_size, share_rows
 from trainkit.orders import WINDOW, by_length
 

@@ -98,7 +98,7 @@ def train(
                         optimizer.zero_grad()
                 losses.append(loss.sum().item())
                 run.add(loss=loss)
-                if run.must_save():
+                if run.end_step():
                     run.save()
             metrics = run.evaluate(
                 loaders[1],
@@ -155,16 +155,6 @@ def test_gradients_are_divided_once_however_often_they_are_clipped(tmp_path):
     assert changed(where, twice)("--run-dir", tmp_path / "twice") == once
 
 
-def test_a_process_that_has_no_sample_of_a_batch_says_so(tmp_path):
-    def fail(run: Run, number: int):
-        run.step.num_rows = 0
-        raise ValueError
-
-    with pytest.raises(ValueError) as raised:
-        train("--run-dir", tmp_path, body=fail)
-    assert "no sample of this short batch" in raised.value.__notes__[0]
-
-
 def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_run(tmp_path):
     layer, places = Dropout(0.5), []
     train(
@@ -216,7 +206,7 @@ CALLS: list[tuple[Callable[[Run], object], str]] = [
     (lambda run: run.gather(None), "batch backward checked"),
     (lambda run: run.stop(), "batch backward checked trained"),
     (lambda run: run.evaluate(None, None), "ready epoch trained"),
-    (lambda run: run.must_save(), "backward checked"),
+    (lambda run: run.end_step(), "backward checked"),
     (lambda run: run.save(), "must save"),
     (lambda run: run.end_epoch({}), "trained"),
     (lambda run: run.state, "ready epoch batch backward checked trained over"),
@@ -370,6 +360,11 @@ class Expanded(nn.Linear):
         self.register_buffer("scale", torch.ones(2).expand(2, 2))
 
 
+def number(run: Run) -> int:
+    """1 in the first micro-batch of a step, 2 in the second: a size that padding has changed."""
+    return 1 + bool(run.step.num_before)
+
+
 class Stream(IterableDataset):
     """Data without an index."""
 
@@ -393,8 +388,18 @@ MISTAKES = [
     (BODY, "run.step_mean(torch.ones(4), weights=torch.ones(4, requires_grad=True))",
      "float32: give it one of the two, .* weights as float without a gradient"),
     ("run.step_mean(loss)", "sum(run.step_mean(loss, mask=loss > -1) for _ in range(2))",
-     "only one mean with mask= or weights=, .*add up the losses"),
-    (BODY, "run.step_mean(torch.ones(4), mask=torch.ones(4) > 0)", "only one mean with mask="),
+     r"with --accumulate 2 the counts of several means, .*run.steps\(train_loader, count=function"),
+    (BODY, "run.step_mean(torch.ones(4), mask=torch.ones(4) > 0)", "of several means, .* by over="),
+    (BODY, "run.step_mean(torch.ones(4), over='boxes')", "over='boxes', but count= of .* nothing"),
+    (BODY, "run.step_mean(torch.ones(4, number(run)))", "other sizes differ .*mask= which of them"),
+    (BODY, "run.add(other=torch.ones(4, number(run)))", r"run.add\(other=...\) got .*sizes differ"),
+    (BODY, "run.must_save()", r"now called run.end_step\(\)"),
+    (BODY, "run.add(mask={'los': torch.ones(4) > 0}, loss=torch.ones(4))", "mask= for 'los', but"),
+    ("metrics = ", "next(iter(loaders[0])); metrics = ", "iterated by hand, .*run.predict"),
+    ("optimizer.zero_grad()", "pass", r"optimizer.zero_grad\(\) is missing"),
+    ("(*optimizers, *schedules)", "optimizers", r"scheduler.step\(\) is missing"),
+    ("run.accelerator.backward(run.step_mean(loss))", "run.step_mean(loss).backward()",
+     r"accelerator.backward\(loss\) was not called"),
     (BODY, "run.add(loss=torch.ones(8).mean())",
      r"run.add\(loss=...\) got a single number for a batch of 4 samples"),
     (BODY, "run.gather(torch.ones(4, 1))", r"--accumulate 2: this loss .*--accumulate 1"),
@@ -415,19 +420,19 @@ MISTAKES = [
     ('{"pictures": "test"}', "{'classes': {1}}", "the metadata of run.begin.* holds 'classes'"),
     ("nn.Linear(4, 1)", "Extra(4, 1)", "_extra_state of a model is not a tensor with its own"),
     ("nn.Linear(4, 1)", "Expanded(4, 1)", "scale of a model .* clone what expand returns"),
-    ("run.add(loss=loss)", "continue", "the next batch .* next is .*must_save"),
-    ("run.save()", "pass", "the next batch .* next is run.save.., because run.must_save.. retu"),
+    ("run.add(loss=loss)", "continue", "the next batch .* next is .*end_step"),
+    ("run.save()", "pass", "the next batch .* next is run.save.., because run.end_step.. retu"),
     ("run.save()", "one.weight.data.fill_(math.inf); run.save()", "weights are not finite after"),
     ("run.save()", "run.save(); schedules[0].scheduler.step()", r"stepped, .* after run.save.. or"),
     ("run.accelerator.accumulate(one, two)", "ExitStack()", r"with accelerator.accumulate\(model"),
-    ("run.accelerator.backward(", "abs(", r"clip_and_check\(...\) found no gradient"),
+    ("run.accelerator.backward(", "abs(", r"accelerator.backward\(loss\) was not called"),
     ("run.clip_and_check(optimizer)", "pass", r"optimizer.step\(\) must come after run.clip"),
     ("run.clip_and_check(", "run.clip_and_check(torch.optim.SGD(one.parameters()), ",
      r"got a SGD that accelerator\.prepare did not return"),
     ("(*optimizers, *schedules)", "schedules", r"optimizer.step\(\) is missing after run.clip"),
     ("loaders[1],", "loaders[0],", "give it the evaluation loader"),
-    ("change(", "torch.mean(", "got a single number for loss"),
-    ("square())}", "square())[:1]}", "got 5 rows of loss for 43 samples"),
+    ("change(", "torch.mean(", "for loss, got a single number"),
+    ("square())}", "square())[:1]}", "for loss, got 1 rows for a batch of 10 samples"),
     ("end_epoch(metrics", "end_epoch({'auc': 1.0}", "got auc: there must be eval_loss"),
     ("end_epoch(metrics", "end_epoch(metrics | {'train_loss': 1.0}", "and none of train_loss"),
     ("end_epoch(metrics", "end_epoch(metrics | {'auc': torch.ones(3)}", "a metric must be a num"),

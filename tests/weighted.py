@@ -59,7 +59,7 @@ def main(argv):
                 run.state["drawn"] = run.state.get("drawn", 0) + int(drawn)
                 if run.state["drawn"] >= 7:
                     run.stop()
-                if run.must_save():
+                if run.end_step():
                     run.save()
             run.end_epoch(evaluate())
         return run.finish()

@@ -6,6 +6,7 @@ order with the same augmentation. (For data sets that make whole batches see Who
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from torch.utils.data import (
 from trainkit.config import TrainingConfig
 from trainkit.launch.signals import outlive_signals
 from trainkit.orders import Order, weighted
-from trainkit.private import tree_map_only
 from trainkit.rng import NUM_HELD, key, permute, seed_host
 
 NUM_AHEAD = 2**16  # how many places of an order are computed at a time
@@ -108,6 +108,7 @@ class EpochBatches(Sampler):
         self.num_used = num_used(num_samples, batch_size, drop_last)
         self.device = torch.device("cpu")
         self.start = 0
+        self.is_read_by_run = True
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # seen by loader workers
 
     def set_position(self, epoch: int, num_done: int) -> None:
@@ -119,10 +120,26 @@ class EpochBatches(Sampler):
         self.epoch.fill_(epoch)
         self.start = min(num_done, self.num_used)
 
+    @contextmanager
+    def read_by_run(self) -> Iterator[None]:
+        """Let Run iterate the loader, which knows where a batch is a stand-in, in the body."""
+        self.is_read_by_run = True
+        try:
+            yield
+        finally:
+            self.is_read_by_run = False
+
     def __len__(self) -> int:
         return -(-(self.num_used - self.start) // self.batch_size)
 
     def __iter__(self) -> Iterator[Slots]:
+        if not self.is_read_by_run:
+            raise RuntimeError(
+                "a loader of make_loaders(...) was iterated by hand, which would count the sample "
+                "that a process gets in place of none in a short batch: use "
+                "run.steps(train_loader) to train, and run.predict(loader, function) to collect "
+                "what function(batch) returns for each sample"
+            )
         epoch, size = int(self.epoch), self.batch_size
         ahead = size * max(1, NUM_AHEAD // size)
         for start in range(self.start, self.num_used, ahead):
@@ -165,8 +182,9 @@ class InMemory(TensorDataset):
 class WholeBatches(Dataset):
     """The data set that a loader reads. Each item is a whole batch of `dataset`, or a short one.
 
-    A process may get no sample of a short batch. It then gets an empty batch, tensors of 0 rows, so
-    that it takes part in the step. The generators of torch, numpy and random are seeded before each
+    A process may get no sample of a short batch. It then gets a stand-in, the first sample of the
+    set, so that it takes part in the step whatever a batch is made of; Run counts nothing of it.
+    The generators of torch, numpy and random are seeded before each
     call. For `dataset.__getitem__` the seed is (seed, epoch, sample index), so random transforms
     give the same result with any number of workers and processes. For `dataset.__getitems__` it is
     (seed, epoch, first sample index, length), so they give the same result in every run with this
@@ -181,25 +199,16 @@ class WholeBatches(Dataset):
         collate_fn: Callable[[list], Any] | None,
         seed: int,
         epoch: torch.Tensor,
-        share: int | None = None,
     ):
         self.dataset, self.collate_fn = dataset, collate_fn or default_collate
         self.seed, self.epoch = seed, epoch
-        self.share = share  # slots per process in a batch
         self.method = batch_method(dataset, may_make_batch=collate_fn is None)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, indices: Slots) -> Any:
-        if self.share not in (None, len(indices)):
-            raise RuntimeError(
-                "every process would read all of this loader: iterate the one that "
-                "accelerator.prepare has returned for it"
-            )
-        if len(indices.values):
-            return self.make(indices.values)
-        return tree_map_only(torch.Tensor, lambda rows: rows[:0], self.make(torch.tensor([0])))
+        return self.make(indices.values if len(indices.values) else torch.tensor([0]))
 
     def make(self, indices: torch.Tensor) -> Any:
         """Return the batch of the samples at `indices`, int64 of shape (n,), n > 0."""
@@ -286,8 +295,8 @@ def make_loader(
         num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
         if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
             batches.device, dataset = accelerator.device, dataset.to(accelerator.device)
-    share = batches.batch_size // accelerator.num_processes
-    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, share)
+    batches.is_read_by_run = False  # until Run reads it
+    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch)
     # make_batch only copies rows: that is faster here than passing a batch from a worker.
     num_workers = 0 if whole.method == "make_batch" else config.num_workers
     return DataLoader(

@@ -1,12 +1,16 @@
 """Exact means over all processes. Adding a value does not wait for the device."""
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+
+# mask= or weights=: one tensor for all values, or one for each of some names.
+Selection: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
 
 
 class RunningMeans:
@@ -85,8 +89,7 @@ class RunningMeans:
                     f"process and {', '.join(others[0]) or 'nothing'} on another: every process "
                     "must add the same names"
                 )
-        device = self.accelerator.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        device, dtype = self.accelerator.device, exact_type(self.accelerator.device)
         pairs = [(self.sums[name], self.counts[name]) for name in names]
         numbers = [torch.as_tensor(x, dtype=dtype, device=device) for pair in pairs for x in pair]
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
@@ -97,6 +100,11 @@ class RunningMeans:
         return {name: pairs[name] for name in self.totals}
 
 
+def exact_type(device: torch.device) -> torch.dtype:
+    """float64, in which a count may exceed 2**24; float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def divide(prefix: str, pairs: dict[str, np.ndarray]) -> dict[str, float]:
     """PREFIX_NAME: each sum divided by its own count; names with a count of 0 are left out."""
     return {
@@ -104,30 +112,64 @@ def divide(prefix: str, pairs: dict[str, np.ndarray]) -> dict[str, float]:
     }
 
 
+def select(
+    call: str,
+    values: dict[str, torch.Tensor],
+    mask: Selection = None,
+    weights: Selection = None,
+) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
+    """Yield each name with its values and what selects from them: {}, or its mask or weights.
+
+    Args:
+        mask, weights: a tensor for all values, or a dict with one for some of the names.
+
+    Raises RuntimeError if such a dict has a name that is not among the values.
+    """
+    chosen: dict[str, dict[str, torch.Tensor]] = {name: {} for name in values}
+    for kind, selection in (("mask", mask), ("weights", weights)):
+        if isinstance(selection, torch.Tensor):
+            selection = dict.fromkeys(values, selection)
+        for name, tensor in (selection or {}).items():
+            if name not in values:
+                raise RuntimeError(
+                    f"{call} got {kind}= for {name!r}, but values only of {', '.join(values)}: "
+                    "name what it selects from"
+                )
+            chosen[name][kind] = tensor
+    for name, value in values.items():
+        yield name, value, chosen[name]
+
+
 def sum_and_count(
     call: str,
     values: torch.Tensor,
     mask: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    is_stand_in: bool = False,
 ) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return the sum and the number of the values, or of those where `mask` is True.
 
     With weights, return the sum of weights * values and the sum of weights. The host does not wait.
+    Of a stand-in, which a process has in place of a sample, nothing counts; the sum keeps its graph
+    and its gradient is 0.
     """
-    given = mask if weights is None else weights
-    if given is None:
-        return sum_of(values), values.numel()
-    suits = given.dtype == torch.bool if weights is None else given.is_floating_point()
-    both = mask is not None and weights is not None
-    if both or not suits or given.requires_grad or given.shape != values.shape:
-        raise RuntimeError(
-            f"{call} got values of shape {tuple(values.shape)}, with mask= or weights= of shape "
-            f"{tuple(given.shape)} and {given.dtype}: give it one of the two, of the same shape, a "
-            "mask as bool, weights as float without a gradient"
-        )
+    selection = mask if weights is None else weights
+    if selection is not None:
+        fits = selection.dtype == torch.bool if weights is None else selection.is_floating_point()
+        both = mask is not None and weights is not None
+        if both or not fits or selection.requires_grad or selection.shape != values.shape:
+            raise RuntimeError(
+                f"{call} got values of shape {tuple(values.shape)}, with mask= or weights= of "
+                f"shape {tuple(selection.shape)} and {selection.dtype}: give it one of the two, of "
+                "the same shape, a mask as bool, weights as float without a gradient"
+            )
+    if is_stand_in:
+        return sum_of(torch.where(torch.zeros_like(values, dtype=torch.bool), values, 0)), 0
     if mask is not None:
         return sum_of(torch.where(mask, values, 0)), mask.sum()
-    return sum_of(torch.where(given != 0, values * given, 0)), sum_of(given)
+    if weights is not None:
+        return sum_of(torch.where(weights != 0, values * weights, 0)), sum_of(weights)
+    return sum_of(values), values.numel()
 
 
 def sum_of(values: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +16,9 @@ from trainkit.errors import UsageError
 
 # The options of a parameter group that choose between torch's implementations of an optimizer.
 KERNEL = ("fused", "foreach", "capturable")
+
+# What make_scheduler has made: checks/mistakes.py refuses a step in which they do not move.
+BY_STEP: WeakSet[lr_scheduler.LRScheduler] = WeakSet()
 
 
 def make_optimizer(
@@ -103,6 +107,14 @@ def make_scheduler(
     those schedulers stepped together once per epoch. With --min-learning-rate the rate falls to
     that instead of 0.
     """
+    schedule = _make_schedule(optimizer, config, steps_per_epoch)
+    BY_STEP.add(schedule)
+    return schedule
+
+
+def _make_schedule(
+    optimizer: torch.optim.Optimizer, config: TrainingConfig, steps_per_epoch: int
+) -> Any:
     total_steps = config.epochs * steps_per_epoch
     floor = config.min_learning_rate / config.peak_learning_rate
     if config.schedule == "onecycle":

@@ -62,6 +62,10 @@ class Length:
         """The number of samples trained on so far in this epoch."""
         return min(progress.batch * self.config.batch_size, self.num_used)
 
+    def num_in_step(self, progress: Progress) -> int:
+        """The number of samples of the step that comes next."""
+        return min(self.config.batch_size, self.num_used - self.num_done(progress))
+
     def is_over(self, progress: Progress) -> bool:
         """Is there nothing left to train?"""
         at_end = progress.epoch == self.config.epochs or progress.step == self.last_step

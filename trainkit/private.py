@@ -138,6 +138,27 @@ def shard_models(
         state.distributed_type = DistributedType.FSDP
 
 
+def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:
+    """Let accelerator.accumulate end the step with the batch that comes next, or not.
+
+    It ends a step, short as it may be, once the last batch of a loader was read. If batches are
+    read ahead, that would be in the first of them.
+    """
+    loader.end_of_dataloader = is_last
+
+
+def watch(owner: Any, name: str, before: Callable[[], object]) -> None:
+    """Call before() ahead of each call of owner.name(...)."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def watched(*args: Any, **options: Any) -> Any:
+        before()
+        return method(*args, **options)
+
+    setattr(owner, name, watched)
+
+
 def wrap_prepare(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
     """Make accelerator.prepare(...) call wrapper(prepare, ...), with what it was before.
 

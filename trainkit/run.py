@@ -1,7 +1,7 @@
 """One run, from launch to exit: everything around the training loop, which the script contains.
 
 A script calls, in this order, as main() of train_mnist.py does: load and begin; in each of epochs()
-and each of steps() step_mean, clip_and_check, add, must_save and save; then end_epoch; finish.
+and each of steps() step_mean, clip_and_check, add, end_step and save; then end_epoch; finish.
 
 The script passes one value for each sample (or token), and Run computes the means over processes
 and micro-batches. Run never calls the model, backward or step, never looks into a batch, and does
@@ -9,11 +9,12 @@ not know what a metric means. Read next: loaders.py (which samples), step.py (on
 and checkpoint.py (position, save, resume). The other modules are details.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from itertools import islice
+from typing import Any, NoReturn
 
-from trainkit import best, evaluation, shards
+from trainkit import best, collecting, evaluation, shards
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -25,6 +26,7 @@ from trainkit.checkpoint import Checkpoints
 from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
 from trainkit.checks.data import check_data
 from trainkit.checks.prepared import Prepared, check_loader, check_predictions
+from trainkit.checks.values import check_rows
 from trainkit.cli.console import describe
 from trainkit.config import TrainingConfig
 from trainkit.ema import EMA
@@ -32,15 +34,15 @@ from trainkit.errors import UsageError
 from trainkit.fingerprint import fingerprint_run
 from trainkit.launch import nodes
 from trainkit.launch.signals import Signals
-from trainkit.metrics import RunningMeans, sum_and_count
+from trainkit.metrics import RunningMeans, Selection, select, sum_and_count
 from trainkit.position import Length, Progress
-from trainkit.private import fix_bucket_order
+from trainkit.private import end_with_this_batch, fix_bucket_order
 from trainkit.reporter import Reporter
 from trainkit.results import Results
 from trainkit.run_dir.files import open_run
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.session import leave_processes, leave_stopped, start_accelerator, timeout_of
-from trainkit.step import Step
+from trainkit.step import Count, Step
 
 
 class Run:
@@ -66,7 +68,7 @@ class Run:
     prepared: Prepared  # what went through accelerator.prepare
     models: list[nn.Module]  # without the wrappers of DDP and torch.compile
     results: Results  # the files that a run leaves
-    progress: Progress  # where the run stands
+    progress: Progress  # where the run stands: progress.step, and progress.epoch, completed ones
     step: Step  # the current one
     means: RunningMeans  # of the values given to run.add
     ema: EMA
@@ -91,8 +93,6 @@ class Run:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.stage == "batch":
-            self.step.explain(error)
         with self.resources:
             leave_processes(self.accelerator, self.signals, error, is_over=self.stage == "over")
             if error is None:
@@ -130,28 +130,39 @@ class Run:
             plan: lines to print, by name, for example where the data come from.
             save_frozen: False leaves frozen weights out of the files that the run writes.
         """
-        config, accelerator = self.config, self.accelerator
-        self.prepared = Prepared(accelerator, model)
+        self.prepared = Prepared(self.accelerator, model)
         self.models = self.prepared.models
-        self.results = Results(accelerator, config, self.models, metadata, save_frozen)
+        self.results = Results(self.accelerator, self.config, self.models, metadata, save_frozen)
         self.print(describe(self, plan or {}))
-        started_from, sha256 = shards.start_from(accelerator, config.start_from, self.models[0])
+        start_from = self.config.start_from
+        started_from, sha256 = shards.start_from(self.accelerator, start_from, self.models[0])
         fingerprint = fingerprint_run(self, metadata, sha256)
-        if lock := open_run(accelerator, config):
+        self._lock()
+        self._resume(fingerprint)
+        if self.progress.step == 0 and started_from:
+            self.print(started_from)
+        self.results.write_start()  # only now: a refused resume changes nothing
+        flags = {name: str(value) for name, value in vars(self.config).items()}
+        self.accelerator.init_trackers(self.project, flags)
+
+    def _lock(self) -> None:
+        """Lock the run folder until the end of the run; move an earlier run in it aside."""
+        if lock := open_run(self.accelerator, self.config):
             self.resources.callback(lock.release)
+
+    def _resume(self, fingerprint: dict[str, Any]) -> None:
+        """Make what a step changes, and load it from the checkpoint that --resume names, if any."""
+        config, accelerator = self.config, self.accelerator
         self.step = Step(accelerator, config, self.signals, self.models, self.sets[0], self.length)
         self.resources.callback(self.step.release)
-        self.means, self.ema = RunningMeans(accelerator), EMA(self.models, config.ema)
+        self.means = RunningMeans(accelerator)
+        self.ema = EMA(self.models, config.ema)
         parts = self.log.tracker, self.means, self.ema.values
         self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)
         self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
-        if self.progress.step == 0 and started_from:
-            self.print(started_from)
-        self.results.write_start()  # only now: a refused resume changes nothing
         fix_bucket_order(*self.prepared.given)
-        accelerator.init_trackers(self.project, {n: str(v) for n, v in vars(config).items()})
 
     @property
     def state(self) -> dict[str, Any]:
@@ -171,46 +182,70 @@ class Run:
             need(self, "the next epoch", "ready")
 
     @allowed("epoch")
-    def steps(self, loader: DataLoader) -> Iterator[Any]:
+    def steps(self, loader: DataLoader, count: Count | None = None) -> Iterator[Any]:
         """Yield this process's share of each training batch, up to the next evaluation.
 
-        The body must end with `if run.must_save(): run.save()`; a `continue` before that, and
-        `break`, raise RuntimeError. An exception or a second Ctrl-C ends the run without saving.
+        A process without a sample of a short batch gets a stand-in; num_samples is then 0. The body
+        must end with `if run.end_step(): run.save()`; a `continue` before that, and `break`, raise
+        RuntimeError. An exception or a second Ctrl-C ends the run without saving.
+
+        count: for several means with --accumulate above 1: count(micro_batch) returns, by name, how
+            many values each mean is over; all micro-batches of a step are then read before it.
         """
         progress, num_done = self.progress, self.length.num_done(self.progress)
-        batches = check_loader(self.accelerator, loader, training=True)
+        batches = check_loader(self.accelerator, loader, "run.steps(...)")
         self.prepared.check_unchanged(progress.state)
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
-        with self.ema.trained_weights():
+        self.step.mistakes.start_epoch()
+        with self.ema.trained_weights(), batches.read_by_run():
             if not self.length.must_evaluate(progress):  # false if resumed where one is due
-                yield from self._steps_to_evaluation(loader)
+                yield from self._steps_to_evaluation(loader, count)
             self.step.check_weights()
         self.log.stop()
         self.stage = "trained"
 
-    def _steps_to_evaluation(self, loader: DataLoader) -> Iterator[Any]:
-        progress, length, is_new_step = self.progress, self.length, True
-        for micro_batch in loader:
-            if is_new_step:
-                self.step.start(progress)
-            self.step.start_micro_batch()
-            self.stage = "batch"
-            yield micro_batch
-            need(self, "the next batch", "counted")
-            is_new_step = self.accelerator.sync_gradients  # False inside an accumulation window
-            if is_new_step and self.checkpoints.saved_step == progress.step:
+    def _steps_to_evaluation(self, loader: DataLoader, count: Count | None) -> Iterator[Any]:
+        progress, length, batches = self.progress, self.length, iter(loader)
+        while length.num_in_step(progress):
+            self.step.start(progress)
+            num = -(-self.step.num_samples // self.step.size)
+            micro_batches: Iterable[Any] = islice(batches, num)
+            if count:
+                micro_batches = list(micro_batches)
+                self.step.count(count, micro_batches)
+            for number, micro_batch in enumerate(micro_batches, start=1):
+                if count:
+                    end_with_this_batch(loader, number == num)
+                self.step.start_micro_batch()
+                self.stage = "batch"
+                yield micro_batch
+                need(self, "the next batch", "counted")
+            if self.checkpoints.saved_step == progress.step:
                 self.prepared.check_unchanged(progress.state)
-            if is_new_step and (length.is_over(progress) or length.must_evaluate(progress)):
-                loader.end()  # tells Accelerate that this loader is not read further
-                return
+            if length.is_over(progress) or length.must_evaluate(progress):
+                break
+        loader.end()  # tells Accelerate that this loader is not read further
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples this process has in the current batch; 0: a stand-in, which counts 0."""
+        need(self, "run.num_samples", *IN_BATCH)
+        return self.step.num_rows
 
     @allowed(*IN_BATCH, then="backward")
     def step_mean(
-        self, values: Tensor, mask: Tensor | None = None, weights: Tensor | None = None
+        self,
+        values: Tensor,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+        over: str | None = None,
     ) -> Tensor:
-        """The mean of `values` over the whole step, for accelerator.backward: see Step.mean."""
-        return self.step.mean(values, mask, weights)
+        """The mean of `values` over the whole step, for accelerator.backward: see Step.mean.
+
+        A loss may be the sum of several means, each over what its own mask or weights select.
+        """
+        return self.step.mean(values, mask, weights, over)
 
     @allowed("backward", "checked")
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
@@ -228,19 +263,23 @@ class Run:
         return self.step.gather(rows)
 
     @allowed(*IN_BATCH)
-    def add(
-        self, mask: Tensor | None = None, weights: Tensor | None = None, **values: Tensor
-    ) -> None:
+    def add(self, mask: Selection = None, weights: Selection = None, **values: Tensor) -> None:
         """Add values of this process's batch to the means in metrics.jsonl, without waiting.
 
         They are unreduced, as in step_mean. Their means over all processes are logged as train_NAME
         at each evaluation; those whose name begins with "loss" also every --log-every steps.
+
+        mask, weights: a tensor for all values, or a dict with one for some of the names.
         """
-        for name, value in values.items():
+        step = self.step
+        for name, value, selection in select("run.add(...)", values, mask, weights):
             call = f"run.add({name}=...)"
-            if mask is None and weights is None:
-                self.step.check_rows(call, value)
-            self.means.add(name, *sum_and_count(call, value.detach(), mask, weights))
+            if not selection:
+                check_rows(call, value, step.num_rows)
+                if step.num_rows:
+                    step.sizes.check(call, value)
+            pair = sum_and_count(call, value.detach(), **selection, is_stand_in=not step.num_rows)
+            self.means.add(name, *pair)
 
     @allowed(*IN_BATCH, "trained")
     def stop(self) -> None:
@@ -248,7 +287,7 @@ class Run:
         self.progress.ended = True
 
     @allowed("backward", "checked")
-    def must_save(self) -> bool:
+    def end_step(self) -> bool:
         """Finish the step: count it, average the weights, log. Return True if save() is due.
 
         It is due every --save-every steps and after a signal to any process, on all processes
@@ -256,11 +295,14 @@ class Run:
         """
         is_last = self.accelerator.sync_gradients
         if is_last:
-            need(self, "run.must_save()", "checked")
+            need(self, "run.end_step()", "checked")
         self.step.finish_micro_batch(is_last)
         is_due = is_last and self._finish_step()
         self.stage = "must save" if is_due else "counted"
         return is_due
+
+    def must_save(self) -> NoReturn:
+        raise RuntimeError("run.must_save() is now called run.end_step()")
 
     def _finish_step(self) -> bool:
         progress, length, every = self.progress, self.length, self.config.save_every
@@ -278,7 +320,8 @@ class Run:
         if length.is_over(progress):
             return False
         due = every and progress.step % every == 0 and not length.must_evaluate(progress)
-        return self.signals.requested(self.checkpoints.commits.failed()) or bool(due)
+        has_failed = self.checkpoints.commits.failed()
+        return self.signals.requested(has_failed, self.step.sizes.number()) or bool(due)
 
     @allowed("must save", then="counted")
     def save(self) -> None:
@@ -297,13 +340,24 @@ class Run:
         self, loader: DataLoader, compute_losses: Callable[[Any], dict[str, Tensor]]
     ) -> dict[str, float]:
         """Return eval_NAME: the mean of each value of compute_losses(batch). See evaluation.py."""
+        return self._evaluate(evaluation.evaluate, loader, compute_losses)
+
+    @allowed("ready", "epoch", "trained")
+    def predict(self, loader: DataLoader, function: Callable[[Any], Any]) -> Any:
+        """Return what function(batch) gives for each sample of the evaluation set, in its order.
+
+        Each sample comes once, on every process: see collecting.predict.
+        """
+        return self._evaluate(collecting.predict, loader, function)
+
+    def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
         # At other stages a checkpoint could not record that an evaluation is still due.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
-        metrics = evaluation.evaluate(self.accelerator, loader, compute_losses, stopping)
+        collected = collect(self.accelerator, loader, function, stopping)
         if self.signals.stopping:
             self.stage = "must save"
             self.save()
-        return metrics
+        return collected
 
     @allowed("trained", then="ready")
     def end_epoch(
@@ -325,6 +379,7 @@ class Run:
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
         if progress.batch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
+            self.step.mistakes.check_epoch()
         is_best, unknown = best.update_best(config, progress), best.problem(config, progress)
         is_over = length.is_over(progress)
         # Before the checkpoint, because that records this evaluation as done.

@@ -1,6 +1,6 @@
-"""The current optimizer step: its number of samples, its losses and its gradients."""
+"""The current optimizer step: its number of samples, its means and its gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainkit import shards
@@ -11,16 +11,22 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from trainkit.checks.finite import FiniteGuard, Position
+from trainkit.checks.mistakes import Mistakes
+from trainkit.checks.values import EqualSizes, check_rows, different_sizes
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
 from trainkit.launch.signals import Signals
 from trainkit.loaders import InMemory, share_of_batch
-from trainkit.metrics import sum_and_count, sum_of
+from trainkit.metrics import exact_type, sum_and_count
 from trainkit.optim import clip_gradients, learning_rates, scale_gradients
 from trainkit.position import Length, Progress
 from trainkit.private import prepared_optimizers, take_loss_scale
 from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
+
+CALL = "run.step_mean(...)"
+# What count=, of run.steps, returns for a micro-batch: how many values each of its means is over.
+Count = Callable[[Any], dict[str, torch.Tensor | float]]
 
 
 class Step:
@@ -33,13 +39,14 @@ class Step:
         position: the number of the step and its learning rate, for error messages.
         num_samples: samples in the step, over all processes and micro-batches.
         num_before: how many of them are in micro-batches before the current one.
-        num_rows: samples of this process in the current micro-batch.
-        losses: this process's share of each mean of the current micro-batch, for FiniteGuard; with
-            mask= or weights= it is divided by num_samples until `factor` is known.
-        selects: whether the means of this step have mask= or weights=; None before the first one.
-        num_counted: how many values mask= has selected so far in this process, or the sum of
-            weights=; 0 if neither is given.
-        factor: num_samples / num_counted of all processes; None before clip_and_check.
+        num_rows: samples of this process in the current micro-batch; 0: it has a stand-in.
+        losses: this process's share of each mean of the current micro-batch, for FiniteGuard.
+        late_count: what this process has counted so far for the mean whose count is known only
+            after the last micro-batch; None: the step has no such mean.
+        factor: what the gradients of the step are multiplied by because of that mean: see divisor.
+        counts: what count= gave, by name: for each micro-batch of this process, for the whole step.
+        miscounted: how often a mask differed from what count= gave, by name of the mean.
+        sizes: of values without a mask, which must be equal in the whole step.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.
     """
 
@@ -59,17 +66,19 @@ class Step:
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.optimizers = prepared_optimizers(accelerator)
         self.guard = FiniteGuard(accelerator)
-        self.size = (
-            config.batch_size // config.accumulate
-        )  # samples per micro-batch, over all processes
+        self.mistakes = Mistakes(accelerator)
+        # Samples per micro-batch, over all processes.
+        self.size = config.batch_size // config.accumulate
         self.key: tuple[int, ...] = ()
         self.position = Position()
         self.rates: dict[str, float] = {}
         self.num_samples = self.num_before = self.num_rows = 0
         self.losses: list[torch.Tensor] = []
-        self.num_counted: int | torch.Tensor = 0
-        self.selects: bool | None = None
+        self.late_count: int | torch.Tensor | None = None
         self.factor: torch.Tensor | None = None
+        self.counts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.miscounted: dict[str, torch.Tensor] = {}
+        self.sizes = EqualSizes()
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
         for optimizer in self.optimizers:
@@ -78,68 +87,127 @@ class Step:
 
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""
-        num_left = self.length.num_used - self.length.num_done(progress)
-        self.num_samples = min(self.config.batch_size, num_left)
+        self.num_samples = self.length.num_in_step(progress)
         self.key = self.config.seed, progress.epoch, progress.batch
         self.rates = learning_rates(self.optimizers)
         self.position = Position(progress.step + 1, self.rates["learning_rate"])
-        self.num_before, self.num_counted = 0, 0
-        self.selects = self.factor = None
+        self.num_before = 0
+        self.late_count = self.factor = None
+        self.counts = {}
+        self.sizes = EqualSizes()
+        self.mistakes.start_step()
+
+    def count(self, count: Count, micro_batches: Sequence[Any]) -> None:
+        """Add up count(micro_batch), by name, over the micro-batches of the step and the processes.
+
+        Every process must call this.
+        """
+        rank, device = self.accelerator.process_index, self.accelerator.device
+        with torch.no_grad():
+            counts = [count(micro_batch) for micro_batch in micro_batches]
+            names, dtype = sorted(counts[0]), exact_type(device)
+            rows = [
+                torch.stack([torch.as_tensor(part[name], device=device) for name in names])
+                for part in counts
+            ]
+        nums = [self.rows_of(rank, number * self.size)[1] for number in range(len(rows))]
+        own = torch.stack(rows).to(dtype) * torch.tensor(nums, device=device).clamp(max=1)[:, None]
+        totals = self.accelerator.reduce(own.sum(0), reduction="sum")
+        self.counts = {name: (own[:, k], totals[k]) for k, name in enumerate(names)}
 
     def start_micro_batch(self) -> None:
         """Seed the random numbers of the next forward pass by its place in the step."""
-        first, self.num_rows = self.rows_of(self.accelerator.process_index)
+        first, self.num_rows = self.rows_of(self.accelerator.process_index, self.num_before)
         seed_dropout(self.dropouts, self.accelerator.device, self.num_before + first, *self.key)
         if self.seeds_host:
             seed_host(key(*self.key, self.num_before + first))
         self.losses = []
+        self.mistakes.start_micro_batch()
 
-    def rows_of(self, rank: int) -> tuple[int, int]:
-        """Return where the rows of a process start in the current micro-batch, and their number."""
-        num, slots = self._num_here(), self.size // self.accelerator.num_processes
+    def rows_of(self, rank: int, num_before: int) -> tuple[int, int]:
+        """Return where the rows of a process start in a micro-batch, and their number.
+
+        num_before: samples of the step that come before this micro-batch.
+        """
+        num = min(self.size, self.num_samples - num_before)
+        slots = self.size // self.accelerator.num_processes
         start, stop = share_of_batch(num, self.size, rank * slots, (rank + 1) * slots)
         return start, stop - start
 
     def mean(
-        self, values: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None
+        self,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        over: str | None = None,
     ) -> torch.Tensor:
         """This process's share of the mean of `values` in the step, for accelerator.backward.
 
         The gradient becomes that of the mean over the whole step, over all processes and
         micro-batches: DDP divides by the number of processes and Accelerate by the number of
         micro-batches, so this multiplies by both. A value that is not finite gives NaN gradients
-        on all processes.
+        on all processes. A stand-in, which a process without a sample has, counts nothing.
 
         Args:
             values: (samples, ...), the losses of this process's batch, with reduction="none".
             mask: bool, True for the values that count, such as the tokens of an answer.
             weights: float, the weight of each value: the mean is sum(weights * values) /
                 sum(weights) over the whole step. With mask or weights, `values` may have any shape,
-                the same as theirs. The divisor is known only after the last backward, and
-                clip_and_check() divides the gradients by it, so a step can have only one mean if
-                that one has a mask or weights. If nothing counts, the gradient is 0.
+                the same as theirs. If nothing counts, the gradient is 0.
+            over: the name by which count=, of run.steps, returns how many values count.
 
         Raises RuntimeError if values are already reduced, or are not of this batch.
         """
-        selects = mask is not None or weights is not None
-        if self.selects not in (None, selects) or (selects and self.losses):
-            raise RuntimeError(
-                "a step can have only one mean with mask= or weights=, because its gradients are "
-                "divided once: add up the losses before run.step_mean(...)"
-            )
-        if selects:
-            total, counted = sum_and_count("run.step_mean(...)", values, mask, weights)
-            self.num_counted = counted + self.num_counted
-            divisor = self.num_samples  # clip_and_check() corrects it once all are counted
-        else:
-            self.check_rows("run.step_mean(...)", values)
-            total, divisor = sum_of(values), self.num_samples * values.shape[1:].numel()
-        self.selects, share = selects, total.detach() / divisor
+        is_selected, is_stand_in = mask is not None or weights is not None, self.num_rows == 0
+        total, count = sum_and_count(CALL, values, mask, weights, is_stand_in)
+        if not is_selected:
+            check_rows(CALL, values, self.num_rows)
+            if not is_stand_in:
+                self.sizes.check(CALL, values, len(self.losses))
+            count = self.num_samples * values.shape[1:].numel()
+        divisor = self.divisor(count, is_selected, over)
+        share = total.detach() / divisor
         self.losses.append(share)
         # DDP divides by the processes and Accelerate by the micro-batches; this undoes both.
         scale = self.accelerator.num_processes * self.config.accumulate / divisor
         # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
         return total * (scale + 0 * share)
+
+    def divisor(
+        self, count: int | torch.Tensor, is_selected: bool, over: str | None
+    ) -> int | torch.Tensor:
+        """What a sum is divided by before backward, so that in the end each mean has its own count.
+
+        The gradients of one step are added up, so all counts but one must be known before the first
+        backward. They are: without a mask; by count=; or, in a step of one micro-batch, after a sum
+        over the processes. Only the step's first mean may have a mask that is counted late: it is
+        divided by num_samples here, and when the step is complete clip_and_check() multiplies all
+        gradients by factor = num_samples / its count. Other means divide by that factor in advance.
+
+        Args:
+            count: of this process's values; of the whole step if is_selected is false.
+        """
+        if over is not None:
+            known = self._counted_over(over, count)
+        elif not is_selected:
+            known = count
+        elif not self.losses and (self.late_count is None) == (self.num_before == 0):
+            self.late_count = count + (self.late_count or 0)
+            return self.num_samples
+        else:
+            self._need_one_micro_batch()
+            known = at_least_one(self._sum_over_processes(count))
+        if self.late_count is None:
+            return known
+        self._need_one_micro_batch()
+        return known * self.late_factor()
+
+    def late_factor(self) -> torch.Tensor:
+        """Return `factor` once the whole step is counted. Every process must call this."""
+        if self.factor is None:
+            assert self.late_count is not None
+            self.factor = self.num_samples / at_least_one(self._sum_over_processes(self.late_count))
+        return self.factor
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
@@ -148,45 +216,45 @@ class Step:
         in one call are clipped by the joint norm of their gradients. Every process must call this.
         Raises RunFailure on all of them.
         """
-        for each in optimizers:
-            if each not in self.optimizers:
+        for optimizer in optimizers:
+            if optimizer not in self.optimizers:
                 raise RuntimeError(
-                    f"run.clip_and_check(...) got a {type(each).__name__} that accelerator.prepare "
-                    "did not return: prepare every optimizer, or a resume loses its state, and "
-                    "pass several as *optimizers"
+                    f"run.clip_and_check(...) got a {type(optimizer).__name__} that "
+                    "accelerator.prepare did not return: prepare every optimizer, or a resume "
+                    "loses its state, and pass several as *optimizers"
                 )
         # If another process died, waiting for the device would never end; these waits time out.
         if self.accelerator.scaler is None:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
-        if self.selects and self.factor is None:
-            num_counted = self.accelerator.reduce(self.num_counted, reduction="sum")
-            self.factor = self.num_samples / torch.where(num_counted == 0, 1, num_counted)
-            self.losses = [loss * self.factor for loss in self.losses]
-        if self.factor is not None:
+        self._check_sizes()
+        if self.late_count is not None:
             fresh = (each for each in optimizers if each.optimizer not in self.clipped)
-            scale_gradients(self.factor, *fresh)
+            scale_gradients(self.late_factor(), *fresh)
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
-        self.clipped |= {each.optimizer for each in optimizers}
-        self.guard.check(norm, self.losses, self.position)
+        self.clipped |= {optimizer.optimizer for optimizer in optimizers}
+        self.guard.check(norm, self._shares(), self.position)
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
-        self.num_before += self._num_here()
-        if is_last and self.num_before < self.num_samples:
+        self.mistakes.finish_micro_batch()
+        self.num_before = min(self.num_before + self.size, self.num_samples)
+        if is_last != (self.num_before == self.num_samples):
             raise RuntimeError(
-                "the optimizer was stepped before the last micro-batch of --accumulate: put the "
-                "body of run.steps(...) inside `with accelerator.accumulate(model)`"
+                "the optimizer was not stepped after the last micro-batch of --accumulate and no "
+                "other: put the body of run.steps(...) inside `with accelerator.accumulate(model)`"
             )
 
     def finish(self) -> bool:
         """Update the loss scale; return False if fp16 skipped the step because it overflowed."""
         self.update_scale()
         skipped = self.accelerator.optimizer_step_was_skipped
-        self.guard.count_skipped(skipped, self.losses)
+        self.guard.count_skipped(skipped, self._shares())
         if self.clipped - self.stepped and not skipped:
             raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
+        if not skipped:
+            self.mistakes.check_schedules(self.stepped)
         self.clipped.clear()
         self.stepped.clear()
         return not skipped
@@ -194,15 +262,14 @@ class Step:
     def check_weights(self) -> None:
         """Raise RunFailure on all processes unless the weights are finite and equal on all."""
         self.signals.barrier()
+        self._check_sizes()
+        for name, number in self.miscounted.items():
+            if self._sum_over_processes(number) > 0:
+                raise RuntimeError(
+                    f"count= of run.steps(...) and what {CALL[:-4]}(..., over={name!r}) selects "
+                    "differ: count= must return the sum of the same mask, or of the same weights"
+                )
         self.guard.finish(*self.optimizers)
-
-    def explain(self, error: BaseException) -> None:
-        """If this process has no sample, add a note about it to an error of the body."""
-        if self.num_rows == 0:
-            error.add_note(
-                "This process has no sample of this short batch, and a layer or a loss may refuse "
-                "0 rows (docs/your_own.md): use another --batch-size, or --drop-last"
-            )
 
     def release(self) -> None:
         """Turn the dropout layers of the models back into ordinary nn.Dropout."""
@@ -218,25 +285,18 @@ class Step:
                 "optimizer.step() must come after run.clip_and_check(optimizer), which scales, "
                 "clips and checks its gradients"
             )
+        if optimizer not in self.stepped:  # a step may call that of the class it extends
+            self.mistakes.check_zeroed(optimizer)
         shards.forget_whole_weights(self.sharded)
         self.stepped.add(optimizer)
-
-    def check_rows(self, call: str, values: torch.Tensor) -> None:
-        """Raise RuntimeError unless there is a row for each sample of the current micro-batch."""
-        if values.ndim == 0 or values.shape[0] != self.num_rows:
-            got = "a single number" if values.ndim == 0 else f"{len(values)} rows"
-            raise RuntimeError(
-                f"{call} got {got} for a batch of {self.num_rows} samples: give it the values "
-                'of each sample, as losses with reduction="none" are, or say which values count '
-                "with mask="
-            )
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows of the whole batch, of all processes, and where this process's start.
 
         This is for losses that compare the samples of a batch with each other. Gradients flow back
-        to the process that a row came from. Every process must call this. Raises UsageError with
-        --accumulate above 1, and RuntimeError if the rows are not those of this batch.
+        to the process that a row came from. The row of a stand-in is in no process's result. Every
+        process must call this. Raises UsageError with --accumulate above 1, and RuntimeError if the
+        rows are not those of this batch.
 
         Args:
             rows: (samples, ...) of this process's batch.
@@ -246,9 +306,47 @@ class Step:
                 f"--accumulate {self.config.accumulate}: this loss compares the samples of a whole "
                 "batch with each other, and a micro-batch is not one: use --accumulate 1"
             )
-        self.check_rows("run.gather(...)", rows)
-        starts, nums = zip(*map(self.rows_of, range(self.accelerator.num_processes)), strict=True)
-        return nodes.gather_rows(rows, nums), starts[self.accelerator.process_index]
+        check_rows("run.gather(...)", rows, self.num_rows)
+        ranks = range(self.accelerator.num_processes)
+        starts, nums = zip(*(self.rows_of(rank, 0) for rank in ranks), strict=True)
+        first = min(starts[self.accelerator.process_index], self.num_samples - 1)
+        return nodes.gather_rows(rows[: self.num_rows], nums), first
 
-    def _num_here(self) -> int:
-        return min(self.size, self.num_samples - self.num_before)
+    def _counted_over(self, over: str, count: int | torch.Tensor) -> torch.Tensor:
+        if over not in self.counts:
+            raise RuntimeError(
+                f"{CALL} got over={over!r}, but count= of run.steps(...) returned "
+                f"{', '.join(self.counts) or 'nothing'}: let it return this name too"
+            )
+        own, total = self.counts[over]
+        expected = own[self.num_before // self.size]
+        is_wrong = (count - expected).abs() > 1e-3 * expected.abs()
+        self.miscounted[over] = self.miscounted.get(over, 0) + is_wrong.double()
+        return at_least_one(total)
+
+    def _sum_over_processes(self, count: int | torch.Tensor) -> torch.Tensor:
+        count = torch.as_tensor(count, device=self.accelerator.device)
+        return self.accelerator.reduce(count, reduction="sum")
+
+    def _need_one_micro_batch(self) -> None:
+        if self.config.accumulate > 1:
+            raise RuntimeError(
+                f"with --accumulate {self.config.accumulate} the counts of several means, of which "
+                "one has mask= or weights=, must be known before the first backward: give each of "
+                "those a name by over=, and run.steps(train_loader, count=function) a function "
+                "that returns the counts of a micro-batch by these names"
+            )
+
+    def _check_sizes(self) -> None:
+        if self.signals.differ:
+            raise different_sizes("run.step_mean(...) or run.add(...)")
+
+    def _shares(self) -> list[torch.Tensor]:
+        return (
+            [loss * self.factor for loss in self.losses] if self.factor is not None else self.losses
+        )
+
+
+def at_least_one(count: torch.Tensor) -> torch.Tensor:
+    """The count, or 1 if nothing counts: the sum is then 0, and so is the mean."""
+    return torch.where(count == 0, 1, count)

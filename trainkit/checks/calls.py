@@ -12,10 +12,10 @@ NEXT = {
     "ready": "the next epoch of run.epochs(), or run.finish() when there is none left",
     "epoch": "`for batch in run.steps(train_loader)`, to its end",
     "batch": "accelerator.backward(run.step_mean(losses)), in every batch",
-    "backward": "run.clip_and_check(optimizer), then `if run.must_save(): run.save()`",
-    "checked": "`if run.must_save(): run.save()` at the end of the body of run.steps(...); to end "
+    "backward": "run.clip_and_check(optimizer), then `if run.end_step(): run.save()`",
+    "checked": "`if run.end_step(): run.save()` at the end of the body of run.steps(...); to end "
     "the run early, run.stop() before it",
-    "must save": "run.save(), because run.must_save() returned True",
+    "must save": "run.save(), because run.end_step() returned True",
     "counted": "the next batch of run.steps(...)",
     "trained": "run.end_epoch(metrics)",
     "over": "nothing, the run is over",

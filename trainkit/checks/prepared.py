@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader
 
 from trainkit.errors import as_usage_error
 from trainkit.loaders import EpochBatches, batches_of
@@ -68,15 +67,15 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
             )
 
 
-def check_loader(accelerator: Accelerator, loader: Any, training: bool) -> EpochBatches:
+def check_loader(accelerator: Accelerator, loader: Any, call: str) -> EpochBatches:
     """Return the batches of a loader; refuse any but the prepared one from make_loaders(...)."""
-    batches = batches_of(loader)
+    batches, kind = batches_of(loader), "training" if call == "run.steps(...)" else "evaluation"
     trains = batches is not None and batches.seed is not None
-    if batches is not None and trains == training and loader in prepared_loaders(accelerator):
+    is_right = trains == (kind == "training") and loader in prepared_loaders(accelerator)
+    if batches is not None and is_right:
         return batches
-    call, kind = ("steps", "training") if training else ("evaluate", "evaluation")
     raise RuntimeError(
-        f"run.{call}(...) got a {type(loader).__name__}: give it the {kind} loader that "
+        f"{call} got a {type(loader).__name__}: give it the {kind} loader that "
         "make_loaders(...) made and accelerator.prepare returned: other loaders cannot be resumed, "
         "and may yield a sample twice (for an order of your own use weights= or order=)"
     )
@@ -136,19 +135,6 @@ class Prepared:
     def _schedules_and(self, state: dict[str, Any]) -> str:
         schedules = prepared_schedulers(self.accelerator)
         return repr(([each.scheduler.last_epoch for each in schedules], state))
-
-
-def check_evaluated(accelerator: Accelerator, num_rows: dict[str, int], loader: DataLoader) -> None:
-    """Raise RuntimeError if a metric does not have exactly one row for each sample."""
-    num_samples = len(loader.dataset)
-    counts = torch.tensor([*num_rows.values()], device=accelerator.device)
-    counts = accelerator.reduce(counts, reduction="sum").tolist() if num_rows else []
-    for name, num in zip(num_rows, counts, strict=True):
-        if num != num_samples:
-            raise RuntimeError(
-                f"run.evaluate(...) got {num} rows of {name} for {num_samples} samples: "
-                "return one value for each sample, or say with mask= which values count"
-            )
 
 
 def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:

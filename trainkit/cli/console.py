@@ -70,8 +70,22 @@ def describe(run: Any, plan: dict[str, str]) -> str:
             "BatchNorm: its numbers depend on how a batch is split, so other processes or "
             "micro-batches give other losses"
         )
+    if untrained := names_of_untrained(run.models, run.prepared.optimizers):
+        lines["not trained"] = (
+            f"{count(len(untrained), 'weight')} that are in no optimizer, such as {untrained[0]}"
+        )
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def names_of_untrained(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> list[str]:
+    """The weights that require a gradient and are in no optimizer, so that nothing trains them."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    trained = {weight for group in groups for weight in group["params"]}
+    pairs = (pair for model in models for pair in model.named_parameters())
+    return [name for name, weight in pairs if weight.requires_grad and weight not in trained]
 
 
 class MetricsTable:

@@ -39,25 +39,32 @@ class Signals:
         if accelerator.num_processes > 1:
             with deadline(timeout):
                 self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        self.flag = torch.zeros(1)
+        self.sums = torch.zeros(4, dtype=torch.float64)  # see requested()
+        self.differ = False  # the numbers that processes gave to requested() were not equal
         self.stopping = False  # what requested() returned last
         self.stepping = False  # true from the first step on, when there is something to save
         self.previous = {n: signal.signal(n, self._on_signal) for n in SIGNALS if not by_nohup(n)}
 
-    def requested(self, failed: bool = False) -> bool:
+    def requested(self, failed: bool = False, number: int | None = None) -> bool:
         """True on all processes or on none. Every process must call this after every step.
 
         `failed` says that this process has lost a checkpoint, which stops the run like a signal.
         With one process the result is current; with several it is from the previous call.
+
+        number: at least 0 and below 2**20, equal on all processes that do not give None: if it is
+            not, `differ` is true after the next wait().
         """
         self.stepping = True
         if self.group is None:
             self.stopping = self.signal_name is not None or failed
             return self.stopping
         self.wait()
-        self.stopping = self.flag.item() > 0
-        self.flag.fill_(self.signal_name is not None or failed)
-        self.pending = torch.distributed.all_reduce(self.flag, group=self.group, async_op=True)
+        self.stopping = self.sums[0].item() > 0
+        stop, own = self.signal_name is not None or failed, (0, 0, 0)
+        if number is not None:
+            own = (1, number, number * number)
+        self.sums = torch.tensor((stop, *own), dtype=torch.float64)
+        self.pending = torch.distributed.all_reduce(self.sums, group=self.group, async_op=True)
         return self.stopping
 
     def wait(self) -> None:
@@ -68,6 +75,8 @@ class Signals:
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
+            num, total, squares = self.sums[1:].tolist()
+            self.differ = num * squares != total * total  # equal numbers have no variance
 
     def barrier(self) -> None:
         """Wait until all processes have reached this call. Every process must call this.

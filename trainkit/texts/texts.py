@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from accelerate import Accelerator
 
 from trainkit.cli.parse import flag
 from trainkit.config import UNSET, Count, MayChange, TrainingConfig
@@ -185,19 +184,6 @@ def make_samples(sets: Sets, max_tokens: int, tokenizer: Any) -> tuple[list, lis
     full = sum(len(tokens) == max_tokens for tokens, *_ in train)
     said = f"{full} of {len(train)} texts have --max-tokens {max_tokens} or more, and are cut"
     return train, held_out, sets.plan | ({"cut": said} if full else {})
-
-
-def predictions(
-    accelerator: Accelerator, logits: torch.Tensor, samples: Sequence[tuple], classes: list[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and metadata of predictions.safetensors. Every process must call this.
-
-    logits: those of the samples that this process has evaluated, and zeros elsewhere.
-    """
-    logits = accelerator.reduce(logits, reduction="sum").cpu()
-    target = torch.tensor([label for _, label, _ in samples])
-    kept = {"logits": logits, "prediction": logits.argmax(1), "target": target}
-    return kept, {"classes": classes}
 
 
 def choose(table: pd.DataFrame, text: str | None, label: str | None, where: str) -> tuple[str, str]:

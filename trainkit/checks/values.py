@@ -1,0 +1,53 @@
+"""Refuse values of which no mean over a step or an evaluation can be made."""
+
+import zlib
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+
+def check_rows(call: str, values: torch.Tensor, num_samples: int) -> None:
+    """Raise RuntimeError unless there is a row for each of the samples, or for the stand-in."""
+    if values.ndim == 0 or len(values) != max(1, num_samples):
+        rows = "a single number" if values.ndim == 0 else f"{len(values)} rows"
+        raise RuntimeError(
+            f"{call} got {rows} for a batch of {num_samples} samples: give it the values of each "
+            'sample, as losses with reduction="none" are, or say which values count with mask='
+        )
+
+
+class EqualSizes:
+    """Refuses values (samples, ...) whose other sizes differ where one mean goes over all of them.
+
+    Such values were padded, each batch to its own longest sample, so their mean would depend on how
+    the samples are shared out to processes and batches.
+    """
+
+    def __init__(self):
+        self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
+        """Raise RuntimeError if earlier values had other sizes; number: of equal calls."""
+        sizes = tuple(values.shape[1:])
+        if sizes and self.sizes.setdefault((call, number), sizes) != sizes:
+            raise different_sizes(call)
+
+    def number(self) -> int | None:
+        """A number below 2**20, equal on all processes if the sizes are; None: there are none."""
+        return zlib.crc32(repr(self.sizes).encode()) >> 12 if self.sizes else None
+
+    def check_processes(self, accelerator: Accelerator) -> None:
+        """Raise RuntimeError if other processes had other sizes. Every process must call this."""
+        for other in gather_object([self.sizes]) if accelerator.num_processes > 1 else ():
+            for (call, number), sizes in other.items():
+                if self.sizes.get((call, number), sizes) != sizes:
+                    raise different_sizes(call)
+
+
+def different_sizes(call: str) -> RuntimeError:
+    return RuntimeError(
+        f"{call} got values (samples, ...) whose other sizes differ between processes, "
+        "micro-batches or batches: if they are padded, say with mask= which of them count, or give "
+        "it one value for each sample"
+    )
