@@ -55,6 +55,8 @@ def begin(way: str, size: str, place: str) -> None:
     else:
         loaders = accelerator.prepare(*make_loaders(accelerator, data, data, ARGS))
         batches_of(loaders[0]).set_position(0, first * BATCH_SIZE)
+        for loader in loaders:
+            batches_of(loader).is_read_by_run = True  # there is no Run here
     for loader in loaders:
         next(iter(loader))
     seconds = time.perf_counter() - started_at

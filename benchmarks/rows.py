@@ -33,6 +33,7 @@ from aiohttp import web
 
 from benchmarks._runs import Parser, execute, in_turn, launcher, spread, table
 from benchmarks.growth import ARGS, BATCH_SIZE
+from trainkit.loaders import batches_of
 from trainkit.rows.parquet import ParquetRows
 
 LENGTH = 1025
@@ -72,7 +73,9 @@ def read(url: str, name: str) -> None:
         ARGS.num_workers = int(name.split()[1])
         data = ParquetRows(url, "tokens")
         loaders = make_loaders(accelerator, data, data, ARGS, order=data.order(BATCH_SIZE, 0))
-        batches = (rows for (rows,) in accelerator.prepare(loaders[0]))
+        loader = accelerator.prepare(loaders[0])
+        batches_of(loader).is_read_by_run = True  # there is no Run here
+        batches = (rows for (rows,) in loader)
     accelerator.wait_for_everyone()
     started_at = time.perf_counter()
     number = accelerator.reduce(torch.tensor(sum(map(len, batches))))

@@ -4,6 +4,7 @@ A batch is a NamedTuple of: texts; dicts with tensors; what tokenizer.pad return
 object with .to(); a graph, whose edges have two rows for any number of samples; and a number.
 """
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from transformers import BatchEncoding
 
 from trainkit.config import TrainingConfig, parse
 
-NUM_TRAIN, NUM_EVAL = 41, 21  # batches of 20 leave one sample for the last
+NUM_TRAIN, NUM_EVAL = 61, 21  # batches of 20 leave one sample for the last
 FLAGS = ["--batch-size", "20", "--eval-batch-size", "20", "--epochs", "2", "--no-pictures"]
 FLAGS += ["--log-every", "1"]
 
@@ -44,8 +45,8 @@ class Batch(NamedTuple):
 
 
 def make_sample(index: int) -> str:
-    """A text of 1 to 9 letters; that of the stand-in, sample 0, is the longest of all."""
-    return "abcdefgh"[index % 8] * (index * 7 % 9 + 1) if index else "zyxw" * 10
+    """A text of 2 to 10 letters; that of the stand-in, sample 0, is the longest of all."""
+    return "abcdefgh"[index % 8] * (index * 7 % 9 + 2) if index else "zyxw" * 10
 
 
 def collate(texts: list[str]) -> Batch:
@@ -130,6 +131,8 @@ def main(argv):
                     optimizer.step()
                     optimizer.zero_grad()
                 assert run.num_samples <= len(batch.texts) == max(1, run.num_samples)
+                if "RAGGED" in os.environ:
+                    run.add(ragged=torch.ones(len(batch.texts), 2 + accelerator.process_index))
                 run.add(**values)
                 if run.end_step():
                     run.save()
@@ -140,9 +143,13 @@ def main(argv):
                     "text": [*batch.texts],
                     "size": model(batch)[1],
                     "first": batch.array,
+                    "is_long": torch.tensor([len(text) > 3 for text in batch.texts]),
+                    "nothing": torch.empty(len(batch.texts), 0),
                 },
             )
             assert collected["text"] == sets[1]
+            assert collected["nothing"].shape == (NUM_EVAL, 0)
+            assert collected["is_long"].tolist() == [len(text) > 3 for text in sets[1]]
             assert collected["first"].tolist() == [ord(text[0]) - 96 for text in sets[1]]
             run.end_epoch(metrics | {"eval_size": collected["size"].double().mean().item()})
         return run.finish()

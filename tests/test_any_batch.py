@@ -1,15 +1,19 @@
 """Whatever a batch is made of, any number of processes and micro-batches train on it alike."""
 
+import signal
+
 import any_batch
 import pytest
 import torch
-from conftest import assert_same_numbers, finish, rows
+from conftest import assert_same_bytes, assert_same_numbers, finish, rows
 from double import SAME
 from plain import plain_losses
 
 from trainkit.loaders import EpochBatches
 
-WORLDS = [(2, 1), (3, 1), (3, 2), (2, 5)]  # processes, --accumulate
+# Processes, --accumulate, --batch-size. The last of 61 samples is alone in its batch, or, with 24,
+# in the second micro-batch of the last step.
+WORLDS = [(2, 1, 20), (3, 1, 30), (3, 2, 24), (2, 5, 20)]
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +24,15 @@ def alone(train_in_double, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("world", "accumulate"), WORLDS)
+@pytest.mark.parametrize(("world", "accumulate", "batch_size"), WORLDS)
 def test_batches_of_anything_give_the_numbers_of_one_process(
-    alone, train_in_double, tmp_path, world, accumulate
+    alone, train_in_double, tmp_path, world, accumulate, batch_size
 ):
-    batch_size = 30 if 20 % (world * accumulate) else 20
-    flags = ["--accumulate", accumulate, "--batch-size", batch_size]
+    flags = ["--batch-size", batch_size, "--run-dir"]
     if batch_size != 20:
-        train_in_double("any_batch", *flags[2:], "--run-dir", tmp_path / "alone")
-        alone = tmp_path / "alone"
-    train_in_double("any_batch", *flags, "--run-dir", tmp_path / "run", world=world)
+        train_in_double("any_batch", *flags, alone := tmp_path / "alone")
+    many = [*flags, tmp_path / "run", "--accumulate", accumulate]
+    train_in_double("any_batch", *many, world=world)
     assert_same_numbers(alone, tmp_path / "run")
 
 
@@ -37,6 +40,27 @@ def test_a_sharded_run_gives_the_same_numbers(alone, nursery, tmp_path):
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     finish(nursery, "any_batch", "--run-dir", tmp_path, world=2, double=True, env=env)
     assert_same_numbers(alone, tmp_path)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_kill_of_a_run_with_several_means_changes_no_byte(nursery, tmp_path, accumulate):
+    flags = ["--accumulate", accumulate, "--save-every", "1", "--resume", "auto", "--run-dir"]
+    finish(nursery, "any_batch", *flags, tmp_path / "whole", world=2)
+    fault = {"signal": [5, signal.SIGKILL]}
+    killed = nursery.run("any_batch", *flags, tmp_path / "run", world=2, fault=fault)
+    assert 0 not in killed.codes, killed.output
+    again = finish(nursery, "any_batch", *flags, tmp_path / "run", world=2)
+    assert "resuming from" in again
+    assert_same_bytes(tmp_path / "whole", tmp_path / "run")
+
+
+def test_sizes_that_differ_between_processes_are_refused(nursery, tmp_path):
+    """The values have two columns on the first process, and three on the second."""
+    flags = ["--batch-size", "10", "--epochs", "1", "--no-pictures", "--run-dir", tmp_path]
+    outcome = nursery.run("any_batch", *flags, world=2, env={"RAGGED": "1"})
+    assert outcome.codes == [1, 1]
+    assert "other sizes differ between processes" in outcome.output
+    assert "mask=" in outcome.output
 
 
 @pytest.mark.usefixtures("float64_default")

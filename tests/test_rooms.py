@@ -19,7 +19,7 @@ LAYERS = [
     "position",
     "checks",
     "shards",
-    "fingerprint ema evaluation",
+    "fingerprint ema evaluation divisors",
     "collecting",
     "checkpoint",
     "step best reporter",
@@ -32,7 +32,7 @@ LAYERS = [
 WINGS = LAYERS[-2].split()
 LAYER = {name: number for number, row in enumerate(LAYERS) for name in row.split()}
 KIT = sorted((ROOT / "trainkit").rglob("*.py"))
-LOOP = ("run", "step", "loaders", "rng", "metrics", "checkpoint", "position", "config")
+LOOP = ("run", "step", "loaders", "rng", "metrics", "checkpoint", "position", "config", "divisors")
 NO_TOKEN = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
@@ -82,7 +82,7 @@ def num_tokens(path: Path) -> int:
 
 def test_the_loop_is_read_in_one_sitting():
     files = [ROOT / "trainkit" / f"{name}.py" for name in LOOP]
-    assert sum(map(num_tokens, files)) <= 11_300
+    assert sum(map(num_tokens, files)) <= 11_500
 
 
 def test_no_function_is_long_and_little_is_kept_from_the_formatter():

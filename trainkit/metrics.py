@@ -163,8 +163,10 @@ def sum_and_count(
                 f"shape {tuple(selection.shape)} and {selection.dtype}: give it one of the two, of "
                 "the same shape, a mask as bool, weights as float without a gradient"
             )
-    if is_stand_in:
-        return sum_of(torch.where(torch.zeros_like(values, dtype=torch.bool), values, 0)), 0
+    if is_stand_in:  # the counts of all processes are added up, so they have one dtype
+        nothing = torch.zeros_like(values, dtype=torch.bool)
+        count = values.numel() if selection is None else sum_of(selection)
+        return sum_of(torch.where(nothing, values, 0)), count * 0
     if mask is not None:
         return sum_of(torch.where(mask, values, 0)), mask.sum()
     if weights is not None:

@@ -29,6 +29,7 @@ from trainkit.checks.prepared import Prepared, check_loader, check_predictions
 from trainkit.checks.values import check_rows
 from trainkit.cli.console import describe
 from trainkit.config import TrainingConfig
+from trainkit.divisors import Count
 from trainkit.ema import EMA
 from trainkit.errors import UsageError
 from trainkit.fingerprint import fingerprint_run
@@ -42,7 +43,7 @@ from trainkit.results import Results
 from trainkit.run_dir.files import open_run
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.session import leave_processes, leave_stopped, start_accelerator, timeout_of
-from trainkit.step import Count, Step
+from trainkit.step import Step
 
 
 class Run:
@@ -213,7 +214,7 @@ class Run:
             micro_batches: Iterable[Any] = islice(batches, num)
             if count:
                 micro_batches = list(micro_batches)
-                self.step.count(count, micro_batches)
+                self.step.count_ahead(count, micro_batches)
             for number, micro_batch in enumerate(micro_batches, start=1):
                 if count:
                     end_with_this_batch(loader, number == num)

@@ -1,6 +1,6 @@
 """The current optimizer step: its number of samples, its means and its gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from trainkit import shards
@@ -14,19 +14,18 @@ from trainkit.checks.finite import FiniteGuard, Position
 from trainkit.checks.mistakes import Mistakes
 from trainkit.checks.values import EqualSizes, check_rows, different_sizes
 from trainkit.config import TrainingConfig
+from trainkit.divisors import Count, Divisors
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
 from trainkit.launch.signals import Signals
 from trainkit.loaders import InMemory, share_of_batch
-from trainkit.metrics import exact_type, sum_and_count
+from trainkit.metrics import sum_and_count
 from trainkit.optim import clip_gradients, learning_rates, scale_gradients
 from trainkit.position import Length, Progress
 from trainkit.private import prepared_optimizers, take_loss_scale
 from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
 
 CALL = "run.step_mean(...)"
-# What count=, of run.steps, returns for a micro-batch: how many values each of its means is over.
-Count = Callable[[Any], dict[str, torch.Tensor | float]]
 
 
 class Step:
@@ -41,11 +40,7 @@ class Step:
         num_before: how many of them are in micro-batches before the current one.
         num_rows: samples of this process in the current micro-batch; 0: it has a stand-in.
         losses: this process's share of each mean of the current micro-batch, for FiniteGuard.
-        late_count: what this process has counted so far for the mean whose count is known only
-            after the last micro-batch; None: the step has no such mean.
-        factor: what the gradients of the step are multiplied by because of that mean: see divisor.
-        counts: what count= gave, by name: for each micro-batch of this process, for the whole step.
-        miscounted: how often a mask differed from what count= gave, by name of the mean.
+        divisors: what its means are divided by.
         sizes: of values without a mask, which must be equal in the whole step.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.
     """
@@ -74,10 +69,7 @@ class Step:
         self.rates: dict[str, float] = {}
         self.num_samples = self.num_before = self.num_rows = 0
         self.losses: list[torch.Tensor] = []
-        self.late_count: int | torch.Tensor | None = None
-        self.factor: torch.Tensor | None = None
-        self.counts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.miscounted: dict[str, torch.Tensor] = {}
+        self.divisors = Divisors(accelerator, config.accumulate)
         self.sizes = EqualSizes()
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
@@ -92,28 +84,19 @@ class Step:
         self.rates = learning_rates(self.optimizers)
         self.position = Position(progress.step + 1, self.rates["learning_rate"])
         self.num_before = 0
-        self.late_count = self.factor = None
-        self.counts = {}
+        self.divisors.start(self.num_samples)
         self.sizes = EqualSizes()
         self.mistakes.start_step()
 
-    def count(self, count: Count, micro_batches: Sequence[Any]) -> None:
+    def count_ahead(self, count: Count, micro_batches: Sequence[Any]) -> None:
         """Add up count(micro_batch), by name, over the micro-batches of the step and the processes.
 
         Every process must call this.
         """
-        rank, device = self.accelerator.process_index, self.accelerator.device
-        with torch.no_grad():
-            counts = [count(micro_batch) for micro_batch in micro_batches]
-            names, dtype = sorted(counts[0]), exact_type(device)
-            rows = [
-                torch.stack([torch.as_tensor(part[name], device=device) for name in names])
-                for part in counts
-            ]
-        nums = [self.rows_of(rank, number * self.size)[1] for number in range(len(rows))]
-        own = torch.stack(rows).to(dtype) * torch.tensor(nums, device=device).clamp(max=1)[:, None]
-        totals = self.accelerator.reduce(own.sum(0), reduction="sum")
-        self.counts = {name: (own[:, k], totals[k]) for k, name in enumerate(names)}
+        rank = self.accelerator.process_index
+        firsts = range(0, self.num_samples, self.size)
+        has_samples = [self.rows_of(rank, first)[1] > 0 for first in firsts]
+        self.divisors.count_ahead(count, micro_batches, has_samples)
 
     def start_micro_batch(self) -> None:
         """Seed the random numbers of the next forward pass by its place in the step."""
@@ -165,49 +148,14 @@ class Step:
             if not is_stand_in:
                 self.sizes.check(CALL, values, len(self.losses))
             count = self.num_samples * values.shape[1:].numel()
-        divisor = self.divisor(count, is_selected, over)
+        place = self.num_before // self.size, len(self.losses)
+        divisor = self.divisors.of(count, is_selected, over, place)
         share = total.detach() / divisor
         self.losses.append(share)
         # DDP divides by the processes and Accelerate by the micro-batches; this undoes both.
         scale = self.accelerator.num_processes * self.config.accumulate / divisor
         # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
         return total * (scale + 0 * share)
-
-    def divisor(
-        self, count: int | torch.Tensor, is_selected: bool, over: str | None
-    ) -> int | torch.Tensor:
-        """What a sum is divided by before backward, so that in the end each mean has its own count.
-
-        The gradients of one step are added up, so all counts but one must be known before the first
-        backward. They are: without a mask; by count=; or, in a step of one micro-batch, after a sum
-        over the processes. Only the step's first mean may have a mask that is counted late: it is
-        divided by num_samples here, and when the step is complete clip_and_check() multiplies all
-        gradients by factor = num_samples / its count. Other means divide by that factor in advance.
-
-        Args:
-            count: of this process's values; of the whole step if is_selected is false.
-        """
-        if over is not None:
-            known = self._counted_over(over, count)
-        elif not is_selected:
-            known = count
-        elif not self.losses and (self.late_count is None) == (self.num_before == 0):
-            self.late_count = count + (self.late_count or 0)
-            return self.num_samples
-        else:
-            self._need_one_micro_batch()
-            known = at_least_one(self._sum_over_processes(count))
-        if self.late_count is None:
-            return known
-        self._need_one_micro_batch()
-        return known * self.late_factor()
-
-    def late_factor(self) -> torch.Tensor:
-        """Return `factor` once the whole step is counted. Every process must call this."""
-        if self.factor is None:
-            assert self.late_count is not None
-            self.factor = self.num_samples / at_least_one(self._sum_over_processes(self.late_count))
-        return self.factor
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
@@ -229,9 +177,9 @@ class Step:
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
         self._check_sizes()
-        if self.late_count is not None:
+        if (factor := self.divisors.factor()) is not None:
             fresh = (each for each in optimizers if each.optimizer not in self.clipped)
-            scale_gradients(self.late_factor(), *fresh)
+            scale_gradients(factor, *fresh)
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}
         self.guard.check(norm, self._shares(), self.position)
@@ -263,12 +211,7 @@ class Step:
         """Raise RunFailure on all processes unless the weights are finite and equal on all."""
         self.signals.barrier()
         self._check_sizes()
-        for name, number in self.miscounted.items():
-            if self._sum_over_processes(number) > 0:
-                raise RuntimeError(
-                    f"count= of run.steps(...) and what {CALL[:-4]}(..., over={name!r}) selects "
-                    "differ: count= must return the sum of the same mask, or of the same weights"
-                )
+        self.divisors.check()
         self.guard.finish(*self.optimizers)
 
     def release(self) -> None:
@@ -312,41 +255,10 @@ class Step:
         first = min(starts[self.accelerator.process_index], self.num_samples - 1)
         return nodes.gather_rows(rows[: self.num_rows], nums), first
 
-    def _counted_over(self, over: str, count: int | torch.Tensor) -> torch.Tensor:
-        if over not in self.counts:
-            raise RuntimeError(
-                f"{CALL} got over={over!r}, but count= of run.steps(...) returned "
-                f"{', '.join(self.counts) or 'nothing'}: let it return this name too"
-            )
-        own, total = self.counts[over]
-        expected = own[self.num_before // self.size]
-        is_wrong = (count - expected).abs() > 1e-3 * expected.abs()
-        self.miscounted[over] = self.miscounted.get(over, 0) + is_wrong.double()
-        return at_least_one(total)
-
-    def _sum_over_processes(self, count: int | torch.Tensor) -> torch.Tensor:
-        count = torch.as_tensor(count, device=self.accelerator.device)
-        return self.accelerator.reduce(count, reduction="sum")
-
-    def _need_one_micro_batch(self) -> None:
-        if self.config.accumulate > 1:
-            raise RuntimeError(
-                f"with --accumulate {self.config.accumulate} the counts of several means, of which "
-                "one has mask= or weights=, must be known before the first backward: give each of "
-                "those a name by over=, and run.steps(train_loader, count=function) a function "
-                "that returns the counts of a micro-batch by these names"
-            )
-
     def _check_sizes(self) -> None:
         if self.signals.differ:
             raise different_sizes("run.step_mean(...) or run.add(...)")
 
     def _shares(self) -> list[torch.Tensor]:
-        return (
-            [loss * self.factor for loss in self.losses] if self.factor is not None else self.losses
-        )
-
-
-def at_least_one(count: torch.Tensor) -> torch.Tensor:
-    """The count, or 1 if nothing counts: the sum is then 0, and so is the mean."""
-    return torch.where(count == 0, 1, count)
+        factor = self.divisors.known_factor
+        return self.losses if factor is None else [loss * factor for loss in self.losses]

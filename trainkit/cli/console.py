@@ -72,7 +72,7 @@ def describe(run: Any, plan: dict[str, str]) -> str:
         )
     if untrained := names_of_untrained(run.models, run.prepared.optimizers):
         lines["not trained"] = (
-            f"{count(len(untrained), 'weight')} that are in no optimizer, such as {untrained[0]}"
+            f"{count(len(untrained), 'weight')} in no optimizer, such as {untrained[0]}"
         )
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())

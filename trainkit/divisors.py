@@ -1,0 +1,139 @@
+"""What each mean of a step is divided by: its own count, over all processes and micro-batches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from trainkit.metrics import exact_type
+
+# What count=, of run.steps, returns for a micro-batch: how many values each of its means is over.
+Count = Callable[[Any], dict[str, torch.Tensor | float]]
+
+
+class Divisors:
+    """The counts of the means of one step.
+
+    The gradients of a step are added up, so all counts but one must be known before the first
+    backward. They are: without a mask; by count=; or, in a step of one micro-batch, after a sum
+    over the processes. Only the first mean of a step may have a mask that is counted late: it is
+    divided by num_samples, and once the step is complete all gradients are multiplied by
+    factor() = num_samples / its count. Other means are divided by that factor in advance.
+
+    Attributes:
+        num_samples: samples in the step, over all processes and micro-batches.
+        late: what this process has counted so far of the mean that is counted late; None: the step
+            has no such mean.
+        known_factor: factor(), once it was computed.
+        ahead: what count= gave, by name: for each micro-batch of this process, for the whole step.
+        miscounted: how often a mask differed from what count= gave, by name.
+    """
+
+    def __init__(self, accelerator: Accelerator, accumulate: int):
+        self.accelerator, self.accumulate = accelerator, accumulate
+        self.miscounted: dict[str, torch.Tensor] = {}
+        self.start(0)
+
+    def start(self, num_samples: int) -> None:
+        """Start a step."""
+        self.num_samples = num_samples
+        self.late: int | torch.Tensor | None = None
+        self.known_factor: torch.Tensor | None = None
+        self.ahead: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def count_ahead(
+        self, count: Count, micro_batches: Sequence[Any], has_samples: Sequence[bool]
+    ) -> None:
+        """Add up count(micro_batch), by name, over the micro-batches and the processes.
+
+        Every process must call this. has_samples: False for a micro-batch that is a stand-in here.
+        """
+        device = self.accelerator.device
+        with torch.no_grad():
+            counts = [count(micro_batch) for micro_batch in micro_batches]
+            names = sorted(counts[0])
+            rows = [
+                torch.stack([torch.as_tensor(part[name], device=device) for name in names])
+                for part in counts
+            ]
+        weights = torch.tensor(has_samples, dtype=exact_type(device), device=device)
+        own = torch.stack(rows) * weights[:, None]
+        totals = self._sum(own.sum(0))
+        self.ahead = {name: (own[:, k], totals[k]) for k, name in enumerate(names)}
+
+    def of(
+        self, count: int | torch.Tensor, is_selected: bool, over: str | None, place: tuple[int, int]
+    ) -> int | torch.Tensor:
+        """Return what the sum of a mean is divided by before backward.
+
+        Args:
+            count: of this process's values; of the whole step if is_selected is false.
+            is_selected: the mean has a mask or weights.
+            over: the name by which count= gives its count.
+            place: the number of the micro-batch, and that of the mean in it.
+        """
+        if not is_selected:
+            known = count
+        elif over is not None:
+            known = self._counted_ahead(over, count, place[0])
+        elif place[1] == 0 and (self.late is None) == (place[0] == 0):
+            self.late = count + (self.late or 0)
+            return self.num_samples
+        else:
+            self._need_one_micro_batch()
+            known = at_least_one(self._sum(count))
+        if self.late is not None:
+            self._need_one_micro_batch()
+        factor = self.factor()
+        return known if factor is None else known * factor
+
+    def factor(self) -> torch.Tensor | None:
+        """Return what all gradients of the step are multiplied by at its end; None: by nothing.
+
+        Every process must call this, when the step is complete or has one micro-batch.
+        """
+        if self.known_factor is None and self.late is not None:
+            self.known_factor = self.num_samples / at_least_one(self._sum(self.late))
+        return self.known_factor
+
+    def check(self) -> None:
+        """Raise RuntimeError if what count= gave is not what the masks select.
+
+        Every process must call this.
+        """
+        for name, number in self.miscounted.items():
+            if self._sum(number) > 0:
+                raise RuntimeError(
+                    f"count= of run.steps(...) and what run.step_mean(..., over={name!r}) selects "
+                    "differ: count= must return the sum of the same mask, or of the same weights"
+                )
+
+    def _counted_ahead(self, over: str, count: int | torch.Tensor, number: int) -> torch.Tensor:
+        if over not in self.ahead:
+            raise RuntimeError(
+                f"run.step_mean(...) got over={over!r}, but count= of run.steps(...) returned "
+                f"{', '.join(self.ahead) or 'nothing'}: let it return this name too"
+            )
+        own, total = self.ahead[over]
+        is_wrong = (count - own[number]).abs() > 1e-3 * own[number].abs()
+        self.miscounted[over] = self.miscounted.get(over, 0) + is_wrong.float()
+        return at_least_one(total)
+
+    def _sum(self, count: int | torch.Tensor) -> torch.Tensor:
+        count = torch.as_tensor(count, device=self.accelerator.device)
+        return self.accelerator.reduce(count, reduction="sum")
+
+    def _need_one_micro_batch(self) -> None:
+        if self.accumulate > 1:
+            raise RuntimeError(
+                f"with --accumulate {self.accumulate} the counts of several means, of which one "
+                "has mask= or weights=, must be known before the first backward: give each of "
+                "those a name by over=, and run.steps(train_loader, count=function) a function "
+                "that returns the counts of a micro-batch by these names"
+            )
+
+
+def at_least_one(count: torch.Tensor) -> torch.Tensor:
+    """The count, or 1 if nothing counts: the sum is then 0, and so is the mean."""
+    return torch.where(count == 0, 1, count)
