@@ -3,10 +3,12 @@
     git worktree add ../before 636a531     the last version whose saves did not use a thread
     python -m benchmarks.checkpoint_cost --before ../before
     python -m benchmarks.checkpoint_cost --before ../before --width 5700 --layers 8 --rounds 3
+    python -m benchmarks.checkpoint_cost --before ../before --width 3600 --layers 4 --sharded
 
 A square network of --layers x --width**2 parameters is saved with the moments of AdamW, 12 bytes
-for each parameter, as Run saves. Both versions hold it in a process of their own and save in turn;
-a save begins only when the one before is durable.
+for each parameter, as Run saves; with --sharded by two processes, each of which has half. Both
+versions hold it in processes of their own and save in turn; a save begins only when the one before
+is durable.
 """
 
 import os
@@ -17,10 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainkit import startup
+from trainkit import shards, startup
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from benchmarks._runs import ROOT, Parser, in_turn, spread, table
@@ -30,13 +33,19 @@ from trainkit.metrics import RunningMeans
 from trainkit.position import Progress
 from trainkit.run_dir.log import JsonlTracker
 
+SHARDED = ["-m", "accelerate.commands.launch", "--config_file"]
+SHARDED += [str(ROOT / "accelerate_configs" / "2cpu_fsdp.yaml")]
+SHARDED += ["--fsdp_state_dict_type", "SHARDED_STATE_DICT"]
+
 
 def save_when_asked(run_dir: Path, width: int, layers: int) -> None:
-    """For each line from stdin save; print the seconds until that returns and until it is durable.
+    """For each line from stdin save; print seconds until that returns, of CPU, until it is durable.
 
     The other version runs this too.
     """
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    shards.shard(accelerator, {})
+    main = accelerator.is_main_process
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -44,23 +53,25 @@ def save_when_asked(run_dir: Path, width: int, layers: int) -> None:
     optimizer.step()
     optimizer.zero_grad()
     config = TrainingConfig(run_dir=run_dir, keep=1)
-    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     progress, parts = Progress(), (JsonlTracker(run_dir), RunningMeans(accelerator))
     checkpoints = Checkpoints(accelerator, config, {}, *parts)
-    for _ in sys.stdin:
+    while broadcast_object_list([sys.stdin.readline() if main else ""])[0]:
         progress.step += 1
-        started_at = time.perf_counter()
+        started_at, cpu = time.perf_counter(), time.thread_time()
         checkpoints.save(progress)
-        blocked = time.perf_counter() - started_at
+        blocked, cpu = time.perf_counter() - started_at, time.thread_time() - cpu
         if hasattr(checkpoints, "commits"):
             checkpoints.commits.wait()
-        print("seconds", blocked, time.perf_counter() - started_at, flush=True)
+        if main:
+            print("seconds", blocked, cpu, time.perf_counter() - started_at, flush=True)
 
 
 def main() -> None:
     parser = Parser(__doc__, rounds=15)
     for flag, default in (("--width", 774), ("--layers", 2)):
         parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--run-dir", type=Path)
     args = parser.parse_args()
@@ -79,7 +90,7 @@ def main() -> None:
                 f"{folder}/{name}",
             ]
             return subprocess.Popen(
-                [sys.executable, __file__, *map(str, flags)],
+                [sys.executable, *(SHARDED if args.sharded else []), __file__, *map(str, flags)],
                 env={**os.environ, "PYTHONPATH": str(root.resolve())},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -101,7 +112,7 @@ def main() -> None:
         paths = [path for path in Path(folder, "now").rglob("*") if path.is_file()]
         print(f"{sum(path.stat().st_size for path in paths) / 2**20:,.0f} MiB in a checkpoint")
     first, rows = next(iter(found.values())), []
-    for number, what in enumerate(("blocked", "until durable")):
+    for number, what in enumerate(("blocked", "CPU while blocked", "until durable")):
         before = statistics.median(pair[number] for pair in first)
         for name, pairs in found.items():
             values = [1000 * pair[number] for pair in pairs]

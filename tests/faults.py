@@ -106,7 +106,8 @@ def digests(run_dir: Path) -> dict[str, str]:
     for path in (*last.glob("*.bin"), *last.glob("scaler.pt")):
         content = torch.load(path, weights_only=True, map_location="cpu")
         found[f"state/{path.name}"] = _digest(content)
-    return found
+    trainer = json.loads((last.parent / "trainer.json").read_text())
+    return found | {"trainer.json": trainer.get("state")}  # of a sharded run
 
 
 def _digest(value: Any) -> Any:

@@ -25,7 +25,7 @@ from trainkit.metrics import RunningMeans
 from trainkit.position import Progress
 from trainkit.run_dir import files
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import FORMAT, describe, verify, write_manifest
+from trainkit.run_dir.manifest import describe, verify, write_manifest
 from trainkit.run_dir.records import read_rows
 
 
@@ -95,15 +95,29 @@ def step(run_dir: Path, number: int) -> Path:
 
 def reforge(path: Path) -> None:
     """Make the manifest say that the folder as it is now is what was saved."""
-    write_manifest(path, describe(path, FORMAT))
+    write_manifest(path, describe(path))
 
 
-def test_of_twelve_models_each_gets_its_own_state_back(accelerator, tmp_path):
+def schedules(optimizers: list[torch.optim.Optimizer]) -> list:
+    """A schedule of a kind for each, some with a state that JSON does not keep as it is."""
+    of = torch.optim.lr_scheduler
+    kinds = (
+        lambda x: of.ExponentialLR(x, 0.5),
+        lambda x: of.MultiStepLR(x, [2, 3, 3]),
+        lambda x: of.SequentialLR(x, [of.LinearLR(x), of.MultiStepLR(x, [1, 2])], [1]),
+        lambda x: of.OneCycleLR(x, 0.1, total_steps=9),
+    )
+    return [kinds[n % len(kinds)](optimizer) for n, optimizer in enumerate(optimizers)]
+
+
+def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpoint(
+    accelerator, tmp_path, monkeypatch
+):
     """Sorted by name model_10 comes before model_2, and all of these have the same shapes."""
     config = argparse.Namespace(run_dir=tmp_path, keep=2)
     models = [torch.nn.Linear(1, 1) for _ in range(12)]
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-3 * (n + 1)) for n, m in enumerate(models)]
-    rates = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+    rates = schedules(optimizers)
     accelerator.prepare(*models, *optimizers, *rates)
     ema, parts = EMA(models, 0.5), [*models, *optimizers, *rates]
     (tmp_path / "checkpoints").mkdir()
@@ -119,15 +133,38 @@ def test_of_twelve_models_each_gets_its_own_state_back(accelerator, tmp_path):
         ema.update(number)
         return repr([ema.values, *(each.state_dict() for each in parts)])
 
+    plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name="SHARDED_STATE_DICT"))
     with ema.trained_weights():
         before = train(1)
         checkpoints.save(Progress(step=1))
         checkpoints.commits.wait()
-        read = partial(shards.read, accelerator, ema.values, step(tmp_path, 1) / "state")
-        for load in (lambda: checkpoints.resume("auto"), read):  # of a sharded run
+        monkeypatch.setattr(accelerator.state, "fsdp_plugin", plugin, raising=False)
+        state, write = shards.writer(accelerator, ema.values)
+        write(tmp_path)
+        state = json.loads(json.dumps(state))
+        whole = partial(shards.read_whole, accelerator, ema.values, step(tmp_path, 1) / "state")
+        for module in (pickle, torch):  # nothing of it is unpickled
+            monkeypatch.setattr(module, "load", None)
+        for load in (
+            partial(shards.read, accelerator, ema.values, tmp_path, state),
+            lambda: (monkeypatch.undo(), checkpoints.resume("auto")),
+            whole,  # by a sharded run
+        ):
             assert train(2) != before
             load()
             assert repr([ema.values, *(each.state_dict() for each in parts)]) == before
+
+
+def test_a_checkpoint_of_a_sharded_run_before_safetensors_is_refused_in_one_sentence(saved):
+    (step(saved, 3) / "state" / "shard-00000.bin").write_bytes(b"")
+    assert "an earlier version saved it from a sharded run" in Run(saved).refuses(step(saved, 3))
+
+
+def test_a_state_that_json_cannot_hold_is_refused_when_a_sharded_run_saves_it(saved, monkeypatch):
+    run = Run(saved)
+    run.optimizer.param_groups[0]["names"] = {"a set"}
+    with pytest.raises(RuntimeError, match="has a state that JSON cannot hold"):
+        shards.writer(run.accelerator, [])
 
 
 def test_a_checkpoint_of_other_optimizers_and_a_shortened_log_are_refused(saved):
@@ -197,7 +234,12 @@ def write_hostile(file: Path, kind: str, mark: Path) -> None:
         torch.save(Payload(mark), file, _use_new_zipfile_serialization=kind == "zip")
 
 
-OTHER_NAMES = ("custom_checkpoint_0.pkl", "pytorch_model.bin", "scaler.pt", "shard-00000.bin")
+OTHER_NAMES = (
+    "custom_checkpoint_0.pkl",
+    "pytorch_model.bin",
+    "scaler.pt",
+    "shard-00000.safetensors",
+)
 
 
 @pytest.mark.parametrize("kind", ["zip", "raw"])
@@ -320,16 +362,6 @@ def test_a_run_that_ends_before_its_last_save_has_failed_says_so(saved, monkeypa
         run.checkpoints.commits.close()
     assert "step-0000000004 failed, the older checkpoints are untouched" in capfd.readouterr().out
     assert not step(saved, 4).exists()
-
-
-def test_a_checkpoint_of_format_3_with_its_other_hash_is_complete(saved):
-    path = step(saved, 3)
-    manifest = {"format": 3, "files": describe(path, 3)}
-    assert {*manifest["files"]["trainer.json"]} == {"bytes", "sha256"}
-    (path / "MANIFEST.json").write_text(json.dumps(manifest))
-    assert Run(saved).checkpoints.resume(str(path)).step == 3
-    os.truncate(path / "state" / "model.safetensors", 100)
-    assert verify(path) == "state/model.safetensors was changed"
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])

@@ -1,6 +1,7 @@
 """A model spread over the processes (FSDP2) trains, saves and resumes like one that is not."""
 
 import json
+import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -9,17 +10,14 @@ from typing import Any
 
 from trainkit import shards
 
-import psutil
 import pytest
 import torch
 import yaml
 from conftest import CONFIGS, assert_same_bytes, rows, saved
 from faults import Nursery, Outcome, digests
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 from test_checkpoint import reforge
 
-from trainkit.checks.memory import check_memory, free_memory
-from trainkit.deferred import Deferred
 from trainkit.errors import UsageError
 from trainkit.run_dir.weights import write_tensors
 
@@ -148,8 +146,7 @@ TOKENS = "--layers 1 --width 32 --num-bytes 16000"
         ("adapted", FLAGS),  # other weights in each process
         ("weighted", ""),  # evaluated before training
         ("examples.text", "--num-lines 7 --batch-size 6"),  # a batch without rows
-        ("examples.gpt", TOKENS),  # tied weights
-        ("in_shares", TOKENS),  # weights made in shares
+        ("examples.gpt", TOKENS),  # tied weights, made by the first process
         pytest.param(
             "examples.two_towers", "--batch-size 60 --dataset {digits}", marks=pytest.mark.slow
         ),
@@ -192,40 +189,24 @@ def test_layers_that_cannot_be_computed_twice_are_refused(nursery, arguments, tm
         assert outcome.codes == [2, 2] and words in outcome.output, outcome.output
 
 
-def build() -> tuple[torch.nn.Module, torch.Tensor]:
-    """A model whose large weights are filled in most of the ways there are; the numbers after."""
-    torch.manual_seed(3)
-    block = torch.nn.TransformerEncoderLayer(512, 8, 1024)  # copied twice
-    blocks = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
-    model = torch.nn.Sequential(torch.nn.Embedding(600, 512, padding_idx=3), blocks)
-    model += torch.nn.Sequential(*(torch.nn.Linear(512, 600, bias=False) for _ in range(5)))
-    model[2].weight = model[0].weight
-    torch.nn.init.normal_(model[2].weight, std=0.02)
-    torch.nn.init.orthogonal_(model[3].weight)
-    torch.nn.init.trunc_normal_(model[4].weight)
-    torch.nn.init.constant_(model[5].weight[:7], 0.5)
-    torch.nn.init.kaiming_normal_(model[6].weight, generator=torch.Generator().manual_seed(4))
-    model[5].weight.data.mul_(3).add_(0.1)
-    model.register_buffer("noise", torch.empty(2**18).uniform_())
-    return model, torch.rand(9)
+def test_a_model_made_by_the_first_process_is_that_of_an_unsharded_run(nursery, tmp_path):
+    """Tied, frozen and shared weights, random buffers and attributes, and numbers drawn later."""
+    for kind in (None, KINDS[1]):
+        train(nursery, tmp_path / str(kind), *SMALL, script="made", kind=kind, double=True)
+    assert_close(tmp_path / "None", tmp_path / KINDS[1], 1e-9)
+    (ours, _), (theirs, _) = (saved(tmp_path / str(kind), "start") for kind in (None, KINDS[1]))
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
 
 
-def test_weights_that_are_filled_later_are_those_of_an_ordinary_model():
-    (expected, numbers), deferred = build(), Deferred()
-    with deferred:
-        model, found = build()
-    assert torch.equal(found, numbers)
-    num_deferred = 0
-    for name, value in model.state_dict().items():
-        num_deferred += value in deferred
-        value = deferred.values(value) if value in deferred else value
-        assert torch.equal(value, expected.state_dict()[name]), name
-    assert num_deferred == 13
-    deferred.fill_all_but([model[6].weight])
-    assert len(deferred.unwritten) == 1
-    assert torch.equal(model.noise, expected.noise) and torch.equal(
-        model[5].weight, expected[5].weight
-    )
+def test_a_model_that_reads_its_weights_while_it_is_built_is_refused_in_one_sentence(
+    nursery, tmp_path
+):
+    args, variables = [*SMALL, "--run-dir", tmp_path], env(KINDS[1], READS="1")
+    outcome = nursery.run("made", *args, world=2, env=variables)
+    assert outcome.codes == [2, 2], outcome.output
+    assert outcome.output.count("error: shards.make(...) cannot build this model") == 1
 
 
 def test_the_file_of_weights_is_that_of_the_library(tmp_path):
@@ -274,56 +255,26 @@ def test_optimizers_in_another_order_than_their_models_are_refused():
         shards.owners([*models, *optimizers[::-1]])
 
 
-@pytest.mark.parametrize("damage", ["missing", "short"])
+@pytest.mark.parametrize("damage", ["missing", "short", "pickle"])
 def test_a_share_that_does_not_fit_ends_in_one_sentence(nursery, runs, tmp_path, damage):
     """In a sharded run and in one that is not, even if the manifest knows the file."""
     where = copy_until(runs[KINDS[1]], tmp_path / "run", 8)
     path = where / "checkpoints" / "step-0000000008"
-    share = path / "state" / "shard-00001.bin"
+    first, last = sorted((path / "state").iterdir())
     if damage == "missing":
-        share.unlink()
+        last.unlink()
+    elif damage == "short":  # the rows that are left reach as far as before
+        rows = load_file(first)
+        places = {name: {"saved_offsets": [0] * row.dim()} for name, row in rows.items()}
+        rows.pop(max(rows, key=lambda name: rows[name].numel()))
+        save_file(rows, first, {"DCP_SHARDING_INFO": json.dumps(places)})
     else:
-        torch.save(torch.load(share, weights_only=True)[:1], share)
+        last.write_bytes(pickle.dumps(print))
     reforge(path)
     for kind, world in ((KINDS[1], 2), (None, 1)):
         args = [*SMALL, "--resume", path]
         outcome = train(nursery, where, *args, kind=kind, world=world, codes=[2] * world)
         assert outcome.output.count("\nerror:") == 1, outcome.output
-
-
-def test_what_does_not_fit_into_memory_is_refused_before_it_is_killed(accelerator, monkeypatch):
-    optimizer = torch.optim.AdamW(torch.nn.Linear(1024, 1024).parameters())
-    memory = {"available": 13 * 2**20, "free": 0}
-    for name in ("virtual_memory", "swap_memory"):
-        monkeypatch.setattr(psutil, name, lambda: SimpleNamespace(**memory))
-    check_memory(accelerator, [optimizer])
-    memory["available"] = 11 * 2**20  # a gradient and two moments take 12
-    with pytest.raises(UsageError, match=r"need 0\.0 GiB on this machine and 0\.0 GiB are free"):
-        check_memory(accelerator, [optimizer])
-
-
-def test_the_limits_of_all_groups_around_this_process_count(tmp_path):
-    """Version 2 of control groups, with a limit on an outer one, and version 1 in a container."""
-    files = {
-        "proc/self/cgroup": "5:cpu:/\n4:memory:/seen/from/outside\n0::/job/step\n",
-        "sys/fs/cgroup/job/memory.max": "9000",
-        "sys/fs/cgroup/job/memory.current": "5000",
-        "sys/fs/cgroup/job/memory.stat": "anon 4000\ninactive_file 1000\n",
-        "sys/fs/cgroup/job/step/memory.max": "max",
-        "sys/fs/cgroup/job/step/memory.current": "1",
-        "sys/fs/cgroup/job/step/memory.stat": "",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert free_memory(tmp_path) == 5000
-    group = tmp_path / "sys/fs/cgroup/memory"
-    group.mkdir()
-    for name, text in (("limit_in_bytes", "3000"), ("usage_in_bytes", "2900")):
-        (group / f"memory.{name}").write_text(text)
-    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 700\n")
-    assert free_memory(tmp_path) == 800
-    assert free_memory(tmp_path / "none") > 9000
 
 
 # What is frozen.

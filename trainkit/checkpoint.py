@@ -1,8 +1,9 @@
 """Save checkpoints that are either complete and durable or absent, and resume from them exactly.
 
     checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
-        state/                      the files that accelerator.save_state writes
-        trainer.json                position of the run, running sums, size of the log
+        state/                      the files that accelerator.save_state writes, or the shards
+        trainer.json                position of the run, running sums, size of the log; of a
+                                    sharded run also what of its state is no tensor
         MANIFEST.json               size and hash of every file
 
 save() calls accelerator.save_state and resume() calls accelerator.load_state. This module adds
@@ -40,9 +41,9 @@ from accelerate.utils import broadcast_object_list
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, as_usage_error, failing_together
 from trainkit.fingerprint import compare_sources, compare_worlds, describe_world, read_same_run
-from trainkit.kernels import keeping_kernels
 from trainkit.launch.nodes import loaded_sources
 from trainkit.metrics import RunningMeans
+from trainkit.optim import keeping_kernels
 from trainkit.position import Progress
 from trainkit.private import count_micro_batches_anew, prepared_optimizers, without_loss_scale
 from trainkit.rng import seed_host
@@ -106,7 +107,7 @@ class Checkpoints:
         }
         save_state = accelerator.save_state
         if accelerator.is_fsdp2:
-            save_state = shards.writer(accelerator, self.averages)
+            trainer["state"], save_state = shards.writer(accelerator, self.averages)
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if accelerator.is_main_process:
@@ -141,7 +142,7 @@ class Checkpoints:
         path, trainer, progress = broadcast_object_list([path, trainer, progress])
         with failing_together(accelerator, f"{path} cannot be loaded"):
             if path:
-                self._load_state(path / "state")
+                self._load_state(path / "state", trainer.get("state"))
                 self.means.load(trainer["sums"])
                 self.saved_step = progress.step
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
@@ -160,11 +161,14 @@ class Checkpoints:
             self.tracker.log_timing({"resumed_at": progress.step})  # the curves mark this step
         return progress
 
-    def _load_state(self, folder: Path) -> None:
+    def _load_state(self, folder: Path, state: dict[str, Any] | None) -> None:
         accelerator = self.accelerator
         with keeping_kernels(prepared_optimizers(accelerator)):
-            if accelerator.is_fsdp2 or (folder / "shard-00000.bin").exists():
-                shards.read(accelerator, self.averages, folder)
+            if state is not None:  # a sharded run saved it
+                shards.read(accelerator, self.averages, folder, state)
+                return
+            if accelerator.is_fsdp2:
+                shards.read_whole(accelerator, self.averages, folder)
                 return
             is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
             with without_loss_scale(accelerator, hide=is_new_scale):

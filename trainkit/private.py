@@ -27,11 +27,10 @@ from accelerate.utils import (
     convert_outputs_to_fp32,
 )
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ = ["tree_leaves", "tree_map_only"]
 
 
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:

@@ -115,7 +115,7 @@ class Results:
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
         path, main = self.run_dir / name, self.accelerator.is_main_process
         # One by one, because the main process may not have the memory for a sharded model.
-        names, _ = layout(tensors, metadata)
+        names, _ = layout(tensors, {"trainkit": metadata})
         rows = (shards.gathered(tensors[each], keep=main) for each in names)
         with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
             try:

@@ -1,30 +1,36 @@
 """Shard a model, that is, spread its weights over the processes (FSDP2), and save and load it.
 
-Accelerate shards the model, but accelerator.save_state is not used for its checkpoints. For a
-sharded model it writes files of torch.distributed.checkpoint, and reading them unpickles .metadata
-without weights_only, so a forged file could execute code. Instead each process writes its rows with
-torch.save to shard-00000.bin, shard-00001.bin, ..., which are read with weights_only. With
-fsdp_state_dict_type: FULL_STATE_DICT there is one such file, with all rows.
+Accelerate shards the model, but accelerator.save_state is not used for its checkpoints: it lets
+torch.distributed.checkpoint write .metadata, which is unpickled without weights_only, so a forged
+file could execute code. Here each process writes its rows to shard-00000.safetensors,
+shard-00001.safetensors, ..., with the header of torch's HuggingFaceStorageWriter, and its
+HuggingFaceStorageReader reads them. torch's writer would block the training three times as long.
+What is no tensor (learning rates, schedules) is in trainer.json. With fsdp_state_dict_type:
+FULL_STATE_DICT there is one such file, with all rows.
 
 A sharded run and one that is not sharded can each continue from either kind of checkpoint. Frozen
 parameters (requires_grad=False) are not in checkpoints; a resume compares their fingerprint.
 """
 
-from collections.abc import Callable, Container, Sequence
+import json
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, broadcast
+from accelerate import Accelerator, init_empty_weights
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast, broadcast_object_list
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainkit.checks.content import hash_tensor
-from trainkit.deferred import Deferred
 from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch.environment import shards_wanted
 from trainkit.optim import weights_of
@@ -37,13 +43,13 @@ from trainkit.private import (
     prepared_schedulers,
     recompute_layers,
     shard_models,
-    tree_map,
+    tree_leaves,
     tree_map_only,
     wrap_prepare,
 )
 from trainkit.rng import Dropout
 from trainkit.run_dir.manifest import hash_of
-from trainkit.run_dir.weights import numbered, read_weights, separate
+from trainkit.run_dir.weights import file_parts, numbered, read_weights, separate
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,18 +80,19 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
         models, prepared = owners(objects), dict[int, Any]()
         for number in sorted(set(models)):  # Accelerate shards one model in a call
             own = [n for n, of in enumerate(models) if of == number]
-            weights: list[tuple[dict[str, Any], list]] = []
+            weights: list[tuple[torch.optim.Optimizer, int, list]] = []
             for each in (objects[n] for n in own):
                 if isinstance(each, nn.Module) and not is_sharded(each):
                     get_ready(accelerator, each, fingerprint)
                 elif isinstance(each, torch.optim.Optimizer):
-                    weights += ((group, [*group["params"]]) for group in each.param_groups)
+                    groups = enumerate(each.param_groups)
+                    weights += ((each, n, [*group["params"]]) for n, group in groups)
             with as_usage_error("the model cannot be sharded"):
                 made = prepare(*(objects[n] for n in own))
-            for group, params in weights:
+            for optimizer, n, params in weights:
                 # Accelerate confuses those of which this process has no row.
                 if any(hasattr(param, "full_tensor") for param in params):
-                    group["params"] = params
+                    optimizer.param_groups[n]["params"] = params
             prepared |= zip(own, made if len(own) > 1 else [made], strict=True)
         result = tuple(prepared[n] for n in range(len(objects)))
         return result if len(objects) > 1 else result[0]
@@ -97,31 +104,61 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
 def make(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:
     """Return build(). If the run is sharded, each process only keeps its rows of the weights.
 
-    The numbers are those of the whole model, as build() makes it on the CPU. A weight is made on
-    the first process when its turn comes, sent to all, and freed, so that this takes the memory of
-    the share and of the largest weight; of the whole model, if something in it is frozen. Weights
-    that build() reads are whole until the end. It must not write them by numpy, which torch does
-    not see. Every process must call this.
+    The first process builds the whole model on the CPU and sends it to the others, which build it
+    with weights that have no values (on the meta device), so the numbers are those of a run that is
+    not sharded. Every process must call this. Raises UsageError if build() fails, for example
+    because it reads weights; then call it without this function, on every process.
     """
     if not accelerator.is_fsdp2:
         return build()
-    with Deferred() as deferred:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    main, device = accelerator.is_main_process, accelerator.device.type
+    what = "shards.make(...) cannot build this model, of which only the first process has weights"
+    with failing_together(accelerator, what), nullcontext() if main else init_empty_weights():
         model = build()
-    deferred.fill_all_but(() if frozen(model) else model.parameters())
-    if not deferred.unwritten:
-        return model  # accelerator.prepare shards it
-    get_ready(accelerator, model, {}, deferred)
-    later = {name: w.detach() for name, w in model.named_parameters() if w in deferred}
+    (names,) = broadcast_object_list([_names_of_weights(model)])
+    if not main:
+        _take_memory(model, names)
+    for value in _values_beside_weights(model):
+        value.copy_(broadcast(value.to(device)))
+    torch.set_rng_state(broadcast(torch.get_rng_state().to(device)).cpu())  # build() drew numbers
+    get_ready(accelerator, model)
+    whole = model.state_dict() if main else {}
     with as_usage_error("the model cannot be sharded"):
         fsdp2_prepare_model(accelerator, model)
-    main = accelerator.is_main_process
-    for name, rows in model.named_parameters():
-        if name in later:
-            whole = later.pop(name)
-            value = deferred.values(whole) if main else torch.empty_like(whole)
-            value = broadcast(value.to(accelerator.device.type))
-            rows.detach().copy_(join_rows(rows, value))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
     return model
+
+
+def _names_of_weights(model: nn.Module) -> dict[str, str]:
+    """For each name of a weight the first name of the same weight, which may be tied."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(weight), name) for name, weight in named}
+
+
+def _take_memory(model: nn.Module, names: dict[str, str]) -> None:
+    """Give each weight memory, of which Linux takes none before it is written, and tie weights.
+
+    init_empty_weights() unties them.
+    """
+    for name, first in names.items():
+        weight = model.get_parameter(first)
+        if first == name:
+            values = torch.empty_like(weight, device="cpu")
+            weight = nn.Parameter(values, requires_grad=weight.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(attribute, weight)
+
+
+def _values_beside_weights(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers of a model, and the tensors that its modules hold as plain attributes."""
+    for module in model.modules():
+        for value in tree_leaves(vars(module)):
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                yield value.detach()
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -130,25 +167,21 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def get_ready(
-    accelerator: Accelerator,
-    model: nn.Module,
-    fingerprint: dict[str, str],
-    unwritten: Container[torch.Tensor] = (),
+    accelerator: Accelerator, model: nn.Module, fingerprint: dict[str, str] | None = None
 ) -> None:
     """Do what must be done to a model before Accelerate shards it: see shard.
 
-    Weights in `unwritten` get their values later.
+    Without a fingerprint to fill, only the first process has the values of the model.
     """
     model.register_forward_hook(_share_buffers)
     make_contiguous(model)  # FSDP2 does not support channels_last
     plugin = accelerator.state.fsdp_plugin
-    if not plugin.cpu_ram_efficient_loading:  # else only the first process has weights
+    if fingerprint is not None and not plugin.cpu_ram_efficient_loading:
         # Each process keeps some rows: if weights differed, the model would be a mixture.
         models = [*prepared_models(accelerator), model]
         fingerprint.update(fingerprint_frozen(models) | fingerprint)
         for value in state_of(model).values():  # as DDP does
-            if value not in unwritten:
-                value.copy_(broadcast(value.to(accelerator.device.type)))
+            value.copy_(broadcast(value.to(accelerator.device.type)))
     if FullyShardedDataParallelPlugin().activation_checkpointing:
         if any(isinstance(layer, Dropout) for layer in model.modules()):
             raise UsageError(
@@ -208,33 +241,16 @@ def gathered(tree: Any, keep: bool) -> Any:
     return tree_map_only(torch.Tensor, gather, tree)
 
 
-def join_rows(like: Any, *rows: Any) -> Any:
-    """Return the tensor of these rows, or only this process's rows of it if `like` is sharded.
+def rows_of(like: Any, value: Any) -> Any:
+    """Return this process's rows of a whole tensor if `like` is sharded, otherwise the tensor.
 
-    Scalars and values that are not tensors are the same in all files and are taken from the first.
+    Scalars, and values that are not tensors, are the same on all processes.
     """
-    value = rows[0]
-    if not getattr(value, "shape", ()):
+    if not hasattr(like, "full_tensor") or not getattr(value, "shape", ()):
         return value
-    if value.shape != getattr(like, "shape", value.shape):
-        value = torch.cat(rows)
-    if hasattr(like, "full_tensor"):
-        from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-        value = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-    return value
-
-
-def own_rows(like: Any, rows: Any) -> Any:
-    """Return a tensor sharded like `like` that has these rows in this process, without a copy."""
-    if not hasattr(like, "full_tensor") or not getattr(rows, "shape", ()):
-        return rows
-    if rows.shape != like.to_local().shape:
-        raise UsageError(f"{tuple(rows.shape)} is not the shape of the rows of this process")
-    from torch.distributed.tensor import DTensor
-
-    layout = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-    return DTensor.from_local(rows, like.device_mesh, like.placements, **layout)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def forget_whole_weights(models: Sequence[nn.Module]) -> None:
@@ -272,7 +288,7 @@ def start_from(accelerator: Accelerator, path: Path | None, model: nn.Module) ->
         tensors, line = read_weights(path, model)
         fingerprint = hash_of(path)
     own = model.state_dict()
-    rows = {name: join_rows(own[name], value) for name, value in tensors.items()}
+    rows = {name: rows_of(own[name], value) for name, value in tensors.items()}
     model.load_state_dict(rows, strict=False)
     return line, fingerprint
 
@@ -328,7 +344,7 @@ def before_load(
         )
     for name, own in parts.items():
         if name.startswith("average"):
-            _load_tensors(own, [load_file(Path(folder, name))])
+            _load_tensors(own, load_file(Path(folder, name)))
         elif name.startswith("model"):
             with safe_open(Path(folder, name), "pt") as file:
                 saved = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
@@ -336,67 +352,154 @@ def before_load(
                 _check_shape(key, own, saved.get(key))
 
 
-def writer(accelerator: Accelerator, averages: Sequence[Tensors]) -> Callable[[Path], None]:
-    """Return a function that writes the state of a sharded run into a folder.
+def writer(
+    accelerator: Accelerator, averages: Sequence[Tensors]
+) -> tuple[dict[str, Any], Callable[[Path], None]]:
+    """Return what of the state is no tensor, and a function that writes the rest into a folder.
 
-    That function does not communicate, so it may fail on one process alone: all data are gathered
-    here. Every process must call this.
+    That function does not communicate, so it may fail on one process alone: FULL_STATE_DICT is
+    gathered here. Every process must call this. Raises RuntimeError if JSON cannot hold the state.
     """
-    rank = accelerator.process_index
-    state: Any = [
-        part if isinstance(part, dict) else part.state_dict()
-        for part in parts_of(accelerator, averages).values()
-    ]
-    full = accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT"
-    if full:
-        state = gathered(state, keep=rank == 0)
-    else:
-        state = tree_map_only(torch.Tensor, lambda x: getattr(x, "to_local", x.cpu)().cpu(), state)
+    rank, state = accelerator.process_index, {}
+    tensors: Tensors = {}
+    for part, own in parts_of(accelerator, averages).items():
+        name = part.partition(".")[0]
+        if isinstance(own, dict):
+            tensors |= {f"{name}.{key}": value for key, value in own.items()}
+        else:
+            state[name] = _take_tensors(own.state_dict(), name, tensors)
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as problem:
+        raise RuntimeError(
+            f"an optimizer or a schedule has a state that JSON cannot hold ({problem}), so a "
+            "sharded run cannot save it: keep numbers, strings and lists of them there"
+        ) from problem
+    if accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT":
+        tensors = gathered(tensors, keep=rank == 0)
+    pieces = {name: piece for name, value in tensors.items() if (piece := own_piece(value, rank))}
 
     def write(folder: Path) -> None:
-        if rank == 0 or not full:
-            torch.save(state, folder / f"shard-{rank:05d}.bin")
+        if not pieces:
+            return
+        rows = {name: rows for name, (rows, _) in pieces.items()}
+        places = {name: {"saved_offsets": start} for name, (_, start) in pieces.items()}
+        with open(folder / f"shard-{rank:05d}.safetensors", "wb") as file:
+            file.writelines(file_parts(rows, {"DCP_SHARDING_INFO": places}))
 
-    return write
-
-
-def read(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) -> None:
-    """Load what writer() wrote, or what accelerator.save_state wrote, into a sharded run."""
-    load = partial(torch.load, map_location="cpu", weights_only=True)
-    parts = parts_of(accelerator, averages)
-    # Their numbers have five digits, so sorting the names gives the order of the processes.
-    paths, join = sorted(folder.glob("shard-*")), join_rows
-    if accelerator.is_fsdp2 and len(paths) == accelerator.num_processes:
-        # The others hold no row of this process.
-        paths, join = [paths[accelerator.process_index]], own_rows
-    else:  # more than this process keeps
-        load = partial(load, mmap=True)
-    files = [load(path) for path in paths]
-    if not files:
-        files = [[(load_file if ".s" in name else load)(folder / name) for name in parts]]
-    for own, *saved in zip(parts.values(), *files, strict=True):
-        if isinstance(own, dict):
-            _load_tensors(own, saved, join)
-        elif isinstance(own, torch.optim.Optimizer):
-            _load_optimizer(own, saved, join)
-        else:
-            own.load_state_dict(saved[0])
+    return state, write
 
 
-def _load_tensors(own: Tensors, saved: Sequence[Tensors], join: Callable = join_rows) -> None:
-    """Copy tensors into `own`, one by one; each file has some of their rows."""
-    for name in own | saved[0]:
-        value = join(own.get(name), *(file[name] for file in saved))
-        _check_shape(name, own, value.shape)  # copy_ would broadcast a smaller tensor
-        own[name].copy_(value)
+def own_piece(value: torch.Tensor, rank: int) -> tuple[torch.Tensor, list[int]] | None:
+    """The rows of a tensor that this process saves, and where they start; None if there are none.
+
+    The first process saves what is not sharded.
+    """
+    if not hasattr(value, "full_tensor"):
+        return (value, [0] * value.dim()) if rank == 0 else None
+    rows = value.to_local()
+    is_empty = rows.numel() == 0 and value.numel() > 0
+    return None if is_empty else (rows, [*value.__create_chunk_list__()[0].offsets])
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], join: Callable
+def _take_tensors(tree: Any, name: str, tensors: Tensors) -> Any:
+    """Return the tree with None in place of each tensor, which `tensors` gets under its path."""
+    if isinstance(tree, torch.Tensor):
+        tensors[name] = tree.detach()
+        return None
+    if isinstance(tree, dict):
+        return {key: _take_tensors(value, f"{name}.{key}", tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_take_tensors(value, f"{name}.{n}", tensors) for n, value in enumerate(tree)]
+    return tree
+
+
+def _put_tensors(tree: Any, like: Any, name: str, tensors: Tensors) -> Any:
+    """Undo _take_tensors after a way through JSON, which turns keys into strings.
+
+    What is a tuple or a Counter in `like` becomes one: MultiStepLR counts with it.
+    """
+    if name in tensors:
+        return tensors[name]
+    if not isinstance(tree, dict | list):
+        return tree
+    is_list = isinstance(tree, list)
+    items = enumerate(tree) if is_list else ((int(k) if k.isdigit() else k, tree[k]) for k in tree)
+    likes = dict(enumerate(like)) if isinstance(like, list | tuple) else like
+    likes = likes if isinstance(likes, dict) else {}
+    values = {k: _put_tensors(x, likes.get(k), f"{name}.{k}", tensors) for k, x in items}
+    if is_list:
+        return (tuple if isinstance(like, tuple) else list)(values.values())
+    return Counter(values) if isinstance(like, Counter) else values
+
+
+def read(
+    accelerator: Accelerator, averages: Sequence[Tensors], folder: Path, state: dict[str, Any]
 ) -> None:
-    weights, states = weights_of(optimizer), [file["state"] for file in saved]
-    like = {i: dict.fromkeys(state, weights[i]) for i, state in states[0].items()}
-    optimizer.load_state_dict(saved[0] | {"state": tree_map(join, like, *states)})
+    """Load what writer() returned and wrote, on any number of processes, into any run.
+
+    It does not communicate. Raises UsageError before any weight changes.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    reader = HuggingFaceStorageReader(str(folder))
+    saved, others = reader.read_metadata().state_dict_metadata, {}
+    tensors: Tensors = {}
+    weights: Tensors = {}
+    for part, own in parts_of(accelerator, averages).items():
+        name = part.partition(".")[0]
+        if isinstance(own, dict):
+            tensors |= {f"{name}.{key}": value for key, value in own.items()}
+        else:
+            others[name] = own
+        if isinstance(own, torch.optim.Optimizer):
+            weights |= {f"{name}.state.{n}": weight for n, weight in enumerate(weights_of(own))}
+    for name, value in saved.items():
+        if sum(math.prod(chunk.sizes) for chunk in value.chunks) != math.prod(value.size):
+            raise UsageError(f"{folder}: rows of {name} are missing")
+        if name.partition(".")[0] in others:
+            like = weights.get(name.rpartition(".")[0])
+            if like is None or like.shape != value.size:  # a count of steps
+                like = torch.empty(value.size)
+            tensors[name] = torch.empty_like(like, dtype=value.properties.dtype)
+    for name in tensors.keys() | saved.keys():
+        _check_shape(name, tensors, saved[name].size if name in saved else None)
+    if state.keys() != others.keys():
+        raise UsageError(
+            f"{folder} is of {', '.join(state)} and this run has {', '.join(others)}: the script "
+            "has prepared other optimizers or schedules"
+        )
+    with warnings.catch_warnings(action="ignore"):  # that each process reads by itself
+        load(tensors, storage_reader=reader, no_dist=True)
+    for name, own in others.items():
+        own.load_state_dict(_put_tensors(state[name], own.state_dict(), name, tensors))
+
+
+def read_whole(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) -> None:
+    """Load what accelerator.save_state wrote into a sharded run."""
+    load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
+    parts = parts_of(accelerator, averages)
+    files = {name: (load_file if ".s" in name else load)(folder / name) for name in parts}
+    for name, own in parts.items():
+        if isinstance(own, dict):
+            _load_tensors(own, files[name])
+        elif isinstance(own, torch.optim.Optimizer):
+            _load_optimizer(own, files[name])
+        else:
+            own.load_state_dict(files[name])
+
+
+def _load_tensors(own: Tensors, saved: Tensors) -> None:
+    """Copy tensors into `own`, one by one."""
+    for name in own | saved:
+        _check_shape(name, own, saved[name].shape)  # copy_ would broadcast a smaller tensor
+        own[name].copy_(rows_of(own[name], saved[name]))
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    state, weights = saved["state"].items(), weights_of(optimizer)
+    rows = {i: {name: rows_of(weights[i], x) for name, x in of.items()} for i, of in state}
+    optimizer.load_state_dict(saved | {"state": rows})
 
 
 def _check_shape(name: str, own: Tensors, shape: Sequence[int] | None) -> None:

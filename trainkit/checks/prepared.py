@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainkit.checks.memory import check_memory
 from trainkit.errors import as_usage_error
 from trainkit.loaders import EpochBatches, batches_of
 from trainkit.optim import weights_of
@@ -101,7 +100,6 @@ class Prepared:
         self.accelerator = accelerator
         self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
         self.optimizers = prepared_optimizers(accelerator)
-        check_memory(accelerator, self.optimizers)
         for model in self.models:
             if not any(layer.training for layer in model.modules()):
                 model.train()
@@ -154,5 +152,5 @@ def check_predictions(
     """Return the predictions as tensors. They are checked in every epoch, not only at the end."""
     with as_usage_error("run.end_epoch(...) got predictions, or metadata, that cannot be written"):
         tensors = {name: torch.as_tensor(value) for name, value in (predictions or {}).items()}
-        layout(tensors, metadata)
+        layout(tensors, {"trainkit": metadata})
     return None if predictions is None else (tensors, metadata)

@@ -11,15 +11,14 @@ import xxhash
 from trainkit.errors import RunFailure, UsageError
 from trainkit.run_dir.files import rename_free, sync
 
-# The hash in the manifests of each format. It finds damage. It cannot find forgery, because whoever
-# changes a file can change the manifest too; that is why nothing in a checkpoint can execute.
-HASHES = {3: "sha256", 4: "xxh3_128"}
-FORMAT = 4
+# Of manifests with this hash, which finds damage. It cannot find forgery, because whoever changes a
+# file can change the manifest too; that is why nothing in a checkpoint can execute.
+FORMAT, HASH = 4, "xxh3_128"
 STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
     r"trainer\.json|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
-    r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.bin)"
+    r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.safetensors)"
 )
 
 
@@ -81,7 +80,7 @@ def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
     Only the process that wrote a file does this: on a network file system its machine alone may
     hold the bytes. Raises RunFailure for a file that a resume would refuse.
     """
-    files = describe(folder, FORMAT, rank)
+    files = describe(folder, rank)
     for name in files:
         if not FILE_NAME.fullmatch(name):
             raise RunFailure(
@@ -106,11 +105,13 @@ def verify(path: Path) -> str | None:
     file = path / "MANIFEST.json"
     if not file.is_file():
         return "it has no MANIFEST.json"
+    if (path / "state" / "shard-00000.bin").exists():
+        return "an earlier version saved it from a sharded run, and only that version can read it"
     try:
         manifest = json.loads(file.read_bytes())
-        if manifest["format"] not in HASHES:
+        if manifest["format"] != FORMAT:
             return f"its format is {manifest['format']}, not {FORMAT}"
-        files, there = manifest["files"], describe(path, manifest["format"])
+        files, there = manifest["files"], describe(path)
         for name in sorted(files | there):
             if name not in there:
                 return f"{name} is missing"
@@ -123,7 +124,7 @@ def verify(path: Path) -> str | None:
     return None
 
 
-def describe(folder: Path, version: int, rank: int | None = None) -> dict[str, dict[str, Any]]:
+def describe(folder: Path, rank: int | None = None) -> dict[str, dict[str, Any]]:
     """Size and hash of each file below a folder except its manifest; empty for links and pipes.
 
     With `rank`, only of the files that this process writes.
@@ -131,10 +132,9 @@ def describe(folder: Path, version: int, rank: int | None = None) -> dict[str, d
     paths = [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
     plain = {p for p in paths if p.is_file() and not p.is_symlink()}
     names = {p.relative_to(folder).as_posix(): p for p in paths if p.name != "MANIFEST.json"}
-    kind = HASHES[version]
     return {
         # Links and pipes are not read: reading a pipe would never end.
-        name: {"bytes": p.stat().st_size, kind: hash_of(p, kind)} if p in plain else {}
+        name: {"bytes": p.stat().st_size, HASH: hash_of(p, HASH)} if p in plain else {}
         for name, p in names.items()
         if rank in (None, _writer_of(p.name))
     }

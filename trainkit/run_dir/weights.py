@@ -1,8 +1,7 @@
 """Weights as safetensors files: written at the end of a run, read by --start-from."""
 
 import json
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +26,41 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file that loads in plain PyTorch.
 
-    `metadata` is saved as JSON in one entry, "trainkit", because safetensors writes several entries
-    in random order. `rows` may give the content of the tensors, in the order of layout().
+    `metadata` is saved as JSON in one entry, "trainkit". `rows` may give the content of the
+    tensors, in the order of layout().
     """
-    names, head = layout(tensors, metadata)
-    values = (value.contiguous() for value in rows or (tensors[name] for name in names))
-    parts = (value.flatten().view(torch.uint8).numpy().data for value in values)
-    write_durably(path, chain([head], parts))
+    write_durably(path, file_parts(tensors, {"trainkit": metadata}, rows))
 
 
-def layout(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> tuple[list[str], bytes]:
+def file_parts(
+    tensors: dict[str, torch.Tensor],
+    entry: dict[str, Any],
+    rows: Iterable[torch.Tensor] | None = None,
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file, without a copy of those that lie in memory in order.
+
+    `entry` has one name and what is saved under it as JSON; safetensors writes several entries in
+    random order.
+    """
+    names, head = layout(tensors, entry)
+    yield head
+    for value in rows or (tensors[name] for name in names):
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def layout(tensors: dict[str, torch.Tensor], entry: dict[str, Any]) -> tuple[list[str], bytes]:
     """Return the order of the tensors in a safetensors file, and its bytes before the first."""
     # The library decides on the order and on the names of types, from tensors without elements.
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    head = json.loads(save(empty, metadata={"trainkit": json.dumps(metadata)})[8:])
+    text = {name: json.dumps(value) for name, value in entry.items()}
+    head = json.loads(save(empty, metadata=text)[8:])
     names, end = [name for name in head if name in tensors], 0
     for name in names:
         start, end = end, end + tensors[name].numel() * tensors[name].itemsize
         head[name] |= {"shape": [*tensors[name].shape], "data_offsets": [start, end]}
-    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return names, len(text).to_bytes(8, "little") + text
+    encoded = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return names, len(encoded).to_bytes(8, "little") + encoded
 
 
 def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
