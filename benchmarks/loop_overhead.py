@@ -32,10 +32,10 @@ BATCH_SIZE = 32
 def plain_loop(flags: list[str], kind: str) -> float:
     """Return samples per second of one epoch in a loop without Accelerate."""
     args = parse(train_regression.Config, flags)
-    train_set, _, about = train_regression.load_data(args)
+    train_set, *_, metadata = train_regression.load_data(args)
     indices = torch.randperm(len(train_set)).split(BATCH_SIZE)
     loader = DataLoader(train_set, batch_sampler=indices, collate_fn=lambda batch: batch)
-    model = train_regression.MODELS[args.model](len(about["features"]), 1, args.hidden)
+    model = train_regression.MODELS[args.model](len(metadata["features"]), 1, args.hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     scheduler = make_scheduler(optimizer, args, len(loader)) if kind != "bare" else None
     batches = loader if kind == "loader" else list(loader)

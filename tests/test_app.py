@@ -11,6 +11,7 @@ from typing import Any
 
 import colours
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import kill_all, start
@@ -19,6 +20,7 @@ from PIL import Image
 import app
 import predict
 from trainkit.errors import UsageError
+from trainkit.tables.columns import Column, encode
 from trainkit.tools import answers, page
 
 CHROMIUM = next(
@@ -160,7 +162,9 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_run)
     low, high = predictor.metadata["feature_range"][0]
     assert spans["age"] == (0, 6, 3, 1) and spans["area"][:2] == (low, high)
     said, figure = page.answer_row(predictor, names, spans, "city", 200, "Rome", 3)
-    expected = predictor(torch.tensor([[200, 0, 1, 3]], dtype=torch.float64)).item()
+    row = pd.DataFrame({"area": ["200"], "city": ["Rome"], "age": ["1970-01-04"]})
+    features, _ = encode(row, [Column(**fields) for fields in predictor.metadata["columns"]])
+    expected = predictor(torch.from_numpy(features)).item()
     assert said == f"<h2>price: {expected:,.6g}</h2>"
     line, dot = figure.axes[0].lines
     assert dot.get_xydata() == pytest.approx(np.array([[200, expected]]))

@@ -59,14 +59,14 @@ def test_fp16_may_skip_steps_but_not_for_ever(accelerator):
         guard.count_skipped(True, losses)
 
 
-# A step has two losses, of which the first is minimised, and an evaluation three. So after the
-# evaluation that follows the fifth step the 14th is of the sixth.
+# A step has two losses, of which the first is minimised, and an evaluation one. So after the
+# evaluation that follows the fifth step the 12th is of the sixth.
 @pytest.mark.parametrize(("bad", "world"), [("nan", 2), ("inf", 1)])
 def test_a_bad_loss_of_the_last_process_stops_all_in_that_step(
     nursery, arguments, tmp_path, bad, world
 ):
     args = [*arguments["train_mnist"], *f"--log-every 50 --run-dir {tmp_path}/run".split()]
-    fault = {"rank": world - 1, "add": [14, bad]}
+    fault = {"rank": world - 1, "add": [12, bad]}
     outcome = nursery.run("train_mnist", *args, world=world, fault=fault)
     assert outcome.codes == [1] * world and "Traceback" not in outcome.output, outcome.output
     (error,) = [line for line in outcome.output.splitlines() if line.startswith("error:")]
