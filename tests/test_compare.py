@@ -1,7 +1,6 @@
 """What is printed about several runs: what differs, what was measured, what a difference means."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ def folders(tiny_mnist, tmp_path_factory, run_main):
 
 
 def cells(text: str) -> dict[str, list[str]]:
-    table = [re.split(r"\s{2,}", line.strip()) for line in text.split("\n\n")[0].splitlines()]
+    table = [line.split() for line in text.split("\n\n")[0].splitlines()]
     return {name: values for name, *values in map(list, zip(*table, strict=True))}
 
 
