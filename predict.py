@@ -137,7 +137,7 @@ class PicturePredictor(PixelClassifier):
     @cached_property
     def framing(self) -> dict[str, Any]:
         """What the evaluated pictures have in common."""
-        framing = {"border": [0.0, 1.0], "frame": None} | self.metadata["pictures"]
+        framing = {"border": [0.0, 1.0], "framed": False} | self.metadata["pictures"]
         if "logits" in self.evaluated:
             framing |= learn_framing(self.evaluated["image"])
         return framing
@@ -259,6 +259,16 @@ class TextPredictor(Classifier):
         return "\n".join(said) or f"{path}: no text"
 
 
+class OwnPredictor(Predictor):
+    """The model of a script that has answer(model, metadata, path): a text, printed as it is."""
+
+    def open(self, script: Any, run_dir: Path) -> None:
+        self.answer = script.answer
+
+    def predict_file(self, path: Path) -> str:
+        return self.answer(self.model, self.metadata, path)
+
+
 # What a script may give as "input" in its metadata, and what then uses its model.
 KINDS: dict[str, type[Predictor]] = {
     "picture": PicturePredictor,
@@ -287,11 +297,19 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
                 metadata.setdefault("input", input_kind)  # runs of earlier versions do not say it
         script = load_script(script_path or find_script(metadata["script"]))
         kind = KINDS.get(metadata.get("input", ""))
+        if hasattr(script, "answer"):
+            kind, metadata["input"] = OwnPredictor, "file that answer() reads"
+        pretrained = run_dir / "pretrained"
+        if kind is None and (pretrained / "tokenizer_config.json").is_file():
+            raise UsageError(
+                f"{run_dir} is a language model, which transformers loads: "
+                f'AutoModelForCausalLM.from_pretrained("{pretrained}"), and AutoTokenizer alike'
+            )
         if kind is None or not hasattr(script, "make_model"):
             raise UsageError(
                 f"{metadata['script']}.py made the run, and predict.py needs two things from it: "
-                'make_model(metadata), and "input" in what it gives run.begin, one of '
-                f"{', '.join(KINDS)} (docs/your_own.md)"
+                "make_model(metadata), and answer(model, metadata, path) or, in what it gives "
+                f'run.begin, "input", one of {", ".join(KINDS)} (docs/your_own.md)'
             )
         weights = load_file(run_dir / kind.weights)
         # The model that the metadata describe is compared with the weights before it takes memory.

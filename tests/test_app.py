@@ -131,6 +131,11 @@ def test_sliders_and_lists_of_a_table_are_answered(table_run, open_page):
     tab = open_page(table_run)
     tab.wait_for_selector(".said h2")
     before = tab.locator(".said h2").inner_text()
+    text = tab.locator("body").inner_text()
+    assert "price by less than" in text and "loss" not in text
+    labels = tab.locator("label, .head").all_inner_texts()
+    assert any("age (days since 1970)" in label for label in labels), labels
+    assert not any("area (days" in label for label in labels), labels
     tab.locator("input[type=number]").first.fill("200")
     tab.keyboard.press("Tab")
     tab.wait_for_function(f"document.querySelector('.said h2').innerText != {before!r}")

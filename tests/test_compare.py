@@ -1,7 +1,7 @@
 """What is printed about several runs: what differs, what was measured, what a difference means."""
 
 import json
-import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,20 +23,26 @@ def folders(tiny_mnist, tmp_path_factory, run_main):
 
 
 def cells(text: str) -> dict[str, list[str]]:
-    table = (re.split(r"\s{2,}", line) for line in text.split("\n\n")[0].splitlines())
-    return {row[0]: row[1:] for row in table}
+    table = [line.split() for line in text.split("\n\n")[0].splitlines()]
+    return {name: values for name, *values in map(list, zip(*table, strict=True))}
 
 
 def test_the_table_says_what_differs_and_what_was_measured(folders, capsys):
-    plots.main([str(folder) for folder in folders])
+    lock = folders[0].with_name("a.lock")  # as a shell's runs/* has it
+    assert lock.exists()
+    plots.main([str(path) for path in (*folders, lock)])
     text = capsys.readouterr().out
+    plots.main([str(lock.parent)])
+    assert capsys.readouterr().out == text
     table = cells(text)
-    assert text.splitlines()[0].split() == [str(folder) for folder in folders]
-    assert table["seed"] == ["0", "1"]
+    accuracy = {str(f): rows(f, "epochs")[-1]["eval_accuracy"] for f in folders}
+    assert table["run"] == sorted(accuracy, key=lambda run: -accuracy[run])
+    assert [float(value) for value in table["eval_accuracy"]] == sorted(
+        (float(f"{value:.6g}") for value in accuracy.values()), reverse=True
+    )
+    folders = [*map(Path, table["run"])]
+    assert table["seed"] == [{"a": "0", "b": "1"}[folder.name] for folder in folders]
     assert not {"run_dir", "epochs", "command", "host", "target_accuracy"} & table.keys()
-    assert table["eval_accuracy"] == [
-        f"{rows(f, 'epochs')[-1]['eval_accuracy']:.6g}" for f in folders
-    ]
     timing = [r for r in records.read_rows(folders[1] / "timing.jsonl") if "train_seconds" in r]
     seconds = sum(row["train_seconds"] for row in timing)
     assert len(timing) == 2 and table["train_seconds"][1] == f"{seconds:.6g}"

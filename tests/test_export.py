@@ -11,6 +11,7 @@ import colours
 import pytest
 from conftest import NUM_TEST, ROOT, rows
 from huggingface_hub import HfApi, ModelCard
+from PIL import Image
 
 import predict
 from trainkit.errors import RunFailure, UsageError
@@ -113,6 +114,10 @@ def test_the_card_reads_a_photo_as_predict_does_and_timm_gets_what_it_needs(
     for name in ("config.json", "model.safetensors"):
         assert (folder / name).read_bytes() == (photo_dir / "pretrained" / name).read_bytes()
     photo, code = colours.photograph(folder, "green", 0.2), code_of(card.text)
+    with Image.open(photo) as picture:  # where it is transparent, a colour that nobody sees
+        picture.putalpha(Image.new("L", picture.size, 255))
+        picture.paste((255, 0, 0, 0), (0, 0, picture.width, 25))
+        picture.save(photo)
     first, said = as_a_stranger(code + code.replace("example.png", photo.name), folder)
     assert f"It prints: {first}\n" in card.text
     predictor = predict.load_run(photo_dir, Path(colours.__file__))

@@ -113,3 +113,12 @@ def test_mistakes_are_shown_in_colour_if_there_is_a_picture_of_them(tmp_path):
     assert (drawn[24, 24].argmax(), drawn.shape) == (1, (48, 48, 3))
     tensors["shown"], tensors["image"] = tensors["shown"][1:], tensors["image"][1:]
     assert plots.worst_mistakes(tensors)[0].tolist() == [11]
+
+
+def test_the_metric_of_keep_best_has_a_panel_and_no_eval_loss_is_needed(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": {"keep_best": "eval_gap:min"}}))
+    rows = [{"step": 1, "train_loss": 0.5}, {"step": 2, "train_loss": 0.4, "eval_gap": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    loss, gap, _ = curves.draw_curves(tmp_path).axes
+    assert [list(line.get_ydata()) for line in loss.lines] == [[0.5]]
+    assert (gap.get_ylabel(), list(gap.lines[0].get_ydata())) == ("gap", [0.25])

@@ -106,7 +106,7 @@ def test_a_script_elsewhere_is_not_run(name, mnist_run, tmp_path, monkeypatch):
 def test_a_script_that_predict_cannot_use_gets_one_sentence(mnist_run, tmp_path):
     script, forged = tmp_path / "train_mine.py", forge(mnist_run, tmp_path / "forged")
     for source, message in (
-        ("MODELS = {}", r"needs two things from it: make_model\(metadata\), and \"input\""),
+        ("MODELS = {}", r"needs two things from it: make_model\(metadata\), and answer"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     ):
         script.write_text(source)
@@ -118,14 +118,28 @@ def test_a_script_that_predict_cannot_use_gets_one_sentence(mnist_run, tmp_path)
         predict.load_run(forge(mnist_run, tmp_path / "sound", input="sound"))
 
 
+def test_a_script_of_ones_own_says_what_is_printed_for_a_file(mnist_run, tmp_path, capsys):
+    script, path = tmp_path / "train_mine.py", tmp_path / "wave.txt"
+    script.write_text(
+        "from train_mnist import make_model\n"
+        "def answer(model, metadata, path):\n"
+        "    return f'{path.read_text()}: {len(metadata[\"classes\"])} {model.training}'\n"
+    )
+    path.write_text("1 2 3")
+    predict.main([str(mnist_run), "--script", str(script), str(path)])
+    assert capsys.readouterr().out == "1 2 3: 10 False\n"
+    with pytest.raises(UsageError, match="does not apply to a model whose input is a file that"):
+        predict.main([str(mnist_run), "--script", str(script), "--as-is", str(path)])
+
+
 def test_a_run_of_an_earlier_version_is_told_of(mnist_run, tmp_path):
     """It did not say its kind, and had the calibration and the framing in the metadata."""
-    framing = {"read_as": "", "shape": [28, 28], "border": [0, 0], "frame": [0.7, 0.5, 0.5]}
-    old = forge(mnist_run, tmp_path / "old", input=None, pictures={**framing, "most_ink": 0.3})
+    framing = {"read_as": "", "shape": [28, 28], "border": [0, 0]}
+    old = forge(mnist_run, tmp_path / "old", input=None, pictures=framing)
     said = {"classes": [*"0123456789"], "calibration": {"temperature": 0.5, "threshold": 0.25}}
     write_tensors(old / records.PREDICTIONS, {"probability": torch.ones(3)}, said)
     predictor = predict.load_run(old)
-    assert predictor.calibration == said["calibration"] and predictor.framing["most_ink"] == 0.3
+    assert predictor.calibration == said["calibration"] and not predictor.framing["framed"]
     Image.effect_noise((28, 28), 100).save(tmp_path / "noise.png")
     assert predictor.predict_file(tmp_path / "noise.png")
 

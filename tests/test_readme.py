@@ -92,7 +92,7 @@ def commands(path: Path) -> list[tuple[str, ...]]:
     blocks = "".join(block for _, block in FENCE.findall(text)).replace("\\\n", " ")
     found = []
     for line in [*blocks.splitlines(), *code_spans(text)]:
-        for part in re.split(r"&&|;|\|", line.removeprefix("$ ")):
+        for part in re.split(r"&&|;|\|", re.sub(r"\$[a-z]+", "1", line.removeprefix("$ "))):
             if start := re.match(r"\s*(?:[A-Z_]+=\S* )*(?=python |accelerate launch )", part):
                 found.append(tuple(shlex.split(part[start.end() :], comments=True)))
     return found

@@ -20,7 +20,8 @@ def test_the_time_left_is_that_of_this_process_with_its_evaluations(monkeypatch,
     for name in ("tqdm.std.time", "time.perf_counter"):
         monkeypatch.setattr(name, lambda: clock[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    shown = Reporter(SimpleNamespace(is_main_process=True), SimpleNamespace(epochs=3), None)
+    config = SimpleNamespace(epochs=3, keep_best=None)
+    shown = Reporter(SimpleNamespace(is_main_process=True), config, None)
 
     def last() -> tuple[str, ...]:
         """Epoch, percent and time that the bar showed last."""
@@ -47,17 +48,23 @@ METRICS |= {"eval_rmse": 18713.2, "eval_mae": 1.0, "eval_r2": 0.9812, "eval_samp
 
 
 def test_a_table_fits_and_says_first_what_a_person_reads_first():
-    table = MetricsTable()
+    table = MetricsTable(None)
     head, row = table.line("10/10", METRICS, 12.3, 123456).splitlines()
     assert len(head) == len(row) < 80
     names = "epoch train_loss eval_loss eval_rmse eval_r2 seconds samples/s"
     assert " ".join(head.split()) == names
     assert " ".join(row.split()) == "10/10 0.1 0.2 18,713 0.9812 12.3 123,456"
     assert len(table.line("2/10", {"eval_loss": 0.2}, 1, 1)) == len(row)
-    assert show_best(METRICS) == "eval_rmse 18,713, eval_r2 0.9812"
-    assert show_best({"eval_loss": 0.2, "eval_accuracy": 0.99974}).startswith(
+    assert show_best(METRICS, None) == "eval_rmse 18,713, eval_r2 0.9812"
+    assert show_best({"eval_loss": 0.2, "eval_accuracy": 0.99974}, None).startswith(
         "eval_accuracy 99.97 %"
     )
+
+
+def test_the_metric_of_keep_best_is_in_the_table_and_in_the_last_line():
+    head = MetricsTable("eval_gap:min").line("1/1", {**METRICS, "eval_gap": 0.3}, 1, 1)
+    assert head.split()[:4] == ["epoch", "train_loss", "eval_loss", "eval_gap"]
+    assert show_best({**METRICS, "eval_gap": 0.3}, "eval_gap:min").startswith("eval_gap 0.3, ")
 
 
 def test_a_long_line_is_broken_between_words_for_a_terminal_alone(monkeypatch):

@@ -434,7 +434,7 @@ MISTAKES = [
     ("loaders[1],", "loaders[0],", "give it the evaluation loader"),
     ("change(", "torch.mean(", "for loss, got a single number"),
     ("square())}", "square())[:1]}", "for loss, got 1 rows for a batch of 10 samples"),
-    ("end_epoch(metrics", "end_epoch({'auc': 1.0}", "got auc: there must be eval_loss"),
+    ("end_epoch(metrics", "end_epoch({'auc': 1.0}", "got auc: there must be a name that begins"),
     ("end_epoch(metrics", "end_epoch(metrics | {'train_loss': 1.0}", "and none of train_loss"),
     ("end_epoch(metrics", "end_epoch(metrics | {'auc': torch.ones(3)}", "a metric must be a num"),
     ("torch.ones(3)", "['a']", r"run.end_epoch\(...\) got predictions, or metadata, that"),

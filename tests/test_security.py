@@ -122,7 +122,7 @@ def run_dir(tmp_path):
         "mean": 0.1,
         "std": 0.3,
         "classes": ["../../x", "\x1b]0;title\x07\x1b[2J", "=1+1\r", "\u202egnp", "<script>"],
-        "pictures": {"shape": [28, 28], "border": [0, 0], "frame": None, "read_as": ""},
+        "pictures": {"shape": [28, 28], "border": [0, 0], "read_as": ""},
     }
     folder = tmp_path / "run"
     folder.mkdir()

@@ -112,6 +112,8 @@ def failing_together(
 def explain(problem: Exception) -> str | None:
     """Say what happened to this process only, for example a lost peer; None if it is not known."""
     text = f"{type(problem).__name__}: {problem}"
+    if " in DataLoader worker process " in text:  # torch raises it again, with its traceback
+        return f"got no batch: the data set raised {text.strip().splitlines()[-1]}"
     return next((said for pattern, said in FAILURES.items() if re.search(pattern, text)), None)
 
 

@@ -24,7 +24,7 @@ class Reporter:
 
     def __init__(self, accelerator: Accelerator, config: TrainingConfig, tracker: JsonlTracker):
         self.accelerator, self.config, self.tracker = accelerator, config, tracker
-        self.bar, self.table = tqdm(disable=True), MetricsTable()
+        self.bar, self.table = tqdm(disable=True), MetricsTable(config.keep_best)
         self.num_before = 0  # samples of this epoch that were trained on before
         self.started_at = self.train_seconds = self.said_at = 0.0
         self.last_loss = ""

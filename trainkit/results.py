@@ -105,8 +105,9 @@ class Results:
                 said += f"the pictures were not drawn: {first_sentence(problem)}\n"
         if config.keep_best:
             said += f"{best.describe(self.accelerator, config, progress)}\n"
+        measured = show_best(progress.metrics, config.keep_best)
         return (
-            f"{said}done: {count(progress.step, 'step')}, {show_best(progress.metrics)}; in "
+            f"{said}done: {count(progress.step, 'step')}, {measured}; in "
             f"{self.run_dir}: weights, metrics, checkpoints{names}"
             + f"\nnext: {next_command}"
             * bool(next_command)

@@ -20,6 +20,7 @@ from trainkit.private import (
     prepared_optimizers,
     prepared_schedulers,
 )
+from trainkit.run_dir.log import is_evaluation
 from trainkit.run_dir.weights import layout
 
 Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
@@ -139,10 +140,10 @@ class Prepared:
 
 def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
     """Refuse metrics whose row in metrics.jsonl could not be recognised as an evaluation."""
-    if "eval_loss" not in metrics or means.keys() & metrics.keys():
+    if not is_evaluation(metrics) or means.keys() & metrics.keys():
         raise RuntimeError(
-            f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be "
-            f"eval_loss, which marks a row as an evaluation, and none of {', '.join(means)}"
+            f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be a name "
+            f"that begins with eval_, as that of an evaluation, and none of {', '.join(means)}"
         )
 
 

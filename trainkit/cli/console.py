@@ -12,6 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
 
+from trainkit.cli.directions import metric_and_direction
 from trainkit.cli.world import describe_world
 from trainkit.private import prepared_schedulers
 from trainkit.text import count
@@ -91,15 +92,15 @@ def names_of_untrained(
 class MetricsTable:
     """Formats a line for each evaluation below one header: the losses, then other metrics."""
 
-    def __init__(self):
-        self.names: list[str] = []
+    def __init__(self, keep_best: str | None):
+        self.keep_best, self.names = keep_best, list[str]()
 
     def line(self, epoch: str, metrics: dict[str, float], seconds: float, rate: float) -> str:
         """Return the next line, the first time with the header above it."""
         header = ""
         if not self.names:
             losses = [name for name in ("train_loss", "eval_loss") if name in metrics]
-            self.names = list(dict.fromkeys(losses + by_interest(metrics)))[:4]
+            self.names = list(dict.fromkeys(losses + by_interest(metrics, self.keep_best)))[:4]
             header = "epoch    " + "".join(
                 f"  {n:>9}" for n in (*self.names, "seconds", "samples/s")
             )
@@ -116,15 +117,18 @@ def show(name: str, value: float) -> str:
     return f"{value:,.0f}" if abs(value) > 9999 else f"{value:.4g}"
 
 
-def by_interest(metrics: dict[str, float]) -> list[str]:
-    """Return the names of an evaluation's metrics, those that end as in READ_FIRST first."""
+def by_interest(metrics: dict[str, float], keep_best: str | None) -> list[str]:
+    """Return the names of an evaluation's metrics: that of --keep-best, those of READ_FIRST."""
+    best, _ = metric_and_direction(keep_best or "")
     names = [name for name in metrics if name.startswith("eval_") and name != "eval_samples"]
-    return sorted(names, key=lambda name: not name.endswith(READ_FIRST))
+    names += [best] * (best in metrics and best not in names)
+    return sorted(names, key=lambda name: (name != best, not name.endswith(READ_FIRST)))
 
 
-def show_best(metrics: dict[str, float]) -> str:
+def show_best(metrics: dict[str, float], keep_best: str | None) -> str:
     """Return the two most interesting metrics of an evaluation as text."""
-    return ", ".join(f"{name} {show(name, metrics[name])}" for name in by_interest(metrics)[:2])
+    names = by_interest(metrics, keep_best)[:2]
+    return ", ".join(f"{name} {show(name, metrics[name])}" for name in names)
 
 
 def num_parameters(models: Sequence[nn.Module]) -> int:

@@ -10,6 +10,11 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from trainkit.errors import UsageError
 
 
+def is_evaluation(row: dict[str, Any]) -> bool:
+    """Is a row of metrics.jsonl that of an evaluation, and not of a step?"""
+    return any(name.startswith("eval_") for name in row)
+
+
 class JsonlTracker(GeneralTracker):
     """Write rows of reproducible numbers to RUN_DIR/metrics.jsonl, one JSON object per line.
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from trainkit.errors import as_usage_error
+from trainkit.run_dir.log import is_evaluation
 
 PREDICTIONS = "predictions.safetensors"
 
@@ -30,7 +31,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """The evaluations in metrics.jsonl, so far. Raises UsageError."""
-    return [row for row in read_rows(run_dir / "metrics.jsonl") if "eval_loss" in row]
+    return [row for row in read_rows(run_dir / "metrics.jsonl") if is_evaluation(row)]
 
 
 def last_evaluation(run_dir: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.run_dir.log import JsonlTracker
+from trainkit.run_dir.log import JsonlTracker, is_evaluation
 from trainkit.run_dir.records import read_rows
 
 
@@ -32,7 +32,7 @@ class Tracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log a row of metrics.jsonl: a step as steps/NAME, an evaluation as epochs/NAME."""
-        group = "epochs" if "eval_loss" in values else "steps"
+        group = "epochs" if is_evaluation(values) else "steps"
         super().log({f"{group}/{name}": values[name] for name in values if name != "step"}, step)
 
 

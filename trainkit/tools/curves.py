@@ -6,7 +6,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainkit.run_dir.records import read_rows
+from trainkit.cli.directions import metric_and_direction
+from trainkit.run_dir.log import is_evaluation
+from trainkit.run_dir.records import read_rows, read_run_json
 
 LABELS = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}
 LABELS["learning_rate"] = "learning rate"
@@ -15,20 +17,21 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 
 
 def draw_curves(run_dir: Path) -> Figure:
-    """Draw the loss, the accuracy or error if there is one, and the learning rate of a run."""
+    """Draw the loss, the metric of --keep-best, the accuracy or error, and the learning rate."""
     rows = read_rows(run_dir / "metrics.jsonl")
-    measured = {name for row in rows for name in row}
-    heights = {"loss": 3, "accuracy": 3, "rmse": 3, "learning_rate": 1.3}
-    for name in ("accuracy", "rmse"):
-        if f"eval_{name}" not in measured or len(heights) == 3:  # one score is drawn
-            del heights[name]
+    arguments = read_run_json(run_dir)["arguments"] if (run_dir / "run.json").exists() else {}
+    best, _ = metric_and_direction(arguments.get("keep_best") or "")
+    measured = {name.removeprefix("eval_") for row in rows for name in row if name[:5] == "eval_"}
+    usual = [name for name in ("accuracy", "rmse") if name in measured][:1]
+    scores = [name for name in (best.removeprefix("eval_"), *usual) if name in measured - {"loss"}]
+    heights = {"loss": 3.0} | dict.fromkeys(scores, 3.0) | {"learning_rate": 1.3}
     figure = new_figure(8, 1.7 + sum(heights.values()))
     grid = figure.subplots(len(heights), sharex=True, height_ratios=[*heights.values()])
     timing = read_rows(run_dir / "timing.jsonl")
     resumes = [row["resumed_at"] for row in timing if "resumed_at" in row]
     for axes, name in zip(grid, heights, strict=True):
         # An evaluation has a train_loss too, the mean of its epoch; only those of steps are drawn.
-        steps = [row for row in rows if name != "loss" or "eval_loss" not in row]
+        steps = [row for row in rows if name != "loss" or not is_evaluation(row)]
         mean = "" if name == "loss" else ", mean of the epoch"
         draw_line(axes, steps, f"train_{name}", f"training{mean}", COLOURS[0], ".")
         draw_line(axes, rows, f"eval_{name}", "evaluation", COLOURS[1], "o", linewidth=2.5)

@@ -20,7 +20,6 @@ import torch
 from PIL import Image
 
 from trainkit.errors import UsageError
-from trainkit.run_dir.records import last_evaluation
 from trainkit.tables.columns import Column
 from trainkit.tools import answers, plots
 
@@ -209,10 +208,27 @@ def build_table_page(page: Any, predictor: Any) -> None:
         with gradio.Column(min_width=320):
             shown = [gradio.HTML(elem_classes="said"), gradio.Plot(show_label=False)]
     inputs = [*fields.values()]
-    for name, field in [("", page), *fields.items()]:
+    for name, field in fields.items():
         answer = partial(answer_row, predictor, [*fields], spans, name)
-        ask = page.load if field is page else field.change
-        ask(answer, inputs, shown, show_progress="hidden", trigger_mode="always_last")
+        field.change(answer, inputs, shown, show_progress="hidden", trigger_mode="always_last")
+    # What is sent with the page, for the values that it shows at first.
+    first = answer_row(predictor, [*fields], spans, "", *(field.value for field in inputs))
+    for component, value in zip(shown, first, strict=True):
+        component.value = component.postprocess(value)
+
+
+def describe_quality(predictor: Any) -> str:
+    """Say what the model predicts, and how far off it was for the evaluated samples."""
+    prediction, target = (predictor.evaluated.get(key) for key in ("prediction", "target"))
+    if prediction is None or target is None:
+        return ""
+    seen = f"{len(target):,} samples that it was not trained on"
+    if "classes" in predictor.metadata:
+        return f"right for {(prediction == target).double().mean():.2%} of {seen}"
+    medians = (prediction - target).abs().median(0).values.tolist()
+    pairs = zip(predictor.metadata["targets"], medians, strict=True)
+    off = ", ".join(f"{name} by less than {median:,.3g}" for name, median in pairs)
+    return f"for half of {seen} it is off in {off}"
 
 
 def answer_text(predictor: Any, text: str) -> tuple:
@@ -272,10 +288,9 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
 
         Image.MAX_IMAGE_PIXELS = MAX_PIXELS
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        name, measured = run_dir.resolve().name, last_evaluation(run_dir)
-        figures = [f"{key[5:]} {measured[key]:.6g}" for key in measured if key.startswith("eval_")]
+        name = run_dir.resolve().name
         with gradio.Blocks(title=name, analytics_enabled=False) as page:
-            gradio.HTML(f"<h1>{escape(name)}</h1>{escape(', '.join(figures))}")
+            gradio.HTML(f"<h1>{escape(name)}</h1>{escape(describe_quality(predictor))}")
             BUILDERS[predictor.metadata["input"]](page, predictor)
         try:
             _, url, _ = page.launch(

@@ -1,19 +1,20 @@
-"""Prepare a picture file, or a photo, so that it looks like the training pictures."""
+"""Prepare a picture file for a network of small grey pictures as those of MNIST were prepared."""
 
 import math
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageFilter
+from PIL import Image
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.pictures.files import open_picture, resize, to_grey, to_values
 
-MAX_SIDE = 240  # pixels, of the small copy of a photo in which ink is found
+SIDE, COARSE = 120, 40  # pixels of the longer side of the copies in which ink and paper are found
+WIDE, WIDER = 17, 27  # pixels of the coarse copy: wider than strokes, and than half of a digit
+INK = 20 / 28  # the longer side of MNIST's ink, as a share of the picture
 NUM_LOOKED_AT = 2000  # pictures from which the framing of all is learned
 
 
@@ -22,58 +23,29 @@ def border_of(values: torch.Tensor) -> torch.Tensor:
     return torch.cat((values[..., [0, -1], :].flatten(-2), values[..., [0, -1]].flatten(-2)), -1)
 
 
-def centre_of(ink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the centre of mass of pictures (..., height, width), x and y in pixels."""
-    lines = ink.sum(-2), ink.sum(-1)
-    x, y = ((line * (torch.arange(line.shape[-1]) + 0.5)).sum(-1) / line.sum(-1) for line in lines)
-    return x, y
-
-
-def box_of(mask: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return left, top, right and bottom of what is True."""
-    return Image.fromarray(mask.numpy()).getbbox() or (0, 0, 0, 0)
-
-
-def describe_looks(pixels: torch.Tensor) -> torch.Tensor:
-    """Measure pictures, uint8 (n, size, size), as five fractions, (5, n); NaN without contrast.
-
-    Where the border's value lies between the darkest (0) and the brightest (1); the side of the
-    square that holds the ink; the ink's centre of mass, x and y; the mean of the ink.
-    """
-    values, size = pixels.float(), pixels.shape[-1]
-    paper, (low, high) = border_of(values).median(1).values, values.flatten(1).aminmax(dim=1)
-    ink = (values - paper[:, None, None]).abs()
-    is_ink = ink > ink.amax((1, 2), keepdim=True) / 4
-    x, y = (centre / size for centre in centre_of(ink))
-    side = torch.maximum(*(is_ink.any(dim).sum(1) for dim in (1, 2))) / size
-    return torch.stack(((paper - low) / (high - low), side + 0 * x, x, y, ink.mean((1, 2)) / 255))
-
-
 def learn_framing(pictures: torch.Tensor) -> dict[str, Any]:
     """Learn what pictures, uint8 (n, 1, size, size), have in common.
 
-    border: the lowest and the highest border of describe_looks. frame: side, x and y, or None if
-    they differ from picture to picture. most_ink: an amount that few pictures exceed.
+    border: the darkest and the brightest median of a border, 0 to 1. framed: whether the ink of
+    nearly all is as large as that of MNIST's.
     """
-    looks = describe_looks(pictures[:: math.ceil(len(pictures) / NUM_LOOKED_AT), 0])
-    shares = torch.tensor([0, 0.05, 0.5, 0.95, 0.995, 1])
-    least, low, middle, high, most, greatest = looks.nanquantile(shares, 1)
-    is_steady = (high - low)[1:4].max() < 0.1
-    return {
-        "border": [least[0].item(), greatest[0].item()],
-        "frame": middle[1:4].tolist() if is_steady else None,
-        "most_ink": most[4].item(),
-    }
+    values = pictures[:: math.ceil(len(pictures) / NUM_LOOKED_AT), 0] / 255
+    border = border_of(values).median(1).values
+    ink = (values - border[:, None, None]).abs()
+    is_ink = ink > ink.amax((1, 2), keepdim=True) / 4
+    sides = torch.maximum(*(is_ink.any(dim).sum(1) for dim in (1, 2))) / values.shape[-1]
+    framed = ((sides[sides > 0] - INK).abs() < 0.06).float().mean() > 0.9
+    return {"border": [border.min().item(), border.max().item()], "framed": bool(framed)}
 
 
 def read_photo(
     path: Path | BytesIO, size: int, framing: dict[str, Any], as_is: bool = False
 ) -> tuple[torch.Tensor, str]:
-    """Make a picture file look like the training pictures, and return what still differs.
+    """Make a picture file look like the training pictures; return what is doubtful about it too.
 
-    If inverting the picture makes its border more like theirs, it is inverted. If the ink of all
-    training pictures is framed alike, a picture of another width and height than theirs is taken
-    for a photo: its ink is found, and framed like theirs. Raises UsageError.
+    If these are framed as MNIST's are, a picture of another width and height is taken for a photo
+    and prepared as MNIST's were. If inverting makes the border more like theirs, it is inverted.
+    Raises UsageError.
 
     Args:
         framing: what learn_framing returned, and "shape", the width and height of all training
@@ -86,58 +58,53 @@ def read_photo(
     with as_usage_error(f"{path} cannot be read as a picture"):
         picture = open_picture(path)
         grey = to_grey(picture)
-    (low, high), frame, shape = (framing[name] for name in ("border", "frame", "shape"))
-    doubt, border = "", 0.0
-    if as_is or not frame or shape in (None, [*picture.size]) or shape[0] != shape[1]:
+    (low, high), num_groups = framing["border"], 1
+    if as_is or not framing["framed"] or framing["shape"] in (None, [*picture.size]):
         pixels = torch.from_numpy(resize(grey, size))
-        border = describe_looks(pixels[None])[0].item()
     else:
         ink, num_groups = choose_groups(find_ink(picture))
         if not num_groups:
             raise UsageError(f"{path} is blank: nothing in it differs from its border")
-        pixels = frame_ink(ink, size, *frame)
-        if num_groups > 1:
-            doubt = f"{num_groups} separate groups of ink"
-        elif pixels.float().mean() / 255 > framing["most_ink"]:
-            doubt = "a blot"
+        pixels = frame_ink(ink, size)
+    border = border_of(pixels).median().item() / 255
     distance, inverted = (max(low - x, x - high, 0) for x in (border, 1 - border))
     if inverted < distance and not as_is:
         pixels = 255 - pixels
-    return pixels[None, None], doubt
+    return pixels[None, None], f"{num_groups} separate groups of ink" * (num_groups > 1)
 
 
 def find_ink(picture: Image.Image) -> torch.Tensor:
-    """Return where a photo differs from the lit paper, 0 to 1, at most MAX_SIDE pixels a side.
+    """Return how much each place differs from the paper, 0 to 1; all 0 if nothing does.
 
-    Of red, green and blue the one is used in which it differs most: red ink on green paper.
+    Paper is what a filter wider than strokes leaves, and ink is dark or bright. Of red, green and
+    blue the one is used in which it differs most from the median around it: red on green paper.
     """
-    found = torch.zeros(1, 1)
-    for channel in to_values(picture, "RGB"):
-        plane = Image.fromarray(channel.astype(np.uint8))
-        plane.thumbnail((MAX_SIDE, MAX_SIDE))
-        values = torch.from_numpy(np.array(plane)).float()
-        is_sheet = (values - border_of(values).median()).abs() > 50
-        if is_sheet.float().mean() > 0.3:  # a sheet on a table; writing covers less
-            left, top, right, bottom = box_of(is_sheet)
-            plane = plane.crop((left + 6, top + 6, right - 6, bottom - 6))
-        # The median of a wide neighbourhood is the paper's, because strokes cover less than half.
-        light = plane.resize((48, 48)).filter(ImageFilter.MedianFilter(31)).resize(plane.size)
-        blurred = plane.filter(ImageFilter.BoxBlur(1))
-        off = torch.from_numpy(np.asarray(blurred, np.float32) - np.asarray(light, np.float32))
-        found = max(found, off, -off, key=torch.max)
-    peak = found.max()
-    return ((found / peak.clamp(1) - 0.25) / 0.5).clamp(0, 1) * (peak > 20)  # less is noise
+    values = torch.from_numpy(to_values(picture, "RGB")).float()[None]
+    values = torch.cat((values, -values), 1)  # in the one half dark ink is dark, in the other light
+    shares = torch.tensor(values.shape[2:]) / max(values.shape[2:])
+    sizes = ((shares * side).ceil().int().tolist() for side in (SIDE, COARSE))
+    fine, coarse = (F.interpolate(values, s, mode="bilinear", antialias=True) for s in sizes)
+    around = F.unfold(F.pad(coarse, [WIDER // 2] * 4, mode="replicate"), WIDER)
+    around = around.view(6, WIDER**2, -1).median(1).values.view(coarse.shape)
+    paper = F.pad(coarse, [WIDE] * 4, mode="replicate")
+    for sign in (1, -1):
+        paper = sign * F.max_pool2d(sign * paper, WIDE, 1, WIDE // 2)
+    paper = paper[..., WIDE:-WIDE, WIDE:-WIDE]
+    off = paper - coarse
+    contrast = (off * (around - coarse)).sum((0, 2, 3)) / off.sum((0, 2, 3)).clamp(1)
+    fine = F.avg_pool2d(fine, 3, 1, 1, count_include_pad=False)
+    ink = (F.interpolate(paper, fine.shape[2:], mode="bilinear") - fine)[0, contrast.argmax()]
+    return (2 * ink / ink.max().clamp(1) - 0.5).clamp(0, 1) * (ink.max() > 20)  # less is noise
 
 
 def choose_groups(ink: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the ink without specks and without what runs off the picture, and the group count."""
-    is_ink = ink > 0.35
-    near = F.max_pool2d(is_ink[None].double(), 5, 1, 2)
+    near = F.max_pool2d((ink > 0.35)[None].float(), 3, 1, 1)
     groups, before = torch.arange(1.0, near.numel() + 1).view(near.shape) * near, near
     while not torch.equal(groups, before):  # each group takes its largest number
         before, groups = groups, F.max_pool2d(groups, 3, 1, 1) * near
     groups = groups[0].long()
-    mass = groups.flatten().bincount((ink * is_ink).flatten())
+    mass = groups.flatten().bincount((ink * (ink > 0.35)).flatten())
     inner = mass.clone()
     inner[border_of(groups)] = 0
     if inner.max() > 0.1 * mass.max():
@@ -145,12 +112,13 @@ def choose_groups(ink: torch.Tensor) -> tuple[torch.Tensor, int]:
     return ink * (mass > 0.04 * mass.max())[groups], int((mass > 0.15 * mass.max()).sum())
 
 
-def frame_ink(ink: torch.Tensor, size: int, side: float, x: float, y: float) -> torch.Tensor:
-    """Draw ink, 0 to 1, bright on black, uint8 (size, size). side, x and y: see describe_looks."""
-    left, top, right, bottom = box_of(ink > 0.35)
-    length = max(right - left, bottom - top) / side
-    # Cut out a square that reaches beyond the ink, into black.
-    x, y = (round(c.item() - length * part) for c, part in zip(centre_of(ink), (x, y), strict=True))
-    digit = Image.fromarray(ink.numpy()).crop((x, y, x + round(length), y + round(length)))
-    pixels = torch.from_numpy(resize(np.asarray(digit, float) * 255, size)).float()
-    return (pixels * (255 / pixels.max())).round().byte()
+def frame_ink(ink: torch.Tensor, size: int) -> torch.Tensor:
+    """Draw ink, 0 to 1, bright on black, uint8 (size, size), where MNIST has it."""
+    rows, columns = ((ink > 0.35).any(dim).nonzero()[:, 0] for dim in (1, 0))
+    ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    shape = [max(1, round(n * size * INK / max(ink.shape))) for n in ink.shape]
+    ink = F.interpolate(ink[None, None], shape, mode="bilinear", antialias=True)[0, 0]
+    ink = F.pad(ink * 255 / ink.max(), [size] * 4)
+    lines = ink.sum(1), ink.sum(0)  # the centre of mass lies in the pixel size / 2
+    y, x = (round(float((n * torch.arange(len(n))).sum() / n.sum() - size / 2)) for n in lines)
+    return ink[y : y + size, x : x + size].round().byte()

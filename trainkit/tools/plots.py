@@ -2,12 +2,14 @@
 
 python -m trainkit.tools.plots runs/mnist         draws the plots of one run again
 python -m trainkit.tools.plots runs/a runs/b      compares the settings and the metrics of runs
+python -m trainkit.tools.plots runs/sweep        compares the runs in a folder, the best one first
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill, shorten
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from trainkit.tools import curves
 from trainkit.tools.curves import COLOURS, legend_above, new_figure
 
 NUM_MISTAKES = 24
+MAX_NAME = 24  # letters of a class beside confusion.png
 MAX_CELLS = 32  # classes up to which confusion.png has room for all numbers and names
 
 
@@ -83,7 +86,8 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     matrix = confusion_matrix(tensors["prediction"], tensors["target"], num).numpy()
     shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     inches, font = (0.62, 8.0) if num <= 15 else (0.42, 6.2)  # of a cell
-    side = min(num, MAX_CELLS) * inches + 1.8
+    classes = [shorten(name, MAX_NAME, placeholder=" ...")[:MAX_NAME] for name in classes]
+    side = min(num, MAX_CELLS) * inches + 1.8 + 0.09 * max(map(len, classes))
     figure = new_figure(side, side)
     axes = figure.subplots()
     axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.35, 0, 1))
@@ -114,14 +118,16 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
 def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> Figure:
     """Draw the most confident errors: picture, predicted and true class, probability."""
     pictures, (worst, probability) = saved_pictures(tensors), worst_mistakes(tensors)
-    rows, font = max(1, math.ceil(len(worst) / 6)), 9 if max(map(len, classes)) < 6 else 7
-    figure = new_figure(9, 0.4 + 1.9 * rows)
+    rows, is_long = max(1, math.ceil(len(worst) / 6)), max(map(len, classes)) >= 6
+    figure = new_figure(9, 0.4 + (2.4 if is_long else 1.9) * rows)
+    font, width = (7, 24) if is_long else (9, 40)  # of a title, which is as wide as its picture
     for axes in figure.subplots(rows, 6, squeeze=False).flat:
         axes.set_axis_off()
     for axes, index, share in zip(figure.axes, worst.tolist(), probability, strict=False):
         axes.imshow(to_array(pictures[index]), cmap="gray", vmin=0, vmax=255)
         said, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
-        axes.set_title(f"predicted {said}, {share:.2%}\ntrue {true}", fontsize=font)
+        lines = f"predicted {said}, {share:.2%}", f"true {true}"
+        axes.set_title("\n".join(fill(line, width) for line in lines), fontsize=font)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {len(worst)} most confident of " if len(worst) < all_mistakes else ""
     figure.suptitle(f"{shown}{all_mistakes} mistake{'s' * (all_mistakes != 1)}", fontsize=11)
@@ -162,12 +168,17 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Figu
 @dataclass
 class Config:
     run_dirs: Positional[list[Path]]
-    """one, or several to compare"""
+    """one, or several to compare, or a folder that holds several"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the plots of one run folder, or compare several."""
-    run_dirs = parse(Config, argv).run_dirs
+    run_dirs = []
+    for path in parse(Config, argv).run_dirs:
+        inside = sorted(found.parent for found in path.glob("*/metrics.jsonl"))
+        is_run = (path / "metrics.jsonl").exists()
+        if not (path.suffix == ".lock" and path.is_file()):  # of a run folder beside it
+            run_dirs += inside if inside and not is_run else [path]
     for run_dir in run_dirs:
         if not (run_dir / "metrics.jsonl").exists():
             raise UsageError(f"{run_dir} is not a run folder: it has no metrics.jsonl")
