@@ -138,10 +138,10 @@ def make_synthetic(config: Config) -> tuple[pd.DataFrame, list[str], dict[str, A
     return x.join(y), [*y], {"data": "synthetic", "truth": truth.tolist()}
 
 
-def load_data(config: Config) -> sets.Sets:
+def load_data(config: Config) -> sets.TableSets:
     """Return the training set, the evaluation set (with row numbers), rows held back, metadata."""
     load = make_synthetic if config.data is None else sets.load_table
-    made = sets.make_sets(*load(config), config, hold_back=config.model == "tabm")
+    made = sets.make_table_sets(*load(config), config, hold_back=config.model == "tabm")
     hidden = config.hidden if config.model == "mlp" else []
     made.metadata.update(input="table", script=Path(__file__).stem, model=config.model)
     made.metadata["hidden"] = hidden

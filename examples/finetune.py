@@ -50,11 +50,11 @@ class Config(TrainingConfig):
 
 
 def load_data(config: Config) -> tuple:
-    """Return samples (tokens, which are learned) to train and evaluate on, and Sets' others."""
-    tokenizer, limit = conversations.read_base(config.base)
+    """Return samples (tokens, which are learned) to train and evaluate on, and ChatSets' others."""
+    tokenizer, limit = conversations.read_tokenizer(config.base)
     with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
         more = config.system, config.prompt, first_day(config)
-        sets = conversations.make_sets(tokenizer, config.data, config.max_tokens, limit, *more)
+        sets = conversations.make_chat_sets(tokenizer, config.data, config.max_tokens, limit, *more)
     if config.pack:
         sets = pack_sets(sets, config.max_tokens)
     return *sets, tokenizer

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainkit.config import Count, MayChange, Positive, Rule, Schedule, TrainingConfig, parse
 from trainkit.errors import as_usage_error
 from trainkit.language import preferences, pretrained, token_losses
-from trainkit.language.conversations import read_base
+from trainkit.language.conversations import read_tokenizer
 from trainkit.language.templates import first_day
 from trainkit.orders import by_length
 
@@ -53,7 +53,7 @@ class Config(TrainingConfig):
 
 def load_data(config: Config) -> tuple:
     """Return pairs of tokens to train and evaluate on, and what else the run needs of them."""
-    tokenizer, limit = read_base(config.base)
+    tokenizer, limit = read_tokenizer(config.base)
     with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
         more = config.max_tokens, limit, first_day(config)
         pairs = preferences.make_pairs(tokenizer, config.data, *more)

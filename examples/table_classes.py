@@ -38,7 +38,7 @@ class Config(sets.TableConfig):
         return problems if self.data else [*problems, "name the table with --data FILE"]
 
 
-def load_data(config: Config) -> sets.Sets:
+def load_data(config: Config) -> sets.TableSets:
     """Return the training set, the evaluation set (with row numbers), rows held back, metadata."""
     made = sets.make_class_sets(*sets.load_table(config, predicts_classes=True), config)
     made.metadata.update(input="table_class", script=Path(__file__).stem)

@@ -184,14 +184,14 @@ def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnis
     assert predictor.evaluated["target"][numbers].tolist() == [*range(10)]
     assert all(re.fullmatch(r"\d, taken for \d", text) for _, text in shelves["worst mistakes"])
     seven = predictor.evaluated["image"][numbers[7]]
-    said, shares, views = answers.describe(predictor, seven)
+    said, shares, views = answers.describe_answer(predictor, seven)
     assert max(shares, key=shares.get) in said and list(shares) == captions
     assert (views[0][0] == seven[0].numpy()).all()
     overlay = views[1][0].astype(int)
     assert (overlay[..., 0] - overlay[..., 2]).max() > 100  # orange: some pixels speak for it
     predictor.metadata["classes"] = ["<b>x"] * 10
     predictor.calibration["threshold"] = 1.1
-    said, *_ = answers.describe(predictor, seven)
+    said, *_ = answers.describe_answer(predictor, seven)
     assert said.startswith("<h2>unsure, perhaps &lt;b&gt;x</h2>") and "95 in 100" in said
     for drawn in (None, {"composite": np.full((280, 280), 255, np.uint8)}):
         assert page.answer_drawing(predictor, drawn) == ("", None, None)

@@ -25,7 +25,7 @@ from trainkit.metrics import RunningMeans
 from trainkit.position import Progress
 from trainkit.run_dir import files
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import describe, verify, write_manifest
+from trainkit.run_dir.manifest import list_files, verify, write_manifest
 from trainkit.run_dir.records import read_rows
 
 
@@ -95,7 +95,7 @@ def step(run_dir: Path, number: int) -> Path:
 
 def reforge(path: Path) -> None:
     """Make the manifest say that the folder as it is now is what was saved."""
-    write_manifest(path, describe(path))
+    write_manifest(path, list_files(path))
 
 
 def schedules(optimizers: list[torch.optim.Optimizer]) -> list:

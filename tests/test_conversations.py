@@ -51,7 +51,7 @@ def base(tmp_path_factory):
 def make(base, tmp_path):
     """Make the sets of rows, each written three times."""
 
-    def call(*rows, template=AS_VALUES, single="", function=conversations.make_sets, **more):
+    def call(*rows, template=AS_VALUES, single="", function=conversations.make_chat_sets, **more):
         tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         tokenizer.chat_template = template
         tokenizer.add_special_tokens({"bos_token": "<assistant>"})

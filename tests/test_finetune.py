@@ -295,12 +295,12 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
     path.write_text("".join(f"{json.dumps(row)}\n" for row in given * 3))
     if isinstance(said, str):
         with pytest.raises(UsageError, match=said):
-            conversations.make_sets(tokenizer, str(path), 64)
+            conversations.make_chat_sets(tokenizer, str(path), 64)
         return
     Dataset.from_list(given * 3).save_to_disk(tmp_path / "saved")
     Dataset.from_list(given * 3).to_parquet(tmp_path / "rows.parquet")
     for source in (path, tmp_path / "saved", tmp_path / "rows.parquet"):
-        train_set, _, _, plan, *_ = conversations.make_sets(tokenizer, str(source), 64, 99)
+        train_set, _, _, plan, *_ = conversations.make_chat_sets(tokenizer, str(source), 64, 99)
         texts = [tokenizer.decode(tokens[where]) for tokens, where in train_set]
         assert texts[: len(learned)] == learned and all(texts)
         assert plan.keys() == {"data", "end", "first", *said}

@@ -19,7 +19,7 @@ from conftest import forget_accelerator
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from trainkit.checks.content import hash_fixed, held_in_memory, parts_of, text_of
+from trainkit.checks.content import hash_fixed, held_in_memory, sample_parts, text_of
 from trainkit.checks.data import check_data, random_collation, random_parts
 from trainkit.config import MayChange, TrainingConfig
 from trainkit.errors import UsageError
@@ -237,7 +237,7 @@ def test_objects_are_compared_by_what_they_hold_and_not_by_where():
     assert text_of([one]) == text_of([same]) != text_of([other])
     assert text_of({"a": {3, 1}, "b": b"x"}) == text_of({"a": {1, 3}, "b": b"x"})
     assert "0x" not in text_of(Graph(torch.ones(2)))  # a circle
-    assert parts_of((1, "a")) == {"[0]": "1", "[1]": '"a"'} and parts_of([1]) == {"": "[1]"}
+    assert sample_parts((1, "a")) == {"[0]": "1", "[1]": '"a"'} and sample_parts([1]) == {"": "[1]"}
 
 
 def test_modules_and_files_are_known_by_their_content(tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,16 @@ def test_only_scripts_import_run_and_no_script_what_shows_its_results():
     for forbidden, paths in (("trainkit.run.", KIT), ("trainkit.tools", scripts)):
         for path in paths:
             assert not [name for name in imported(path) if name.startswith(forbidden)], path
+
+
+def test_no_name_stands_twice():
+    of_every_script, places = {"main", "Config", "make_model", "load_data"}, defaultdict(list)
+    for path in KIT:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                places[node.name].append(path.relative_to(ROOT).as_posix())
+    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert not twice.keys() - of_every_script, twice
 
 
 def num_tokens(path: Path) -> int:

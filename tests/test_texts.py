@@ -132,7 +132,7 @@ def bag_of(*lines: str) -> list[torch.Tensor]:
 
 def test_padding_and_other_texts_change_nothing(base):
     config = parse(text.Config, ["--base", str(base)])
-    about, tokenizer = encoders.read_base(config)
+    about, tokenizer = encoders.read_encoder(config)
     metadata = {"encoder": json.loads(json.dumps(about)), "max_tokens": 40, "classes": ["a", "b"]}
     model = text.make_model(metadata, str(base))  # in training mode: dropout would show
     assert config.max_tokens == 40 and model.training
@@ -188,14 +188,14 @@ def test_as_many_tokens_are_taken_as_the_encoder_has_positions_for(base, tmp_pat
     tokenizer = folder / "tokenizer_config.json"
     tokenizer.write_text(tokenizer.read_text().replace("40", "64"))
     with pytest.raises(UsageError, match=f"takes at most {most}"):
-        encoders.read_base(config)
+        encoders.read_encoder(config)
 
 
 def test_weights_that_are_missing_are_named(base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "base")
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
-    about, _ = encoders.read_base(parse(text.Config, ["--base", str(folder)]))
+    about, _ = encoders.read_encoder(parse(text.Config, ["--base", str(folder)]))
     with pytest.raises(UsageError, match=r"has no weights for 16 parts: encoder\.layer\.1"):
         encoders.make_encoder(about, str(folder))
 
@@ -230,7 +230,7 @@ CASES = [
 ]
 
 
-def read(flags) -> texts.Sets:
+def read(flags) -> texts.TextSets:
     return texts.read_sets(parse(text.Config, flags.split()))
 
 

@@ -50,7 +50,7 @@ def problem(config: TrainingConfig, progress: Progress) -> str:
     return f"--keep-best {config.keep_best}: there are only {', '.join(progress.metrics)}"
 
 
-def describe(accelerator: Accelerator, config: TrainingConfig, progress: Progress) -> str:
+def describe_best(accelerator: Accelerator, config: TrainingConfig, progress: Progress) -> str:
     """One sentence that says which evaluation was the best and where its weights are."""
     name, direction = metric_and_direction(config.keep_best or "")
     step = progress.best_step

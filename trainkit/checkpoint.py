@@ -40,7 +40,7 @@ from accelerate.utils import broadcast_object_list
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, as_usage_error, failing_together
-from trainkit.fingerprint import compare_sources, compare_worlds, describe_world, read_same_run
+from trainkit.fingerprint import compare_sources, compare_worlds, read_same_run, world_facts
 from trainkit.launch.nodes import loaded_sources
 from trainkit.metrics import RunningMeans
 from trainkit.optim import keeping_kernels
@@ -50,7 +50,7 @@ from trainkit.rng import seed_host
 from trainkit.run_dir.commit import Commits
 from trainkit.run_dir.files import remove_tree, sync
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import abandon_later, choose
+from trainkit.run_dir.manifest import abandon_later, choose_checkpoint
 from trainkit.text import check_json
 
 
@@ -102,7 +102,7 @@ class Checkpoints:
             "sums": self.means.state(),
             "log_bytes": self.tracker.size(),
             "fingerprint": self.fingerprint,
-            "world": describe_world(accelerator),
+            "world": world_facts(accelerator),
             "sources": self.sources,
         }
         save_state = accelerator.save_state
@@ -134,7 +134,7 @@ class Checkpoints:
             if main:
                 for leftover in list(self.directory.glob(".tmp-*")):
                     remove_tree(leftover)
-                path = choose(self.directory, wanted, notices)
+                path = choose_checkpoint(self.directory, wanted, notices)
             if path:  # only on the main process
                 with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
                     trainer = read_same_run(path, self.fingerprint, last_step)
@@ -149,7 +149,7 @@ class Checkpoints:
             if main:
                 # The run continues from this checkpoint. Rows are cut only after later checkpoints
                 # are renamed: if this is killed halfway, "auto" can still resume.
-                notices += compare_worlds(trainer.get("world", {}), describe_world(accelerator))
+                notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
                 notices += compare_sources(trainer.get("sources", {}), self.sources)
                 notices.extend(abandon_later(self.directory, progress.step, path))
                 self.tracker.cut(trainer.get("log_bytes", 0))

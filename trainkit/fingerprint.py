@@ -97,7 +97,7 @@ def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str
         )
 
 
-def describe_world(accelerator: Accelerator) -> dict[str, Any]:
+def world_facts(accelerator: Accelerator) -> dict[str, Any]:
     """What may change on a resume; a change makes rounding differ."""
     return {
         "num_processes": accelerator.num_processes,
@@ -111,7 +111,7 @@ def describe_world(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def compare_worlds(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each difference between two results of describe_world(...)."""
+    """Yield a sentence for each difference between two results of world_facts(...)."""
     for name in now:
         if before.get(name, now[name]) != now[name]:
             yield (

@@ -104,7 +104,7 @@ class Results:
             except Exception as problem:  # no matplotlib, no memory, no disk
                 said += f"the pictures were not drawn: {first_sentence(problem)}\n"
         if config.keep_best:
-            said += f"{best.describe(self.accelerator, config, progress)}\n"
+            said += f"{best.describe_best(self.accelerator, config, progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
         return (
             f"{said}done: {count(progress.step, 'step')}, {measured}; in "

@@ -28,7 +28,7 @@ from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
 from trainkit.checks.data import check_data, random_collation
 from trainkit.checks.prepared import Prepared, check_loader, check_predictions
 from trainkit.checks.values import check_rows
-from trainkit.cli.console import describe
+from trainkit.cli.console import describe_plan
 from trainkit.config import TrainingConfig
 from trainkit.divisors import Count
 from trainkit.ema import EMA
@@ -140,7 +140,7 @@ class Run:
         self.models = self.prepared.models
         self.results = Results(self.accelerator, self.config, self.models, metadata, save_frozen)
         lines = (plan or {}) | self.data_plan | random_collation(self.accelerator)
-        self.print(describe(self, lines))
+        self.print(describe_plan(self, lines))
         start_from = self.config.start_from
         started_from, sha256 = shards.start_from(self.accelerator, start_from, self.models[0])
         fingerprint = fingerprint_run(self, metadata, sha256, fixed or {})

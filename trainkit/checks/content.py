@@ -70,7 +70,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(rows.contiguous().flatten().view(torch.uint8).numpy())
 
 
-def parts_of(sample: Any) -> dict[str, str]:
+def sample_parts(sample: Any) -> dict[str, str]:
     """The text of each entry of a sample or batch that is a dict or a tuple, else of all of it."""
     if isinstance(sample, Mapping):
         return {f"[{name!r}]": text_of(value) for name, value in sample.items()}

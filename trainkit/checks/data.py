@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import Dataset, default_collate
 
-from trainkit.checks.content import held_in_memory, parts_of
+from trainkit.checks.content import held_in_memory, sample_parts
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
@@ -81,7 +81,9 @@ def random_parts(dataset: Dataset) -> set[str]:
     near = torch.arange(min(len(dataset), NUM_COLLATED))
     places = near if hasattr(dataset, "fingerprint") else places_in(dataset, NUM_TWICE)
     once = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64)).make(places)
-    pairs = zip(map(parts_of, once), map(parts_of, read_samples(dataset, places)), strict=True)
+    pairs = zip(
+        map(sample_parts, once), map(sample_parts, read_samples(dataset, places)), strict=True
+    )
     return set(chain.from_iterable(differing(*pair) for pair in pairs))
 
 
@@ -107,7 +109,7 @@ def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> None:
     if texts is None or has_transform(dataset):
         digest.update(f"{len(dataset)} without {sorted(drawn)}".encode())
         for sample in read_samples(dataset, places_in(dataset, NUM_HASHED).unique()):
-            parts = parts_of(sample).items()
+            parts = sample_parts(sample).items()
             kept = [part for part in parts if part[0] not in drawn and "" not in drawn]
             digest.update(repr(kept).encode())
 
@@ -141,9 +143,9 @@ def random_collation(accelerator: Accelerator) -> dict[str, str]:
                 batches = []
                 for seed in (1, 2):  # made twice, because a collate_fn may change its samples
                     samples = [*read_samples(whole.dataset, places)]
-                    texts = [*map(parts_of, samples)]
+                    texts = [*map(sample_parts, samples)]
                     seed_host(seed)
-                    batches.append((texts, parts_of(whole.collate_fn(samples))))
+                    batches.append((texts, sample_parts(whole.collate_fn(samples))))
             (one, batch), (other, again) = batches
             drawn |= differing(batch, again) if one == other else set()
     text = (

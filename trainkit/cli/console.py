@@ -40,7 +40,7 @@ def fit(text: str) -> str:
     return "\n".join(lines)
 
 
-def describe(run: Any, plan: dict[str, str]) -> str:
+def describe_plan(run: Any, plan: dict[str, str]) -> str:
     """Return the plan of a Run that has models and optimizers, including the script's own lines."""
     config, accelerator, length = run.config, run.accelerator, run.length
     num_processes = accelerator.num_processes

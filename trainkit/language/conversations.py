@@ -14,8 +14,8 @@ from trainkit.language.templates import Chat, Sample, is_learned, show_sample
 from trainkit.text import first_sentence
 
 
-class Sets(NamedTuple):
-    """What make_sets returns; pack_sets makes other samples of it."""
+class ChatSets(NamedTuple):
+    """What make_chat_sets returns; pack_sets makes other samples of it."""
 
     train_set: Sequence[Any]  # of Sample
     eval_set: Sequence[Any]  # sorted by length, so that its batches have little padding
@@ -25,7 +25,7 @@ class Sets(NamedTuple):
     day: str = ""  # the date that the chat template writes
 
 
-def read_base(base: str) -> tuple[Any, int | None]:
+def read_tokenizer(base: str) -> tuple[Any, int | None]:
     """Return the tokenizer of a folder or Hub id, and how many tokens its model takes at once."""
     with as_usage_error("this example needs `pip install transformers`"):
         from transformers import AutoConfig, AutoTokenizer
@@ -53,7 +53,7 @@ def check_left(sets: Sequence[Sequence], num_rows: int, what: str, limit: str) -
         raise UsageError(f"none of the {what} within {limit}: shorten the prompts{larger}")
 
 
-def make_sets(
+def make_chat_sets(
     tokenizer: Any,
     source: str,
     max_tokens: int,
@@ -61,7 +61,7 @@ def make_sets(
     system: str | None = None,
     prompts: Sequence[str] = (),
     today: date | None = None,
-) -> Sets:
+) -> ChatSets:
     """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
 
     Samples are cut to max_tokens, or to `limit` if that is less; samples with no learned token left
@@ -85,7 +85,7 @@ def make_sets(
     if not asks and sets[1]:
         asks["answer"] = ask
     by_length = sorted(sets[1], key=lambda sample: len(sample[0]))
-    return Sets(sets[0], by_length, chat.end, plan, asks, chat.day)
+    return ChatSets(sets[0], by_length, chat.end, plan, asks, chat.day)
 
 
 def _encode_rows(

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from trainkit.errors import UsageError
 from trainkit.evaluation import evaluating
-from trainkit.language.conversations import Sets
+from trainkit.language.conversations import ChatSets
 from trainkit.language.templates import Sample
 from trainkit.private import attends_by_sdpa, is_stateful
 
@@ -93,7 +93,7 @@ class Packed(Dataset):
         return join([self.samples[index] for index in self.rows[row]])
 
 
-def pack_sets(sets: Sets, size: int) -> Sets:
+def pack_sets(sets: ChatSets, size: int) -> ChatSets:
     """Pack both sets into rows of at most `size` tokens, and say in the plan how full they are."""
     train_set, eval_set = (Packed(samples, size) for samples in sets[:2])
     num_samples, num_rows = len(sets.train_set), len(train_set)

@@ -27,7 +27,7 @@ def steps_in(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
 
 
-def choose(directory: Path, wanted: str | None, notices: list[str]) -> Path | None:
+def choose_checkpoint(directory: Path, wanted: str | None, notices: list[str]) -> Path | None:
     """Return the checkpoint in `directory` that --resume names, verified, or None for a new run.
 
     Raises UsageError if that checkpoint is not complete, or if none of several is.
@@ -80,7 +80,7 @@ def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
     Only the process that wrote a file does this: on a network file system its machine alone may
     hold the bytes. Raises RunFailure for a file that a resume would refuse.
     """
-    files = describe(folder, rank)
+    files = list_files(folder, rank)
     for name in files:
         if not FILE_NAME.fullmatch(name):
             raise RunFailure(
@@ -111,7 +111,7 @@ def verify(path: Path) -> str | None:
         manifest = json.loads(file.read_bytes())
         if manifest["format"] != FORMAT:
             return f"its format is {manifest['format']}, not {FORMAT}"
-        files, there = manifest["files"], describe(path)
+        files, there = manifest["files"], list_files(path)
         for name in sorted(files | there):
             if name not in there:
                 return f"{name} is missing"
@@ -124,7 +124,7 @@ def verify(path: Path) -> str | None:
     return None
 
 
-def describe(folder: Path, rank: int | None = None) -> dict[str, dict[str, Any]]:
+def list_files(folder: Path, rank: int | None = None) -> dict[str, dict[str, Any]]:
     """Size and hash of each file below a folder except its manifest; empty for links and pipes.
 
     With `rank`, only of the files that this process writes.

@@ -64,7 +64,7 @@ class Column:
         return [self.name, *waves]
 
     def expand(self, values: np.ndarray) -> np.ndarray:
-        """Return the numbers, (rows, features), that values as parse() returns them become."""
+        """Return the numbers, (rows, features), that values of parse_cells() become."""
         if self.categories:
             return (values[:, None] == self.categories).astype(np.float64)
         values = values.astype(np.float64)
@@ -92,7 +92,7 @@ def list_counts(words: dict[str, int]) -> str:
     return f": {shorten(counts, MAX_SHOWN)}" * bool(counts)
 
 
-def parse(values: pd.Series, column: Column) -> pd.Series:
+def parse_cells(values: pd.Series, column: Column) -> pd.Series:
     """Return the values as numbers, or as texts of a category; NaN where a value is neither."""
     if column.categories is not None:
         return values.astype(object).map(as_text, na_action="ignore")
@@ -129,7 +129,7 @@ def learn_column(
     column = find_kind(values, values.name in categorical)
     if isinstance(column, str):
         return column
-    parsed = parse(values, column)
+    parsed = parse_cells(values, column)
     known, odd = parsed.iloc[train], values[parsed.isna()].astype(object).fillna("").astype(str)
     others = odd[~odd.isin(MISSING)]
     impute = missing == "impute" or (missing is None and len(odd) > 0)
@@ -174,7 +174,7 @@ def find_kind(values: pd.Series, is_category: bool) -> Column | str:
     if is_category or not len(cells):
         column.categories = []
         return column
-    numbers = parse(cells, column).dropna()
+    numbers = parse_cells(cells, column).dropna()
     texts = cells.astype(str)
     others, distinct = texts.drop(numbers.index), texts.drop_duplicates()
     if not len(others):
@@ -233,7 +233,7 @@ def encode(
     blocks, problems = [], []
     for column in columns:
         values = table[column.name]
-        numbers = parse(values, column)
+        numbers = parse_cells(values, column)
         wrong = numbers.isna() & values.notna() & ~values.isin([*MISSING, *(column.words or [])])
         if column.fill is not None:
             numbers = numbers.fillna(column.fill)

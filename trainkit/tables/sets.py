@@ -33,7 +33,7 @@ from trainkit.tables.columns import (
     is_index,
     learn_column,
     list_counts,
-    parse,
+    parse_cells,
 )
 from trainkit.text import count, shorten
 
@@ -107,7 +107,7 @@ class TableConfig(TrainingConfig):
         vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
 
 
-class Split(NamedTuple):
+class TableSplit(NamedTuple):
     """Positions of rows, int64: to train on, to evaluate on, to hold back; and lines of the plan.
 
     Rows held back are a part of the training rows that the weights do not see: they decide how far
@@ -120,7 +120,7 @@ class Split(NamedTuple):
     plan: dict[str, str]
 
 
-class Sets(NamedTuple):
+class TableSets(NamedTuple):
     """A set to train on, one to evaluate on (with row numbers), rows held back, and metadata.
 
     The metadata are what a prediction for a new row needs, and the lines of the plan.
@@ -183,7 +183,7 @@ def _check_targets(table: pd.DataFrame, config: TableConfig) -> None:
         kind = find_kind(table[name], name in config.categorical)
         is_category = isinstance(kind, Column) and kind.categories is not None
         if is_category and table[name].notna().any():
-            texts = sorted(parse(table[name], Column(name, [])).dropna().unique())
+            texts = sorted(parse_cells(table[name], Column(name, [])).dropna().unique())
             raise UsageError(
                 f"--data {config.data}: column {name!r} holds texts, such as "
                 f"{shorten([*map(repr, texts)])}, and this script predicts numbers. For the class "
@@ -202,25 +202,25 @@ def command(script: str, config: TableConfig, target: list[str]) -> str:
     return " ".join(words)
 
 
-def make_sets(
+def make_table_sets(
     table: pd.DataFrame,
     names: list[str],
     metadata: dict[str, Any],
     config: TableConfig,
     hold_back: bool = False,
-) -> Sets:
+) -> TableSets:
     """Return sets whose rows are features and targets, both as standardised numbers.
 
-    names: the targets. metadata: what load_table returns. hold_back: see Split. What is learned
-    from rows (categories, means) is learned from the training rows alone. Raises a UsageError that
-    says of each column whether it can be used.
+    names: the targets. metadata: what load_table returns. hold_back: see TableSplit. What is
+    learned from rows (categories, means) is learned from the training rows alone. Raises a
+    UsageError that says of each column whether it can be used.
     """
     targets = [Column(name) for name in names]
     split, learned = split_and_learn(table, targets, config, hold_back)
     features, facts = encode_features(table, targets, learned, split, config)
     features, numbers = np.split(features, [-len(names)], axis=1)
-    inputs, more = standardise("feature", facts["features"], features, split, config)
-    outputs, facts["target"] = standardise("target", names, numbers, split, config)
+    inputs, more = standardise_columns("feature", facts["features"], features, split, config)
+    outputs, facts["target"] = standardise_columns("target", names, numbers, split, config)
     facts |= more | facts.pop("target")
     facts["baseline"] = numbers[known_rows(split)].mean(0).tolist()
     metadata = metadata | facts
@@ -230,7 +230,7 @@ def make_sets(
 
 def make_class_sets(
     table: pd.DataFrame, names: list[str], metadata: dict[str, Any], config: TableConfig
-) -> Sets:
+) -> TableSets:
     """Return sets whose rows are features, as standardised numbers, and the number of a class.
 
     names: the one target. metadata: what load_table returns; the names of the classes are added to
@@ -239,11 +239,11 @@ def make_class_sets(
     where = f"--data {config.data}"
     if len(names) > 1:
         raise UsageError(f"{where}: --target {typed(*names)}: choose one column of classes")
-    classes, labels = find_classes(table[names[0]], where, config)
+    classes, labels = find_table_classes(table[names[0]], where, config)
     target = Column(names[0], classes)
     split, learned = split_and_learn(table, [target], config, hold_back=True)
     features, facts = encode_features(table, [target], learned, split, config)
-    inputs, more = standardise(
+    inputs, more = standardise_columns(
         "feature", facts["features"], features[:, : -len(classes)], split, config
     )
     facts |= more | {"classes": classes, "targets": names}
@@ -253,14 +253,14 @@ def make_class_sets(
     return take_parts((inputs, labels), table, split, metadata)
 
 
-def find_classes(
+def find_table_classes(
     values: pd.Series, where: str, config: TableConfig
 ) -> tuple[list[str], torch.Tensor]:
     """Return the names of the classes in a column, and the number of the class of each row.
 
     Raises UsageError if its values are amounts, or all alike, or all different.
     """
-    texts = parse(values, Column(str(values.name), []))
+    texts = parse_cells(values, Column(str(values.name), []))
     classes = sorted(texts.unique())
     numbers = pd.to_numeric(pd.Series(classes), errors="coerce")
     if numbers.notna().all():
@@ -282,7 +282,7 @@ def find_classes(
     return classes, torch.tensor([number[text] for text in texts])
 
 
-def describe_classes(labels: torch.Tensor, classes: list[str], split: Split) -> dict[str, str]:
+def describe_classes(labels: torch.Tensor, classes: list[str], split: TableSplit) -> dict[str, str]:
     """Return the lines of the plan that say what the accuracy will be worth."""
     num = len(classes)
     trained = labels[known_rows(split)].bincount(minlength=num)
@@ -303,14 +303,14 @@ def describe_classes(labels: torch.Tensor, classes: list[str], split: Split) -> 
     return plan
 
 
-def known_rows(split: Split) -> np.ndarray:
+def known_rows(split: TableSplit) -> np.ndarray:
     """Return the positions of all rows that something may be learned from."""
     return np.sort(np.concatenate((split.train, split.held_back)))
 
 
 def split_and_learn(
     table: pd.DataFrame, targets: list[Column], config: TableConfig, hold_back: bool
-) -> tuple[Split, dict[str, Column | str]]:
+) -> tuple[TableSplit, dict[str, Column | str]]:
     """Split the rows, with equal ones on one side; learn each column, or why it is left out."""
     train, test = split_rows(len(table), config)
     learned = learn_columns(table, targets, train, config)
@@ -340,7 +340,7 @@ def split_and_learn(
         apart[order[: round(HELD_BACK * len(train))]] = True
         places, others = split_equal_samples(apart, together[train])
         train, held_back = train[places.numpy()], train[others.numpy()]
-    return Split(train, test, held_back, plan), learned
+    return TableSplit(train, test, held_back, plan), learned
 
 
 def hash_rows(
@@ -352,9 +352,9 @@ def hash_rows(
     kind of thing, and not one that was copied.
     """
     used = [column for column in learned.values() if isinstance(column, Column)]
-    parsed = pd.DataFrame({column.name: parse(table[column.name], column) for column in used})
+    parsed = pd.DataFrame({column.name: parse_cells(table[column.name], column) for column in used})
     for column in targets:
-        parsed[column.name] = parse(table[column.name], column)
+        parsed[column.name] = parse_cells(table[column.name], column)
     kinds = math.prod(max(1, parsed[name].nunique()) for name in parsed)
     hashes = pd.util.hash_pandas_object(parsed, index=False).to_numpy().view(np.int64)
     return torch.from_numpy(hashes.copy()), kinds <= len(table)
@@ -380,7 +380,7 @@ def encode_features(
     table: pd.DataFrame,
     targets: list[Column],
     learned: dict[str, Column | str],
-    split: Split,
+    split: TableSplit,
     config: TableConfig,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Return features and targets as float64, and the metadata of the columns.
@@ -400,8 +400,8 @@ def encode_features(
     return values, facts
 
 
-def standardise(
-    kind: str, names: list[str], part: np.ndarray, split: Split, config: TableConfig
+def standardise_columns(
+    kind: str, names: list[str], part: np.ndarray, split: TableSplit, config: TableConfig
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return numbers with the mean 0 and the deviation 1 in the training rows, and metadata."""
     rows = part[known_rows(split)]
@@ -421,22 +421,25 @@ def standardise(
 
 
 def take_parts(
-    tensors: Sequence[torch.Tensor], table: pd.DataFrame, split: Split, metadata: dict[str, Any]
-) -> Sets:
+    tensors: Sequence[torch.Tensor],
+    table: pd.DataFrame,
+    split: TableSplit,
+    metadata: dict[str, Any],
+) -> TableSets:
     """Return the sets of the rows that a split has; those to evaluate on have row numbers."""
     train, held_back = (
         InMemory(*(tensor[part] for tensor in tensors)) for part in (split.train, split.held_back)
     )
     numbers = torch.from_numpy(table.index.to_numpy(copy=True))
     evaluated = InMemory(*(tensor[split.test] for tensor in (*tensors, numbers)))
-    return Sets(train, evaluated, held_back, metadata)
+    return TableSets(train, evaluated, held_back, metadata)
 
 
 def make_plan(
     metadata: dict[str, Any],
     learned: dict[str, Column | str],
     table: pd.DataFrame,
-    split: Split,
+    split: TableSplit,
 ) -> dict[str, str]:
     """Return the lines of the plan that say how the table is used.
 

@@ -33,7 +33,7 @@ def plain(values: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(values), object_hook=keep)
 
 
-def read_base(config: Any) -> tuple[dict[str, Any] | None, Any]:
+def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
     """Return the configuration of --base as JSON, and its tokenizer; set --max-tokens if UNSET.
 
     All probabilities of dropout are 0, because its masks would depend on the number of processes.

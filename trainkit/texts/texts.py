@@ -83,7 +83,7 @@ class TextConfig(TrainingConfig):
         return problems
 
 
-class Sets(NamedTuple):
+class TextSets(NamedTuple):
     """Texts with the number of the class of each, the names of the classes, lines of the plan."""
 
     train: list[tuple[str, int]]
@@ -93,7 +93,7 @@ class Sets(NamedTuple):
     plan: dict[str, str]
 
 
-def read_docstrings(packages: list[str], num: int | None) -> Sets:
+def read_docstrings(packages: list[str], num: int | None) -> TextSets:
     """Return lines of documentation and which package has them; every fifth is held out."""
     origin: dict[str, set[int]] = {}
     for label, package in enumerate(packages):
@@ -106,10 +106,10 @@ def read_docstrings(packages: list[str], num: int | None) -> Sets:
     lines = [(line, min(ids)) for line, ids in sorted(origin.items()) if len(ids) == 1]
     train, held_out = [line for n, line in enumerate(lines) if n % 5], lines[::5]
     train, held_out = train[:num], held_out[:num]
-    return Sets(train, held_out, packages, {}, describe(train, held_out, packages))
+    return TextSets(train, held_out, packages, {}, describe_texts(train, held_out, packages))
 
 
-def read_sets(config: TextConfig) -> Sets:
+def read_sets(config: TextConfig) -> TextSets:
     """Read texts and classes of a table; a fifth of each class is held out, or all of --eval-data.
 
     Rows without a text or a label are left out, and counted in the plan. Raises UsageError for a
@@ -117,9 +117,9 @@ def read_sets(config: TextConfig) -> Sets:
     """
     where, encoding = f"--data {config.data}", config.encoding
     table = frames.read_table(str(config.data), where, encoding=encoding)
-    text, label = choose(table, config.text, config.label, where)
-    texts, labels, dropped = read_rows(table, text, label, where)
-    classes = find_classes(labels, label, where)
+    text, label = choose_text_and_label(table, config.text, config.label, where)
+    texts, labels, dropped = labelled_texts(table, text, label, where)
+    classes = find_text_classes(labels, label, where)
     number = {name: n for n, name in enumerate(classes)}
     pairs = [(each, number[name]) for each, name in zip(texts, labels, strict=True)]
     plan = {"data": f"{config.data}, {len(pairs)} texts{dropped}"}
@@ -129,7 +129,7 @@ def read_sets(config: TextConfig) -> Sets:
     else:
         where = f"--eval-data {config.eval_data}"
         table = frames.read_table(config.eval_data, where, encoding=encoding)
-        texts, labels, dropped = read_rows(table, text, label, where)
+        texts, labels, dropped = labelled_texts(table, text, label, where)
         if unknown := sorted({*labels} - {*classes}):
             raise UsageError(f"{where}: --data has no class {shorten([*map(repr, unknown)])}")
         train, held_out = pairs, [(a, number[b]) for a, b in zip(texts, labels, strict=True)]
@@ -139,8 +139,8 @@ def read_sets(config: TextConfig) -> Sets:
             f"{where}: {len(train)} texts are left to train on and {len(held_out)} to evaluate "
             "on, and equal texts are not parted: more different texts are needed, or --eval-data"
         )
-    plan |= describe(train, held_out, classes)
-    return Sets(train, held_out, classes, {"text": text, "encoding": encoding}, plan)
+    plan |= describe_texts(train, held_out, classes)
+    return TextSets(train, held_out, classes, {"text": text, "encoding": encoding}, plan)
 
 
 def split(pairs: list[tuple[str, int]]) -> tuple[list[tuple[str, int]], ...]:
@@ -153,7 +153,7 @@ def split(pairs: list[tuple[str, int]]) -> tuple[list[tuple[str, int]], ...]:
     return tuple([pairs[n] for n in side.tolist()] for side in sides)
 
 
-def find_classes(labels: list[str], label: str, where: str) -> list[str]:
+def find_text_classes(labels: list[str], label: str, where: str) -> list[str]:
     """Return the names of the classes, sorted. Raises UsageError if they are none."""
     classes = sorted({*labels})
     if len(classes) < 2:
@@ -169,7 +169,7 @@ def find_classes(labels: list[str], label: str, where: str) -> list[str]:
     return classes
 
 
-def describe(
+def describe_texts(
     train: Sequence[tuple[str, int]], held_out: Sequence[tuple[str, int]], classes: list[str]
 ) -> dict[str, str]:
     """Return the lines of the plan that say what the accuracy will be worth."""
@@ -198,7 +198,7 @@ def tokenize(texts: Sequence[str], max_tokens: int | None, tokenizer: Any) -> li
 
 
 def make_samples(
-    sets: Sets, max_tokens: int | None, tokenizer: Any
+    sets: TextSets, max_tokens: int | None, tokenizer: Any
 ) -> tuple[list, list, int | None, dict[str, str]]:
     """Return samples (tokens, label) to train and to evaluate on, num_bits, and the plan.
 
@@ -222,7 +222,9 @@ def make_samples(
     return train, held_out, num_bits, plan
 
 
-def choose(table: pd.DataFrame, text: str | None, label: str | None, where: str) -> tuple[str, str]:
+def choose_text_and_label(
+    table: pd.DataFrame, text: str | None, label: str | None, where: str
+) -> tuple[str, str]:
     """Return the columns of the texts and of the classes: as given, by name, or all that fits.
 
     A column may be the classes if its values repeat, and the texts if it holds letters and does not
@@ -281,7 +283,7 @@ def _prose(values: pd.Series) -> int:
     return 1 + (num_words >= 3 * len(known))
 
 
-def read_rows(
+def labelled_texts(
     table: pd.DataFrame, text: str, label: str, where: str
 ) -> tuple[list[str], list[str], str]:
     """Return texts and labels of the rows that have both, and how many were left out."""

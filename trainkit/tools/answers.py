@@ -36,7 +36,7 @@ def occlusion_map(predictor: Any, picture: torch.Tensor, answer: int) -> torch.T
     return loss / loss.abs().max().clamp(1e-4)
 
 
-def describe(
+def describe_answer(
     predictor: Any,
     picture: torch.Tensor,
     doubt: str = "",
@@ -69,7 +69,7 @@ def describe(
     return said, dict(zip(classes, probabilities.tolist(), strict=True)), views
 
 
-def draw_curves(
+def draw_responses(
     outputs: Callable[[np.ndarray], np.ndarray],
     value: float,
     name: str,

@@ -50,7 +50,7 @@ def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
     except UsageError as problem:
         said = escape(str(problem).replace(str(path), "The picture"))
         return f"{said}. Save it as PNG or JPEG.", None, None
-    return answers.describe(predictor, pictures[0], doubt)
+    return answers.describe_answer(predictor, pictures[0], doubt)
 
 
 def answer_drawing(predictor: Any, drawn: dict[str, Any] | None) -> tuple:
@@ -71,7 +71,7 @@ def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: l
 
     def choose(chosen: gradio.SelectData) -> tuple:
         number, _ = shelf[chosen.index]
-        return answers.describe(predictor, pictures[number], "", logits[number].softmax(0))
+        return answers.describe_answer(predictor, pictures[number], "", logits[number].softmax(0))
 
     named = [(plots.to_array(pictures[number]), caption) for number, caption in shelf]
     gallery = gradio.Gallery(
@@ -178,7 +178,7 @@ def answer_row(
     if not spans:
         return said, None
     along = touched if touched in spans else next(iter(spans))
-    drawn = answers.draw_curves(
+    drawn = answers.draw_responses(
         lambda places: outputs(places, along)[:, order],
         float(values[along]),
         along,

@@ -12,7 +12,7 @@ import torch
 from trainkit.errors import UsageError
 from trainkit.reading import frames
 from trainkit.run_dir.files import write_durably
-from trainkit.tables.columns import Column, encode, parse
+from trainkit.tables.columns import Column, encode, parse_cells
 from trainkit.text import shorten
 
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers, or begin with
@@ -57,7 +57,7 @@ def add_predictions(
     notes = ""
     for column in columns:
         if column.categories:
-            texts = parse(table[column.name], column).dropna()
+            texts = parse_cells(table[column.name], column).dropna()
             if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
     notes += f"\nno prediction for {unknown}" * bool(why)
