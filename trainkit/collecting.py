@@ -57,12 +57,12 @@ def predict(
 
 def put(column: Column | None, rows: Any, places: range, num_samples: int) -> Column:
     """Write the rows of these places, on the CPU, into a column; None: into a new one."""
-    own = slice(places.start, places.stop)
+    rank_slice = slice(places.start, places.stop)
     if isinstance(rows, list):
         check_rows(CALL, torch.empty(len(rows), 0), len(places))
         cells = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), rows)
         objects = [None] * num_samples if column is None else column
-        objects[own] = cells[: len(places)]  # not the stand-in
+        objects[rank_slice] = cells[: len(places)]  # not the stand-in
         return objects
     rows = torch.as_tensor(rows).detach()
     check_rows(CALL, rows, len(places))
@@ -71,7 +71,7 @@ def put(column: Column | None, rows: Any, places: range, num_samples: int) -> Co
     tensor = torch.as_tensor(column)
     if tensor.shape[1:] != rows.shape[1:]:
         raise different_rows(tuple(tensor.shape[1:]), tuple(rows.shape[1:]))
-    tensor[own] = rows[: len(places)].cpu()
+    tensor[rank_slice] = rows[: len(places)].cpu()
     return tensor
 
 
@@ -105,9 +105,10 @@ def exchange_rows(
     num = max(1, SENT_BYTES // max(1, flat.shape[1]))
     for start in range(0, max(map(len, places)) if flat.shape[1] else 0, num):
         parts = [theirs[start : start + num] for theirs in places]
-        longest, own = max(map(len, parts)), flat[parts[accelerator.process_index]]
+        longest = max(map(len, parts))
+        rank_rows = flat[parts[accelerator.process_index]]
         padded = flat.new_zeros(longest, flat.shape[1])
-        padded[: len(own)] = own
+        padded[: len(rank_rows)] = rank_rows
         shares = accelerator.gather(padded.to(accelerator.device)).cpu().split(longest)
         for part, share in zip(parts, shares, strict=True):
             flat[part] = share[: len(part)]
@@ -117,8 +118,8 @@ def exchange_objects(accelerator: Accelerator, places: list[torch.Tensor], colum
     """The same for a list of anything."""
     for start in range(0, max(map(len, places)), SENT_OBJECTS):
         parts = [theirs[start : start + SENT_OBJECTS].tolist() for theirs in places]
-        own = [column[n] for n in parts[accelerator.process_index]]
-        for part, share in zip(parts, gather_object([own]), strict=True):
+        rank_cells = [column[n] for n in parts[accelerator.process_index]]
+        for part, share in zip(parts, gather_object([rank_cells]), strict=True):
             for n, cell in zip(part, share, strict=True):
                 column[n] = cell
 

@@ -58,9 +58,9 @@ class Divisors:
                 for part in counts
             ]
         weights = torch.tensor(has_samples, dtype=exact_type(device), device=device)
-        own = torch.stack(rows) * weights[:, None]
-        totals = self._sum(own.sum(0))
-        self.ahead = {name: (own[:, k], totals[k]) for k, name in enumerate(names)}
+        local_counts = torch.stack(rows) * weights[:, None]
+        totals = self._sum(local_counts.sum(0))
+        self.ahead = {name: (local_counts[:, k], totals[k]) for k, name in enumerate(names)}
 
     def of(
         self, count: int | torch.Tensor, is_selected: bool, over: str | None, place: tuple[int, int]
@@ -74,19 +74,19 @@ class Divisors:
             place: the number of the micro-batch, and that of the mean in it.
         """
         if not is_selected:
-            known = count
+            divisor = count
         elif over is not None:
-            known = self._counted_ahead(over, count, place[0])
+            divisor = self._counted_ahead(over, count, place[0])
         elif place[1] == 0 and (self.late is None) == (place[0] == 0):
             self.late = count + (self.late or 0)
             return self.num_samples
         else:
             self._need_one_micro_batch()
-            known = at_least_one(self._sum(count))
+            divisor = at_least_one(self._sum(count))
         if self.late is not None:
             self._need_one_micro_batch()
         factor = self.factor()
-        return known if factor is None else known * factor
+        return divisor if factor is None else divisor * factor
 
     def factor(self) -> torch.Tensor | None:
         """Return what all gradients of the step are multiplied by at its end; None: by nothing.
@@ -115,8 +115,8 @@ class Divisors:
                 f"run.step_mean(...) got over={over!r}, but count= of run.steps(...) returned "
                 f"{', '.join(self.ahead) or 'nothing'}: let it return this name too"
             )
-        own, total = self.ahead[over]
-        is_wrong = (count - own[number]).abs() > 1e-3 * own[number].abs()
+        local_counts, total = self.ahead[over]
+        is_wrong = (count - local_counts[number]).abs() > 1e-3 * local_counts[number].abs()
         self.miscounted[over] = self.miscounted.get(over, 0) + is_wrong.float()
         return at_least_one(total)
 

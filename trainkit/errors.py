@@ -102,10 +102,10 @@ def failing_together(
     except (UsageError, RunFailure) as problem:
         error = str(problem)
     except Exception as problem:
-        known = explain(problem)
-        if known is None and not isinstance(problem, OSError):
+        reason = explain(problem)
+        if reason is None and not isinstance(problem, OSError):
             traceback.print_exc()  # it may be a bug, so show where
-        error = f"{what}: {known or first_sentence(problem)}"
+        error = f"{what}: {reason or first_sentence(problem)}"
     raise_together(accelerator, error, kind)
 
 
@@ -114,7 +114,9 @@ def explain(problem: Exception) -> str | None:
     text = f"{type(problem).__name__}: {problem}"
     if " in DataLoader worker process " in text:  # torch raises it again, with its traceback
         return f"got no batch: the data set raised {text.strip().splitlines()[-1]}"
-    return next((said for pattern, said in FAILURES.items() if re.search(pattern, text)), None)
+    return next(
+        (sentence for pattern, sentence in FAILURES.items() if re.search(pattern, text)), None
+    )
 
 
 def raise_together(

@@ -46,10 +46,10 @@ def shares_of(
     The models are in evaluation mode meanwhile. Every process must call this.
     """
     batches = check_loader(accelerator, loader, call)
-    own = places_of(batches, accelerator.num_processes, accelerator.process_index)
+    rank_places = places_of(batches, accelerator.num_processes, accelerator.process_index)
     # Not inference_mode: FSDP could not train with its tensors afterwards.
     with torch.no_grad(), evaluating(prepared_models(accelerator)), batches.read_by_run():
-        yield from zip(loader, own, strict=True)
+        yield from zip(loader, rank_places, strict=True)
 
 
 def evaluate(

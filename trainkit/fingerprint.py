@@ -43,7 +43,7 @@ def fingerprint_run(
         if batches.is_custom:
             order = batches.order(0, 0, min(batches.num_samples, NUM_HELD))
             fingerprint_tensors(digest, InMemory(order))
-    found = {
+    fingerprint = {
         **run.config.experiment(),
         **{name: value for of in files for name, value in of.items()},
         "data": run.data_fingerprint,
@@ -54,11 +54,11 @@ def fingerprint_run(
     }
     frozen = run.frozen  # filled only if the run is sharded
     if started_from:
-        found["start_from"] = started_from
+        fingerprint["start_from"] = started_from
     if started_from or not frozen:  # --start-from may have replaced frozen weights
         frozen = shards.fingerprint_frozen(run.models)
-    nodes.check_same(run.accelerator, found | frozen | run.frozen)
-    return found | frozen
+    nodes.check_same(run.accelerator, fingerprint | frozen | run.frozen)
+    return fingerprint | frozen
 
 
 def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, Any]:

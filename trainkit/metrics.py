@@ -54,8 +54,8 @@ class RunningMeans:
 
     def clear(self) -> None:
         """Start a new epoch."""
-        for each in (self.sums, self.counts, self.totals):
-            each.clear()
+        for values in (self.sums, self.counts, self.totals):
+            values.clear()
 
     def state(self) -> dict[str, Any]:
         """Return the whole state, as JSON. Every process must call this."""

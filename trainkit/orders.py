@@ -19,12 +19,12 @@ def weighted(weights: Sequence[float] | torch.Tensor, num_samples: int, seed: in
 
     Raises UsageError for weights that cannot be used.
     """
-    given = torch.as_tensor(weights, dtype=torch.float64).cpu()
-    good = given.shape == (num_samples,) and given.min() >= 0
-    sums = given.cumsum(0) if good else torch.zeros(1)
+    values = torch.as_tensor(weights, dtype=torch.float64).cpu()
+    good = values.shape == (num_samples,) and values.min() >= 0
+    sums = values.cumsum(0) if good else torch.zeros(1)
     if not 0 < sums[-1] < math.inf:
         raise UsageError(
-            f"weights= of shape {tuple(given.shape)} must be {num_samples} numbers of at least 0, "
+            f"weights= of shape {tuple(values.shape)} must be {num_samples} numbers of at least 0, "
             "not all of them 0: one for each training sample"
         )
 
@@ -43,7 +43,7 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
     samples, the short batch comes last and holds the last of the shuffled samples, whatever their
     lengths. It holds one epoch in memory, 8 bytes for each sample.
     """
-    given, num_samples = torch.as_tensor(lengths), len(lengths)
+    sizes, num_samples = torch.as_tensor(lengths), len(lengths)
     num_batches = num_samples // batch_size
 
     @lru_cache(maxsize=1)
@@ -51,11 +51,11 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
         places = permute(torch.arange(num_samples), num_samples, key(seed, epoch))
         full, rest = places.split([num_batches * batch_size, num_samples % batch_size])
         windows = [
-            part[given[part].argsort(stable=True)] for part in full.split(WINDOW * batch_size)
+            part[sizes[part].argsort(stable=True)] for part in full.split(WINDOW * batch_size)
         ]
         batches = torch.cat([*windows, full[:0]]).view(num_batches, batch_size)
         shuffle = permute(torch.arange(num_batches), num_batches, key(seed, epoch, 1))
-        return torch.cat([batches[shuffle].flatten(), rest[given[rest].argsort(stable=True)]])
+        return torch.cat([batches[shuffle].flatten(), rest[sizes[rest].argsort(stable=True)]])
 
     return lambda epoch, start, stop: whole(epoch)[start:stop]
 

@@ -61,9 +61,9 @@ class Reporter:
         flushed = means.flush("train")
         losses = {name: mean for name, mean in flushed.items() if name.startswith("train_loss")}
         self.accelerator.log({"epoch": progress.epoch, **losses, **rates}, step=progress.step)
-        said = [f"{name} {loss:.4f}" for name, loss in losses.items()]
-        self.last_loss = ", ".join(said)
-        self.bar.set_postfix_str("".join(said[:1]))  # more would leave no room for the bar
+        texts = [f"{name} {loss:.4f}" for name, loss in losses.items()]
+        self.last_loss = ", ".join(texts)
+        self.bar.set_postfix_str("".join(texts[:1]))  # more would leave no room for the bar
 
     def say_where(self, epoch: int, num_done: int, num_used: int) -> None:
         """Print a line a minute where there is no progress bar."""

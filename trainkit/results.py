@@ -90,7 +90,7 @@ class Results:
         trainkit.tools.plots draws the pictures from the files in the run folder. If one cannot be
         drawn, the message says so and the run does not fail.
         """
-        config, said = self.config, ""
+        config, messages = self.config, ""
         self.write_weights(ema)
         with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
             if self.accelerator.is_main_process:
@@ -102,12 +102,12 @@ class Results:
                 drawn = import_module("trainkit.tools.plots").draw_run(self.run_dir)
                 names = "".join(f", {path.name}" for path in drawn)
             except Exception as problem:  # no matplotlib, no memory, no disk
-                said += f"the pictures were not drawn: {first_sentence(problem)}\n"
+                messages += f"the pictures were not drawn: {first_sentence(problem)}\n"
         if config.keep_best:
-            said += f"{best.describe_best(self.accelerator, config, progress)}\n"
+            messages += f"{best.describe_best(self.accelerator, config, progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
         return (
-            f"{said}done: {count(progress.step, 'step')}, {measured}; in "
+            f"{messages}done: {count(progress.step, 'step')}, {measured}; in "
             f"{self.run_dir}: weights, metrics, checkpoints{names}"
             + f"\nnext: {next_command}"
             * bool(next_command)
@@ -117,7 +117,7 @@ class Results:
         path, main = self.run_dir / name, self.accelerator.is_main_process
         # One by one, because the main process may not have the memory for a sharded model.
         names, _ = layout(tensors, {"trainkit": metadata})
-        rows = (shards.gathered(tensors[each], keep=main) for each in names)
+        rows = (shards.gathered(tensors[key], keep=main) for key in names)
         with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
             try:
                 if main:

@@ -169,7 +169,7 @@ class Run:
         self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
-        fix_bucket_order(*self.prepared.given)
+        fix_bucket_order(*self.prepared.wrapped)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -79,21 +79,21 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
     def prepare_sharded(prepare: Callable[..., Any], *objects: Any) -> Any:
         models, prepared = owners(objects), dict[int, Any]()
         for number in sorted(set(models)):  # Accelerate shards one model in a call
-            own = [n for n, of in enumerate(models) if of == number]
+            places = [n for n, of in enumerate(models) if of == number]
             weights: list[tuple[torch.optim.Optimizer, int, list]] = []
-            for each in (objects[n] for n in own):
-                if isinstance(each, nn.Module) and not is_sharded(each):
-                    get_ready(accelerator, each, fingerprint)
-                elif isinstance(each, torch.optim.Optimizer):
-                    groups = enumerate(each.param_groups)
-                    weights += ((each, n, [*group["params"]]) for n, group in groups)
+            for item in (objects[n] for n in places):
+                if isinstance(item, nn.Module) and not is_sharded(item):
+                    get_ready(accelerator, item, fingerprint)
+                elif isinstance(item, torch.optim.Optimizer):
+                    groups = enumerate(item.param_groups)
+                    weights += ((item, n, [*group["params"]]) for n, group in groups)
             with as_usage_error("the model cannot be sharded"):
-                made = prepare(*(objects[n] for n in own))
+                made = prepare(*(objects[n] for n in places))
             for optimizer, n, params in weights:
                 # Accelerate confuses those of which this process has no row.
                 if any(hasattr(param, "full_tensor") for param in params):
                     optimizer.param_groups[n]["params"] = params
-            prepared |= zip(own, made if len(own) > 1 else [made], strict=True)
+            prepared |= zip(places, made if len(places) > 1 else [made], strict=True)
         result = tuple(prepared[n] for n in range(len(objects)))
         return result if len(objects) > 1 else result[0]
 
@@ -204,22 +204,22 @@ def owners(objects: Sequence[Any]) -> list[int]:
     Raises UsageError if optimizers or schedules are not in the order of their models: their files
     in a checkpoint would have other numbers than without sharding.
     """
-    found, models = [], [each for each in objects if isinstance(each, nn.Module)]
+    numbers, models = [], [item for item in objects if isinstance(item, nn.Module)]
     of = {id(weight): n for n, model in enumerate(models) for weight in model.parameters()}
-    for each in objects:
-        groups = getattr(getattr(each, "optimizer", each), "param_groups", None)
-        if isinstance(each, nn.Module):
-            found.append(models.index(each))
+    for item in objects:
+        groups = getattr(getattr(item, "optimizer", item), "param_groups", None)
+        if isinstance(item, nn.Module):
+            numbers.append(models.index(item))
         else:
-            found.append(of.get(id(groups[0]["params"][0]), 0) if groups else len(models) - 1)
+            numbers.append(of.get(id(groups[0]["params"][0]), 0) if groups else len(models) - 1)
     for kind in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler):
-        numbers = [n for n, each in zip(found, objects, strict=True) if isinstance(each, kind)]
-        if numbers != sorted(numbers):
+        of_kind = [n for n, item in zip(numbers, objects, strict=True) if isinstance(item, kind)]
+        if of_kind != sorted(of_kind):
             raise UsageError(
                 "sharded weights need optimizers and schedules in the order of their models in "
                 "accelerator.prepare(...)"
             )
-    return found
+    return numbers
 
 
 def _share_buffers(model: nn.Module, *_: Any) -> None:
@@ -287,19 +287,19 @@ def start_from(accelerator: Accelerator, path: Path | None, model: nn.Module) ->
     with failing_together(accelerator, f"--start-from {path} cannot be read"):
         tensors, line = read_weights(path, model)
         fingerprint = hash_of(path)
-    own = model.state_dict()
-    rows = {name: rows_of(own[name], value) for name, value in tensors.items()}
+    state = model.state_dict()
+    rows = {name: rows_of(state[name], value) for name, value in tensors.items()}
     model.load_state_dict(rows, strict=False)
     return line, fingerprint
 
 
 def fingerprint_frozen(models: Sequence[nn.Module]) -> dict[str, str]:
     """Hash all bytes of each frozen weight. Every process must call this."""
-    found = {}
+    hashes = {}
     for number, model in enumerate(models):
         for name, weight in frozen(model).items():
-            found[f"the frozen weight {name} of model {number}"] = hash_tensor(weight)
-    return found
+            hashes[f"the frozen weight {name} of model {number}"] = hash_tensor(weight)
+    return hashes
 
 
 def parts_of(accelerator: Accelerator, averages: Sequence[Tensors]) -> dict[str, Any]:
@@ -342,14 +342,14 @@ def before_load(
             f"{folder}: {min(wrong)} is in the checkpoint or in this run, not in both: the script "
             "has prepared other models, optimizers or schedules"
         )
-    for name, own in parts.items():
+    for name, part in parts.items():
         if name.startswith("average"):
-            _load_tensors(own, load_file(Path(folder, name)))
+            _load_tensors(part, load_file(Path(folder, name)))
         elif name.startswith("model"):
             with safe_open(Path(folder, name), "pt") as file:
                 saved = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-            for key in own | saved:
-                _check_shape(key, own, saved.get(key))
+            for key in part | saved:
+                _check_shape(key, part, saved.get(key))
 
 
 def writer(
@@ -362,12 +362,12 @@ def writer(
     """
     rank, state = accelerator.process_index, {}
     tensors: Tensors = {}
-    for part, own in parts_of(accelerator, averages).items():
-        name = part.partition(".")[0]
-        if isinstance(own, dict):
-            tensors |= {f"{name}.{key}": value for key, value in own.items()}
+    for filename, part in parts_of(accelerator, averages).items():
+        name = filename.partition(".")[0]
+        if isinstance(part, dict):
+            tensors |= {f"{name}.{key}": value for key, value in part.items()}
         else:
-            state[name] = _take_tensors(own.state_dict(), name, tensors)
+            state[name] = _take_tensors(part.state_dict(), name, tensors)
     try:
         json.dumps(state)
     except (TypeError, ValueError) as problem:
@@ -446,14 +446,14 @@ def read(
     saved, others = reader.read_metadata().state_dict_metadata, {}
     tensors: Tensors = {}
     weights: Tensors = {}
-    for part, own in parts_of(accelerator, averages).items():
-        name = part.partition(".")[0]
-        if isinstance(own, dict):
-            tensors |= {f"{name}.{key}": value for key, value in own.items()}
+    for filename, part in parts_of(accelerator, averages).items():
+        name = filename.partition(".")[0]
+        if isinstance(part, dict):
+            tensors |= {f"{name}.{key}": value for key, value in part.items()}
         else:
-            others[name] = own
-        if isinstance(own, torch.optim.Optimizer):
-            weights |= {f"{name}.state.{n}": weight for n, weight in enumerate(weights_of(own))}
+            others[name] = part
+        if isinstance(part, torch.optim.Optimizer):
+            weights |= {f"{name}.state.{n}": weight for n, weight in enumerate(weights_of(part))}
     for name, value in saved.items():
         if sum(math.prod(chunk.sizes) for chunk in value.chunks) != math.prod(value.size):
             raise UsageError(f"{folder}: rows of {name} are missing")
@@ -471,8 +471,8 @@ def read(
         )
     with warnings.catch_warnings(action="ignore"):  # that each process reads by itself
         load(tensors, storage_reader=reader, no_dist=True)
-    for name, own in others.items():
-        own.load_state_dict(_put_tensors(state[name], own.state_dict(), name, tensors))
+    for name, part in others.items():
+        part.load_state_dict(_put_tensors(state[name], part.state_dict(), name, tensors))
 
 
 def read_whole(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) -> None:
@@ -480,20 +480,20 @@ def read_whole(accelerator: Accelerator, averages: Sequence[Tensors], folder: Pa
     load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     parts = parts_of(accelerator, averages)
     files = {name: (load_file if ".s" in name else load)(folder / name) for name in parts}
-    for name, own in parts.items():
-        if isinstance(own, dict):
-            _load_tensors(own, files[name])
-        elif isinstance(own, torch.optim.Optimizer):
-            _load_optimizer(own, files[name])
+    for name, part in parts.items():
+        if isinstance(part, dict):
+            _load_tensors(part, files[name])
+        elif isinstance(part, torch.optim.Optimizer):
+            _load_optimizer(part, files[name])
         else:
-            own.load_state_dict(files[name])
+            part.load_state_dict(files[name])
 
 
-def _load_tensors(own: Tensors, saved: Tensors) -> None:
-    """Copy tensors into `own`, one by one."""
-    for name in own | saved:
-        _check_shape(name, own, saved[name].shape)  # copy_ would broadcast a smaller tensor
-        own[name].copy_(rows_of(own[name], saved[name]))
+def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
+    """Copy saved tensors into those of this run, one by one."""
+    for name in tensors | saved:
+        _check_shape(name, tensors, saved[name].shape)  # copy_ would broadcast a smaller tensor
+        tensors[name].copy_(rows_of(tensors[name], saved[name]))
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -502,6 +502,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
     optimizer.load_state_dict(saved | {"state": rows})
 
 
-def _check_shape(name: str, own: Tensors, shape: Sequence[int] | None) -> None:
-    if name not in own or shape is None or own[name].shape != torch.Size(shape):
+def _check_shape(name: str, tensors: Tensors, shape: Sequence[int] | None) -> None:
+    if name not in tensors or shape is None or tensors[name].shape != torch.Size(shape):
         raise UsageError(f"the weight {name} of the checkpoint does not match this run")

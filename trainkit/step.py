@@ -179,7 +179,7 @@ class Step:
             self.signals.barrier()  # GradScaler reads the gradients of this step
         self._check_sizes()
         if (factor := self.divisors.factor()) is not None:
-            fresh = (each for each in optimizers if each.optimizer not in self.clipped)
+            fresh = (wrapped for wrapped in optimizers if wrapped.optimizer not in self.clipped)
             scale_gradients(factor, *fresh)
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}

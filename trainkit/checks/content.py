@@ -110,10 +110,10 @@ def _texts(samples: Sequence) -> Iterator[str]:
 
 
 def _joined(sets: Sequence, first: str) -> Iterator[str] | None:
-    texts = [held_in_memory(each) for each in sets]
-    if any(each is None for each in texts) or any(map(has_transform, sets)):
+    texts = [held_in_memory(part) for part in sets]
+    if any(part is None for part in texts) or any(map(has_transform, sets)):
         return None
-    return (text for each in ([first], *texts) for text in (each or ()))
+    return (text for part in ([first], *texts) for text in (part or ()))
 
 
 def _table_texts(dataset: Any) -> Iterator[str] | None:
@@ -137,9 +137,9 @@ def _table_texts(dataset: Any) -> Iterator[str] | None:
 
     def texts() -> Iterator[str]:
         yield first
-        for each in tables:
-            for start in range(0, len(each), 100 * AT_ONCE):
-                part = each.slice(start, 100 * AT_ONCE).combine_chunks().replace_schema_metadata()
+        for source in tables:
+            for start in range(0, len(source), 100 * AT_ONCE):
+                part = source.slice(start, 100 * AT_ONCE).combine_chunks().replace_schema_metadata()
                 sink = pa.BufferOutputStream()
                 with pa.ipc.new_stream(sink, part.schema) as writer:
                     writer.write_table(part)
@@ -159,5 +159,5 @@ def hash_fixed(name: str, value: Any) -> str:
             f"run.begin(...) got fixed[{name!r}] = {str(path)!r}, where no file is: give a module, "
             "or the path of a file or folder that the experiment uses"
         )
-    files = [[each.relative_to(path).as_posix(), hash_of(each, "xxh3_128")] for each in paths]
+    files = [[file.relative_to(path).as_posix(), hash_of(file, "xxh3_128")] for file in paths]
     return xxhash.xxh3_128_hexdigest(text_of(files).encode())

@@ -89,15 +89,15 @@ class Prepared:
     mode here. A model that is partly in evaluation mode, or is put into it later, is not changed.
 
     Args:
-        given: what accelerator.prepare returned for the model, or for each model.
+        wrapped: what accelerator.prepare returned for the model, or for each model.
 
     Attributes:
         models: the models without the wrappers of DDP and torch.compile.
     """
 
-    def __init__(self, accelerator: Accelerator, given: nn.Module | Sequence[nn.Module]):
-        self.given = [given] if isinstance(given, nn.Module) else list(given)
-        check_prepared(accelerator, len(self.given))
+    def __init__(self, accelerator: Accelerator, wrapped: nn.Module | Sequence[nn.Module]):
+        self.wrapped = [wrapped] if isinstance(wrapped, nn.Module) else list(wrapped)
+        check_prepared(accelerator, len(self.wrapped))
         self.accelerator = accelerator
         self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
         self.optimizers = prepared_optimizers(accelerator)
@@ -135,7 +135,7 @@ class Prepared:
 
     def _schedules_and(self, state: dict[str, Any]) -> str:
         schedules = prepared_schedulers(self.accelerator)
-        return repr(([each.scheduler.last_epoch for each in schedules], state))
+        return repr(([wrapped.scheduler.last_epoch for wrapped in schedules], state))
 
 
 def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:

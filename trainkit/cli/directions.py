@@ -22,10 +22,10 @@ def metric_and_direction(text: str) -> tuple[str, str]:
     eval_wer, eval_clean-loss, ndcg@10, map50. The direction is "" if no part is recognised, or if
     the parts contradict each other.
     """
-    name, _, said = text.rpartition(":")
-    if name and said in ("min", "max"):
-        return name, said
+    name, _, direction = text.rpartition(":")
+    if name and direction in ("min", "max"):
+        return name, direction
     parts = set(re.split(r"[\W_]+", "" if ":" in text else text.lower()))
-    known = {DIRECTION.get(part) or DIRECTION.get(part.rstrip("0123456789")) for part in parts}
-    clear = len(known - {None}) == 1 and parts.isdisjoint(UNCLEAR.split())
-    return text, max(filter(None, known)) if clear else ""
+    directions = {DIRECTION.get(part) or DIRECTION.get(part.rstrip("0123456789")) for part in parts}
+    clear = len(directions - {None}) == 1 and parts.isdisjoint(UNCLEAR.split())
+    return text, max(filter(None, directions)) if clear else ""

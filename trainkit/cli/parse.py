@@ -32,22 +32,22 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     UsageError for what cannot be read; validate() checks the values.
     """
     assert "__dataclass_fields__" in vars(kind), f"{kind.__name__} lacks @dataclass"
-    about = sys.modules[kind.__module__].__doc__ or ""  # there is none under python -OO
+    docstring = sys.modules[kind.__module__].__doc__ or ""  # there is none under python -OO
     words = list(_read_files(sys.argv[1:] if argv is None else argv))
-    script, said = Path(sys.argv[0]).name, io.StringIO()
+    script, messages = Path(sys.argv[0]).name, io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(messages):
             config = tyro.cli(
                 _in_order_of_help(kind),
                 prog=script,
-                description=about.partition("\n")[0],
+                description=docstring.partition("\n")[0],
                 args=words,
                 config=(tyro.conf.DisallowNone,),
             )
     except SystemExit as end:
         if not end.code:
             raise  # after --help
-        raise UsageError(f"{_first_sentence(said.getvalue())} (see {script} --help)") from None
+        raise UsageError(f"{_first_sentence(messages.getvalue())} (see {script} --help)") from None
     config.__class__ = kind
     return config
 
@@ -64,7 +64,7 @@ def _read_files(words: Iterable[str]) -> Iterator[str]:
             continue
         with as_usage_error(f"{word} cannot be read"):
             text = Path(word[1:]).read_text().replace("\\\n", "")
-            inside = shlex.split(COMMENT.sub(lambda found: found[1] or "", text))
+            inside = shlex.split(COMMENT.sub(lambda comment: comment[1] or "", text))
         yield from _read_files(inside)
 
 
@@ -96,5 +96,5 @@ def _first_sentence(box: str) -> str:
     rows = re.sub(r"\x1b\[[\d;]*m|[|\u2502]", "", box).partition("\n")[2].lstrip("- \n")
     text, below, *_ = re.split("\n[-\u2500 ]*\n", rows)
     meant = re.findall(r"^ +(--[\w-]+)", below, re.M) if "erhaps you meant" in below else ()
-    said = " ".join(text.split()).rstrip(".")
-    return said + f"; perhaps you meant {' or '.join(meant)}" * bool(meant)
+    sentence = " ".join(text.split()).rstrip(".")
+    return sentence + f"; perhaps you meant {' or '.join(meant)}" * bool(meant)

@@ -47,6 +47,6 @@ def git_revision() -> str | None:
     """Return the commit of the script's folder, "-dirty" if files were edited; None without git."""
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):  # there is none
-        said = subprocess.run(git, capture_output=True, check=False).stdout
-        return said.decode(errors="replace").strip() or None
+        output = subprocess.run(git, capture_output=True, check=False).stdout
+        return output.decode(errors="replace").strip() or None
     return None

@@ -199,13 +199,13 @@ def loaded_sources() -> dict[str, str]:
     script = Path(sys.argv[0]).resolve()
     folders = str(Path(__file__).resolve().parents[2]), str(script.parent)
     files = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
-    found = {}
+    hashes = {}
     for file in files | {str(script)}:
-        top = next((each for each in folders if file.startswith(each + os.sep)), None)
+        top = next((folder for folder in folders if file.startswith(folder + os.sep)), None)
         if top and "site-packages" not in file and (path := Path(file)).is_file():
             name = path.relative_to(top).as_posix()
-            found[name] = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-    return found
+            hashes[name] = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    return hashes
 
 
 def node_name() -> str:

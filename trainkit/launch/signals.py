@@ -60,10 +60,11 @@ class Signals:
             return self.stopping
         self.wait()
         self.stopping = self.sums[0].item() > 0
-        stop, own = self.signal_name is not None or failed, (0, 0, 0)
+        must_stop = self.signal_name is not None or failed
+        powers = (0, 0, 0)
         if number is not None:
-            own = (1, number, number * number)
-        self.sums = torch.tensor((stop, *own), dtype=torch.float64)
+            powers = (1, number, number * number)
+        self.sums = torch.tensor((must_stop, *powers), dtype=torch.float64)
         self.pending = torch.distributed.all_reduce(self.sums, group=self.group, async_op=True)
         return self.stopping
 

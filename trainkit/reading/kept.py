@@ -50,7 +50,7 @@ def compute_once(
             rows[part] = accelerator.reduce(rows[part].to(accelerator.device)).cpu()
     if accelerator.is_main_process and not is_kept:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, own=f"{os.getpid()}-") as temporary:
+        with replacing(path, tag=f"{os.getpid()}-") as temporary:
             save_file({"numbers": rows}, temporary)
     return rows
 

@@ -61,7 +61,7 @@ class Commits:
             return files
 
         def commit() -> None:
-            files = own.result()
+            files = finishing.result()
             for other in range(1, self.accelerator.num_processes):
                 files |= self._read_part(_part(folder, other))
             write_manifest(folder, files)
@@ -73,8 +73,8 @@ class Commits:
             seconds = {"blocked_seconds": blocked, "save_seconds": since(started_at)}
             self.tracker.log_timing({"saved": final.name, **seconds})
 
-        own = self.thread.submit(finish_own_files)
-        self.jobs = [own, self.thread.submit(commit if rank == 0 else own.result)]
+        finishing = self.thread.submit(finish_own_files)
+        self.jobs = [finishing, self.thread.submit(commit if rank == 0 else finishing.result)]
 
     def failed(self) -> bool:
         """Has this process found that the newest checkpoint cannot be made durable?"""

@@ -70,13 +70,13 @@ def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
 
 
 @contextmanager
-def replacing(path: Path, own: str = "") -> Iterator[Path]:
+def replacing(path: Path, tag: str = "") -> Iterator[Path]:
     """Yield the path of a file to write in the body, which then replaces `path` atomically.
 
     After a crash `path` holds either the old bytes or the new ones. If writing fails, nothing of it
-    is left. own: a part of the file's name, if several processes may write it at once.
+    is left. tag: a part of the file's name, if several processes may write it at once.
     """
-    temporary = path.with_name(f".tmp-{own}{path.name}")
+    temporary = path.with_name(f".tmp-{tag}{path.name}")
     temporary.unlink(missing_ok=True)  # it may be a link that somebody left there
     try:
         yield temporary

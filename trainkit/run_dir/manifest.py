@@ -65,13 +65,13 @@ def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:
 
     A run that continues from the checkpoint `used` no longer leads to them.
     """
-    said = []
+    sentences = []
     for path in reversed(steps_in(directory)):
         if path.name >= f"step-{step:010d}" and (used is None or path.name != used.name):
             new = rename_free(path, f"abandoned-{path.name}")
-            said.append(f"{path.name} is now {new.name}")
+            sentences.append(f"{path.name} is now {new.name}")
     sync(directory)
-    return said
+    return sentences
 
 
 def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
@@ -142,8 +142,8 @@ def list_files(folder: Path, rank: int | None = None) -> dict[str, dict[str, Any
 
 def _writer_of(name: str) -> int:
     """The process that writes this file: the main one, unless its number is in the name."""
-    found = re.search(r"(random_states_|shard-|part-)(\d+)", name)
-    return int(found[2]) if found else 0
+    match = re.search(r"(random_states_|shard-|part-)(\d+)", name)
+    return int(match[2]) if match else 0
 
 
 def hash_of(path: Path, kind: str = "sha256") -> str:

@@ -48,9 +48,9 @@ def follow(run_dir: Path, process: subprocess.Popen) -> Iterator[dict[str, Any]]
     while not is_over:
         time.sleep(2)  # each turn reads the whole file, which grows
         is_over = process.poll() is not None
-        found = read_evaluations(run_dir)
-        yield from found[num:]
-        num = max(num, len(found))
+        evaluations = read_evaluations(run_dir)
+        yield from evaluations[num:]
+        num = max(num, len(evaluations))
 
 
 def read_seconds(run_dir: Path) -> dict[str, float]:

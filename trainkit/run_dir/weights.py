@@ -66,8 +66,8 @@ def layout(tensors: dict[str, torch.Tensor], entry: dict[str, Any]) -> tuple[lis
 def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that share memory, as tied weights do, because safetensors refuses those."""
     by_memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
-    own = {*by_memory.values()}
-    return {n: (t if n in own else t.clone()).contiguous() for n, t in tensors.items()}
+    owners = {*by_memory.values()}
+    return {n: (t if n in owners else t.clone()).contiguous() for n, t in tensors.items()}
 
 
 def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
@@ -80,17 +80,21 @@ def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Te
         return value.shape, value.is_complex(), value.is_floating_point()
 
     with as_usage_error(f"--start-from {path} cannot be read"):
-        given = load_file(path)
-    own = model.state_dict()
-    fits = {n: v.to(own[n].dtype) for n, v in given.items() if n in own and kind(v) == kind(own[n])}
+        saved = load_file(path)
+    state = model.state_dict()
+    fits = {
+        n: v.to(state[n].dtype)
+        for n, v in saved.items()
+        if n in state and kind(v) == kind(state[n])
+    }
     if not fits:
         raise UsageError(
-            f"--start-from {path}: none of its {len(given)} tensors has the name, shape and kind "
-            f"of numbers of one of the model's, such as {next(iter(own))}"
+            f"--start-from {path}: none of its {len(saved)} tensors has the name, shape and kind "
+            f"of numbers of one of the model's, such as {next(iter(state))}"
         )
-    missed = ", ".join(n for n in own if n not in fits) or "none"
-    unused = ", ".join(n for n in given if n not in fits) or "none"
+    missed = ", ".join(n for n in state if n not in fits) or "none"
+    unused = ", ".join(n for n in saved if n not in fits) or "none"
     return fits, (
-        f"started from {path}: {len(fits)} of {len(own)} tensors matched; left as initialised: "
+        f"started from {path}: {len(fits)} of {len(state)} tensors matched; left as initialised: "
         f"{missed}; not used: {unused}"
     )
