@@ -211,7 +211,7 @@ class TableClassifier(Classifier):
         def predict(inputs: torch.Tensor) -> dict[str, Any]:
             probability, number = self(inputs).max(1)
             (name,), classes = self.metadata["targets"], self.metadata["classes"]
-            answers = [classes[each] for each in number.tolist()]
+            answers = [classes[n] for n in number.tolist()]
             return {f"predicted_{name}": answers, f"probability_{name}": probability.numpy()}
 
         return add_predictions(path, self.metadata, predict, options.get("encoding"))
@@ -255,8 +255,8 @@ class TextPredictor(Classifier):
         answers = (
             self.describe(self(self.read(line)[0])[0]) if line else "no text" for line in lines
         )
-        said = [f"{path}:{number}: {answer}" for number, answer in enumerate(answers, 1)]
-        return "\n".join(said) or f"{path}: no text"
+        numbered = [f"{path}:{number}: {answer}" for number, answer in enumerate(answers, 1)]
+        return "\n".join(numbered) or f"{path}: no text"
 
 
 class OwnPredictor(Predictor):
@@ -290,8 +290,8 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
     with as_usage_error(f"{path} is not a model of these scripts"):
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {})["trainkit"])
-        evaluated, said = records.load_predictions(run_dir / records.PREDICTIONS)
-        metadata |= {name: said[name] for name in said if name == "calibration"}
+        evaluated, more = records.load_predictions(run_dir / records.PREDICTIONS)
+        metadata |= {name: more[name] for name in more if name == "calibration"}
         for name, input_kind in (("pictures", "picture"), ("columns", "table")):
             if name in metadata:
                 metadata.setdefault("input", input_kind)  # runs of earlier versions do not say it
@@ -401,8 +401,8 @@ def predict_files(predictor: Any, paths: Sequence[Path], options: dict[str, Any]
     for path in paths:
         try:
             with as_usage_error(f"{path} cannot be used"):
-                said = predictor.predict_file(path, **options)
-            print(printable(said), flush=True)
+                answer = predictor.predict_file(path, **options)
+            print(printable(answer), flush=True)
         except UsageError as error:
             if len(paths) == 1:
                 raise

@@ -75,8 +75,8 @@ def test_a_difference_of_accuracy_is_called_chance_or_not(folders, tmp_path):
         start = 500 if name == "same" else 0
         prediction[start : start + num_wrong] += 1
         tensors = {"prediction": prediction % 10, "target": target}
-        about = {"classes": [*("cd" if name == "other" else "ab")]}
-        write_tensors(tmp_path / name / records.PREDICTIONS, tensors, about)
+        metadata = {"classes": [*("cd" if name == "other" else "ab")]}
+        write_tensors(tmp_path / name / records.PREDICTIONS, tensors, metadata)
     good, same, bad, other = (tmp_path / name for name in ("good", "same", "bad", "other"))
     assert "no significant difference" in compare.compare_runs([good, same])
     text = compare.compare_runs([good, bad])

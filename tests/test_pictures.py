@@ -132,16 +132,16 @@ def test_a_layout_is_read_as_it_was_meant_and_its_files_alike_by_predict(
 ):
     make, names = LAYOUTS[layout]
     make(tmp_path / "data", negative)
-    train_set, eval_set, about = load(tmp_path / "data")
+    train_set, eval_set, metadata = load(tmp_path / "data")
     assert (len(train_set), len(eval_set)) == (60, 17)
-    framing = photos.learn_framing(eval_set.tensors[0]) | about["pictures"]
+    framing = photos.learn_framing(eval_set.tensors[0]) | metadata["pictures"]
     cells, *_ = read_cells(tmp_path / "data", "test")
     for cell, pixels in zip(cells, eval_set.tensors[0], strict=True):
         assert torch.equal(photos.read_photo(source_of(cell), 28, framing)[0][0], pixels)
     expected = [names[number % 3] for number in range(17)]
     if "folder" in layout:  # whose rows are in the order of their paths
         expected.sort()
-    assert [about["classes"][label] for label in eval_set.tensors[1]] == expected
+    assert [metadata["classes"][label] for label in eval_set.tensors[1]] == expected
 
 
 def read_cells(folder: Path, split: str) -> tuple:
@@ -364,9 +364,9 @@ def test_the_classes_of_another_split_go_by_their_names(tmp_path):
     made = dataset("string")
     made["test"] = few = made["test"].filter(lambda row: row["kind"] != "one")  # else `two` is 2
     parquet(tmp_path / "data", made)
-    _, eval_set, about = load(tmp_path / "data")
-    assert about["classes"] == sorted(NAMES)
-    assert [about["classes"][label] for label in eval_set.tensors[1]] == [*few["kind"]]
+    _, eval_set, metadata = load(tmp_path / "data")
+    assert metadata["classes"] == sorted(NAMES)
+    assert [metadata["classes"][label] for label in eval_set.tensors[1]] == [*few["kind"]]
 
 
 def test_what_is_learned_of_pictures_is_theirs_alone():

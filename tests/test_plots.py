@@ -91,8 +91,8 @@ def test_a_folder_that_holds_no_run_is_refused_in_one_sentence(tmp_path):
 def test_fit_shows_predictions_residuals_and_for_one_feature_the_line():
     feature = torch.tensor([[2.0], [0.0], [1.0]])
     tensors = {"prediction": 3 * feature + 1, "target": 3 * feature, "feature": feature}
-    about = {"targets": ["price"], "feature": "area"}
-    against, residuals, line = plots.draw_fit(tensors, about).axes
+    metadata = {"targets": ["price"], "feature": "area"}
+    against, residuals, line = plots.draw_fit(tensors, metadata).axes
     assert against.collections[0].get_offsets().tolist() == [[6, 7], [0, 1], [3, 4]]
     assert residuals.collections[0].get_offsets()[:, 1].tolist() == [1, 1, 1]
     assert "1" in residuals.get_title() and residuals.get_ylabel() == "predicted - true price"
@@ -102,11 +102,11 @@ def test_fit_shows_predictions_residuals_and_for_one_feature_the_line():
 
 def test_mistakes_are_shown_in_colour_if_there_is_a_picture_of_them(tmp_path):
     run_dir = colours.make_run(tmp_path / "photos")
-    tensors, about = saved(run_dir, "predictions")
+    tensors, metadata = saved(run_dir, "predictions")
     shown = tensors["shown"].tolist()
     worst, probability = plots.worst_mistakes(tensors)
     assert worst.tolist() == [40, 11] and probability[0] > probability[1]
-    axes, *_ = plots.draw_mistakes(tensors, about["classes"]).axes
+    axes, *_ = plots.draw_mistakes(tensors, metadata["classes"]).axes
     assert axes.get_title() == f"predicted green, {probability[0]:.2%}\ntrue red"
     drawn = axes.images[0].get_array()
     assert (drawn == tensors["image"][shown.index(40)].permute(1, 2, 0).numpy()).all()

@@ -64,9 +64,9 @@ def test_weights_of_an_unfinished_run_are_said_to_be(mnist_run, tmp_path, capsys
 def forge(run_dir: Path, folder: Path, **changes: object) -> Path:
     """A run folder with the weights of another one and metadata that say something else."""
     folder.mkdir()
-    weights, about = saved(run_dir)
-    about = {k: v for k, v in (about | changes).items() if v is not None}
-    write_tensors(folder / "model.safetensors", weights, about)
+    weights, metadata = saved(run_dir)
+    metadata = {k: v for k, v in (metadata | changes).items() if v is not None}
+    write_tensors(folder / "model.safetensors", weights, metadata)
     return folder
 
 

@@ -24,7 +24,7 @@ def test_the_defaults_recover_the_truth(data_seed, tmp_path, run_main):
     seed = ["--data-seed", data_seed]
     run_main("train_regression", "--run-dir", tmp_path, *seed, "--save-every", 10**6)
     assert time.process_time() - started_at < 10
-    train_set, _, about = load(*seed)
+    train_set, _, metadata = load(*seed)
     features, targets = (tensor.double() for tensor in train_set.tensors)
     inputs = F.pad(features, (0, 1), value=1.0)  # a column of ones for the bias
     optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.T
@@ -36,7 +36,7 @@ def test_the_defaults_recover_the_truth(data_seed, tmp_path, run_main):
         "train_mse": F.mse_loss(inputs @ learned.T, targets).item(),
         "least_squares_mse": F.mse_loss(inputs @ optimum.T, targets).item(),
         "distance_to_least_squares": (learned - optimum).norm().item(),
-        "distance_to_truth": (learned - torch.tensor(about["truth"])).norm().item(),
+        "distance_to_truth": (learned - torch.tensor(metadata["truth"])).norm().item(),
         "standard_error": variances.sum().sqrt().item(),
     }
     print(found)

@@ -115,7 +115,7 @@ def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path):
 @pytest.fixture
 def run_dir(tmp_path):
     """A run folder whose classes are named by somebody who means harm."""
-    about = {
+    metadata = {
         "script": "train_mnist",
         "model": "lenet",
         "size": 28,
@@ -126,8 +126,8 @@ def run_dir(tmp_path):
     }
     folder = tmp_path / "run"
     folder.mkdir()
-    weights = train_mnist.make_model(about).state_dict()
-    write_tensors(folder / "model.safetensors", weights, about)
+    weights = train_mnist.make_model(metadata).state_dict()
+    write_tensors(folder / "model.safetensors", weights, metadata)
     return folder
 
 

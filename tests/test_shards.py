@@ -117,8 +117,8 @@ def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsh
     train(nursery, tmp_path / "ddp", *args, double=True)
     assert_close(tmp_path / "sharded", tmp_path / "ddp", tolerance=1e-9)
     for name in ("model", "raw", "best"):
-        (ours, about), (theirs, _) = (saved(tmp_path / x, name) for x in ("sharded", "ddp"))
-        assert about["script"] == "train_regression" and ours.keys() == theirs.keys()
+        (ours, metadata), (theirs, _) = (saved(tmp_path / x, name) for x in ("sharded", "ddp"))
+        assert metadata["script"] == "train_regression" and ours.keys() == theirs.keys()
         for key, value in ours.items():
             assert torch.allclose(value, theirs[key], rtol=0, atol=1e-6), (name, key)
 

@@ -99,9 +99,9 @@ READ = {
 }  # fmt: skip
 
 
-def untrained(about) -> predict.TablePredictor:
+def untrained(metadata) -> predict.TablePredictor:
     torch.manual_seed(0)
-    metadata = about | {"model": "linear", "hidden": []}
+    metadata = metadata | {"model": "linear", "hidden": []}
     model = train_regression.make_model(metadata)
     return predict.TablePredictor(model, metadata, {}).requires_grad_(False)
 
@@ -118,14 +118,19 @@ def test_a_table_is_read_as_it_was_meant(case, tmp_path):
     name, content, flags, features = READ[case]
     path = tmp_path / name
     path.write_bytes(content)
-    train, test, about = read(path, *flags)
-    assert about["features"] == features
-    assert any(map(INDEX.fullmatch, about["left_out"])) == case.startswith("index left out")
+    train, test, metadata = read(path, *flags)
+    assert metadata["features"] == features
+    assert any(map(INDEX.fullmatch, metadata["left_out"])) == case.startswith("index left out")
     # What a run is trained from, predict.py takes.
-    written = predicted(model := untrained(about), path)
+    written = predicted(model := untrained(metadata), path)
     assert len(written) == len(train) + len(test) >= 15
-    said = written[[f"predicted_{name}" for name in about["targets"]]].to_numpy()[test.tensors[2]]
-    own = model.model(test.tensors[0]).double().numpy() * about["target_std"] + about["target_mean"]
+    said = written[[f"predicted_{name}" for name in metadata["targets"]]].to_numpy()[
+        test.tensors[2]
+    ]
+    own = (
+        model.model(test.tensors[0]).double().numpy() * metadata["target_std"]
+        + metadata["target_mean"]
+    )
     assert said == pytest.approx(own, rel=1e-5)
 
 
@@ -156,9 +161,9 @@ def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path):
     flags = ["--missing", "drop", "--features", "area,city"]
     first = read(tmp_path / "parts", *flags)
     for name in FORMS:
-        train, test, about = read(tmp_path / name, *flags)
+        train, test, metadata = read(tmp_path / name, *flags)
         assert len(train) + len(test) == 199 and 3 not in test.tensors[2]
-        assert about["features"] == first[2]["features"]
+        assert metadata["features"] == first[2]["features"]
         for ours, same in zip(train.tensors, first[0].tensors, strict=True):
             assert torch.equal(ours, same)
 
@@ -226,9 +231,9 @@ def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(tmp_path, cap
     for name in ("b.csv", "a.csv/part.csv", "_k=2/a.csv", *copies):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(rows("k", ["1.180", 2, "NA"]))
-    train, test, about = read(tmp_path, "--missing", "drop")
+    train, test, metadata = read(tmp_path, "--missing", "drop")
     assert len(train) + len(test) == 60
-    plan, doubt = about["plan"], "whole or with three decimals: is . a thousands separator?"
+    plan, doubt = metadata["plan"], "whole or with three decimals: is . a thousands separator?"
     assert plan["data"].endswith(" (a.csv, part.csv, b.csv), 30 rows dropped: no value: 30 'NA'")
     assert plan["columns"] == f"k (number, {doubt})" and plan["targets"] == "y"
     filled = read(tmp_path)[2]["plan"]["columns"]
@@ -277,9 +282,9 @@ def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch):
     monkeypatch.chdir("/")
     rows = datasets.Dataset.from_pandas(frame())
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
-    _, _, about = read("someone/houses")
-    assert (about["plan"]["data"], about["features"]) == ("houses", ALL)
-    assert "data" not in about  # a resume compares the metadata, and the name may change
+    _, _, metadata = read("someone/houses")
+    assert (metadata["plan"]["data"], metadata["features"]) == ("houses", ALL)
+    assert "data" not in metadata  # a resume compares the metadata, and the name may change
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "lines.jsonl", "commas.csv"])
@@ -298,10 +303,10 @@ def test_what_is_no_feature_comes_back_as_it_was_written(name, model, tmp_path):
 def test_a_category_is_known_again_in_a_table_that_lacks_another(name, texts, tmp_path):
     table = pd.DataFrame({"k": texts * 8, "y": [1.0, 2, 3] * 8})
     FORMS[name](table, tmp_path / name)
-    _, _, about = read(tmp_path / name, "--categorical", "k")
-    assert about["features"][:2] in (["k=False", "k=True"], ["k=1", "k=2"])
+    _, _, metadata = read(tmp_path / name, "--categorical", "k")
+    assert metadata["features"][:2] in (["k=False", "k=True"], ["k=1", "k=2"])
     FORMS[name](table[table.k != texts[2]], tmp_path / name)
-    assert "not in the training rows" not in untrained(about).predict_file(tmp_path / name)
+    assert "not in the training rows" not in untrained(metadata).predict_file(tmp_path / name)
 
 
 def test_two_tables_with_one_answer_file_keep_the_first(model, tmp_path, monkeypatch):
@@ -352,10 +357,10 @@ def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path):
     for form in ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y-%m-%d"):
         table = pd.DataFrame({"day": days.strftime(form), "y": range(30)})
         table.to_csv(tmp_path / "t.csv", index=False)
-        _, _, about = read(tmp_path / "t.csv", "--test-fraction", 0)
-        assert about["feature_range"][0] == [18261, 18290]
-    (column,) = [Column(**column) for column in about["columns"]]
-    assert column.days and "days since 1970" in about["plan"]["columns"]
+        _, _, metadata = read(tmp_path / "t.csv", "--test-fraction", 0)
+        assert metadata["feature_range"][0] == [18261, 18290]
+    (column,) = [Column(**column) for column in metadata["columns"]]
+    assert column.days and "days since 1970" in metadata["plan"]["columns"]
     written = ["1970-01-02", "2020-01-01T12:00:00+02:00", "1500-01-01", "9999-12-31", "31/1/2020"]
     values, problems = encode(pd.DataFrame({"day": written}), [column])
     assert values[:4, 0].tolist() == [1.0, 18262 + 10 / 24, -171664.0, 2932896.0]
@@ -380,9 +385,9 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(tmp_path, mo
     assert "  year: number, filled in where missing: 2 '?', 2 'unknown'" in lines
     assert lines[-2].endswith("are kinds, not amounts, add --categorical area,far")
     command = shlex.split(lines[-1].removeprefix("This works: python train_regression.py "))
-    _, _, about = load(*command)
-    assert {column["name"] for column in about["columns"]} == {"city, town", "garden", "year"}
-    assert about["plan"]["data"] == "t.csv, 2 rows dropped: no target: 2 empty"
+    _, _, metadata = load(*command)
+    assert {column["name"] for column in metadata["columns"]} == {"city, town", "garden", "year"}
+    assert metadata["plan"]["data"] == "t.csv, 2 rows dropped: no target: 2 empty"
 
 
 def test_the_folder_at_hand_is_predicted_and_its_first_rows_shown_in_79_columns(
@@ -422,17 +427,17 @@ def test_a_date_is_read_in_many_forms_and_has_the_phases_that_vary(tmp_path):
     written += [days.as_unit("s").astype(int), days.as_unit("ms").astype(int)]
     for texts in written:
         pd.DataFrame({"when": texts, "y": range(30)}).to_csv(tmp_path / "t.csv", index=False)
-        train, _, about = read(tmp_path / "t.csv", "--test-fraction", 0)
-        (column,) = about["columns"]
+        train, _, metadata = read(tmp_path / "t.csv", "--test-fraction", 0)
+        (column,) = metadata["columns"]
         assert column["cycles"] == ["hour", "weekday", "day of the year"]
-        numbers = train.tensors[0].double() * torch.tensor(about["feature_std"])
-        numbers += torch.tensor(about["feature_mean"])
+        numbers = train.tensors[0].double() * torch.tensor(metadata["feature_std"])
+        numbers += torch.tensor(metadata["feature_mean"])
         phases = [1, 0, np.sin(np.pi / 14), np.cos(np.pi / 14)]
         assert numbers[0, :5].tolist() == pytest.approx([18260.25, *phases], abs=1e-3)
     monthly = pd.date_range("2000-01-03", periods=30, freq="28D").strftime("%b %d %Y")
     pd.DataFrame({"when": monthly, "y": range(30)}).to_csv(tmp_path / "t.csv", index=False)
-    _, _, about = read(tmp_path / "t.csv")
-    assert about["columns"][0]["cycles"] == ["day of the year"]  # all of them are Mondays
+    _, _, metadata = read(tmp_path / "t.csv")
+    assert metadata["columns"][0]["cycles"] == ["day of the year"]  # all of them are Mondays
     quarters = [f"2020Q{n % 4 + 1}x{n}" for n in range(30)]
     weeks = [f"2020-W{n:02}" for n in range(30)]
     table = pd.DataFrame({"week": weeks, "quarter": quarters, "a": range(30), "y": range(30)})
@@ -448,15 +453,15 @@ def test_what_holds_mostly_texts_is_a_category_and_what_hardly_repeats_is_left_o
     table["answer"] = ["1. Yes", "2. No"] * 27  # the unit of no amount
     table["rownames"], table["index"] = range(7, 61), range(1, 55)
     table.to_csv(tmp_path / "t.csv", index=False)
-    _, _, about = read(tmp_path / "t.csv")
-    assert about["left_out"] == ["address", "rownames", "index"]
-    kinds = {column["name"]: column["categories"] for column in about["columns"]}
+    _, _, metadata = read(tmp_path / "t.csv")
+    assert metadata["left_out"] == ["address", "rownames", "index"]
+    kinds = {column["name"]: column["categories"] for column in metadata["columns"]}
     assert kinds["title"][-3:] == ["film a", "film b", "film c"] and kinds["n"] is None
     assert kinds["answer"] == ["1. Yes", "2. No"]
-    assert "with 14 cells that read as numbers" in about["plan"]["columns"]
-    assert "rownames (left out: an index)" in about["plan"]["columns"]
-    _, _, about = read(tmp_path / "t.csv", "--features", "rownames,n")
-    assert about["features"] == ["rownames", "n"]  # named, so wanted
+    assert "with 14 cells that read as numbers" in metadata["plan"]["columns"]
+    assert "rownames (left out: an index)" in metadata["plan"]["columns"]
+    _, _, metadata = read(tmp_path / "t.csv", "--features", "rownames,n")
+    assert metadata["features"] == ["rownames", "n"]  # named, so wanted
     narrow = pd.DataFrame({f"x{n}": np.random.default_rng(n).normal(size=20) for n in range(30)})
     narrow.assign(y=range(20)).to_csv(tmp_path / "t.csv", index=False)
     assert "16 to train on for 30 features" in read(tmp_path / "t.csv")[2]["plan"]["few rows"]
@@ -500,9 +505,9 @@ def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted(tmp_p
     # A few kinds of rows, each of which occurs often: they are no copies.
     kinds = pd.DataFrame({"sex": ["f", "m"] * 40, "class": [1, 2, 3, 3] * 20, "y": [0, 1] * 40})
     kinds.to_csv(tmp_path / "t.csv", index=False)
-    train, test, about = read(tmp_path / "t.csv")
+    train, test, metadata = read(tmp_path / "t.csv")
     assert (len(train), len(test)) == (64, 16)
-    assert about["plan"]["equal rows"] == "16 of 16 to evaluate on are also trained on"
+    assert metadata["plan"]["equal rows"] == "16 of 16 to evaluate on are also trained on"
 
 
 def test_a_target_of_texts_is_answered_with_the_command_for_classes(tmp_path):

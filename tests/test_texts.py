@@ -132,8 +132,8 @@ def bag_of(*lines: str) -> list[torch.Tensor]:
 
 def test_padding_and_other_texts_change_nothing(base):
     config = parse(text.Config, ["--base", str(base)])
-    about, tokenizer = encoders.read_encoder(config)
-    metadata = {"encoder": json.loads(json.dumps(about)), "max_tokens": 40, "classes": ["a", "b"]}
+    encoder, tokenizer = encoders.read_encoder(config)
+    metadata = {"encoder": json.loads(json.dumps(encoder)), "max_tokens": 40, "classes": ["a", "b"]}
     model = text.make_model(metadata, str(base))  # in training mode: dropout would show
     assert config.max_tokens == 40 and model.training
     bag = text.make_model({"encoder": None, "num_bits": bags.MAX_BITS, "classes": ["a", "b"]})
@@ -195,9 +195,9 @@ def test_weights_that_are_missing_are_named(base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "base")
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
-    about, _ = encoders.read_encoder(parse(text.Config, ["--base", str(folder)]))
+    encoder, _ = encoders.read_encoder(parse(text.Config, ["--base", str(folder)]))
     with pytest.raises(UsageError, match=r"has no weights for 16 parts: encoder\.layer\.1"):
-        encoders.make_encoder(about, str(folder))
+        encoders.make_encoder(encoder, str(folder))
 
 
 A, B = "the first of two", "one more line here"

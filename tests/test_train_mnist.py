@@ -76,8 +76,8 @@ def test_compiled_the_weights_have_plain_names(small_mnist, tmp_path, run_main, 
     run_main(
         "train_mnist", *f"--dataset {small_mnist} --run-dir {tmp_path} --stop-after-steps 2".split()
     )
-    weights, about = saved(tmp_path)
-    train_mnist.MODELS[about["model"]](10).load_state_dict(weights)
+    weights, metadata = saved(tmp_path)
+    train_mnist.MODELS[metadata["model"]](10).load_state_dict(weights)
 
 
 def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(

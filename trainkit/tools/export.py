@@ -115,23 +115,23 @@ def write_onnx(predictor: Any, path: Path) -> None:
 
 def write_example(predictor: Any, folder: Path) -> str:
     """Write an evaluated sample, and return what the code of the card prints for it."""
-    about, evaluated = predictor.metadata, predictor.evaluated
-    if about["input"] in ("table", "table_class"):
+    metadata, evaluated = predictor.metadata, predictor.evaluated
+    if metadata["input"] in ("table", "table_class"):
         inputs = evaluated.get("feature", predictor.example_inputs())[:1]
-        row = dict(zip(about["features"], inputs[0].tolist(), strict=True))
+        row = dict(zip(metadata["features"], inputs[0].tolist(), strict=True))
         write_json(folder / "example.json", row)
-        if "classes" in about:
+        if "classes" in metadata:
             share, number = predictor(inputs)[0].max(0)
-            return f"{about['classes'][number]} {share:.2%}"
-        answers = zip(about["targets"], predictor(inputs)[0], strict=True)
+            return f"{metadata['classes'][number]} {share:.2%}"
+        answers = zip(metadata["targets"], predictor(inputs)[0], strict=True)
         return " ".join(f"{name} {value:,.6g}" for name, value in answers)
     # Of photos the last one has the smallest loss.
     *_, pixels = [*plots.saved_pictures(evaluated).values()] or predictor.example_inputs()
     Image.fromarray(plots.to_array(pixels)).save(folder / "example.png")
-    is_photo = about["input"] == "photo"
+    is_photo = metadata["input"] == "photo"
     inputs = predictor.read(folder / "example.png")[0] if is_photo else pixels[None]
     share, number = predictor(inputs)[0].max(0)
-    return f"{about['classes'][number]} {share:.2%}"
+    return f"{metadata['classes'][number]} {share:.2%}"
 
 
 def write_card(facts: dict[str, Any], license: str | None, path: Path) -> None:

@@ -24,7 +24,7 @@ WRITTEN: dict[Path, Path] = {}  # by this process: each file and the table it wa
 
 def add_predictions(
     path: Path,
-    about: dict[str, Any],
+    metadata: dict[str, Any],
     predict: Callable[[torch.Tensor], dict[str, Any]],
     encoding: str | None = None,
 ) -> str:
@@ -39,13 +39,13 @@ def add_predictions(
     path = path if path.stem.strip(".") else path.resolve()  # . has no name of its own
     if not path.exists():
         raise UsageError(f"{where} cannot be read: there is no such file")
-    options = about.get("read_options", {}) | ({"encoding": encoding} if encoding else {})
+    options = metadata.get("read_options", {}) | ({"encoding": encoding} if encoding else {})
     written = frames.read_table(where, where, **options)
-    columns = [Column(**column) for column in about["columns"]]
+    columns = [Column(**column) for column in metadata["columns"]]
     table = frames.choose_columns(written, [column.name for column in columns], where)
     inputs, problems = encode(table, columns)
     why = {
-        row: f"row {row + 1} (column {name!r}: {said})" for row, name, said in reversed(problems)
+        row: f"row {row + 1} (column {name!r}: {cell})" for row, name, cell in reversed(problems)
     }
     unknown = shorten([why[row] for row in sorted(why)])
     if len(why) == len(table):
