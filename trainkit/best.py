@@ -26,12 +26,15 @@ def update_best(config: TrainingConfig, progress: Progress) -> bool:
     if name not in progress.metrics:
         return False
     if not _is_of(progress, name, direction):  # --keep-best was changed on a resume
-        progress.best, progress.num_worse = None, 0
+        progress.best = None
+        progress.num_worse = 0
     progress.best_name = f"{name}:{direction}"
     value, best = progress.metrics[name], progress.best
     better = best is None or (value < best if direction == "min" else value > best)
     if better and math.isfinite(value):
-        progress.best, progress.best_step, progress.num_worse = value, progress.step, 0
+        progress.best = value
+        progress.best_step = progress.step
+        progress.num_worse = 0
         return True
     progress.num_worse += 1
     progress.ended |= config.patience is not None and progress.num_worse >= config.patience

@@ -71,7 +71,8 @@ class Checkpoints:
         means: RunningMeans,
         averages: Sequence[dict[str, torch.Tensor]] = (),
     ):
-        self.accelerator, self.directory = accelerator, config.run_dir / "checkpoints"
+        self.accelerator = accelerator
+        self.directory = config.run_dir / "checkpoints"
         self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.sources = loaded_sources()  # as this process has read them, whatever is edited later
@@ -94,7 +95,8 @@ class Checkpoints:
         if progress.step == self.saved_step:
             return  # same weights; a resume repeats what was done since, for example an evaluation
         self.commits.wait()
-        started_at, accelerator = time.monotonic(), self.accelerator
+        started_at = time.monotonic()
+        accelerator = self.accelerator
         final = self.directory / f"step-{progress.step:010d}"
         temporary = self.directory / f".tmp-{final.name}"
         trainer = {
@@ -127,8 +129,11 @@ class Checkpoints:
         all of them, before any weight changes, if no checkpoint is complete, or if the checkpoint
         belongs to another run or is from after the last step of this run.
         """
-        accelerator, main = self.accelerator, self.accelerator.is_main_process
-        path, trainer, progress = None, {}, Progress()
+        accelerator = self.accelerator
+        main = self.accelerator.is_main_process
+        path = None
+        trainer = {}
+        progress = Progress()
         notices: list[str] = []
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:

@@ -83,7 +83,8 @@ def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, Co
     for kind in gather_object(kinds):
         if kind != kinds[0]:
             raise different_rows(kinds[0], kind)
-    batches, world = check_loader(accelerator, loader, CALL), accelerator.num_processes
+    batches = check_loader(accelerator, loader, CALL)
+    world = accelerator.num_processes
     places = [
         torch.tensor([n for part in places_of(batches, world, rank) for n in part])
         for rank in range(world)

@@ -26,7 +26,8 @@ class EMA:
     """
 
     def __init__(self, models: Sequence[nn.Module], decay: float | None):
-        self.decay, self.models = decay or 0.0, models if decay else ()
+        self.decay = decay or 0.0
+        self.models = models if decay else ()
         self.weights = [
             {name: w for name, w in named_weights(model) if w.requires_grad}
             for model in self.models
@@ -46,7 +47,8 @@ class EMA:
 
         It may be nested. After an error nothing is swapped back.
         """
-        was_in_models, self.in_models = self.in_models, False
+        was_in_models = self.in_models
+        self.in_models = False
         if was_in_models:
             self._swap()
         yield

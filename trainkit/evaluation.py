@@ -31,7 +31,8 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 def places_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator[range]:
     """Yield the places in the set that a process has of each batch; none for a stand-in."""
-    size, slots = batches.batch_size, batches.batch_size // num_processes
+    size = batches.batch_size
+    slots = batches.batch_size // num_processes
     for first in range(0, batches.num_used, size):
         num = min(size, batches.num_used - first)
         start, stop = share_of_batch(num, size, rank * slots, (rank + 1) * slots)
@@ -67,7 +68,8 @@ def evaluate(
     sample. Returns an empty dict if stopping(), which must be the same on all processes, is true
     after a batch.
     """
-    means, sizes = RunningMeans(accelerator), EqualSizes()
+    means = RunningMeans(accelerator)
+    sizes = EqualSizes()
     for batch, places in shares_of(accelerator, loader, CALL):
         values = dict(compute_losses(batch))
         mask, weights = values.pop("mask", None), values.pop("weights", None)

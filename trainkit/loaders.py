@@ -40,7 +40,8 @@ class Slots:
     """
 
     def __init__(self, values: torch.Tensor | Sequence[int], num_slots: int):
-        self.values, self.num_slots = torch.as_tensor(values), num_slots
+        self.values = torch.as_tensor(values)
+        self.num_slots = num_slots
 
     def __len__(self) -> int:
         return self.num_slots
@@ -102,7 +103,8 @@ class EpochBatches(Sampler):
         assert batch_size % accumulate == 0
         self.num_samples = num_samples
         self.batch_size = batch_size // accumulate  # per micro-batch; Accelerate reads this name
-        self.seed, self.order = seed, order or shuffled(num_samples, seed)
+        self.seed = seed
+        self.order = order or shuffled(num_samples, seed)
         self.is_custom = order is not None or num_samples > NUM_HELD
         self.drop_last = False  # read by Accelerate, to which every batch looks full
         self.num_used = num_used(num_samples, batch_size, drop_last)
@@ -140,7 +142,8 @@ class EpochBatches(Sampler):
                 "run.steps(train_loader) to train, and run.predict(loader, function) to collect "
                 "what function(batch) returns for each sample"
             )
-        epoch, size = int(self.epoch), self.batch_size
+        epoch = int(self.epoch)
+        size = self.batch_size
         ahead = size * max(1, NUM_AHEAD // size)
         for start in range(self.start, self.num_used, ahead):
             part = self.order(epoch, start, min(start + ahead, self.num_used)).to(self.device)
@@ -201,7 +204,8 @@ class WholeBatches(Dataset):
         seed: int,
         epoch: torch.Tensor,
     ):
-        self.dataset, self.collate_fn = dataset, collate_fn or default_collate
+        self.dataset = dataset
+        self.collate_fn = collate_fn or default_collate
         self.seed, self.epoch = seed, epoch
         self.method = batch_method(dataset, may_make_batch=collate_fn is None)
 
@@ -304,7 +308,8 @@ def make_loader(
     if type(dataset) is InMemory and config.num_workers == 0:
         num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
         if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
-            batches.device, dataset = accelerator.device, dataset.to(accelerator.device)
+            batches.device = accelerator.device
+            dataset = dataset.to(accelerator.device)
     batches.is_read_by_run = False  # until Run reads it
     whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch)
     # make_batch only copies rows: that is faster here than passing a batch from a worker.

@@ -64,7 +64,8 @@ class RunningMeans:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore state(), which may come from a run with another number of processes."""
-        rows, accelerator = torch.tensor(state["rows"], dtype=torch.float64), self.accelerator
+        rows = torch.tensor(state["rows"], dtype=torch.float64)
+        accelerator = self.accelerator
         if len(rows) == accelerator.num_processes:
             row = rows[accelerator.process_index]
         else:
@@ -89,7 +90,8 @@ class RunningMeans:
                     f"process and {', '.join(others[0]) or 'nothing'} on another: every process "
                     "must add the same names"
                 )
-        device, dtype = self.accelerator.device, exact_type(self.accelerator.device)
+        device = self.accelerator.device
+        dtype = exact_type(self.accelerator.device)
         pairs = [(self.sums[name], self.counts[name]) for name in names]
         numbers = [torch.as_tensor(x, dtype=dtype, device=device) for pair in pairs for x in pair]
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)

@@ -132,7 +132,8 @@ def _make_schedule(
     cosine_epochs = config.cosine_epochs or config.epochs
 
     def factor(step: int) -> float:
-        epoch, value = step / steps_per_epoch, 1.0
+        epoch = step / steps_per_epoch
+        value = 1.0
         warmup = min(1.0, (step + 1) / max(1, warmup_steps))
         if "cosine" in config.schedule:
             value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2

@@ -43,7 +43,8 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
     samples, the short batch comes last and holds the last of the shuffled samples, whatever their
     lengths. It holds one epoch in memory, 8 bytes for each sample.
     """
-    sizes, num_samples = torch.as_tensor(lengths), len(lengths)
+    sizes = torch.as_tensor(lengths)
+    num_samples = len(lengths)
     num_batches = num_samples // batch_size
 
     @lru_cache(maxsize=1)
@@ -69,7 +70,8 @@ def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
     places = torch.arange(len(labels))
     held_out = places < number
     if not number:
-        order, held_out = order[labels[order].argsort(stable=True)], places % 5 == 4
+        order = order[labels[order].argsort(stable=True)]
+        held_out = places % 5 == 4
     return order[held_out == (split == "test")]
 
 

@@ -143,7 +143,8 @@ def shard_models(
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    plugin.mixed_precision_policy, accelerator.state.fsdp_plugin = policy, plugin
+    plugin.mixed_precision_policy = policy
+    accelerator.state.fsdp_plugin = plugin
     for state in (PartialState(), accelerator.state):
         state.distributed_type = DistributedType.FSDP
 
@@ -224,7 +225,8 @@ def take_loss_scale(accelerator: Accelerator) -> Callable[[], object]:
     scaler = accelerator.scaler
     if scaler is None:
         return lambda: None
-    update, scaler.update = scaler.update, lambda: None
+    update = scaler.update
+    scaler.update = lambda: None
     return update
 
 

@@ -24,7 +24,8 @@ class Reporter:
 
     def __init__(self, accelerator: Accelerator, config: TrainingConfig, tracker: JsonlTracker):
         self.accelerator, self.config, self.tracker = accelerator, config, tracker
-        self.bar, self.table = tqdm(disable=True), MetricsTable(config.keep_best)
+        self.bar = tqdm(disable=True)
+        self.table = MetricsTable(config.keep_best)
         self.num_before = 0  # samples of this epoch that were trained on before
         self.started_at = self.train_seconds = self.said_at = 0.0
         self.last_loss = ""
@@ -40,8 +41,10 @@ class Reporter:
         On a terminal there is one bar over the steps of the whole run. Its time left is estimated
         from the mean speed since this process's first step, including evaluations and saves.
         """
-        self.num_before, self.last_loss = num_before, ""
-        self.said_at, self.started_at = time.monotonic(), time.perf_counter()
+        self.num_before = num_before
+        self.last_loss = ""
+        self.said_at = time.monotonic()
+        self.started_at = time.perf_counter()
         desc = f"epoch {progress.epoch + 1}/{self.config.epochs}"
         if self.bar.total is None:
             self.bar = tqdm(
@@ -102,7 +105,8 @@ class Reporter:
         """
         check_metrics(means, metrics)
         progress.metrics = {"epoch": progress.epoch, **means, **metrics}
-        progress.metrics_step, num_trained = progress.step, num_done - self.num_before
+        progress.metrics_step = progress.step
+        num_trained = num_done - self.num_before
         done = progress.epoch + progress.batch / length.steps_per_epoch  # epochs, with fractions
         eval_seconds = time.perf_counter() - self.started_at - self.train_seconds
         self.accelerator.log(progress.metrics, step=progress.step)
@@ -114,7 +118,8 @@ class Reporter:
                 "train_samples": num_trained,
             }
         )
-        epoch, rate = f"{round(done, 2):g}/{self.config.epochs}", num_trained / self.train_seconds
+        epoch = f"{round(done, 2):g}/{self.config.epochs}"
+        rate = num_trained / self.train_seconds
         is_rest = progress.epoch > 1 and progress.epoch % math.ceil(self.config.epochs / NUM_LINES)
         if progress.batch or not is_rest or length.is_over(progress):
             self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))

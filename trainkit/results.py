@@ -42,7 +42,9 @@ class Results:
         save_frozen: bool,
     ):
         check_json("the metadata of run.begin(...)", metadata)
-        self.accelerator, self.config, self.run_dir = accelerator, config, config.run_dir
+        self.accelerator = accelerator
+        self.config = config
+        self.run_dir = config.run_dir
         self.models, self.metadata, self.save_frozen = models, metadata, save_frozen
         self.has_weights = False
 
@@ -90,7 +92,8 @@ class Results:
         trainkit.tools.plots draws the pictures from the files in the run folder. If one cannot be
         drawn, the message says so and the run does not fail.
         """
-        config, messages = self.config, ""
+        config = self.config
+        messages = ""
         self.write_weights(ema)
         with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
             if self.accelerator.is_main_process:
@@ -114,7 +117,8 @@ class Results:
         )
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
-        path, main = self.run_dir / name, self.accelerator.is_main_process
+        path = self.run_dir / name
+        main = self.accelerator.is_main_process
         # One by one, because the main process may not have the memory for a sharded model.
         names, _ = layout(tensors, {"trainkit": metadata})
         rows = (shards.gathered(tensors[key], keep=main) for key in names)

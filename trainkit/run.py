@@ -79,7 +79,9 @@ class Run:
 
     def __init__(self, config: TrainingConfig, project: str):
         self.config, self.project = config, project
-        self.stage, self.resources, self.frozen = "new", ExitStack(), {}
+        self.stage = "new"
+        self.resources = ExitStack()
+        self.frozen = {}
 
     def __enter__(self) -> "Run":
         need(self, "`with run`", "new")
@@ -199,7 +201,8 @@ class Run:
         count: for several means with --accumulate above 1: count(micro_batch) returns, by name, how
             many values each mean is over; all micro-batches of a step are then read before it.
         """
-        progress, num_done = self.progress, self.length.num_done(self.progress)
+        progress = self.progress
+        num_done = self.length.num_done(self.progress)
         batches = check_loader(self.accelerator, loader, "run.steps(...)")
         self.prepared.check_unchanged(progress.state)
         batches.set_position(progress.epoch, num_done)
@@ -213,7 +216,9 @@ class Run:
         self.stage = "trained"
 
     def _steps_to_evaluation(self, loader: DataLoader, count: Count | None) -> Iterator[Any]:
-        progress, length, batches = self.progress, self.length, iter(loader)
+        progress = self.progress
+        length = self.length
+        batches = iter(loader)
         while length.num_in_step(progress):
             self.step.start(progress)
             num = -(-self.step.num_samples // self.step.size)
@@ -382,12 +387,14 @@ class Run:
         metrics = nodes.agree(self.accelerator, metrics)
         num_done = length.num_done(progress)
         if progress.batch == length.steps_per_epoch:
-            progress.epoch, progress.batch = progress.epoch + 1, 0
+            progress.epoch += 1
+            progress.batch = 0
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
         if progress.batch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
             self.step.mistakes.check_epoch()
-        is_best, unknown = best.update_best(config, progress), best.problem(config, progress)
+        is_best = best.update_best(config, progress)
+        unknown = best.problem(config, progress)
         is_over = length.is_over(progress)
         # Before the checkpoint, because that records this evaluation as done.
         self.results.write_evaluation(progress, predicted if is_over else None, is_best)

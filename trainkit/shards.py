@@ -77,7 +77,8 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
     plugin.activation_checkpointing = False  # get_ready does it
 
     def prepare_sharded(prepare: Callable[..., Any], *objects: Any) -> Any:
-        models, prepared = owners(objects), dict[int, Any]()
+        models = owners(objects)
+        prepared = dict[int, Any]()
         for number in sorted(set(models)):  # Accelerate shards one model in a call
             places = [n for n, of in enumerate(models) if of == number]
             weights: list[tuple[torch.optim.Optimizer, int, list]] = []
@@ -85,8 +86,7 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
                 if isinstance(item, nn.Module) and not is_sharded(item):
                     get_ready(accelerator, item, fingerprint)
                 elif isinstance(item, torch.optim.Optimizer):
-                    groups = enumerate(item.param_groups)
-                    weights += ((item, n, [*group["params"]]) for n, group in groups)
+                    weights += ((item, n, [*g["params"]]) for n, g in enumerate(item.param_groups))
             with as_usage_error("the model cannot be sharded"):
                 made = prepare(*(objects[n] for n in places))
             for optimizer, n, params in weights:
@@ -113,7 +113,8 @@ def make(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:
         return build()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    main, device = accelerator.is_main_process, accelerator.device.type
+    main = accelerator.is_main_process
+    device = accelerator.device.type
     what = "shards.make(...) cannot build this model, of which only the first process has weights"
     with failing_together(accelerator, what), nullcontext() if main else init_empty_weights():
         model = build()
@@ -204,7 +205,8 @@ def owners(objects: Sequence[Any]) -> list[int]:
     Raises UsageError if optimizers or schedules are not in the order of their models: their files
     in a checkpoint would have other numbers than without sharding.
     """
-    numbers, models = [], [item for item in objects if isinstance(item, nn.Module)]
+    numbers = []
+    models = [item for item in objects if isinstance(item, nn.Module)]
     of = {id(weight): n for n, model in enumerate(models) for weight in model.parameters()}
     for item in objects:
         groups = getattr(getattr(item, "optimizer", item), "param_groups", None)
@@ -360,7 +362,8 @@ def writer(
     That function does not communicate, so it may fail on one process alone: FULL_STATE_DICT is
     gathered here. Every process must call this. Raises RuntimeError if JSON cannot hold the state.
     """
-    rank, state = accelerator.process_index, {}
+    rank = accelerator.process_index
+    state = {}
     tensors: Tensors = {}
     for filename, part in parts_of(accelerator, averages).items():
         name = filename.partition(".")[0]
@@ -443,7 +446,8 @@ def read(
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     reader = HuggingFaceStorageReader(str(folder))
-    saved, others = reader.read_metadata().state_dict_metadata, {}
+    saved = reader.read_metadata().state_dict_metadata
+    others = {}
     tensors: Tensors = {}
     weights: Tensors = {}
     for filename, part in parts_of(accelerator, averages).items():
@@ -497,7 +501,8 @@ def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    state, weights = saved["state"].items(), weights_of(optimizer)
+    state = saved["state"].items()
+    weights = weights_of(optimizer)
     rows = {i: {name: rows_of(weights[i], x) for name, x in of.items()} for i, of in state}
     optimizer.load_state_dict(saved | {"state": rows})
 

@@ -55,7 +55,8 @@ class Step:
         length: Length,
     ):
         self.accelerator, self.config, self.signals = accelerator, config, signals
-        self.length, self.seeds_host = length, type(train_set) is not InMemory
+        self.length = length
+        self.seeds_host = type(train_set) is not InMemory
         self.sharded = models if accelerator.is_fsdp2 else ()
         layers = (layer for model in models for layer in model.modules())
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
@@ -101,7 +102,8 @@ class Step:
     def start_micro_batch(self) -> None:
         """Seed the random numbers of the next forward pass by its place in the step."""
         first, self.num_rows = self.rows_of(self.accelerator.process_index, self.num_before)
-        place, num = (self.num_before + first, *self.key), self.num_rows
+        place = (self.num_before + first, *self.key)
+        num = self.num_rows
         seed_dropout(self.dropouts, self.accelerator.device, *place, num_samples=num)
         if self.seeds_host:
             seed_host(key(*self.key, self.num_before + first))
@@ -142,7 +144,8 @@ class Step:
 
         Raises RuntimeError if values are already reduced, or are not of this batch.
         """
-        is_selected, is_stand_in = mask is not None or weights is not None, self.num_rows == 0
+        is_selected = mask is not None or weights is not None
+        is_stand_in = self.num_rows == 0
         total, count = sum_and_count(CALL, values, mask, weights, is_stand_in)
         if not is_selected:
             check_rows(CALL, values, self.num_rows)

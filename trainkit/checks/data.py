@@ -183,7 +183,8 @@ def check_data(
             "and --drop-last leaves out a batch that is not full: use a smaller --batch-size, or "
             "--no-drop-last"
         )
-    digest, plan = hashlib.md5(usedforsecurity=False), {}
+    digest = hashlib.md5(usedforsecurity=False)
+    plan = {}
     for name, dataset in (("training set", train_set), ("evaluation set", eval_set)):
         # The union of all processes: a process may see no difference by chance.
         drawn = set(gather_object([*random_parts(dataset)]))

@@ -101,7 +101,8 @@ class FiniteGuard:
 
     def _fail(self, numbers: torch.Tensor, position: Position) -> NoReturn:
         # All processes come here in the same step, so they may communicate.
-        norm, shares = numbers[0].item(), numbers[1:].float().to(self.accelerator.device)
+        norm = numbers[0].item()
+        shares = numbers[1:].float().to(self.accelerator.device)
         losses = self.accelerator.reduce(shares, reduction="sum").tolist()
         raise RunFailure(
             f"loss or gradient is not finite at {position}: loss "

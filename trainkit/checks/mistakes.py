@@ -23,7 +23,8 @@ class Mistakes:
     """
 
     def __init__(self, accelerator: Accelerator):
-        self.accelerator, self.backward = accelerator, False
+        self.accelerator = accelerator
+        self.backward = False
         self.zeroed: set[torch.optim.Optimizer] = set()
         self.gradients: dict[torch.optim.Optimizer, torch.Tensor | None] = {}
         self.smallest: dict[torch.optim.Optimizer, torch.Tensor] = {}

@@ -70,7 +70,8 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
 
 def check_loader(accelerator: Accelerator, loader: Any, call: str) -> EpochBatches:
     """Return the batches of a loader; refuse any but the prepared one from make_loaders(...)."""
-    batches, kind = batches_of(loader), "training" if call == "run.steps(...)" else "evaluation"
+    batches = batches_of(loader)
+    kind = "training" if call == "run.steps(...)" else "evaluation"
     trains = batches is not None and batches.seed is not None
     is_right = trains == (kind == "training") and loader in prepared_loaders(accelerator)
     if batches is not None and is_right:

@@ -93,7 +93,8 @@ class MetricsTable:
     """Formats a line for each evaluation below one header: the losses, then other metrics."""
 
     def __init__(self, keep_best: str | None):
-        self.keep_best, self.names = keep_best, list[str]()
+        self.keep_best = keep_best
+        self.names = list[str]()
 
     def line(self, epoch: str, metrics: dict[str, float], seconds: float, rate: float) -> str:
         """Return the next line, the first time with the header above it."""

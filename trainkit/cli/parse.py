@@ -34,7 +34,8 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     assert "__dataclass_fields__" in vars(kind), f"{kind.__name__} lacks @dataclass"
     docstring = sys.modules[kind.__module__].__doc__ or ""  # there is none under python -OO
     words = list(_read_files(sys.argv[1:] if argv is None else argv))
-    script, messages = Path(sys.argv[0]).name, io.StringIO()
+    script = Path(sys.argv[0]).name
+    messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
             config = tyro.cli(

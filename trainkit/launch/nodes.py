@@ -74,7 +74,8 @@ def first_on_each_node(accelerator: Accelerator, load: Callable[[], Any]) -> Any
 
     Every process must call this. A UsageError on any process is raised on all of them.
     """
-    result, error = None, None
+    result = None
+    error = None
     # If machines share a disk, rank 0 goes first; if not, local rank 0 of each machine. The body
     # must not raise a UsageError, because the other processes wait at a barrier.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
@@ -91,7 +92,8 @@ def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
 
     Every process must call this, before any other collective. Raises UsageError on all of them.
     """
-    values, may_differ = vars(config).items(), config.nodes_may_differ
+    values = vars(config).items()
+    may_differ = config.nodes_may_differ
     flags = {flag(name): value for name, value in values if name not in may_differ}
     check_same(accelerator, describe_node() | flags)
     check_shared_folder(accelerator, config.run_dir)
@@ -121,7 +123,8 @@ def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
     """
     if accelerator.num_processes == 1:
         return
-    name, folder = "", run_dir.parent  # beside it, where the lock will be
+    name = ""
+    folder = run_dir.parent  # beside it, where the lock will be
     with failing_together(accelerator, f"{run_dir} cannot be used"):
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)

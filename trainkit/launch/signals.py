@@ -105,7 +105,8 @@ class Signals:
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again, name = self.signal_name is not None, signal.Signals(number).name
+        again = self.signal_name is not None
+        name = signal.Signals(number).name
         self.signal_name = name
         if number == signal.SIGINT and (again or not self.stepping):
             self.ignore(number)

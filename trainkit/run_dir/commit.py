@@ -30,7 +30,10 @@ class Commits:
     """The thread of this process that makes its checkpoints durable, one at a time."""
 
     def __init__(self, accelerator: Accelerator, tracker: JsonlTracker, keep: int):
-        self.accelerator, self.tracker, self.keep, self.what = accelerator, tracker, keep, ""
+        self.accelerator = accelerator
+        self.tracker = tracker
+        self.keep = keep
+        self.what = ""
         self.thread = ThreadPoolExecutor(1, "checkpoint")  # the interpreter joins it at its end
         self.jobs: list[Future] = []
         self.leaving = threading.Event()
@@ -47,9 +50,11 @@ class Commits:
             what: begins the message if this fails.
             started_at: when the save began, on the clock time.monotonic().
         """
-        self.what, rank = what, self.accelerator.process_index
+        self.what = what
+        rank = self.accelerator.process_index
         text = json.dumps(trainer, indent=2) + "\n"  # now, because the training changes its values
-        best, blocked = f"step-{trainer['progress']['best_step']:010d}", since(started_at)
+        best = f"step-{trainer['progress']['best_step']:010d}"
+        blocked = since(started_at)
 
         def finish_own_files() -> dict[str, Any]:
             if rank == 0:
@@ -85,7 +90,8 @@ class Commits:
 
         Every process must call this. Raises RunFailure on all of them if any has failed.
         """
-        jobs, self.jobs = self.jobs, []
+        jobs = self.jobs
+        self.jobs = []
         try:
             for job in jobs:
                 with failing_together(self.accelerator, self.what, RunFailure):

@@ -28,7 +28,9 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> BaseFileLock |
     this. Raises UsageError on all of them if the folder cannot be written or another process is
     using it.
     """
-    run_dir, held, moved_to = config.run_dir, None, None
+    run_dir = config.run_dir
+    held = None
+    moved_to = None
     with failing_together(accelerator, f"--run-dir {run_dir} cannot be used"):
         if accelerator.is_main_process:
             # It may be moved aside, and --run-dir .. would move the repository too.
@@ -130,7 +132,8 @@ def _holds(run_dir: Path, *names: str) -> bool:
 
 def rename_free(path: Path, name: str) -> Path:
     """Rename to `name` in the same folder, or to the first free one of NAME.1, NAME.2, ..."""
-    new, number = path.with_name(name), 0
+    new = path.with_name(name)
+    number = 0
     while new.exists():
         number += 1
         new = path.with_name(f"{name}.{number}")

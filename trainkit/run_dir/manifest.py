@@ -111,7 +111,8 @@ def verify(path: Path) -> str | None:
         manifest = json.loads(file.read_bytes())
         if manifest["format"] != FORMAT:
             return f"its format is {manifest['format']}, not {FORMAT}"
-        files, there = manifest["files"], list_files(path)
+        files = manifest["files"]
+        there = list_files(path)
         for name in sorted(files | there):
             if name not in there:
                 return f"{name} is missing"

@@ -44,7 +44,8 @@ def follow(run_dir: Path, process: subprocess.Popen) -> Iterator[dict[str, Any]]
 
     An evaluation that is repeated after a resume is yielded once. Raises UsageError.
     """
-    num, is_over = 0, False
+    num = 0
+    is_over = False
     while not is_over:
         time.sleep(2)  # each turn reads the whole file, which grows
         is_over = process.poll() is not None

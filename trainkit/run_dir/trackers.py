@@ -53,10 +53,12 @@ def make_trackers(
     kind: type[GeneralTracker] = TensorBoardTracker
     options = {"run_name": "", "logging_dir": run_dir / "tensorboard", "purge_step": 0}
     if name == "trackio":
-        kind, options = TrackioTracker, {"name": run_dir.name, "embed": False}
+        kind = TrackioTracker
+        options = {"name": run_dir.name, "embed": False}
     elif name == "wandb":
         mode = os.environ.get("WANDB_MODE", "offline")
-        kind, options = WandBTracker, {"name": run_dir.name, "dir": run_dir, "mode": mode}
+        kind = WandBTracker
+        options = {"name": run_dir.name, "dir": run_dir, "mode": mode}
     tracker = type(kind.__name__, (Tracker, kind), {"history": history})(
         **{"run_name": project} | options
     )

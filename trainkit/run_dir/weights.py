@@ -54,7 +54,8 @@ def layout(tensors: dict[str, torch.Tensor], entry: dict[str, Any]) -> tuple[lis
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
     text = {name: json.dumps(value) for name, value in entry.items()}
     head = json.loads(save(empty, metadata=text)[8:])
-    names, end = [name for name in head if name in tensors], 0
+    names = [name for name in head if name in tensors]
+    end = 0
     for name in names:
         start, end = end, end + tensors[name].numel() * tensors[name].itemsize
         head[name] |= {"shape": [*tensors[name].shape], "data_offsets": [start, end]}
