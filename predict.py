@@ -67,7 +67,7 @@ class Predictor(nn.Module):
         self.model, self.metadata, self.evaluated = model, metadata, evaluated
 
     def open(self, script: Any, run_dir: Path) -> None:
-        """Take what else this kind of input needs: of the script, or of the run folder."""
+        """Load what else this kind of input needs, from the script or from the run folder."""
 
     def keep(self, *names: str, shape: tuple[int, ...] = (-1,), scale: float = 1) -> None:
         """Make numbers of the metadata attributes: tensors, which an exported model has inside."""

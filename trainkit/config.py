@@ -47,7 +47,8 @@ Schedule = Literal["onecycle", "cosine", "exponential", "exponential+cosine", "c
 MAY_CHANGE = "may have another value when a run is resumed"
 MayChange = Annotated[T, MAY_CHANGE]
 
-# A default that load_data, or __post_init__, replaces. Whoever reads the field later sees its type.
+# A default that load_data, or __post_init__, replaces. Any, so that a field is annotated with the
+# type that it has later.
 UNSET: Any = None
 
 

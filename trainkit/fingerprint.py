@@ -47,7 +47,7 @@ def fingerprint_run(
         **run.config.experiment(),
         **{name: value for of in files for name, value in of.items()},
         "data": run.data_fingerprint,
-        "weights of samples": digest.hexdigest(),  # or order=; old checkpoints say so
+        "weights of samples": digest.hexdigest(),  # order= too; old checkpoints have this name
         "size": num_parameters(run.models),
         **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
         **hashes,

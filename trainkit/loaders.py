@@ -106,7 +106,7 @@ class EpochBatches(Sampler):
         self.seed = seed
         self.order = order or shuffled(num_samples, seed)
         self.is_custom = order is not None or num_samples > NUM_HELD
-        self.drop_last = False  # read by Accelerate, to which every batch looks full
+        self.drop_last = False  # Accelerate reads it; Slots make every batch look full
         self.num_used = num_used(num_samples, batch_size, drop_last)
         self.device = torch.device("cpu")
         self.start = 0
@@ -244,7 +244,7 @@ def has_transform(dataset: Dataset) -> bool:
 def batch_method(dataset: Dataset, may_make_batch: bool) -> str:
     """The name of the method that makes samples, from the most derived class that has one.
 
-    Subset and StackDataset have __getitems__ only to pass it on, and a datasets.Dataset gives all
+    __getitems__ of Subset and StackDataset merely delegates, and a datasets.Dataset gives all
     samples to its transform at once. Random transforms must be seeded for each sample.
     """
     passes_on = isinstance(dataset, Subset | StackDataset) or has_transform(dataset)

@@ -137,8 +137,8 @@ def _make_schedule(
         warmup = min(1.0, (step + 1) / max(1, warmup_steps))
         if "cosine" in config.schedule:
             value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
-            # CosineAnnealingLR leaves each 0 of the cosine with the initial learning rate. All
-            # earlier factors, the decay too, are lost, and start again one epoch later.
+            # CosineAnnealingLR restarts from the initial learning rate at each zero of the cosine.
+            # All earlier factors, the decay too, are lost, and start again one epoch later.
             num_zeros = math.floor((epoch / cosine_epochs + 1) / 2)
             if num_zeros > 0:
                 epoch -= (2 * num_zeros - 1) * cosine_epochs + 1

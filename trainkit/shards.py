@@ -90,7 +90,7 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
             with as_usage_error("the model cannot be sharded"):
                 made = prepare(*(objects[n] for n in places))
             for optimizer, n, params in weights:
-                # Accelerate confuses those of which this process has no row.
+                # Accelerate mixes up weights whose part on this process is empty.
                 if any(hasattr(param, "full_tensor") for param in params):
                     optimizer.param_groups[n]["params"] = params
             prepared |= zip(places, made if len(places) > 1 else [made], strict=True)

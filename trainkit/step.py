@@ -39,7 +39,8 @@ class Step:
         num_samples: samples in the step, over all processes and micro-batches.
         num_before: how many of them are in micro-batches before the current one.
         num_rows: samples of this process in the current micro-batch; 0: it has a stand-in.
-        losses: this process's share of each mean of the current micro-batch, for FiniteGuard.
+        losses: for each mean of the current micro-batch the sum of this process, divided by what
+            the whole mean is divided by; FiniteGuard reads them.
         divisors: what its means are divided by.
         sizes: of values without a mask, which must be equal in the whole step.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.

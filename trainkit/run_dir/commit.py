@@ -1,4 +1,4 @@
-"""Make a checkpoint that was written durable, and give it its name, while the training continues.
+"""In a thread, sync a checkpoint to the disk and give it its name, while the training continues.
 
 The names of checkpoints are only given by the main process, and nothing here communicates but by
 files, because a collective in a thread would mix with those of the training. Each process syncs and
