@@ -124,10 +124,10 @@ def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str
         columns = {*row} if isinstance(row, dict) else set()
         kind = next((kind for kind in FORMATS if columns.issuperset(kind.columns)), None)
         if kind is None:
-            known = "; ".join(" and ".join(kind.columns) for kind in FORMATS)
+            column_names = "; ".join(" and ".join(kind.columns) for kind in FORMATS)
             raise UsageError(
                 f"{place} has no columns of a known format, but "
-                f"{shorten(sorted(columns)) or 'none'}: rename them to one of {known}"
+                f"{shorten(sorted(columns)) or 'none'}: rename them to one of {column_names}"
             )
         name = " and ".join(kind.columns)
         with naming_row(place, f"text, or no turns, in {name}"):

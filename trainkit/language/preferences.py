@@ -169,9 +169,9 @@ def add_reference(
             "fsdp_cpu_ram_efficient_loading: true leaves all processes but the first without the "
             "weights, which each of them compares to: set it to false in the YAML"
         )
-    pairs = [pair for each in sets for pair in each]
+    pairs = [pair for group in sets for pair in group]
     digest = hashlib.sha256()
-    for tensor in (*model.state_dict().values(), *(each for pair in pairs for each in pair)):
+    for tensor in (*model.state_dict().values(), *(column for pair in pairs for column in pair)):
         digest.update(str((tensor.shape, tensor.dtype)).encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     model.to(accelerator.device).eval()
@@ -179,11 +179,11 @@ def add_reference(
 
     def compute_part(part: slice) -> torch.Tensor:
         with accelerator.autocast():
-            return compute(*(each.to(accelerator.device) for each in collate(pairs[part])))
+            return compute(*(tensor.to(accelerator.device) for tensor in collate(pairs[part])))
 
     shape = len(pairs), 2
     numbers = iter(compute_once(accelerator, name, shape, NUM_AT_ONCE, compute_part))
     model.train()
-    for each in sets:
-        each[:] = [(*pair, next(numbers)) for pair in each]
+    for group in sets:
+        group[:] = [(*pair, next(numbers)) for pair in group]
     return digest.hexdigest()

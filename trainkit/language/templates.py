@@ -267,7 +267,7 @@ def _with_texts(turn: Turn) -> Turn:
         else function
         for function in functions
     ]
-    return turn | {"tool_calls": [{"type": "function", "function": each} for each in functions]}
+    return turn | {"tool_calls": [{"type": "function", "function": value} for value in functions]}
 
 
 def _to_json(value: Any) -> str:

@@ -38,8 +38,8 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
             import datasets
 
             return datasets.load_dataset(name, split="train").to_pandas()
-    found = [file for file in sorted(path.rglob("*")) if _kind(file) in KINDS and file.is_file()]
-    names = [file.relative_to(path).as_posix() for file in found]
+    inside = [file for file in sorted(path.rglob("*")) if _kind(file) in KINDS and file.is_file()]
+    names = [file.relative_to(path).as_posix() for file in inside]
     files = [path / name for name in select_read(names, where)] or [path]
     kinds = {*map(_kind, files)}
     if len(kinds) > 1 or not kinds <= {*KINDS}:

@@ -40,8 +40,8 @@ def compute_once(
     what, hide = Path(name).parent.name, is_kept or no_bar()
     with tqdm(total=len(rows), desc=what, leave=False, disable=hide) as bar, torch.no_grad():
         for batches in torch.arange(len(rows)).split(batch_size * NUM_ROUND * world):
-            own = batches.split(batch_size)[accelerator.process_index :: world]
-            for batch in own if not is_kept else ():
+            rank_batches = batches.split(batch_size)[accelerator.process_index :: world]
+            for batch in rank_batches if not is_kept else ():
                 part = slice(int(batch[0]), int(batch[-1]) + 1)
                 rows[part] = compute(part).float().cpu()
                 bar.update(len(batch) * world)

@@ -137,15 +137,15 @@ class ParquetRows(Dataset):
         self.folder.mkdir(parents=True, exist_ok=True)
         paths = self._find(pattern)
         pool, _ = opened(self, os.getpid())
-        self.known = dict(zip(paths, pool.map(self._footer, paths), strict=True))
+        self.footers = dict(zip(paths, pool.map(self._footer, paths), strict=True))
         self.groups, sizes, schema = [], [], None
-        for path, (version, kept) in self.known.items():
+        for path, (version, kept) in self.footers.items():
             footer = pq.read_metadata(kept)
             has = pq.read_schema(kept)
             kinds = [has.field(x).type if has.names.count(x) == 1 else None for x in columns]
             schema = schema or kinds
             if kinds != schema or None in kinds:
-                held = shorten([f"{each.name} ({each.type})" for each in has], 30)
+                held = shorten([f"{column.name} ({column.type})" for column in has], 30)
                 raise UsageError(
                     f"{shown(path)}: {', '.join(columns)} must be among its columns, once and "
                     f"of one type in all files: it has {held}"
@@ -213,7 +213,7 @@ class ParquetRows(Dataset):
 
     def fingerprint(self) -> dict[str, str]:
         """Return for each file, by its name, a version string that changes when the file does."""
-        return {shown(path[self.start :]): known[0] for path, known in self.known.items()}
+        return {shown(path[self.start :]): version for path, (version, _) in self.footers.items()}
 
     def _files(self) -> tuple[fsspec.AbstractFileSystem, str]:
         return files_of(self.pattern, os.getpid(), get_ident())
@@ -221,11 +221,13 @@ class ParquetRows(Dataset):
     @tried
     def _find(self, _: str) -> list[str]:
         files, path = self._files()
-        root, found = re.split("[*?[]", path)[0], files.glob(path, detail=True)
+        root = re.split("[*?[]", path)[0]
+        entries = files.glob(path, detail=True)
         if "*" not in path and files.isdir(path):
-            root, found = f"{path.rstrip('/')}/", {path: {"type": "directory"}}
+            root = f"{path.rstrip('/')}/"
+            entries = {path: {"type": "directory"}}
         names = []
-        for name, info in found.items():
+        for name, info in entries.items():
             inside = files.find(name) if info["type"] == "directory" else [name]
             names += [path for path in inside if path == name or path.endswith(".parquet")]
         self.start = len(root.rsplit("/", 2)[0])

@@ -130,18 +130,18 @@ def learn_column(
     if isinstance(column, str):
         return column
     parsed = parse_cells(values, column)
-    known, odd = parsed.iloc[train], values[parsed.isna()].astype(object).fillna("").astype(str)
+    present, odd = parsed.iloc[train], values[parsed.isna()].astype(object).fillna("").astype(str)
     others = odd[~odd.isin(MISSING)]
     impute = missing == "impute" or (missing is None and len(odd) > 0)
     # Words with a digit are not missing values: 1,234 is a number, although it is not read as one.
     if impute and 9 * len(others) <= parsed.count() and not others.str.contains(r"\d").any():
         column.words = odd.value_counts().to_dict()
-    counts = known.value_counts().sort_index()
+    counts = present.value_counts().sort_index()
     if len(counts) == 1 or not len(counts) + len(others):
         return "left out: always the same"
     if column.categories is None:
-        fill = float(known.mean())
-    elif hardly_repeats(len(counts), known.count()):
+        fill = float(present.mean())
+    elif hardly_repeats(len(counts), present.count()):
         if counts.index.to_series().str.fullmatch(LIKE_A_DATE).mean() > 0.5:
             return "left out: dates in a form that is not read, so write 2020-01-31"
         return f"left out: {len(counts)} different texts in {len(train)} training rows"
@@ -149,7 +149,7 @@ def learn_column(
         # Of equally frequent texts the first in the alphabet, which is the same on every machine.
         column.categories, fill = [*counts.index], counts.idxmax()
     if column.days:
-        waves = {name: ((known - start) / period % 1) for name, (period, start) in CYCLES.items()}
+        waves = {name: ((present - start) / period % 1) for name, (period, start) in CYCLES.items()}
         waves["weekday"] = waves["weekday"].mul(7) // 1 / 7
         column.cycles = [name for name, wave in waves.items() if (wave.round(2) % 1).nunique() > 1]
     column.fill = fill if impute else None

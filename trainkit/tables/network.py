@@ -43,7 +43,7 @@ class TabM(nn.Module):
 
     def __init__(self, num_outputs: int, edges: list[list[float]]):
         super().__init__()
-        bins = [(n, *pair) for n, own in enumerate(edges) for pair in pairwise(own)]
+        bins = [(n, *pair) for n, limits in enumerate(edges) for pair in pairwise(limits)]
         column, low, high = zip(*bins, strict=True) if bins else ((), (), ())
         for name, values in (("low", low), ("high", high)):
             self.register_buffer(name, torch.tensor(values), persistent=False)

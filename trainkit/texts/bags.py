@@ -88,6 +88,7 @@ class Bag(nn.Module):
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         is_piece = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         weights = self.rarity[tokens] * is_piece
-        starts, given = lengths.cumsum(0) - lengths, weights[is_piece].to(self.table.weight.dtype)
-        sums = self.table(tokens[is_piece], starts, per_sample_weights=given)
+        starts = lengths.cumsum(0) - lengths
+        shares = weights[is_piece].to(self.table.weight.dtype)
+        sums = self.table(tokens[is_piece], starts, per_sample_weights=shares)
         return sums / weights.norm(dim=1, keepdim=True)

@@ -66,8 +66,12 @@ def _without_dropout(config: Any) -> Any:
 def _num_positions(model: nn.Module) -> float:
     """Return how many tokens an encoder takes; the first positions of RoBERTa's are padding's."""
     num = max(0, getattr(model.config, "max_position_embeddings", None) or 0) or math.inf
-    found = [each for each in model.modules() if getattr(each, "num_embeddings", None) == num]
-    return num - max((each.padding_idx + 1 for each in found if each.padding_idx), default=0)
+    embeddings = [
+        layer for layer in model.modules() if getattr(layer, "num_embeddings", None) == num
+    ]
+    return num - max(
+        (layer.padding_idx + 1 for layer in embeddings if layer.padding_idx), default=0
+    )
 
 
 def load_tokenizer(folder: str | Path) -> Any:

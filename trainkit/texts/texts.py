@@ -74,8 +74,8 @@ class TextConfig(TrainingConfig):
         """Add flags of the data that go with --data, or without it."""
         problems = super().find_problems(num_processes)
         names = ("eval_data", "text", "label", "encoding")
-        if given := [flag(name) for name in names if getattr(self, name) and not self.data]:
-            problems.append(f"{' and '.join(given)}: name the file of the texts with --data")
+        if flags := [flag(name) for name in names if getattr(self, name) and not self.data]:
+            problems.append(f"{' and '.join(flags)}: name the file of the texts with --data")
         if self.num_lines and self.data:
             problems.append("--num-lines cannot be used with --data")
         if self.max_tokens and not self.base:
@@ -121,7 +121,7 @@ def read_sets(config: TextConfig) -> TextSets:
     texts, labels, dropped = labelled_texts(table, text, label, where)
     classes = find_text_classes(labels, label, where)
     number = {name: n for n, name in enumerate(classes)}
-    pairs = [(each, number[name]) for each, name in zip(texts, labels, strict=True)]
+    pairs = [(words, number[name]) for words, name in zip(texts, labels, strict=True)]
     plan = {"data": f"{config.data}, {len(pairs)} texts{dropped}"}
     plan["columns"] = f"text {text!r}, label {label!r}"
     if config.eval_data is None:
@@ -182,19 +182,19 @@ def describe_texts(
     rare = of_all < RARE, (of_all >= RARE) & (counts == 0)
     names = [[name for name, n in zip(classes, which, strict=True) if n] for which in rare]
     problems = f"fewer than {RARE} texts of a class", "no text of a class to evaluate on"
-    found = [f"{p}: {shorten(n, 10)}" for p, n in zip(problems, names, strict=True) if n]
-    if found:
-        plan["rare"] = "; ".join(found)
-    known = {each for each, _ in train}
-    if twice := sum(each in known for each, _ in held_out):
+    rare_classes = [f"{p}: {shorten(n, 10)}" for p, n in zip(problems, names, strict=True) if n]
+    if rare_classes:
+        plan["rare"] = "; ".join(rare_classes)
+    trained = {text for text, _ in train}
+    if twice := sum(text in trained for text, _ in held_out):
         plan["twice"] = f"{twice} of {len(held_out)} texts to evaluate on are also trained on"
     return plan
 
 
 def tokenize(texts: Sequence[str], max_tokens: int | None, tokenizer: Any) -> list[torch.Tensor]:
     """Return at most max_tokens tokens of each text, int64; one token 0 if it has none."""
-    found = tokenizer([*texts], truncation=True, max_length=max_tokens).input_ids
-    return [torch.tensor(row or [0]) for row in found]
+    rows = tokenizer([*texts], truncation=True, max_length=max_tokens).input_ids
+    return [torch.tensor(row or [0]) for row in rows]
 
 
 def make_samples(
@@ -243,44 +243,46 @@ def find_text(table: pd.DataFrame, where: str) -> str:
     if text := _called(TEXT_NAMES, table):
         return text
     scores = {name: _prose(table[name]) for name in table}
-    found = [name for name, score in scores.items() if score == max(scores.values()) > 0]
-    return _only(found, [*table], where, "--text", "texts")
+    columns = [name for name, score in scores.items() if score == max(scores.values()) > 0]
+    return _only(columns, [*table], where, "--text", "texts")
 
 
 def _called(names: Sequence[str], table: pd.DataFrame, other: str | None = None) -> str | None:
     """Return the column that has the first of these names, in any case; None if there is none."""
-    own = {name.lower(): name for name in reversed([*table]) if name != other}
-    return next((own[name] for name in names if name in own), None)
+    columns = {name.lower(): name for name in reversed([*table]) if name != other}
+    return next((columns[name] for name in names if name in columns), None)
 
 
-def _only(found: list[str], names: list[str], where: str, flag: str, what: str) -> str:
-    if len(found) != 1:
-        fits = f"{shorten(found, frames.MAX_SHOWN)} could be" if found else "no column seems to be"
+def _only(columns: list[str], names: list[str], where: str, flag: str, what: str) -> str:
+    if len(columns) != 1:
+        fits = (
+            f"{shorten(columns, frames.MAX_SHOWN)} could be" if columns else "no column seems to be"
+        )
         raise UsageError(
             f"{where}: {fits} the {what}: choose the column by {flag}: "
             f"{shorten([*map(frames.typed, names)], frames.MAX_SHOWN)}"
         )
-    return found[0]
+    return columns[0]
 
 
 def _repeats(values: pd.Series) -> bool:
     try:
-        known = values[values.notna() & (values != "")]
-        return 2 <= known.nunique() <= min(MAX_FOUND, len(known) // 2)
+        present = values[values.notna() & (values != "")]
+        return 2 <= present.nunique() <= min(MAX_FOUND, len(present) // 2)
     except (TypeError, ValueError):  # lists have no hash
         return False
 
 
 def _prose(values: pd.Series) -> int:
     """Return 2 for a column of sentences, 1 for one of other texts made of letters, else 0."""
-    known = [each for each in values if isinstance(each, str) and each.strip()][:NUM_LOOKED_AT]
-    kinds = [unicodedata.category(sign) for each in known for sign in each[:NUM_LOOKED_AT]]
+    present = [text for text in values if isinstance(text, str) and text.strip()][:NUM_LOOKED_AT]
+    kinds = [unicodedata.category(sign) for text in present for sign in text[:NUM_LOOKED_AT]]
     num_letters = sum(kind[0] in "LM" for kind in kinds)
-    if not known or _repeats(values) or 2 * num_letters < len(kinds) - kinds.count("Zs"):
+    if not present or _repeats(values) or 2 * num_letters < len(kinds) - kinds.count("Zs"):
         return 0
     # A script without case may be written without blanks: three of its letters count as a word.
-    num_words = sum(len(each.split()) for each in known) + kinds.count("Lo") / 3
-    return 1 + (num_words >= 3 * len(known))
+    num_words = sum(len(text.split()) for text in present) + kinds.count("Lo") / 3
+    return 1 + (num_words >= 3 * len(present))
 
 
 def labelled_texts(
@@ -288,8 +290,8 @@ def labelled_texts(
 ) -> tuple[list[str], list[str], str]:
     """Return texts and labels of the rows that have both, and how many were left out."""
     rows = frames.choose_columns(table, [text, label], where)
-    texts = [_clean(each) for each in rows[text]]
-    labels = [frames.as_text(each).strip() if pd.notna(each) else "" for each in rows[label]]
+    texts = [_clean(cell) for cell in rows[text]]
+    labels = [frames.as_text(cell).strip() if pd.notna(cell) else "" for cell in rows[label]]
     kept = [n for n, pair in enumerate(zip(texts, labels, strict=True)) if all(pair)]
     empty, unnamed = texts.count(""), labels.count("")
     dropped = f", {count(empty, 'row')} dropped: no text" * bool(empty)
@@ -323,4 +325,4 @@ def read_texts(path: Path, text: str | None, encoding: str | None) -> list[str]:
     table = frames.read_table(where, where, encoding=encoding)
     if text is None:
         text = find_text(table, where)
-    return [_clean(each) for each in frames.choose_columns(table, [text], where)[text]]
+    return [_clean(cell) for cell in frames.choose_columns(table, [text], where)[text]]

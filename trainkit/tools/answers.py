@@ -65,8 +65,8 @@ def describe_answer(
         (plots.to_array(picture), sees),
         (overlay.byte().numpy(), f"orange speaks for {answer}, blue against"),
     ]
-    said = f"<h2>{'unsure, perhaps ' * bool(doubt)}{escape(answer)}</h2>{doubt or f'{share:.2%}'}"
-    return said, dict(zip(classes, probabilities.tolist(), strict=True)), views
+    html = f"<h2>{'unsure, perhaps ' * bool(doubt)}{escape(answer)}</h2>{doubt or f'{share:.2%}'}"
+    return html, dict(zip(classes, probabilities.tolist(), strict=True)), views
 
 
 def draw_responses(

@@ -71,7 +71,9 @@ class McNemar(evaluate.Comparison):
         return evaluate.ComparisonInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, references: list, predictions1: list, predictions2: list) -> dict:
-        first, second = (np.equal(each, references) for each in (predictions1, predictions2))
+        first, second = (
+            np.equal(predictions, references) for predictions in (predictions1, predictions2)
+        )
         alone = [int(sum(first & ~second)), int(sum(second & ~first))]
         return {"alone": alone, "p": mcnemar(*alone)}
 
@@ -90,18 +92,18 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 def _mcnemar_line(first: Path, second: Path) -> str:
     """Return two lines on what the difference of two accuracies means; "" unless both classify."""
-    (a, about_a), (b, about_b) = (
+    (a, metadata_a), (b, metadata_b) = (
         load_predictions(run_dir / PREDICTIONS) for run_dir in (first, second)
     )
-    if "classes" not in about_a or "classes" not in about_b:
+    if "classes" not in metadata_a or "classes" not in metadata_b:
         return ""
-    same = about_a["classes"] == about_b["classes"] and torch.equal(a["target"], b["target"])
+    same = metadata_a["classes"] == metadata_b["classes"] and torch.equal(a["target"], b["target"])
     if not same:
         return f"\n{first} and {second} were evaluated on different pictures: no test"
-    found = McNemar(keep_in_memory=True, cache_dir=gettempdir()).compute(
+    test = McNemar(keep_in_memory=True, cache_dir=gettempdir()).compute(
         references=a["target"], predictions1=a["prediction"], predictions2=b["prediction"]
     )
-    (only_a, only_b), p = found["alone"], found["p"]
+    (only_a, only_b), p = test["alone"], test["p"]
     return (
         f"\nof {len(a['target'])} pictures {first} alone gets {only_a} right, {second} alone "
         f"{only_b}:"

@@ -85,7 +85,7 @@ def measure_disk(accelerator: Accelerator, config: Config) -> str:
 
     Raises UsageError on all processes if the file cannot be written.
     """
-    where, said = config.run_dir.resolve().parent, ""
+    where, sentence = config.run_dir.resolve().parent, ""
     with failing_together(accelerator, f"{where} cannot be written"):
         if accelerator.is_main_process:
             block, started_at = os.urandom(2**20), time.perf_counter()  # no zeros, which compress
@@ -97,13 +97,13 @@ def measure_disk(accelerator: Accelerator, config: Config) -> str:
             synced = time.perf_counter() - started_at
             part = config.checkpoint_mib * 2**20 / FILE_BYTES
             interval = save_interval(written * part, synced * part, config.hours_to_failure * 3600)
-            said = (
+            sentence = (
                 f"{where}: {FILE_BYTES / 1e6 / synced:,.0f} MB/s with sync; a checkpoint of "
                 f"{config.checkpoint_mib:,.0f} MiB blocks for {written * part:.2f} s and is "
                 f"durable after {synced * part:.2f} s: with a failure every "
                 f"{config.hours_to_failure:g} hours save every {interval:,.0f} s"
             )
-    return said
+    return sentence
 
 
 def save_interval(blocked: float, durable: float, to_failure: float) -> float:

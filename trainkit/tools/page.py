@@ -31,12 +31,12 @@ MAX_SHOWN = 20  # test pictures, one of each class
 def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
     """Return evaluated pictures to choose from, number and caption: one per class, mistakes."""
     tensors, classes = predictor.evaluated, predictor.metadata["classes"]
-    said, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
+    predicted, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
     last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
     worst = plots.worst_mistakes(tensors)[0].tolist() if last else ()
     return {
         "test pictures": [(last[name], name) for name in classes if name in last][:MAX_SHOWN],
-        "worst mistakes": [(n, f"{truth[n]}, taken for {said[n]}") for n in worst],
+        "worst mistakes": [(n, f"{truth[n]}, taken for {predicted[n]}") for n in worst],
     }
 
 
@@ -48,8 +48,8 @@ def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
     try:
         pictures, doubt = predictor.read(path)
     except UsageError as problem:
-        said = escape(str(problem).replace(str(path), "The picture"))
-        return f"{said}. Save it as PNG or JPEG.", None, None
+        sentence = escape(str(problem).replace(str(path), "The picture"))
+        return f"{sentence}. Save it as PNG or JPEG.", None, None
     return answers.describe_answer(predictor, pictures[0], doubt)
 
 
@@ -125,11 +125,11 @@ def build_picture_page(page: Any, predictor: Any) -> None:
             if not has_pad:
                 why.render()
         with gradio.Column(min_width=320):
-            said = gradio.HTML(elem_classes="said")
+            answer_box = gradio.HTML(elem_classes="said")
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
             if has_pad:
                 why.render()
-    shown = [said, shares, why]
+    shown = [answer_box, shares, why]
     file.change(partial(answer_file, predictor), file, shown, **quick)
     if has_pad:
         pad.change(partial(answer_drawing, predictor), pad, shown, **quick)
@@ -148,12 +148,12 @@ def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float,
 
 
 def answer_row(
-    predictor: Any, names: list[str], spans: dict[str, tuple], touched: str, *given: Any
+    predictor: Any, names: list[str], spans: dict[str, tuple], touched: str, *cells: Any
 ) -> tuple:
     """Return the targets of a row as HTML, and their curves along the number changed last."""
     metadata = predictor.metadata
     columns = [Column(**column) for column in metadata["columns"]]
-    values = dict(zip(names, given, strict=True))
+    values = dict(zip(names, cells, strict=True))
 
     def outputs(places: np.ndarray, along: str = "") -> np.ndarray:
         """Map values of one column to targets; the others are as in the row."""
@@ -169,14 +169,14 @@ def answer_row(
 
     numbers = outputs(np.zeros(1))[0]
     if "classes" in metadata:
-        said = f"<h2>{escape(predictor.describe(torch.from_numpy(numbers)))}</h2>"
+        html = f"<h2>{escape(predictor.describe(torch.from_numpy(numbers)))}</h2>"
         targets, order = metadata["classes"], (-numbers).argsort()
     else:
         targets, order = metadata["targets"], np.arange(len(numbers))
         pairs = zip(targets, numbers, strict=True)
-        said = "".join(f"<h2>{escape(target)}: {value:,.6g}</h2>" for target, value in pairs)
+        html = "".join(f"<h2>{escape(target)}: {value:,.6g}</h2>" for target, value in pairs)
     if not spans:
-        return said, None
+        return html, None
     along = touched if touched in spans else next(iter(spans))
     drawn = answers.draw_responses(
         lambda places: outputs(places, along)[:, order],
@@ -185,7 +185,7 @@ def answer_row(
         spans[along][:2],
         [targets[number] for number in order],
     )
-    return said, drawn
+    return html, drawn
 
 
 def build_table_page(page: Any, predictor: Any) -> None:
@@ -250,10 +250,12 @@ def build_text_page(page: Any, predictor: Any) -> None:
         with gradio.Column(min_width=320):
             text = gradio.Textbox(lines=8, label="a text", elem_id="text")
         with gradio.Column(min_width=320):
-            said = gradio.HTML(elem_classes="said")
+            answer_box = gradio.HTML(elem_classes="said")
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
     answer = partial(answer_text, predictor)
-    text.change(answer, text, [said, shares], show_progress="hidden", trigger_mode="always_last")
+    text.change(
+        answer, text, [answer_box, shares], show_progress="hidden", trigger_mode="always_last"
+    )
     if "prediction" in predictor.evaluated:
         add_confusions(predictor)
 
@@ -305,7 +307,7 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
                 css_paths=[Path(__file__).with_name("page.css")],
             )
         except OSError as problem:
-            given = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
-            raise UsageError(f"{given}: {problem}") from problem
+            place = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
+            raise UsageError(f"{place}: {problem}") from problem
         print(f"{name}: {url} (Ctrl-C ends it)", flush=True)
         page.block_thread()

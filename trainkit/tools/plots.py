@@ -65,12 +65,12 @@ def draw_run(run_dir: Path) -> list[Path]:
     """Draw every plot for which a run folder has the files, and return the paths."""
     figures = {"curves.png": curves.draw_curves(run_dir)}
     tensors, metadata = load_predictions(run_dir / PREDICTIONS)
-    known = {"prediction", "target"} <= tensors.keys()  # else a script has saved others
-    if known and "classes" in metadata:
+    is_usual = {"prediction", "target"} <= tensors.keys()  # else a script has saved others
+    if is_usual and "classes" in metadata:
         figures["confusion.png"] = draw_confusion(tensors, metadata["classes"])
         if "image" in tensors:
             figures["mistakes.png"] = draw_mistakes(tensors, metadata["classes"])
-    elif known and tensors["target"].ndim == 2:
+    elif is_usual and tensors["target"].ndim == 2:
         figures["fit.png"] = draw_fit(tensors, metadata)
     for name, figure in figures.items():
         figure.savefig(run_dir / name)
@@ -125,8 +125,8 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> F
         axes.set_axis_off()
     for axes, index, share in zip(figure.axes, worst.tolist(), probability, strict=False):
         axes.imshow(to_array(pictures[index]), cmap="gray", vmin=0, vmax=255)
-        said, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
-        lines = f"predicted {said}, {share:.2%}", f"true {true}"
+        predicted, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
+        lines = f"predicted {predicted}, {share:.2%}", f"true {true}"
         axes.set_title("\n".join(fill(line, width) for line in lines), fontsize=font)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {len(worst)} most confident of " if len(worst) < all_mistakes else ""
@@ -143,21 +143,21 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Figu
     figure = new_figure(4.3 * columns, 4.2 * len(targets))
     grid = figure.subplots(len(targets), columns, squeeze=False)
     dots = {"s": 14, "facecolors": "none", "edgecolors": COLOURS[0], "linewidths": 0.8}
-    for (against, residuals, *line), name, said, true in zip(
+    for (against, residuals, *line), name, predicted, true in zip(
         grid, targets, prediction.T, truth.T, strict=True
     ):
-        against.scatter(true, said, **dots)
+        against.scatter(true, predicted, **dots)
         against.axline((true.mean(), true.mean()), slope=1, color="black", linewidth=1.2)
         against.set(xlabel=f"true {name}", ylabel=f"predicted {name}", title="on the line: exact")
-        residuals.scatter(said, said - true, **dots)
+        residuals.scatter(predicted, predicted - true, **dots)
         residuals.axhline(0, color="black", linewidth=1.2)
         residuals.set(xlabel=f"predicted {name}", ylabel=f"predicted - true {name}")
-        rmse = np.sqrt(np.mean((said - true) ** 2))
+        rmse = np.sqrt(np.mean((predicted - true) ** 2))
         residuals.set_title(f"root mean square error {rmse:.4g}")
         for axes in line:
             axes.scatter(feature, true, label="true", **dots)
             order = feature[:, 0].argsort()
-            axes.plot(feature[order], said[order], color=COLOURS[1], label="predicted")
+            axes.plot(feature[order], predicted[order], color=COLOURS[1], label="predicted")
             axes.set(xlabel=metadata.get("feature", "feature"), ylabel=name)
             legend_above(axes, ncols=2)
     for axes in figure.axes:
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Draw the plots of one run folder, or compare several."""
     run_dirs = []
     for path in parse(Config, argv).run_dirs:
-        inside = sorted(found.parent for found in path.glob("*/metrics.jsonl"))
+        inside = sorted(file.parent for file in path.glob("*/metrics.jsonl"))
         is_run = (path / "metrics.jsonl").exists()
         if not (path.suffix == ".lock" and path.is_file()):  # of a run folder beside it
             run_dirs += inside if inside and not is_run else [path]
