@@ -136,7 +136,8 @@ class Notes:
 
     def describe(self, chat: Chat, num_rows: int) -> dict[str, str]:
         """Return lines of the plan about rows and their chat template."""
-        lines, counts = {}, {kind: f"{num} of {num_rows} rows" for kind, num in self.counts.items()}
+        lines = {}
+        counts = {kind: f"{num} of {num_rows} rows" for kind, num in self.counts.items()}
         if "empty" in counts:
             lines["empty"] = (
                 f"{counts['empty']} have an answer without text, which is learned: the model says "
@@ -164,7 +165,8 @@ class Notes:
         return lines
 
     def _describe_marks(self, chat: Chat, counts: dict[str, str]) -> str:
-        tokenizer, lines = chat.tokenizer, []
+        tokenizer = chat.tokenizer
+        lines = []
         if "marked" in counts:
             lines.append(
                 f"{counts['marked']} have texts that begin or end with tokens which are added to "

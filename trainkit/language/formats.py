@@ -162,7 +162,8 @@ def read_prompt(kind: Format, row: dict[str, Any]) -> list[Turn]:
     """Return the turns of the prompt that a row has in the columns of a format, if it has one."""
     if not kind.prompt:
         return []
-    prompt, more = row[kind.prompt], next((row[name] for name in kind.more if row.get(name)), "")
+    prompt = row[kind.prompt]
+    more = next((row[name] for name in kind.more if row.get(name)), "")
     if more:
         prompt = prompt + "\n\n" * (prompt != "") + more
     return as_turns(prompt, "user")
@@ -222,7 +223,8 @@ def with_context(turns: list[Turn], num_prompt: int, row: dict[str, Any]) -> Con
 
 def with_system(conversation: Conversation, system: str | None) -> Conversation:
     """Return the conversation with this text as a system turn, if it has turns and none of it."""
-    turns, num_prompt = conversation.turns, conversation.num_prompt
+    turns = conversation.turns
+    num_prompt = conversation.num_prompt
     if not system or not turns or turns[0]["role"] == "system":
         return conversation
     turns = [{"role": "system", "content": system}, *turns]

@@ -74,7 +74,8 @@ def share_rows(samples: list[Sample], size: int) -> list[tuple[torch.Tensor, ...
             heapreplace(sums, (total + lengths[index], number))
         longest = max(sums)[0]
         if longest <= size and num_rows * longest < num_computed:
-            best, num_computed = rows, num_rows * longest
+            best = rows
+            num_computed = num_rows * longest
         num_rows //= 2
     return [join([samples[n] for n in row]) for row in best] or samples
 
@@ -128,7 +129,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    num, length = len(query), query.shape[2]
+    num = len(query)
+    length = query.shape[2]
     if (
         position_ids is None
         or attention_mask is None
@@ -145,7 +147,8 @@ def _attend(
         starts[1:] &= positions[:-1] != 0  # the padding, whose positions are 0, is one part
         sizes = torch.diff(starts.nonzero()[:, 0], append=torch.tensor([length])).tolist()
         parts = (x[row : row + 1].split(sizes, dim=2) for x in (query, key, value, mask))
-        done, outputs = 0, []
+        done = 0
+        outputs = []
         for q, k, v, m in zip(*parts, strict=True):
             here = m[..., done : done + q.shape[2]]
             outputs.append(sdpa_attention_forward(module, q, k, v, here, **how)[0])

@@ -57,7 +57,8 @@ def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     chosen, rejected = (join_prompt(prompt, turns, num_shared) for turns in answers)
     turns, num_prompt = chosen
     if not prompt:
-        num_prompt, rejected = num_shared, (rejected[0], num_shared)
+        num_prompt = num_shared
+        rejected = (rejected[0], num_shared)
     lead = turns[:num_prompt]
     others = rejected[0][rejected[1] :]
     differs = comparable(lead) != comparable(rejected[0][: rejected[1]])
@@ -83,7 +84,9 @@ def make_pairs(
     """
     size, limit_name = find_limit(max_tokens, limit)
     sets: tuple[list[Pair], list[Pair]] = ([], [])
-    chat, notes, num_rows = Chat(tokenizer, today), Notes(), 0
+    chat = Chat(tokenizer, today)
+    notes = Notes()
+    num_rows = 0
     for number, (place, row) in enumerate(read_conversation_rows(source)):
         num_rows += 1
         with naming_row(place, "chosen and rejected, as lists of turns, or as texts and a prompt"):
@@ -111,7 +114,8 @@ def _describe_pairs(
     chat: Chat, notes: Notes, num_rows: int, limit_name: str, pairs: Sequence[Pair]
 ) -> dict[str, str]:
     """Return the lines of the plan about these pairs, with the first of them."""
-    tokenizer, counts = chat.tokenizer, notes.counts
+    tokenizer = chat.tokenizer
+    counts = notes.counts
     end = "no token" if chat.end is None else tokenizer.convert_ids_to_tokens(chat.end)
     plan = {"data": f"{num_rows} rows of chosen and rejected", "end": f"{end} after an answer"}
     if counts["cut"]:

@@ -97,8 +97,11 @@ def write_pretrained(
 def _write_pretrained(
     run: Any, tokenizer: Any, base: str, merge: bool, dtype: torch.dtype | None
 ) -> None:
-    config, model, folder = run.config, run.models[0], run.config.run_dir / "pretrained"
-    is_adapter, path = hasattr(model, "peft_config"), config.run_dir / "model.safetensors"
+    config = run.config
+    model = run.models[0]
+    folder = run.config.run_dir / "pretrained"
+    is_adapter = hasattr(model, "peft_config")
+    path = config.run_dir / "model.safetensors"
     if is_adapter:
         model.save_pretrained(folder, state_dict=load_file(path))
         model.generation_config.save_pretrained(folder)  # which peft omits
@@ -145,7 +148,8 @@ def _write_merged(settings: Any, tokenizer: Any, base: str, adapter: Path) -> No
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    model.generation_config, folder = settings, adapter.with_name("merged")
+    model.generation_config = settings
+    folder = adapter.with_name("merged")
     for part in (model, tokenizer):
         part.save_pretrained(folder)
     print(f"with the adapter merged into its weights: {folder}", flush=True)

@@ -49,12 +49,15 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Any, today: date | None = None):
-        self.tokenizer, self.today = tokenizer, today or date.today()
-        self.day, self.fixed_date = "", _fix_date(self.today)
+        self.tokenizer = tokenizer
+        self.today = today or date.today()
+        self.day = ""
+        self.fixed_date = _fix_date(self.today)
         tokens = tokenizer("a").input_ids
         self.adds_bos = tokens[:1] == [tokenizer.bos_token_id]
         self.adds_eos = tokens[-1:] == [tokenizer.eos_token_id]
-        self.end, self.template_adds_bos = tokenizer.eos_token_id, self.adds_bos
+        self.end = tokenizer.eos_token_id
+        self.template_adds_bos = self.adds_bos
         if tokenizer.chat_template:
             self.end, self.template_adds_bos = self._read_template()
 
@@ -62,7 +65,8 @@ class Chat:
         """Return turns as text; with `ask` up to where the next answer begins."""
         template = self.tokenizer.get_chat_template(tools=tools or None)
         if "strftime_now" in template:
-            self.day, template = self.today.isoformat(), self.fixed_date + template
+            self.day = self.today.isoformat()
+            template = self.fixed_date + template
         return self.tokenizer.apply_chat_template(
             turns,
             tools=tools or None,
@@ -86,12 +90,14 @@ class Chat:
 
     def begin(self, text: str) -> list[int]:
         """Return the tokens of a text that an answer follows: they do not end with EOS."""
-        tokens, eos = self.tokenizer(text).input_ids, self.tokenizer.eos_token_id
+        tokens = self.tokenizer(text).input_ids
+        eos = self.tokenizer.eos_token_id
         return tokens[:-1] if self.adds_eos and len(tokens) > 1 and tokens[-1] == eos else tokens
 
     def without_marks(self, conversation: Conversation) -> Conversation:
         """Leave out BOS and the end of an answer where a text has them and they are added to it."""
-        tokenizer, bos = self.tokenizer, self.tokenizer.bos_token
+        tokenizer = self.tokenizer
+        bos = self.tokenizer.bos_token
         if conversation.text is not None:
             text = _strip(conversation.text, self.adds_bos and bos, tokenizer.eos_token)
             return conversation._replace(text=text)
@@ -109,7 +115,8 @@ class Chat:
             text = self.render(turns, ask=True)
             return self.tokenizer(text, add_special_tokens=False).input_ids
         # A token is predicted from those before it, so the first one of an answer needs one too.
-        eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+        eos = self.tokenizer.eos_token_id
+        bos = self.tokenizer.bos_token_id
         start = bos if eos is None else eos
         return self.begin(prompt) or [start] * (start is not None)
 
@@ -119,7 +126,8 @@ class Chat:
         Answers that begin after `size` tokens may be left out. Raises ValueError if answers cannot
         be told apart, or for calls of tools that the template cannot write.
         """
-        turns, end = conversation.turns, [self.tokenizer.eos_token_id]
+        turns = conversation.turns
+        end = [self.tokenizer.eos_token_id]
         end = [] if end == [None] else end
         if conversation.text is not None:
             tokens = self.begin(conversation.text) + end
@@ -140,7 +148,8 @@ class Chat:
                 answers.append(self._encode_turn(conversation, number))
         if not answers:
             return Encoded([])
-        whole, spans = answers[-1].tokens, [answer.span for answer in answers]
+        whole = answers[-1].tokens
+        spans = [answer.span for answer in answers]
         if all(whole[: len(answer.tokens)] == answer.tokens for answer in answers):
             samples = [_sample(whole, spans)]
         else:
@@ -152,13 +161,16 @@ class Chat:
         return Encoded(samples, lost, untrained, answers[0].ask)
 
     def _encode_turn(self, conversation: Conversation, number: int) -> "_Answer":
-        turns, tools = conversation.turns, conversation.tools
-        before, turn = turns[:number], turns[number]
+        turns = conversation.turns
+        tools = conversation.tools
+        before = turns[:number]
+        turn = turns[number]
         text = self.render([*before, turn], tools)
         ask = text[: text.find(turn["content"])]  # used if no turn comes before the answer
         if before:
             ask = self.render(before, tools, ask=True)
-        same, prompt = text[: _num_equal(ask, text)], before[-1]["content"] if before else ""
+        same = text[: _num_equal(ask, text)]
+        prompt = before[-1]["content"] if before else ""
         # Some templates write the end of a prompt differently if an answer follows it.
         if not _missing(ask, prompt) and _missing(same, prompt):
             raise ValueError("the chat template changes the turn before an answer with the answer")

@@ -110,7 +110,8 @@ class Features(Dataset):
     """
 
     def __init__(self, photos: Photos):
-        self.photos, self.values = photos, torch.zeros(0)
+        self.photos = photos
+        self.values = torch.zeros(0)
 
     def __len__(self) -> int:
         return len(self.photos)
@@ -126,7 +127,8 @@ class Features(Dataset):
 
         The processes share the work, and the results are the same for any number of them.
         """
-        photos, last = self.photos, network.get_classifier()
+        photos = self.photos
+        last = network.get_classifier()
         used = {name: metadata[name] for name in ("model", "size", "mean", "std")}
         key = xxhash.xxh3_128(f"{photos.fingerprint()} {used} {accelerator.device.type}".encode())
         key.update(torch.__version__.encode())
@@ -141,7 +143,8 @@ class Features(Dataset):
             hidden = network.forward_features(standardise(images, metadata))
             return network.forward_head(hidden, pre_logits=True)
 
-        name, shape = f"features/{key.hexdigest()}", (len(photos), last.in_features)
+        name = f"features/{key.hexdigest()}"
+        shape = (len(photos), last.in_features)
         self.values = compute_once(accelerator, name, shape, FEATURE_BATCH, compute_part)
         last.train()
 
@@ -160,8 +163,11 @@ def write_timm_folder(run: Any, network: nn.Module, metadata: dict[str, Any]) ->
 def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -> None:
     from timm.models import save_for_hf
 
-    weights, last = load_file(run_dir / "model.safetensors"), network.get_classifier()
-    classes, size, folder = metadata["classes"], metadata["size"], run_dir / "pretrained"
+    weights = load_file(run_dir / "model.safetensors")
+    last = network.get_classifier()
+    classes = metadata["classes"]
+    size = metadata["size"]
+    folder = run_dir / "pretrained"
     if metadata["freeze"]:
         name = next(name for name, layer in network.named_modules() if layer is last)
         body = {n: w for n, w in network.state_dict().items() if not n.startswith(f"{name}.")}

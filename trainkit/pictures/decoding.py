@@ -167,7 +167,8 @@ def make_pool(task: Callable[[int], Any], number: int) -> Executor:
     Unlike multiprocessing.Pool it notices if a process was killed, and does not wait for ever.
     """
     if sys.platform == "linux" and number > NUM_ALONE:
-        fork, num_cores = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
+        fork = multiprocessing.get_context("fork")
+        num_cores = len(os.sched_getaffinity(0))
         return ProcessPoolExecutor(num_cores, fork, start_worker, (task, True))
     num_threads = (os.cpu_count() or 1) if number > NUM_ALONE else 1
     return ThreadPoolExecutor(num_threads, "decoding", start_worker, (task, False))

@@ -41,7 +41,8 @@ def open_file(file: Path | BytesIO) -> Image.Image:
     clear = picture.info.get("transparency")
     if isinstance(clear, tuple) and max(clear) > 255:  # of 16 bits, where Pillow keeps the upper 8
         picture.info["transparency"] = tuple(value >> 8 for value in clear)
-    num_pixels, most = math.prod(picture.size), Image.MAX_IMAGE_PIXELS or math.inf
+    num_pixels = math.prod(picture.size)
+    most = Image.MAX_IMAGE_PIXELS or math.inf
     if num_pixels > most:  # Pillow itself only warns, up to twice as many
         raise ValueError(f"it has {num_pixels} pixels, more than {most}")
     return picture

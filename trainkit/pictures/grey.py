@@ -62,7 +62,8 @@ def describe_pictures(size: int, sampled: Sampled) -> dict[str, Any]:
     kinds = [kind for kind, _ in sampled.kinds.most_common()]
     shapes = {tuple(map(int, kind.split()[:3:2])) for kind in kinds}
     others = f" and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
-    grey, kind = f"{size} x {size} grey", f"{kinds[0]}{others}"
+    grey = f"{size} x {size} grey"
+    kind = f"{kinds[0]}{others}"
     return {
         "read_as": grey if kind == f"{size} x {size} L" else f"{kind} read as {grey}",
         "shape": [*shapes.pop()] if len(shapes) == 1 else None,

@@ -138,7 +138,8 @@ def load_photos(
     side = config.resize
     read = functools.partial(files.read_centre, side=side)
     options = config.label, classes, 0, config.labels, config.skip_unreadable, config.cache_bytes
-    shape, way = (side, side, 3), f"{side} centre"
+    shape = (side, side, 3)
+    way = f"{side} centre"
     part = load_split(config.dataset, split, read, shape, way, *options)
     plan = {}
     if part.problems:
@@ -211,7 +212,8 @@ def mix_photos(
     share = 1 - numbers[:, 0] / 2
     weight = share.view(-1, 1, 1, 1)
     if kind == "cutmix":
-        size, side = first[0].shape[-1], (1 - share).sqrt()[:, None]
+        size = first[0].shape[-1]
+        side = (1 - share).sqrt()[:, None]
         places = (torch.arange(size, device=share.device) + 0.5) / size
         starts = numbers[:, 1:] * (1 - side)
         y, x = ((places >= at[:, None]) & (places < at[:, None] + side) for at in starts.unbind(1))
@@ -229,7 +231,8 @@ def measure(
     The photos with the largest losses are among them, small; "shown" has their numbers.
     """
     logits = logits.float()
-    targets, prediction = held_out.labels, logits.argmax(1)
+    targets = held_out.labels
+    prediction = logits.argmax(1)
     losses = F.cross_entropy(logits, targets, reduction="none").double()
     hits = (prediction == targets).double()
     recalls = [hits[targets == label].mean().item() for label in targets.unique()]

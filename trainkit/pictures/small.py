@@ -18,7 +18,8 @@ def fit_to_size(
     set counts as small. The line of the plan is returned for a small set only.
     """
     is_chosen = any(getattr(config, name) is not None for name in ("batch_size", "drop_last"))
-    is_small, values = num_train < SMALL_SET and not is_chosen, large
+    is_small = num_train < SMALL_SET and not is_chosen
+    values = large
     if is_small:
         epochs = max(3, 16384 // max(1, num_train))
         values = large | {"batch_size": 32, "epochs": epochs, "drop_last": False} | (small or {})

@@ -115,7 +115,8 @@ def hold_out_apart(
 
 def describe_evaluation(train: Split, held_out: Split) -> dict[str, str]:
     """Return the lines of the plan about classes and pictures whose evaluation says little."""
-    plan, number = {}, len(held_out.labels)
+    plan = {}
+    number = len(held_out.labels)
     counts = held_out.labels.bincount(minlength=len(held_out.classes)).tolist()
     pairs = sorted(zip(counts, held_out.classes, strict=True))
     if rare := [f"{name} {count}" for count, name in pairs if count < NUM_RARE]:
@@ -287,7 +288,8 @@ def read_labels(
     """
     column = choose_column(rows, where, label)
     values = rows.data.column(column).to_pandas(integer_object_nulls=True)
-    names, texts = [*map(str, sorted(values.dropna().unique()))], values.map(str)
+    names = [*map(str, sorted(values.dropna().unique()))]
+    texts = values.map(str)
     if isinstance(rows.features[column], datasets.ClassLabel):
         names = rows.features[column].names
         values = texts = values.map(dict(enumerate(names)))

@@ -32,12 +32,16 @@ def compute_once(
         name: names the file in the cache: what the rows depend on.
         compute: returns the rows of a slice, on any device. It is called without gradients.
     """
-    path, rows = Path(datasets.config.HF_DATASETS_CACHE, f"{name}.safetensors"), torch.zeros(shape)
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{name}.safetensors")
+    rows = torch.zeros(shape)
     is_kept = torch.zeros((), device=accelerator.device)
     if accelerator.is_main_process and path.is_file():
-        rows, is_kept = load_file(path)["numbers"], is_kept + 1
-    is_kept, world = bool(accelerator.reduce(is_kept)), accelerator.num_processes
-    what, hide = Path(name).parent.name, is_kept or no_bar()
+        rows = load_file(path)["numbers"]
+        is_kept = is_kept + 1
+    is_kept = bool(accelerator.reduce(is_kept))
+    world = accelerator.num_processes
+    what = Path(name).parent.name
+    hide = is_kept or no_bar()
     with tqdm(total=len(rows), desc=what, leave=False, disable=hide) as bar, torch.no_grad():
         for batches in torch.arange(len(rows)).split(batch_size * NUM_ROUND * world):
             rank_batches = batches.split(batch_size)[accelerator.process_index :: world]

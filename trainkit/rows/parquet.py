@@ -97,7 +97,8 @@ class LaneOrder:
 
     def __call__(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Return the rows at the places start <= place < stop of an epoch, int64."""
-        places, line = torch.arange(start, stop), self.groups(epoch)
+        places = torch.arange(start, stop)
+        line = self.groups(epoch)
         batch, slot = places // self.batch_size, places % self.batch_size
         in_lane = places < self.lane * self.num_lanes  # else at the end of the line
         first = torch.where(in_lane, slot // self.share, self.num_lanes) * self.lane
@@ -138,7 +139,9 @@ class ParquetRows(Dataset):
         paths = self._find(pattern)
         pool, _ = opened(self, os.getpid())
         self.footers = dict(zip(paths, pool.map(self._footer, paths), strict=True))
-        self.groups, sizes, schema = [], [], None
+        self.groups = []
+        sizes = []
+        schema = None
         for path, (version, kept) in self.footers.items():
             footer = pq.read_metadata(kept)
             has = pq.read_schema(kept)

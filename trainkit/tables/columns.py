@@ -130,7 +130,8 @@ def learn_column(
     if isinstance(column, str):
         return column
     parsed = parse_cells(values, column)
-    present, odd = parsed.iloc[train], values[parsed.isna()].astype(object).fillna("").astype(str)
+    present = parsed.iloc[train]
+    odd = values[parsed.isna()].astype(object).fillna("").astype(str)
     others = odd[~odd.isin(MISSING)]
     impute = missing == "impute" or (missing is None and len(odd) > 0)
     # Words with a digit are not missing values: 1,234 is a number, although it is not read as one.
@@ -147,7 +148,8 @@ def learn_column(
         return f"left out: {len(counts)} different texts in {len(train)} training rows"
     else:
         # Of equally frequent texts the first in the alphabet, which is the same on every machine.
-        column.categories, fill = [*counts.index], counts.idxmax()
+        column.categories = [*counts.index]
+        fill = counts.idxmax()
     if column.days:
         waves = {name: ((present - start) / period % 1) for name, (period, start) in CYCLES.items()}
         waves["weekday"] = waves["weekday"].mul(7) // 1 / 7
@@ -176,7 +178,8 @@ def find_kind(values: pd.Series, is_category: bool) -> Column | str:
         return column
     numbers = parse_cells(cells, column).dropna()
     texts = cells.astype(str)
-    others, distinct = texts.drop(numbers.index), texts.drop_duplicates()
+    others = texts.drop(numbers.index)
+    distinct = texts.drop_duplicates()
     if not len(others):
         if numbers.abs().max() > MAX_WHOLE and numbers.nunique() < len(distinct):
             column.categories = []
@@ -189,7 +192,8 @@ def find_kind(values: pd.Series, is_category: bool) -> Column | str:
             return "left out: dates, but the day or the month may come first, so write 2020-01-31"
         column.days = DATES[int(np.argmax(read))]
     elif 2 * distinct.isin(others).sum() > len(distinct) and not _have_a_unit(others):
-        column.categories, column.num_numbers = [], len(numbers)
+        column.categories = []
+        column.num_numbers = len(numbers)
     return column
 
 

@@ -92,7 +92,9 @@ def fit_ridge(features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     kept = values > 1e-8 * values.max().clamp(min=1e-300)
     left, values, right = left[:, kept], values[kept], right[kept]
     centred = targets - middle
-    shadow, weights, errors = left.T @ centred, [], []
+    shadow = left.T @ centred
+    weights = []
+    errors = []
     for penalty in PENALTIES:
         shrunk = values**2 / (values**2 + penalty)
         leverage = left**2 @ shrunk + 1 / len(features)

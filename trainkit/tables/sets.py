@@ -193,7 +193,8 @@ def _check_targets(table: pd.DataFrame, config: TableConfig) -> None:
 
 def command(script: str, config: TableConfig, target: list[str]) -> str:
     """Return the command that starts another script for tables with these flags of the data."""
-    words, default = ["python", script], TableConfig()
+    words = ["python", script]
+    default = TableConfig()
     for name in OF_DATA:
         value = target if name == "target" else getattr(config, name)
         if value != getattr(default, name):
@@ -364,7 +365,8 @@ def learn_columns(
     table: pd.DataFrame, targets: list[Column], train: np.ndarray, config: TableConfig
 ) -> dict[str, Column | str]:
     """Learn from its training rows how each feature is encoded, or why it is left out."""
-    predicted, learned = [column.name for column in targets], {}
+    predicted = [column.name for column in targets]
+    learned = {}
     for name in table:
         if name not in predicted:
             is_named = bool(config.features)

@@ -34,10 +34,12 @@ def number_pieces(text: str) -> np.ndarray:
     points = f" {' '.join(text.split())} ".encode("utf-32-le", "replace")
     letters = np.frombuffer(points, "<u4").astype(np.uint64)
     # Blanks may begin and end an n-gram, as they do words, but are not inside of one.
-    blank, grams = letters == ord(" "), np.ones(len(letters) + 1, np.uint64)
+    blank = letters == ord(" ")
+    grams = np.ones(len(letters) + 1, np.uint64)
     is_one = np.ones(len(letters) + 1, bool)
     for length in range(1, 1 + min(MAX_LETTERS, len(letters))):
-        grams, is_one = grams[:-1] * STEP + letters[length - 1 :], is_one[:-1]
+        grams = grams[:-1] * STEP + letters[length - 1 :]
+        is_one = is_one[:-1]
         if length > 2:
             is_one = is_one & ~blank[length - 2 : -1]
         parts.append(grams[is_one])

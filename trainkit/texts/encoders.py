@@ -45,7 +45,8 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
         from transformers import AutoConfig, AutoModel
     with as_usage_error(f"--base {config.base} cannot be read"):
         made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
-        made, tokenizer = _without_dropout(made), load_tokenizer(config.base)
+        made = _without_dropout(made)
+        tokenizer = load_tokenizer(config.base)
         values = plain(json.loads(made.to_json_string()) | {"model_type": made.model_type})
         with torch.device("meta"):
             model = AutoModel.from_config(made, trust_remote_code=False)

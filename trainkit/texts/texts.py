@@ -115,7 +115,8 @@ def read_sets(config: TextConfig) -> TextSets:
     Rows without a text or a label are left out, and counted in the plan. Raises UsageError for a
     table that cannot be used.
     """
-    where, encoding = f"--data {config.data}", config.encoding
+    where = f"--data {config.data}"
+    encoding = config.encoding
     table = frames.read_table(str(config.data), where, encoding=encoding)
     text, label = choose_text_and_label(table, config.text, config.label, where)
     texts, labels, dropped = labelled_texts(table, text, label, where)
@@ -132,7 +133,8 @@ def read_sets(config: TextConfig) -> TextSets:
         texts, labels, dropped = labelled_texts(table, text, label, where)
         if unknown := sorted({*labels} - {*classes}):
             raise UsageError(f"{where}: --data has no class {shorten([*map(repr, unknown)])}")
-        train, held_out = pairs, [(a, number[b]) for a, b in zip(texts, labels, strict=True)]
+        train = pairs
+        held_out = [(a, number[b]) for a, b in zip(texts, labels, strict=True)]
         plan["evaluated on"] = f"{config.eval_data}, {len(held_out)} texts{dropped}"
     if not train or not held_out:
         raise UsageError(
@@ -204,7 +206,9 @@ def make_samples(
 
     Without a tokenizer the tokens are the pieces of a bag, numbers of num_bits.
     """
-    both, plan, num_bits = (sets.train, sets.held_out), sets.plan, None
+    both = (sets.train, sets.held_out)
+    plan = sets.plan
+    num_bits = None
     lines = [[text for text, _ in part] for part in both]
     if tokenizer is None:
         bags_of = [[bags.number_pieces(line) for line in part] for part in lines]

@@ -49,13 +49,15 @@ def describe_answer(
         doubt: what makes it unlike the training pictures, if anything; the answer is then unsure.
         probabilities: of an evaluated picture; None: ask the model.
     """
-    classes, size = predictor.metadata["classes"], predictor.metadata["size"]
+    classes = predictor.metadata["classes"]
+    size = predictor.metadata["size"]
     sees = "what the network sees" + " (a smaller copy)" * (picture.shape[-1] < size)
     whole = F.interpolate(picture[None].float(), (size, size)).byte()
     if probabilities is None:
         probabilities = predictor(whole)[0]
     number = int(probabilities.argmax())
-    answer, share = classes[number], probabilities[number].item()
+    answer = classes[number]
+    share = probabilities[number].item()
     if not doubt and share < predictor.calibration["threshold"]:
         doubt = f"{share:.2%} is less than for 95 in 100 test pictures"
     speaks = occlusion_map(predictor, whole[0], number)[..., None]

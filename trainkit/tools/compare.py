@@ -103,7 +103,8 @@ def _mcnemar_line(first: Path, second: Path) -> str:
     test = McNemar(keep_in_memory=True, cache_dir=gettempdir()).compute(
         references=a["target"], predictions1=a["prediction"], predictions2=b["prediction"]
     )
-    (only_a, only_b), p = test["alone"], test["p"]
+    only_a, only_b = test["alone"]
+    p = test["p"]
     return (
         f"\nof {len(a['target'])} pictures {first} alone gets {only_a} right, {second} alone "
         f"{only_b}:"

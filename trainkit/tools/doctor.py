@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises UsageError on all processes if they were not started alike or do not share --run-dir.
     """
-    config, precision = parse(Config, argv), environment.check_launch()
+    config = parse(Config, argv)
+    precision = environment.check_launch()
     timeout = timedelta(seconds=config.timeout)
     with nodes.deadline(timeout):
         accelerator = Accelerator(
@@ -85,10 +86,12 @@ def measure_disk(accelerator: Accelerator, config: Config) -> str:
 
     Raises UsageError on all processes if the file cannot be written.
     """
-    where, sentence = config.run_dir.resolve().parent, ""
+    where = config.run_dir.resolve().parent
+    sentence = ""
     with failing_together(accelerator, f"{where} cannot be written"):
         if accelerator.is_main_process:
-            block, started_at = os.urandom(2**20), time.perf_counter()  # no zeros, which compress
+            block = os.urandom(2**20)  # no zeros, which compress
+            started_at = time.perf_counter()
             with tempfile.TemporaryFile(prefix=".tmp-doctor-", dir=where) as file:
                 for _ in range(FILE_BYTES // len(block)):
                     file.write(block)
@@ -118,11 +121,13 @@ def save_interval(blocked: float, durable: float, to_failure: float) -> float:
 def find_slow(accelerator: Accelerator) -> list[str]:
     """Print how fast each process multiplies matrices; return a sentence for each slow process."""
     device = accelerator.device
-    size, dtype = 384 if device.type == "cpu" else 4096, PRECISIONS[accelerator.mixed_precision]
+    size = 384 if device.type == "cpu" else 4096
+    dtype = PRECISIONS[accelerator.mixed_precision]
     a, b = torch.ones(2, size, size, dtype=dtype, device=device)
     rate = 2 * size**3 / mean_seconds(accelerator, lambda: a @ b, NUM_MATMULS)
     ranks = gather_object([(f"{nodes.node_name()}, {device}", rate)])
-    problems, median = [], statistics.median_high(rate for _, rate in ranks)
+    problems = []
+    median = statistics.median_high(rate for _, rate in ranks)
     for number, (where, rate) in enumerate(ranks):
         what = f"process {number} on {where}"
         accelerator.print(f"{what}: {rate / 1e9:,.0f} GFLOP/s of a matrix product, all at once")
@@ -157,7 +162,8 @@ def find_wrong_sum(accelerator: Accelerator, num_bytes: int, repetitions: int) -
 
     The rate is that of each link if the sum is made in a ring: 2 (n - 1) / n times the bytes.
     """
-    num, tensor = accelerator.num_processes, torch.zeros(num_bytes // 4, device=accelerator.device)
+    num = accelerator.num_processes
+    tensor = torch.zeros(num_bytes // 4, device=accelerator.device)
     seconds = mean_seconds(accelerator, lambda: torch.distributed.all_reduce(tensor), repetitions)
     tensor.fill_(accelerator.process_index + 1)
     torch.distributed.all_reduce(tensor)

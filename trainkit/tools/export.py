@@ -43,7 +43,8 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"--export needs more packages: pip install {' '.join(missing)}")
     with as_usage_error(f"{run_dir} is not complete"):
-        run, metrics = read_run_json(run_dir), last_evaluation(run_dir)
+        run = read_run_json(run_dir)
+        metrics = last_evaluation(run_dir)
         num_samples = metrics["eval_samples"]
         # Of paths from the root, the home folder or the parent, only the last part is published.
         words = [re.sub(r"^(.*=)?(/|~|\.\.|\w:).*[/\\]", r"\1", word) for word in run["command"]]
@@ -85,7 +86,8 @@ def write_onnx(predictor: Any, path: Path) -> None:
     import onnxruntime
 
     torch.manual_seed(0)
-    inputs, temporary = predictor.example_inputs(), path.with_name(".tmp-model.onnx")
+    inputs = predictor.example_inputs()
+    temporary = path.with_name(".tmp-model.onnx")
     program = torch.onnx.export(
         predictor,
         (inputs,),
@@ -115,7 +117,8 @@ def write_onnx(predictor: Any, path: Path) -> None:
 
 def write_example(predictor: Any, folder: Path) -> str:
     """Write an evaluated sample, and return what the code of the card prints for it."""
-    metadata, evaluated = predictor.metadata, predictor.evaluated
+    metadata = predictor.metadata
+    evaluated = predictor.evaluated
     if metadata["input"] in ("table", "table_class"):
         inputs = evaluated.get("feature", predictor.example_inputs())[:1]
         row = dict(zip(metadata["features"], inputs[0].tolist(), strict=True))

@@ -30,7 +30,8 @@ MAX_SHOWN = 20  # test pictures, one of each class
 
 def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
     """Return evaluated pictures to choose from, number and caption: one per class, mistakes."""
-    tensors, classes = predictor.evaluated, predictor.metadata["classes"]
+    tensors = predictor.evaluated
+    classes = predictor.metadata["classes"]
     predicted, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
     last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
     worst = plots.worst_mistakes(tensors)[0].tolist() if last else ()
@@ -170,9 +171,11 @@ def answer_row(
     numbers = outputs(np.zeros(1))[0]
     if "classes" in metadata:
         html = f"<h2>{escape(predictor.describe(torch.from_numpy(numbers)))}</h2>"
-        targets, order = metadata["classes"], (-numbers).argsort()
+        targets = metadata["classes"]
+        order = (-numbers).argsort()
     else:
-        targets, order = metadata["targets"], np.arange(len(numbers))
+        targets = metadata["targets"]
+        order = np.arange(len(numbers))
         pairs = zip(targets, numbers, strict=True)
         html = "".join(f"<h2>{escape(target)}: {value:,.6g}</h2>" for target, value in pairs)
     if not spans:

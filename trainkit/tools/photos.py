@@ -58,7 +58,8 @@ def read_photo(
     with as_usage_error(f"{path} cannot be read as a picture"):
         picture = open_picture(path)
         grey = to_grey(picture)
-    (low, high), num_groups = framing["border"], 1
+    low, high = framing["border"]
+    num_groups = 1
     if as_is or not framing["framed"] or framing["shape"] in (None, [*picture.size]):
         pixels = torch.from_numpy(resize(grey, size))
     else:
@@ -100,9 +101,11 @@ def find_ink(picture: Image.Image) -> torch.Tensor:
 def choose_groups(ink: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the ink without specks and without what runs off the picture, and the group count."""
     near = F.max_pool2d((ink > 0.35)[None].float(), 3, 1, 1)
-    groups, before = torch.arange(1.0, near.numel() + 1).view(near.shape) * near, near
+    groups = torch.arange(1.0, near.numel() + 1).view(near.shape) * near
+    before = near
     while not torch.equal(groups, before):  # each group takes its largest number
-        before, groups = groups, F.max_pool2d(groups, 3, 1, 1) * near
+        before = groups
+        groups = F.max_pool2d(groups, 3, 1, 1) * near
     groups = groups[0].long()
     mass = groups.flatten().bincount((ink * (ink > 0.35)).flatten())
     inner = mass.clone()

@@ -117,8 +117,10 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
 
 def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> Figure:
     """Draw the most confident errors: picture, predicted and true class, probability."""
-    pictures, (worst, probability) = saved_pictures(tensors), worst_mistakes(tensors)
-    rows, is_long = max(1, math.ceil(len(worst) / 6)), max(map(len, classes)) >= 6
+    pictures = saved_pictures(tensors)
+    worst, probability = worst_mistakes(tensors)
+    rows = max(1, math.ceil(len(worst) / 6))
+    is_long = max(map(len, classes)) >= 6
     figure = new_figure(9, 0.4 + (2.4 if is_long else 1.9) * rows)
     font, width = (7, 24) if is_long else (9, 40)  # of a title, which is as wide as its picture
     for axes in figure.subplots(rows, 6, squeeze=False).flat:
