@@ -34,8 +34,8 @@ class Config:
 def find_pairs() -> list[dict[str, str]]:
     """Return prompts and answers, sorted, with each prompt once."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
-    found = {m[1]: m[2] for file in files for m in PAIR.finditer(file.read_text("utf-8"))}
-    return [{"prompt": prompt, "answer": found[prompt]} for prompt in sorted(found)]
+    answers = {m[1]: m[2] for file in files for m in PAIR.finditer(file.read_text("utf-8"))}
+    return [{"prompt": prompt, "answer": answers[prompt]} for prompt in sorted(answers)]
 
 
 def make_base(folder: Path, texts: list[str], config: Config) -> None:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         {"prompt": pair["prompt"], "chosen": pair["answer"], "rejected": other}
         for pair, other in zip(pairs, others, strict=True)
     ]
-    lines = "".join(f"{json.dumps(each)}\n" for each in preferred)
+    lines = "".join(f"{json.dumps(row)}\n" for row in preferred)
     (config.folder / "preferred.jsonl").write_text(lines, "utf-8")
     print(f"{len(pairs)} pairs and a model in {config.folder}")
 

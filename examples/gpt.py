@@ -92,7 +92,7 @@ def compute_losses(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, tor
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     place = torch.arange(1, tokens.shape[1], device=tokens.device).expand_as(targets)
-    first, end = (each[:, None] for each in batch[1:]) if batch[1:] else (place, place + 1)
+    first, end = (limit[:, None] for limit in batch[1:]) if batch[1:] else (place, place + 1)
     return {"loss": losses.view_as(targets), "mask": (first <= place) & (place < end)}
 
 

@@ -43,8 +43,8 @@ class Batch(NamedTuple):
 
 def load_data(config: Config) -> tuple:
     """Return samples (tokens, label) to train and evaluate on, and what else main needs."""
-    own = config.data is None
-    sets = texts.read_docstrings(PACKAGES, config.num_lines) if own else texts.read_sets(config)
+    no_file = config.data is None
+    sets = texts.read_docstrings(PACKAGES, config.num_lines) if no_file else texts.read_sets(config)
     encoder, tokenizer = encoders.read_encoder(config)
     *parts, num_bits, plan = texts.make_samples(sets, config.max_tokens, tokenizer)
     metadata = {"script": Path(__file__).stem, "input": "text", "classes": sets.classes}
