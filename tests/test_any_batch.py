@@ -43,7 +43,9 @@ def test_a_sharded_run_gives_the_same_numbers(alone, nursery, tmp_path):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_kill_of_a_run_with_several_means_changes_no_byte(nursery, tmp_path, accumulate):
+def test_a_kill_of_a_run_with_several_means_and_a_teacher_changes_no_byte(
+    nursery, tmp_path, accumulate
+):
     flags = ["--accumulate", accumulate, "--save-every", "1", "--resume", "auto", "--run-dir"]
     finish(nursery, "any_batch", *flags, tmp_path / "whole", world=2)
     fault = {"signal": [5, signal.SIGKILL]}
