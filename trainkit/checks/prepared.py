@@ -135,7 +135,7 @@ class Prepared:
 
     def _schedules_and(self, state: dict[str, Any]) -> str:
         schedules = prepared_schedulers(self.accelerator)
-        return repr(([each.scheduler.last_epoch for each in schedules], state))
+        return repr(([getattr(each.scheduler, "last_epoch", None) for each in schedules], state))
 
 
 def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
