@@ -46,6 +46,10 @@ def predict(
     for batch, places in shares_of(accelerator, loader, CALL):
         result = function(batch)
         is_dict = isinstance(result, dict)
+        if isinstance(result, tuple):
+            raise RuntimeError(f"{CALL} got a tuple: return a dict, which names its parts")
+        if columns and is_dict and result.keys() != columns.keys():
+            raise different_rows([*columns], [*result])
         for name, rows in result.items() if is_dict else [("", result)]:
             columns[name] = put(columns.get(name), rows, places, len(loader.dataset))
         if stopping():
@@ -69,8 +73,9 @@ def put(column: Column | None, rows: Any, places: range, num_samples: int) -> Co
     if column is None:
         column = torch.zeros(num_samples, *rows.shape[1:], dtype=rows.dtype)
     tensor = torch.as_tensor(column)
-    if tensor.shape[1:] != rows.shape[1:]:
-        raise different_rows(tuple(tensor.shape[1:]), tuple(rows.shape[1:]))
+    kinds = [(t.dtype, *t.shape[1:]) for t in (tensor, rows)]
+    if kinds[0] != kinds[1]:
+        raise different_rows(*kinds)
     tensor[rank_slice] = rows[: len(places)].cpu()
     return tensor
 

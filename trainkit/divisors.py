@@ -15,11 +15,11 @@ Count = Callable[[Any], dict[str, torch.Tensor | float]]
 class Divisors:
     """The counts of the means of one step.
 
-    The gradients of a step are added up, so all counts but one must be known before the first
-    backward. They are: without a mask; by count=; or, in a step of one micro-batch, after a sum
-    over the processes. Only the first mean of a step may have a mask that is counted late: it is
-    divided by num_samples, and once the step is complete all gradients are multiplied by
-    factor() = num_samples / its count. Other means are divided by that factor in advance.
+    The gradients of a step are added up, so the counts must be known before the first backward.
+    They are: without a mask; by count=; or, in a step of one micro-batch, after a sum over the
+    processes. With several micro-batches a step that has one mean alone may count it late: its sums
+    are divided by num_samples, and clip_and_check multiplies the gradients, once the step is
+    complete, by factor() = num_samples / its count.
 
     Attributes:
         num_samples: samples in the step, over all processes and micro-batches.
@@ -53,14 +53,21 @@ class Divisors:
         with torch.no_grad():
             counts = [count(micro_batch) for micro_batch in micro_batches]
             names = sorted(counts[0])
+            if any(sorted(part) != names for part in counts):
+                raise RuntimeError(
+                    "count= of run.steps(...) returned other names for one micro-batch than for "
+                    "another: return each name always, with 0 where nothing counts"
+                )
             rows = [
-                torch.stack([torch.as_tensor(part[name], device=device) for name in names])
+                torch.stack([torch.as_tensor(part[name], device=device).sum() for name in names])
                 for part in counts
             ]
         weights = torch.tensor(has_samples, dtype=exact_type(device), device=device)
         local_counts = torch.stack(rows) * weights[:, None]
         totals = self._sum(local_counts.sum(0))
         self.ahead = {name: (local_counts[:, k], totals[k]) for k, name in enumerate(names)}
+        # On every process the same names, because check() adds up over the processes.
+        self.miscounted = {name: self.miscounted.get(name, 0 * totals[0]) for name in names}
 
     def of(
         self, count: int | torch.Tensor, is_selected: bool, over: str | None, place: tuple[int, int]
@@ -73,25 +80,22 @@ class Divisors:
             over: the name by which count= gives its count.
             place: the number of the micro-batch, and that of the mean in it.
         """
-        if not is_selected:
-            divisor = count
-        elif over is not None:
-            divisor = self._counted_ahead(over, count, place[0])
-        elif place[1] == 0 and (self.late is None) == (place[0] == 0):
-            self.late = count + (self.late or 0)
+        if is_selected and over is None and self.accumulate > 1:
+            number, num_means = place
+            if num_means > 0 or (self.late is None) != (number == 0):
+                raise self._need_counts()
+            self.late = count if self.late is None else self.late + count
             return self.num_samples
-        else:
-            self._need_one_micro_batch()
-            divisor = at_least_one(self._sum(count))
         if self.late is not None:
-            self._need_one_micro_batch()
-        factor = self.factor()
-        return divisor if factor is None else divisor * factor
+            raise self._need_counts()
+        if over is not None:
+            return self._counted_ahead(over, count, place[0], is_selected)
+        return at_least_one(self._sum(count)) if is_selected else count
 
     def factor(self) -> torch.Tensor | None:
         """Return what all gradients of the step are multiplied by at its end; None: by nothing.
 
-        Every process must call this, when the step is complete or has one micro-batch.
+        Every process must call this, when the step is complete.
         """
         if self.known_factor is None and self.late is not None:
             self.known_factor = self.num_samples / at_least_one(self._sum(self.late))
@@ -109,11 +113,14 @@ class Divisors:
                     "differ: count= must return the sum of the same mask, or of the same weights"
                 )
 
-    def _counted_ahead(self, over: str, count: int | torch.Tensor, number: int) -> torch.Tensor:
-        if over not in self.ahead:
+    def _counted_ahead(
+        self, over: str, count: int | torch.Tensor, number: int, is_selected: bool
+    ) -> torch.Tensor:
+        if not is_selected or over not in self.ahead:
+            names = ", ".join(self.ahead) or "nothing, or run.steps(...) was given none"
             raise RuntimeError(
-                f"run.step_mean(...) got over={over!r}, but count= of run.steps(...) returned "
-                f"{', '.join(self.ahead) or 'nothing'}: let it return this name too"
+                f"run.step_mean(...) got over={over!r}: it goes with mask= or weights=, and must "
+                f"be a name that count= of run.steps(...) returns, which are {names}"
             )
         local_counts, total = self.ahead[over]
         is_wrong = (count - local_counts[number]).abs() > 1e-3 * local_counts[number].abs()
@@ -124,14 +131,13 @@ class Divisors:
         count = torch.as_tensor(count, device=self.accelerator.device)
         return self.accelerator.reduce(count, reduction="sum")
 
-    def _need_one_micro_batch(self) -> None:
-        if self.accumulate > 1:
-            raise RuntimeError(
-                f"with --accumulate {self.accumulate} the counts of several means, of which one "
-                "has mask= or weights=, must be known before the first backward: give each of "
-                "those a name by over=, and run.steps(train_loader, count=function) a function "
-                "that returns the counts of a micro-batch by these names"
-            )
+    def _need_counts(self) -> RuntimeError:
+        return RuntimeError(
+            f"with --accumulate {self.accumulate} the counts of several means, of which one has "
+            "mask= or weights=, must be known before the first backward: give each of those a name "
+            "by over=, and run.steps(train_loader, count=function) a function that returns the "
+            "counts of a micro-batch by these names"
+        )
 
 
 def at_least_one(count: torch.Tensor) -> torch.Tensor:

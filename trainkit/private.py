@@ -170,6 +170,11 @@ def watch(owner: Any, name: str, before: Callable[[], object]) -> None:
     setattr(owner, name, watched)
 
 
+def unwatch(owner: Any, name: str) -> None:
+    """Undo watch(owner, name, ...)."""
+    setattr(owner, name, getattr(owner, name).__wrapped__)
+
+
 def wrap_prepare(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
     """Make accelerator.prepare(...) call wrapper(prepare, ...), with what it was before.
 

@@ -207,7 +207,7 @@ class Run:
         self.prepared.check_unchanged(progress.state)
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
-        self.step.mistakes.start_epoch()
+        self.step.mistakes.start_epoch(is_new=progress.batch == 0)
         with self.ema.trained_weights(), batches.read_by_run():
             if not self.length.must_evaluate(progress):  # false if resumed where one is due
                 yield from self._steps_to_evaluation(loader, count)
@@ -255,7 +255,8 @@ class Run:
     ) -> Tensor:
         """The mean of `values` over the whole step, for accelerator.backward: see Step.mean.
 
-        A loss may be the sum of several means, each over what its own mask or weights select.
+        A loss may be the sum of several means, each over what its own mask or weights select. Every
+        process must make the same calls; where nothing counts, with a mask that is all False.
         """
         return self.step.mean(values, mask, weights, over)
 
@@ -288,7 +289,7 @@ class Run:
             call = f"run.add({name}=...)"
             if not selection:
                 check_rows(call, value, step.num_rows)
-                if step.num_rows:
+                if step.is_shared and step.num_rows:
                     step.sizes.check(call, value)
             pair = sum_and_count(call, value.detach(), **selection, is_stand_in=not step.num_rows)
             self.means.add(name, *pair)
@@ -333,7 +334,7 @@ class Run:
             return False
         due = every and progress.step % every == 0 and not length.must_evaluate(progress)
         has_failed = self.checkpoints.commits.failed()
-        return self.signals.requested(has_failed, self.step.sizes.number()) or bool(due)
+        return self.signals.requested(has_failed, self.step.sizes.number) or bool(due)
 
     @allowed("must save", then="counted")
     def save(self) -> None:
@@ -392,7 +393,8 @@ class Run:
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
         if progress.batch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
-            self.step.mistakes.check_epoch()
+            if note := self.step.mistakes.unmoved_schedules():
+                self.print(note)
         is_best = best.update_best(config, progress)
         unknown = best.problem(config, progress)
         is_over = length.is_over(progress)

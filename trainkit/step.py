@@ -73,6 +73,8 @@ class Step:
         self.losses: list[torch.Tensor] = []
         self.divisors = Divisors(accelerator, config.accumulate)
         self.sizes = EqualSizes()
+        # Whether a mean goes over several processes or micro-batches, so that sizes must be equal.
+        self.is_shared = accelerator.num_processes * config.accumulate > 1
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
         for optimizer in self.optimizers:
@@ -88,7 +90,6 @@ class Step:
         self.num_before = 0
         self.divisors.start(self.num_samples)
         self.sizes = EqualSizes()
-        self.mistakes.start_step()
 
     def count_ahead(self, count: Count, micro_batches: Sequence[Any]) -> None:
         """Add up count(micro_batch), by name, over the micro-batches of the step and the processes.
@@ -109,7 +110,6 @@ class Step:
         if self.seeds_host:
             seed_host(key(*self.key, self.num_before + first))
         self.losses = []
-        self.mistakes.start_micro_batch()
 
     def rows_of(self, rank: int, num_before: int) -> tuple[int, int]:
         """Return where the rows of a process start in a micro-batch, and their number.
@@ -150,7 +150,7 @@ class Step:
         total, count = sum_and_count(CALL, values, mask, weights, is_stand_in)
         if not is_selected:
             check_rows(CALL, values, self.num_rows)
-            if not is_stand_in:
+            if self.is_shared and not is_stand_in:
                 self.sizes.check(CALL, values, len(self.losses))
             count = self.num_samples * values.shape[1:].numel()
         place = self.num_before // self.size, len(self.losses)
@@ -187,11 +187,12 @@ class Step:
             scale_gradients(factor, *fresh)
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}
+        self.mistakes.in_window = False
         self.guard.check(norm, self._shares(), self.position)
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
-        self.mistakes.finish_micro_batch()
+        self.mistakes.finish_micro_batch(is_last)
         self.num_before = min(self.num_before + self.size, self.num_samples)
         if is_last != (self.num_before == self.num_samples):
             raise RuntimeError(
@@ -202,12 +203,13 @@ class Step:
     def finish(self) -> bool:
         """Update the loss scale; return False if fp16 skipped the step because it overflowed."""
         self.update_scale()
-        skipped = self.accelerator.optimizer_step_was_skipped
+        # Of another optimizer it may be true since an earlier step.
+        skipped = any(o.step_was_skipped for o in self.optimizers if o.optimizer in self.clipped)
         self.guard.count_skipped(skipped, self._shares())
         if self.clipped - self.stepped and not skipped:
             raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
         if not skipped:
-            self.mistakes.check_schedules(self.stepped)
+            self.mistakes.finish_step(self.stepped)
         self.clipped.clear()
         self.stepped.clear()
         return not skipped
@@ -215,7 +217,7 @@ class Step:
     def check_weights(self) -> None:
         """Raise RunFailure on all processes unless the weights are finite and equal on all."""
         self.signals.barrier()
-        self._check_sizes()
+        self.sizes.check_processes(self.accelerator)
         self.divisors.check()
         self.guard.finish(*self.optimizers)
 

@@ -1,4 +1,4 @@
-"""Refuse the commonest mistakes of a copied loop, each in the first step in which it shows."""
+"""Refuse the commonest mistakes of a copied loop, in the first steps of a run, where they show."""
 
 from collections.abc import Set
 from functools import partial
@@ -8,94 +8,117 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.optim import BY_STEP
-from trainkit.private import prepared_optimizers, prepared_schedulers, watch
+from trainkit.private import prepared_optimizers, prepared_schedulers, unwatch, watch
+
+NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
 
 
 class Mistakes:
     """What the body of run.steps(...) has called so far; nothing here waits for a device.
 
     Attributes:
+        num_left: steps that are still watched.
         backward: accelerator.backward was called in this micro-batch.
+        in_window: the step has earlier micro-batches, and its gradients were not clipped yet.
         zeroed: the optimizers whose zero_grad() was called since their last step.
         gradients: of each optimizer, the gradient of its smallest weight in its last step.
-        positions: of each schedule, how often it had been stepped when this step began.
-        unmoved: the same for the first step since run.steps(...) was called, [] before it.
+        positions: of each schedule, how often it had been stepped before this step.
+        unmoved: the same before the first step of the epoch, [] before that.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.backward = False
+        self.num_left = NUM_WATCHED
+        self.backward = self.in_window = False
         self.zeroed: set[torch.optim.Optimizer] = set()
         self.gradients: dict[torch.optim.Optimizer, torch.Tensor | None] = {}
         self.smallest: dict[torch.optim.Optimizer, torch.Tensor] = {}
-        self.positions: list[int] = []
-        self.unmoved: list[int] = []
+        self.positions: list[int | None] = []
+        self.unmoved: list[int | None] = []
         watch(accelerator, "backward", self._note_backward)
         for prepared in prepared_optimizers(accelerator):
             optimizer = prepared.optimizer
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            self.smallest[optimizer] = min(weights, key=torch.numel)
-            watch(optimizer, "zero_grad", partial(self.zeroed.add, optimizer))
+            trained = [weight for weight in weights if weight.requires_grad] or weights
+            self.smallest[optimizer] = min(trained, key=torch.numel)
+            watch(optimizer, "zero_grad", partial(self._note_zeroed, optimizer))
 
     def _note_backward(self) -> None:
         self.backward = True
 
-    def start_epoch(self) -> None:
-        """Forget where the schedules were in the epoch before."""
-        self.unmoved = []
+    def _note_zeroed(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.in_window:
+            raise RuntimeError(
+                "optimizer.zero_grad() before the step drops the gradients of the earlier "
+                "micro-batches of --accumulate: call it after optimizer.step()"
+            )
+        self.zeroed.add(optimizer)
 
-    def start_step(self) -> None:
-        """Remember where the schedules are."""
+    def start_epoch(self, is_new: bool) -> None:
+        """Remember where the schedules are when run.steps(...) is called."""
         self.positions = self._positions()
+        self.unmoved = [] if is_new else self.unmoved
 
-    def start_micro_batch(self) -> None:
-        """Forget the backward pass of the micro-batch before."""
-        self.backward = False
-
-    def finish_micro_batch(self) -> None:
+    def finish_micro_batch(self, is_last: bool) -> None:
         """Raise RuntimeError if the loss was backpropagated without Accelerate."""
-        if not self.backward:
+        if self.num_left and not self.backward:
             raise RuntimeError(
                 "accelerator.backward(loss) was not called: loss.backward() gives gradients that "
                 "are --accumulate times too large, and under fp16 not scaled; call "
                 "accelerator.backward(loss) instead"
             )
+        self.backward = False
+        self.in_window = not is_last
 
     def check_zeroed(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if the gradients of the last step are still in those of this one."""
+        if not self.num_left:
+            return
         gradient = self.smallest[optimizer].grad
-        left = gradient is not None and gradient is self.gradients.get(optimizer)
-        if left and optimizer not in self.zeroed:
+        is_left = gradient is not None and gradient is self.gradients.get(optimizer)
+        if is_left and optimizer not in self.zeroed:
             raise RuntimeError(
-                "optimizer.zero_grad() is missing: the gradients of all earlier steps are still in "
-                "those of this one; call it after optimizer.step()"
+                "optimizer.zero_grad() was not called since the last step, whose gradients are "
+                "still in those of this one: call it after optimizer.step()"
             )
         self.gradients[optimizer] = gradient
         self.zeroed.discard(optimizer)
 
-    def check_schedules(self, stepped: Set[torch.optim.Optimizer]) -> None:
+    def finish_step(self, stepped: Set[torch.optim.Optimizer]) -> None:
         """Raise RuntimeError if a schedule of make_scheduler was not stepped with its optimizer."""
-        self.unmoved = self.unmoved or self.positions
-        for schedule, before in zip(self._schedules(), self.positions, strict=True):
-            is_due = schedule in BY_STEP and schedule.optimizer in stepped
-            if is_due and schedule.last_epoch == before:
+        if not self.num_left:
+            return
+        before = self.positions
+        self.positions = self._positions()
+        self.unmoved = self.unmoved or before
+        for schedule, old, new in zip(self._schedules(), before, self.positions, strict=True):
+            if old == new and schedule in BY_STEP and schedule.optimizer in stepped:
                 raise RuntimeError(
-                    "scheduler.step() is missing, so the learning rate would stay as it is: call "
-                    "it after optimizer.step()"
+                    "scheduler.step() was not called, so the learning rate would stay as it is: "
+                    "call it after optimizer.step() and before run.end_step()"
                 )
+        self.num_left -= 1
+        if not self.num_left:  # from now on nothing of this costs time
+            self.gradients.clear()
+            self.in_window = False
+            unwatch(self.accelerator, "backward")
+            for optimizer in self.smallest:
+                unwatch(optimizer, "zero_grad")
 
-    def check_epoch(self) -> None:
-        """Raise RuntimeError if a schedule was not stepped at all in an epoch that has ended."""
-        for schedule, before in zip(self._schedules(), self.unmoved, strict=False):
-            if schedule.last_epoch == before:
-                raise RuntimeError(
-                    f"the schedule {type(schedule).__name__} was not stepped in this epoch, so the "
-                    "learning rate would stay as it is: call scheduler.step() after "
-                    "optimizer.step(), or before run.end_epoch(...) if it goes by epochs"
-                )
+    def unmoved_schedules(self) -> str:
+        """A note about schedules that were not stepped in an epoch; "" if all were."""
+        names = [
+            type(schedule).__name__
+            for schedule, old, new in zip(
+                self._schedules(), self.unmoved, self._positions(), strict=False
+            )
+            if old == new and old is not None
+        ]
+        return f"note: {', '.join(names)} was not stepped in this epoch" if names else ""
 
     def _schedules(self) -> list[Any]:
         return [prepared.scheduler for prepared in prepared_schedulers(self.accelerator)]
 
-    def _positions(self) -> list[int]:
-        return [schedule.last_epoch for schedule in self._schedules()]
+    def _positions(self) -> list[int | None]:
+        # A ChainedScheduler has no position.
+        return [getattr(schedule, "last_epoch", None) for schedule in self._schedules()]

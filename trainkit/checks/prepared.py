@@ -136,7 +136,9 @@ class Prepared:
 
     def _schedules_and(self, state: dict[str, Any]) -> str:
         schedules = prepared_schedulers(self.accelerator)
-        return repr(([wrapped.scheduler.last_epoch for wrapped in schedules], state))
+        return repr(
+            ([getattr(wrapped.scheduler, "last_epoch", None) for wrapped in schedules], state)
+        )
 
 
 def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
 
@@ -45,14 +46,16 @@ class Signals:
         self.stepping = False  # true from the first step on, when there is something to save
         self.previous = {n: signal.signal(n, self._on_signal) for n in SIGNALS if not by_nohup(n)}
 
-    def requested(self, failed: bool = False, number: int | None = None) -> bool:
+    def requested(
+        self, failed: bool = False, number: Callable[[], int | None] = lambda: None
+    ) -> bool:
         """True on all processes or on none. Every process must call this after every step.
 
         `failed` says that this process has lost a checkpoint, which stops the run like a signal.
         With one process the result is current; with several it is from the previous call.
 
-        number: at least 0 and below 2**20, equal on all processes that do not give None: if it is
-            not, `differ` is true after the next wait().
+        number: returns one of at least 0 and below 2**20, equal on all processes where it is not
+            None: if it is not, `differ` is true after the next wait().
         """
         self.stepping = True
         if self.group is None:
@@ -62,8 +65,8 @@ class Signals:
         self.stopping = self.sums[0].item() > 0
         must_stop = self.signal_name is not None or failed
         powers = (0, 0, 0)
-        if number is not None:
-            powers = (1, number, number * number)
+        if (mine := number()) is not None:
+            powers = (1, mine, mine * mine)
         self.sums = torch.tensor((must_stop, *powers), dtype=torch.float64)
         self.pending = torch.distributed.all_reduce(self.sums, group=self.group, async_op=True)
         return self.stopping

@@ -214,10 +214,8 @@ def build_table_page(page: Any, predictor: Any) -> None:
     for name, field in fields.items():
         answer = partial(answer_row, predictor, [*fields], spans, name)
         field.change(answer, inputs, shown, show_progress="hidden", trigger_mode="always_last")
-    # What is sent with the page, for the values that it shows at first.
-    first = answer_row(predictor, [*fields], spans, "", *(field.value for field in inputs))
-    for component, value in zip(shown, first, strict=True):
-        component.value = component.postprocess(value)
+    # For the values that the page shows at first.
+    page.load(partial(answer_row, predictor, [*fields], spans, ""), inputs, shown)
 
 
 def describe_quality(predictor: Any) -> str:
