@@ -12,7 +12,6 @@ import io
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,30 @@ from trainkit import startup
 
 import numpy as np
 from accelerate.state import AcceleratorState, GradientState
-from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
-from sklearn.linear_model import LogisticRegression, RidgeCV
 
 import train_regression
 from benchmarks._runs import Parser
 from examples import table_classes
 from trainkit.config import parse
-from trainkit.errors import UsageError
-
-NUMBERS: dict[str, Callable] = {
-    "ridge": lambda: RidgeCV(np.logspace(-2, 5, 15)),
-    "boosting": lambda: HistGradientBoostingRegressor(random_state=0),
-}
-CLASSES: dict[str, Callable] = {
-    "logistic": lambda: LogisticRegression(max_iter=2000),
-    "boosting": lambda: HistGradientBoostingClassifier(random_state=0),
-}
+from trainkit.errors import UsageError, as_usage_error
 
 
-def compare(script: Any, flags: list[str], peers: dict[str, Callable]) -> dict[str, float]:
+def make_peers(kind: str) -> dict[str, Any]:
+    """Return models of scikit-learn, which is asked for by name where it is missing."""
+    with as_usage_error("this needs `pip install scikit-learn`"):
+        from sklearn import ensemble, linear_model
+    if kind == "numbers":
+        return {
+            "ridge": linear_model.RidgeCV(np.logspace(-2, 5, 15)),
+            "boosting": ensemble.HistGradientBoostingRegressor(random_state=0),
+        }
+    return {
+        "logistic": linear_model.LogisticRegression(max_iter=2000),
+        "boosting": ensemble.HistGradientBoostingClassifier(random_state=0),
+    }
+
+
+def compare(script: Any, flags: list[str], kind: str) -> dict[str, float]:
     """Return the score of the script and of each peer on one split, sizes and CPU seconds."""
     made = script.load_data(parse(script.Config, flags))
     pairs = zip(made.train.tensors, made.held_back.tensors, strict=True)
@@ -54,8 +57,8 @@ def compare(script: Any, flags: list[str], peers: dict[str, Callable]) -> dict[s
     is_class = "eval_accuracy" in metrics
     row["seconds"] = time.process_time() - start
     row["ours"] = 100 * metrics["eval_accuracy"] if is_class else metrics["eval_r2"]
-    for name, make in peers.items():
-        model = make().fit(features, targets.ravel())
+    for name, peer in make_peers(kind).items():
+        model = peer.fit(features, targets.ravel())
         row[name] = (100 if is_class else 1) * model.score(inputs, truth.ravel())
     return row
 
@@ -74,11 +77,11 @@ def main() -> None:
                 flags = ["--data", data, "--target", target, "--data-seed", str(number)]
                 flags += ["--run-dir", f"{folder}/run", "--no-pictures", "--save-every", "1000000"]
                 try:
-                    row, kind = compare(train_regression, flags, NUMBERS), "numbers"
+                    row = compare(train_regression, flags, kind := "numbers")
                 except UsageError as problem:
                     if "table_classes.py" not in str(problem):
                         raise
-                    row, kind = compare(table_classes, flags, CLASSES), "classes"
+                    row = compare(table_classes, flags, kind := "classes")
             rows.append(row)
         mean = {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
         scores[kind].append(mean)
