@@ -73,21 +73,23 @@ def put(column: Column | None, rows: Any, places: range, num_samples: int) -> Co
     if column is None:
         column = torch.zeros(num_samples, *rows.shape[1:], dtype=rows.dtype)
     tensor = torch.as_tensor(column)
-    kinds = [(t.dtype, *t.shape[1:]) for t in (tensor, rows)]
-    if kinds[0] != kinds[1]:
-        raise different_rows(*kinds)
+    if kind_of(tensor) != kind_of(rows):
+        raise different_rows(kind_of(tensor), kind_of(rows))
     tensor[rank_slice] = rows[: len(places)].cpu()
     return tensor
 
 
+def kind_of(column: Column) -> Any:
+    """What the rows of a column have in common: dtype and sizes, or that they are anything."""
+    return list if isinstance(column, list) else (column.dtype, *column.shape[1:])
+
+
 def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, Column]) -> None:
     """Give every process the rows of all. Every process must call this."""
-    kinds = [
-        {n: list if isinstance(c, list) else (c.dtype, *c.shape[1:]) for n, c in columns.items()}
-    ]
-    for kind in gather_object(kinds):
-        if kind != kinds[0]:
-            raise different_rows(kinds[0], kind)
+    kinds = {name: kind_of(column) for name, column in columns.items()}
+    for others in gather_object([kinds]):
+        if others != kinds:
+            raise different_rows(kinds, others)
     batches = check_loader(accelerator, loader, CALL)
     world = accelerator.num_processes
     places = [
@@ -105,9 +107,8 @@ def exchange_rows(
     accelerator: Accelerator, places: list[torch.Tensor], column: torch.Tensor
 ) -> None:
     """Fill in the rows of the other processes, some at a time, so that a device holds few."""
-    flat = column.view(len(column), column[0].numel()).view(
-        torch.uint8
-    )  # bytes: any dtype arrives as it is
+    # As bytes, so that any dtype arrives as it is.
+    flat = column.view(len(column), column[0].numel()).view(torch.uint8)
     num = max(1, SENT_BYTES // max(1, flat.shape[1]))
     for start in range(0, max(map(len, places)) if flat.shape[1] else 0, num):
         parts = [theirs[start : start + num] for theirs in places]

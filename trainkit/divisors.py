@@ -124,7 +124,7 @@ class Divisors:
             )
         local_counts, total = self.ahead[over]
         is_wrong = (count - local_counts[number]).abs() > 1e-3 * local_counts[number].abs()
-        self.miscounted[over] = self.miscounted.get(over, 0) + is_wrong.float()
+        self.miscounted[over] = self.miscounted[over] + is_wrong
         return at_least_one(total)
 
     def _sum(self, count: int | torch.Tensor) -> torch.Tensor:
