@@ -46,11 +46,12 @@ def _is_of(progress: Progress, name: str, direction: str) -> bool:
     return progress.best_name in (name, f"{name}:{direction}")
 
 
-def problem(config: TrainingConfig, progress: Progress) -> str:
-    """A sentence if the evaluation lacks the metric of --keep-best, otherwise an empty string."""
+def unknown_metric(config: TrainingConfig, progress: Progress) -> UsageError | None:
+    """An error if the evaluation lacks the metric of --keep-best."""
     if not config.keep_best or metric_and_direction(config.keep_best)[0] in progress.metrics:
-        return ""
-    return f"--keep-best {config.keep_best}: there are only {', '.join(progress.metrics)}"
+        return None
+    there = ", ".join(progress.metrics)
+    return UsageError(f"--keep-best {config.keep_best}: there are only {there}")
 
 
 def describe_best(accelerator: Accelerator, config: TrainingConfig, progress: Progress) -> str:

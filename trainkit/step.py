@@ -1,6 +1,6 @@
 """The current optimizer step: its number of samples, its means and its gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainkit import shards
@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.utils.data import DataLoader
 
 from trainkit.checks.finite import FiniteGuard, Position
 from trainkit.checks.mistakes import Mistakes
@@ -19,10 +20,10 @@ from trainkit.errors import UsageError
 from trainkit.launch import nodes
 from trainkit.launch.signals import Signals
 from trainkit.loaders import InMemory, share_of_batch
-from trainkit.metrics import sum_and_count
+from trainkit.metrics import Selection, select, sum_and_count
 from trainkit.optim import clip_gradients, learning_rates, scale_gradients
 from trainkit.position import Length, Progress
-from trainkit.private import prepared_optimizers, take_loss_scale
+from trainkit.private import end_with_this_batch, prepared_optimizers, take_loss_scale
 from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
 
 CALL = "run.step_mean(...)"
@@ -91,6 +92,11 @@ class Step:
         self.divisors.start(self.num_samples)
         self.sizes = EqualSizes()
 
+    @property
+    def num_micro_batches(self) -> int:
+        """How many there are in this step, which has fewer if it is short."""
+        return -(-self.num_samples // self.size)
+
     def count_ahead(self, count: Count, micro_batches: Sequence[Any]) -> None:
         """Add up count(micro_batch), by name, over the micro-batches of the step and the processes.
 
@@ -101,14 +107,15 @@ class Step:
         has_samples = [self.rows_of(rank, first)[1] > 0 for first in firsts]
         self.divisors.count_ahead(count, micro_batches, has_samples)
 
-    def start_micro_batch(self) -> None:
+    def start_micro_batch(self, loader: DataLoader) -> None:
         """Seed the random numbers of the next forward pass by its place in the step."""
-        first, self.num_rows = self.rows_of(self.accelerator.process_index, self.num_before)
-        place = (self.num_before + first, *self.key)
-        num = self.num_rows
-        seed_dropout(self.dropouts, self.accelerator.device, *place, num_samples=num)
+        end_with_this_batch(loader, self.num_before + self.size >= self.num_samples)
+        start, self.num_rows = self.rows_of(self.accelerator.process_index, self.num_before)
+        first = self.num_before + start
+        device = self.accelerator.device
+        seed_dropout(self.dropouts, device, first, *self.key, num_samples=self.num_rows)
         if self.seeds_host:
-            seed_host(key(*self.key, self.num_before + first))
+            seed_host(key(*self.key, first))
         self.losses = []
 
     def rows_of(self, rank: int, num_before: int) -> tuple[int, int]:
@@ -149,9 +156,7 @@ class Step:
         is_stand_in = self.num_rows == 0
         total, count = sum_and_count(CALL, values, mask, weights, is_stand_in)
         if not is_selected:
-            check_rows(CALL, values, self.num_rows)
-            if self.is_shared and not is_stand_in:
-                self.sizes.check(CALL, values, len(self.losses))
+            self._check(CALL, values, len(self.losses))
             count = self.num_samples * values.shape[1:].numel()
         place = self.num_before // self.size, len(self.losses)
         divisor = self.divisors.of(count, is_selected, over, place)
@@ -161,6 +166,17 @@ class Step:
         scale = self.accelerator.num_processes * self.config.accumulate / divisor
         # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
         return total * (scale + 0 * share)
+
+    def sums(
+        self, values: dict[str, torch.Tensor], mask: Selection, weights: Selection
+    ) -> Iterator[tuple[str, torch.Tensor, int | torch.Tensor]]:
+        """Yield name, sum and number of each of these values of run.add: see metrics.select."""
+        for name, value, selection in select("run.add(...)", values, mask, weights):
+            call = f"run.add({name}=...)"
+            if not selection:
+                self._check(call, value)
+            is_stand_in = self.num_rows == 0
+            yield name, *sum_and_count(call, value.detach(), **selection, is_stand_in=is_stand_in)
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
@@ -181,7 +197,8 @@ class Step:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
-        self._check_sizes()
+        if self.signals.differ:
+            raise different_sizes("run.step_mean(...) or run.add(...)")
         if (factor := self.divisors.factor()) is not None:
             fresh = (wrapped for wrapped in optimizers if wrapped.optimizer not in self.clipped)
             scale_gradients(factor, *fresh)
@@ -262,9 +279,14 @@ class Step:
         first = min(starts[self.accelerator.process_index], self.num_samples - 1)
         return nodes.gather_rows(rows[: self.num_rows], nums), first
 
-    def _check_sizes(self) -> None:
-        if self.signals.differ:
-            raise different_sizes("run.step_mean(...) or run.add(...)")
+    def _check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
+        """Raise RuntimeError unless values without a mask have a row for each sample, equal ones.
+
+        number: of equal calls in this micro-batch.
+        """
+        check_rows(call, values, self.num_rows)
+        if self.is_shared and self.num_rows:
+            self.sizes.check(call, values, number)
 
     def _shares(self) -> list[torch.Tensor]:
         factor = self.divisors.known_factor
