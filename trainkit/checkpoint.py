@@ -2,8 +2,8 @@
 
     checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
         state/                      the files that accelerator.save_state writes, or the shards
-        trainer.json                position of the run, running sums, size of the log; of a
-                                    sharded run also what of its state is no tensor
+        trainer.json                position of the run, running sums, size of the log; for a
+                                    sharded run also that part of its state that is not tensors
         MANIFEST.json               size and hash of every file
 
 save() calls accelerator.save_state and resume() calls accelerator.load_state. This module adds
@@ -19,8 +19,8 @@ their hashes are compared before any file is read; and two hooks in shards.py sa
 * accelerator.step, the count of micro-batches. It is 0 between two optimizer steps.
 * The kernels ("fused", "foreach") in a saved parameter group. This run's YAML chooses them.
 
-A sharded run calls neither function, and no run calls load_state for a sharded checkpoint.
-shards.py explains why, and reads and writes those checkpoints.
+A sharded run calls neither function. Sharded checkpoints are written and read by shards.py, which
+explains why, whatever run reads them.
 """
 
 import json

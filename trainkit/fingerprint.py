@@ -20,8 +20,8 @@ from trainkit.cli.console import num_parameters
 from trainkit.errors import UsageError, failing_together
 from trainkit.launch import nodes
 from trainkit.loaders import InMemory, batches_of
+from trainkit.mixing import NUM_HELD
 from trainkit.private import prepared_loaders
-from trainkit.rng import NUM_HELD
 from trainkit.text import shorten
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from trainkit.errors import UsageError
-from trainkit.rng import key, mix, permute
+from trainkit.mixing import key, mix, permute
 
 # order(epoch, start, stop) returns the sample indices at start <= place < stop, int64.
 Order = Callable[[int, int, int], torch.Tensor]

@@ -1,7 +1,8 @@
 """One run, from launch to exit: everything around the training loop, which the script contains.
 
-A script calls, in this order, as main() of train_mnist.py does: load and begin; in each of epochs()
-and each of steps() step_mean, clip_and_check, add, end_step and save; then end_epoch; finish.
+A script calls load and begin. Then, in each of epochs(): for each batch of steps() it calls
+step_mean, clip_and_check, add, end_step and, if that returns True, save; then end_epoch. At last it
+calls finish. main() of train_mnist.py shows them all.
 
 The script passes one value for each sample (or token), and Run computes the means over processes
 and micro-batches. Run never calls the model, backward or step, never looks into a batch, and does
@@ -37,7 +38,7 @@ from trainkit.reporter import Reporter
 from trainkit.results import Results
 from trainkit.run_dir.files import open_run
 from trainkit.session import leave_processes, leave_stopped, start_accelerator, timeout_of
-from trainkit.step import Count, Step
+from trainkit.step import CountValues, Step
 
 
 class Run:
@@ -138,7 +139,7 @@ class Run:
         self._resume(fingerprint)
         if self.progress.step == 0 and started_from:
             self.print(started_from)
-        self.results.write_start()  # only now: a refused resume changes nothing
+        self.results.write_start()  # only now: a refused resume leaves DONE and run.json
         flags = {name: str(value) for name, value in vars(self.config).items()}
         self.accelerator.init_trackers(self.project, flags)
 
@@ -168,7 +169,7 @@ class Run:
 
     @allowed("ready")
     def epochs(self) -> Iterator[int]:
-        """Yield the epochs that are left, counted from 0; with --eval-every once per evaluation.
+        """Yield the number of the current epoch, from 0; with --eval-every once per evaluation.
 
         The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
         """
@@ -178,7 +179,7 @@ class Run:
             need(self, "the next epoch", "ready")
 
     @allowed("epoch")
-    def steps(self, loader: DataLoader, count: Count | None = None) -> Iterator[Any]:
+    def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:
         """Yield this process's share of each training batch, up to the next evaluation.
 
         A process without a sample of a short batch gets a stand-in; num_samples is then 0. The body
@@ -202,7 +203,7 @@ class Run:
         self.log.stop()
         self.stage = "trained"
 
-    def _steps_to_evaluation(self, loader: DataLoader, count: Count | None) -> Iterator[Any]:
+    def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
         progress = self.progress
         length = self.length
         batches = iter(loader)
@@ -227,7 +228,7 @@ class Run:
     def num_samples(self) -> int:
         """How many samples this process has in the current batch; 0: a stand-in, which counts 0."""
         need(self, "run.num_samples", *IN_BATCH)
-        return self.step.num_rows
+        return self.step.num_samples
 
     @allowed(*IN_BATCH, then="backward")
     def step_mean(
@@ -341,7 +342,7 @@ class Run:
         return self._evaluate(evaluation.predict, loader, function)
 
     def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
-        # At other stages a checkpoint could not record that an evaluation is still due.
+        # Only then can a checkpoint record that this evaluation is still to be done.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
         collected = collect(self.accelerator, loader, function, stopping)
         if self.signals.stopping:
