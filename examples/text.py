@@ -47,6 +47,7 @@ def load_data(config: Config) -> tuple:
     sets = texts.read_docstrings(PACKAGES, config.num_lines) if no_file else texts.read_sets(config)
     encoder, tokenizer = encoders.read_encoder(config)
     *parts, num_bits, plan = texts.make_samples(sets, config.max_tokens, tokenizer)
+    encoders.check_tokens(encoder, tokenizer, parts)
     metadata = {"script": Path(__file__).stem, "input": "text", "classes": sets.classes}
     metadata |= {"encoder": encoder, "max_tokens": config.max_tokens, "num_bits": num_bits}
     return *parts, metadata | sets.columns, plan, tokenizer
@@ -109,8 +110,7 @@ def validate(run: Run, model: nn.Module, loader: Any, samples: list, classes: li
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
-    config = parse(Config, argv)
-    with Run(config, "text") as run:
+    with Run(config := parse(Config, argv), "text") as run:
         accelerator = run.accelerator
         train_set, eval_set, metadata, plan, tokenizer = run.load(load_data)
         lengths = [len(tokens) for tokens, _ in train_set]

@@ -191,6 +191,20 @@ def test_as_many_tokens_are_taken_as_the_encoder_has_positions_for(base, tmp_pat
         encoders.read_encoder(config)
 
 
+def test_a_token_without_a_row_in_the_embedding_is_named(base, tmp_path):
+    path = tmp_path / "lines.csv"
+    lines = [
+        "text,label",
+        *(f"and [MASK] {text.split()[0]} {n % 9},{n % 2}" for n, (text, _) in enumerate(LINES)),
+    ]
+    path.write_text("\n".join(lines))
+    config = parse(text.Config, ["--base", str(base), "--data", str(path)])
+    with pytest.raises(
+        UsageError, match=r"has \d+ tokens and its .* \[MASK\], is .*save the model"
+    ):
+        text.load_data(config)
+
+
 def test_weights_that_are_missing_are_named(base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "base")
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}

@@ -7,6 +7,7 @@ fetch programs are left out of the configuration.
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
     if config.max_tokens > limit:
         raise UsageError(f"--max-tokens {config.max_tokens}: {config.base} takes at most {limit}")
     return values, tokenizer
+
+
+def check_tokens(encoder: dict[str, Any] | None, tokenizer: Any, sets: Sequence[list]) -> None:
+    """Raise UsageError if the encoder has no embedding for a token of these samples."""
+    if not (size := (encoder or {}).get("vocab_size")):
+        return
+    highest = max(int(row.max()) for samples in sets for row, _ in samples if len(row))
+    if highest >= size:
+        raise UsageError(
+            f"the embedding of --base has {size} tokens and its tokenizer {len(tokenizer)}, of "
+            f"which number {highest}, {tokenizer.convert_ids_to_tokens(highest)}, is in the data: "
+            f"save the model after model.resize_token_embeddings({len(tokenizer)})"
+        )
 
 
 def _without_dropout(config: Any) -> Any:
