@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from examples.windows import Windows, standard_library
+from examples.windows import Batch, Windows, standard_library
 from trainkit.config import Count, Fraction, MayChange, Schedule, TrainingConfig, parse
 from trainkit.rows.parquet import ParquetRows
 
@@ -86,14 +86,13 @@ def load_data(config: Config) -> tuple:
     return tuple(Windows(path, CONTEXT + 1, spans, held_out) for held_out in (False, True))
 
 
-def compute_losses(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def compute_losses(model: nn.Module, columns: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the loss of each token after the first, and a mask of the tokens that count."""
-    tokens = batch[0].long()
+    batch = Batch(*columns)
+    tokens = batch.tokens.long()
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    place = torch.arange(1, tokens.shape[1], device=tokens.device).expand_as(targets)
-    first, end = (limit[:, None] for limit in batch[1:]) if batch[1:] else (place, place + 1)
-    return {"loss": losses.view_as(targets), "mask": (first <= place) & (place < end)}
+    return {"loss": losses.view_as(targets), "mask": batch.counted()}
 
 
 @torch.inference_mode()

@@ -4,8 +4,10 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from trainkit.run_dir.files import write_durably
 
@@ -18,6 +20,19 @@ def standard_library(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(path, b"".join(file.read_bytes() for file in files))
     return path
+
+
+class Batch(NamedTuple):
+    tokens: torch.Tensor  # (n, length)
+    start: torch.Tensor | None = None  # (n,): tokens from here up to stop count, else all
+    stop: torch.Tensor | None = None
+
+    def counted(self) -> torch.Tensor:
+        """Return which tokens after the first count, bool (n, length - 1)."""
+        place = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
+        if self.start is None:
+            return torch.ones_like(self.tokens[:, 1:], dtype=torch.bool)
+        return (self.start[:, None] <= place) & (place < self.stop[:, None])
 
 
 class Windows:
