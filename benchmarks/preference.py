@@ -47,7 +47,7 @@ def main() -> None:
             for weight in model.parameters():
                 weight += 0.02 * torch.randn_like(weight)
             batch = preference.collate(pairs[:NUM_PAIRS])
-            batch = (*batch, preference.log_probabilities(base, *batch))
+            batch = batch._replace(reference=preference.log_probabilities(base, batch))
         options = {"report_to": [], "use_cpu": True, "precompute_ref_log_probs": True}
         options |= {"per_device_train_batch_size": NUM_PAIRS, "gradient_checkpointing": False}
         args = DPOConfig(folder, beta=config.beta, bf16=False, max_length=512, **options)

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
@@ -18,7 +19,7 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.config import Count, MayChange, Schedule, TrainingConfig, parse
+from trainkit.config import MayChange, Schedule, parse
 from trainkit.errors import as_usage_error
 from trainkit.language import conversations, pretrained, token_losses
 from trainkit.language.packing import pack_sets, row_size, share_rows
@@ -27,16 +28,10 @@ from trainkit.orders import by_length
 
 
 @dataclass
-class Config(TrainingConfig):
-    base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
-    data: MayChange[str] = "runs/docstrings/pairs.jsonl"  # JSON, Parquet, a folder, or a Hub id
-    lora: Count | None = None  # rank: freeze the model and train matrices beside it
-    merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
+class Config(pretrained.LanguageConfig):
     resize_embeddings: bool = False  # add rows for tokens that the base does not have
-    save_float32: MayChange[bool] = False  # write pretrained/ as trained, not in the base's type
     system: str | None = None  # system turn of the conversations that have none
     prompt: MayChange[tuple[str, ...]] = ()  # answered at each evaluation, instead of a sample's
-    max_tokens: Count = 512  # of prompt and answer: what is over is cut
     pack: bool = False  # fill rows of --max-tokens: a row, not a sample, then counts as one
     checkpointing: MayChange[bool] = False  # less memory, more time, the same numbers
     run_dir: Path = Path("runs/finetune")
@@ -47,6 +42,14 @@ class Config(TrainingConfig):
     schedule: Schedule = "cosine"
     warmup: float = 0.05
     clip_norm: float = 1.0
+
+
+class Batch(NamedTuple):
+    """Rows of tokens, (rows, longest). What is left in a row is padded with 0."""
+
+    tokens: torch.Tensor
+    learned: torch.Tensor  # which are
+    positions: torch.Tensor | None = None  # in its sample, if samples share rows
 
 
 def load_data(config: Config) -> tuple:
@@ -60,21 +63,14 @@ def load_data(config: Config) -> tuple:
     return *sets, tokenizer
 
 
-def collate(samples: list, size: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return tokens, which are learned, and positions if rows are shared: (rows, longest).
-
-    Samples share rows of up to `size` tokens. What is left is padded with 0.
-    """
+def collate(samples: list, size: int = 0) -> Batch:
+    """Make a batch of samples, which share rows of up to `size` tokens, or of rows."""
     rows = share_rows(samples, size) if size else samples
-    return tuple(pad_sequence(parts, batch_first=True) for parts in zip(*rows, strict=True))
+    return Batch(*(pad_sequence(parts, batch_first=True) for parts in zip(*rows, strict=True)))
 
 
 def make_model(config: Config) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    dtype = "auto" if config.lora else torch.float32  # what is trained is float32
-    # Memory-mapped, so that the processes of a machine share the frozen weights.
-    model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
+    model = pretrained.load_base(config)
     if config.resize_embeddings:
         pretrained.resize_embeddings(model, config.base, is_frozen=bool(config.lora))
     token_losses.allow_parts(model)
@@ -85,14 +81,14 @@ def make_model(config: Config) -> torch.nn.Module:
     return model.train()  # from_pretrained returns it in evaluation mode
 
 
-def compute_losses(model: torch.nn.Module, batch: tuple) -> dict[str, torch.Tensor]:
+def compute_losses(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """Return the loss of each token that is learned, and a mask that counts all of them."""
-    tokens, learned, *positions = batch
-    where = {"position_ids": positions[0][:, :-1]} if positions else {}
-    counted = learned[:, 1:]
+    counted = batch.learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
-    inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": counted, "use_cache": False} | where
-    losses = token_losses.token_losses(model, tokens[:, 1:][counted], **inputs)
+    inputs = {"input_ids": batch.tokens[:, :-1], "logits_to_keep": counted, "use_cache": False}
+    if batch.positions is not None:
+        inputs["position_ids"] = batch.positions[:, :-1]
+    losses = token_losses.token_losses(model, batch.tokens[:, 1:][counted], **inputs)
     return {"loss": losses, "mask": torch.ones_like(losses, dtype=torch.bool)}
 
 
@@ -100,7 +96,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, answer a prompt and write the folders; return the last metrics."""
     with Run(config := parse(Config, argv), "finetune") as run:
         accelerator = run.accelerator
-        train_set, eval_set, end, plan, prompts, day, tokenizer = run.load(load_data)
+        train_set, eval_set, end, plan, prompts, tokenizer = run.load(load_data)
         model, both = make_model(config), (train_set, eval_set)
         pretrained.check_vocabulary(model, tokenizer, (row[0] for rows in both for row in rows))
         size, padded = row_size(accelerator, model, config.max_tokens, config.pack)
@@ -117,7 +113,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
         # Rounding depends on the rows, so a resume must have the same ones.
         metadata = {"script": Path(__file__).stem, "lora": config.lora, "shared rows": size}
-        metadata["day"] = day
         plan |= padded | token_losses.PLAN
         # What --lora freezes is not saved: it lies in --base.
         run.begin(model, metadata, plan, save_frozen=not config.lora)

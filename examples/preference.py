@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.config import Count, MayChange, Positive, Rule, Schedule, TrainingConfig, parse
+from trainkit.config import MayChange, Positive, Rule, Schedule, parse
 from trainkit.errors import as_usage_error
 from trainkit.language import preferences, pretrained, token_losses
 from trainkit.language.conversations import read_tokenizer
@@ -32,15 +32,10 @@ Smoothing = Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 an
 
 
 @dataclass
-class Config(TrainingConfig):
-    base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
+class Config(pretrained.LanguageConfig):
     data: MayChange[str] = "runs/docstrings/preferred.jsonl"  # JSON, Parquet, a folder or a Hub id
     beta: Positive = 0.1  # how much a change of the log-probability of an answer counts
     label_smoothing: Smoothing = 0.0  # the share of pairs that are taken to be the wrong way round
-    lora: Count | None = None  # rank: freeze the model and train matrices beside it
-    merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
-    save_float32: MayChange[bool] = False  # write pretrained/ as trained, not in the base's type
-    max_tokens: Count = 512  # of prompt and answer: what is over is cut
     run_dir: Path = Path("runs/preference")
     epochs: int = 1
     batch_size: int = 16
@@ -49,6 +44,14 @@ class Config(TrainingConfig):
     schedule: Schedule = "cosine"
     warmup: float = 0.1
     clip_norm: float = 1.0
+
+
+class Batch(NamedTuple):
+    """Conversations, (n, 2 for chosen and rejected, longest), padded with 0."""
+
+    tokens: torch.Tensor
+    learned: torch.Tensor  # which are
+    reference: torch.Tensor | None  # (n, 2): log-probabilities by the base
 
 
 def load_data(config: Config) -> tuple:
@@ -60,28 +63,31 @@ def load_data(config: Config) -> tuple:
     return *pairs, tokenizer
 
 
-def collate(pairs: list) -> tuple[torch.Tensor, ...]:
-    """Return tokens and which are learned, (n, 2 for chosen and rejected, longest), and others."""
-    rows = ([row for pair in pairs for row in pair[first:4:2]] for first in (0, 1))
-    tokens, learned = (pad_sequence(x, batch_first=True).unflatten(0, (-1, 2)) for x in rows)
-    return tokens, learned, *map(torch.stack, zip(*(pair[4:] for pair in pairs), strict=True))
+def collate(pairs: list[preferences.Pair]) -> Batch:
+    """Make a batch of pairs, which have a reference or have none."""
+    samples = [sample for pair in pairs for sample in (pair.chosen, pair.rejected)]
+    tokens, learned = (
+        pad_sequence(rows, batch_first=True).unflatten(0, (-1, 2))
+        for rows in zip(*samples, strict=True)
+    )
+    references = [pair.reference for pair in pairs if pair.reference is not None]
+    return Batch(tokens, learned, torch.stack(references) if references else None)
 
 
 def make_model(config: Config) -> torch.nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     # Dropout would pass for a change of the model.
     settings = pretrained.without_dropout(AutoConfig.from_pretrained(config.base))
-    dtype = "auto" if config.lora else torch.float32  # what is trained is float32
-    model = AutoModelForCausalLM.from_pretrained(config.base, config=settings, dtype=dtype)
+    model = pretrained.load_base(config, config=settings)
     model.config = AutoConfig.from_pretrained(config.base)  # to be written; its layers have theirs
     token_losses.allow_parts(model)
     return model
 
 
-def log_probabilities(model: torch.nn.Module, *rows: torch.Tensor) -> torch.Tensor:
+def log_probabilities(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the log-probability of what is learned in each conversation, (n, 2)."""
-    tokens, learned = (part.flatten(0, 1) for part in rows)
+    tokens, learned = batch.tokens.flatten(0, 1), batch.learned.flatten(0, 1)
     counted = learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
     inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": counted, "use_cache": False}
@@ -90,10 +96,9 @@ def log_probabilities(model: torch.nn.Module, *rows: torch.Tensor) -> torch.Tens
     return of_tokens.sum(1).view(-1, 2)
 
 
-def compute_values(model: torch.nn.Module, batch: tuple, config: Config) -> dict:
+def compute_values(model: torch.nn.Module, batch: Batch, config: Config) -> dict:
     """Return the loss of each pair, by how much chosen is ahead, and whether it is."""
-    tokens, learned, reference = batch
-    rewards = config.beta * (log_probabilities(model, tokens, learned) - reference)
+    rewards = config.beta * (log_probabilities(model, batch) - batch.reference)
     margin, wrong = rewards[:, 0] - rewards[:, 1], config.label_smoothing
     loss = -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
     return {"loss": loss, "margin": margin, "accuracy": (margin > 0).float()}
@@ -103,9 +108,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and write the folders; return the last metrics."""
     with Run(config := parse(Config, argv), "preference") as run:
         accelerator = run.accelerator
-        *sets, end, plan, day, tokenizer = run.load(load_data)
-        model, rows = make_model(config), (x for pairs in sets for pair in pairs for x in pair[::2])
-        pretrained.check_vocabulary(model, tokenizer, rows)
+        *sets, end, plan, tokenizer = run.load(load_data)
+        model = make_model(config)
+        samples = (sample for pairs in sets for pair in pairs for sample in pair[:2])
+        pretrained.check_vocabulary(model, tokenizer, (sample.tokens for sample in samples))
         compute = partial(log_probabilities, model)
         base = preferences.add_reference(accelerator, model, sets, collate, compute)
         order = by_length(list(map(preferences.longest, sets[0])), config.batch_size, config.seed)
@@ -119,7 +125,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             model, optimizer, train_loader, eval_loader, scheduler
         )
         metadata = {"script": Path(__file__).stem, "lora": config.lora, "reference": base}
-        metadata["day"] = day
         # What --lora freezes is not saved: it lies in --base.
         run.begin(model, metadata, plan | token_losses.PLAN, save_frozen=not config.lora)
         for _ in run.epochs():

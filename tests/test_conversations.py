@@ -218,17 +218,45 @@ def test_a_role_that_is_not_known_is_named(make):
 )
 def test_a_template_writes_the_day_of_the_first_start(make, tmp_path, template, shown):
     sets = make(PAIR, template=template, today=date(2020, 2, 3), prompts=["say"])
-    assert shown in sets.plan["first"] and sets.day == "2020-02-03"
-    assert sets.plan["date"].startswith("2020-02-03") and make(PAIR).day == ""
-    folder = tmp_path / "run/checkpoints/step-0000000002"
-    config = parse(finetune.Config, ["--run-dir", f"{tmp_path}/run"])
-    for day in ("", "2020-02-03"):
-        folder.mkdir(parents=True, exist_ok=True)
-        saved = {"fingerprint": {"metadata[day]": json.dumps(day)}}
-        (folder / "trainer.json").write_text(json.dumps(saved))
-        for config.resume in (None, "auto", "latest", str(folder)):
-            kept = bool(day and config.resume)
-            assert templates.first_day(config) == (date(2020, 2, 3) if kept else date.today())
+    assert shown in sets.plan["first"]
+    assert sets.plan["date"].startswith("2020-02-03") and "date" not in make(PAIR).plan
+
+
+def test_the_day_of_a_run_is_kept_from_its_start_before_there_is_a_checkpoint(tmp_path):
+    flags = ["--run-dir", str(tmp_path)]
+
+    def first_day(*more) -> date:
+        return templates.first_day(parse(finetune.Config, [*flags, *more]))
+
+    assert first_day("--resume", "auto") == date.today()
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": {"day": "2020-02-03"}}))
+    for how in ("auto", "latest", f"{tmp_path}/checkpoints/step-0000000002"):
+        assert first_day("--resume", how) == date(2020, 2, 3)
+    assert first_day() == date.today()
+    assert first_day("--resume", "auto", "--day", "2021-01-31") == date(2021, 1, 31)
+    with pytest.raises(UsageError, match=r"--day 31\.1\.2021 is not like 2026-01-31"):
+        first_day("--day", "31.1.2021")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for m in messages %}{{ 'x' + m.content[0].text }}{% endfor %}",
+            "cannot write a text, Und",
+        ),
+        (
+            "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+            "leaves out",
+        ),
+        ("{% for m in messages %}", "cannot write a text, TemplateSyntaxError"),
+    ],
+)
+def test_a_template_that_does_not_write_texts_is_named_with_its_error(
+    make, base, template, message
+):
+    with pytest.raises(UsageError, match=f"chat template of {base} {message}.*chat_template.jinja"):
+        make(PAIR, template=template)
 
 
 def test_a_prompt_that_ends_as_no_training_does_is_in_the_plan_and_asks_for_the_sample_answer(make):

@@ -7,6 +7,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ from test_shards import KINDS, train
 from examples import finetune
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.language import conversations, formats
+from trainkit.language import conversations, formats, pretrained
 from trainkit.loaders import EpochBatches
 from trainkit.orders import by_length
+from trainkit.shards import fingerprint_frozen
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
@@ -32,6 +34,7 @@ MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.gen
 FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 20 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
 LORA = ["--lora", "4"]
+FOUR_BITS = [*LORA, "--load-4bit"]
 PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
 # LoRA, a number of processes without sharding or two that shard in this way, --accumulate, pack.
 WAYS = itertools.product(([], LORA), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
@@ -80,19 +83,18 @@ def make_model(flags, lora, *more):
     return args, finetune.make_model(args)
 
 
-def plain(flags, lora, *more) -> list[float]:
+def plain(args, model) -> list[float]:
     """Losses of a loop of plain PyTorch around the loss of transformers, its mask and its shift.
 
     The samples of packed rows are taken apart and padded.
     """
-    args, model = make_model(flags, lora, *more)
     train_set, *_ = finetune.load_data(args)
 
     def loss_of(indices):
         chosen = [train_set[index] for index in indices]
         if args.pack:
             chosen = [train_set.samples[i] for n in indices for i in train_set.rows[n]]
-        tokens, learned = finetune.collate(chosen)
+        tokens, learned, _ = finetune.collate(chosen)
         lengths = torch.tensor([[len(row)] for row, _ in chosen])
         mask = (torch.arange(tokens.shape[1]) < lengths).long()
         return model(tokens, attention_mask=mask, labels=tokens.where(learned, -100)).loss
@@ -127,7 +129,7 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
         plan["script"] = "in_parts"
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True, **plan).output
     losses = logged_losses(tmp_path)
-    assert losses == pytest.approx(plain(in_double, lora, *packed), abs=SAME)
+    assert losses == pytest.approx(plain(*make_model(in_double, lora, *packed)), abs=SAME)
     assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (6 if packed else 4)
     args, model = make_model(in_double, lora)
     before, folder = logits(model), tmp_path / "pretrained"
@@ -150,7 +152,8 @@ def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("lora", "way"), quick(itertools.product(([], LORA), (2, *KINDS)), [(LORA, KINDS[1])])
+    ("lora", "way"),
+    quick([*itertools.product(([], LORA), (2, *KINDS)), (FOUR_BITS, 2)], [(LORA, KINDS[1])]),
 )
 def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     kill, packed = {"signal": [14, signal.SIGKILL]}, [] if lora else PACKED
@@ -159,6 +162,62 @@ def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
         start(tmp_path / name, lora, way, *packed, "--resume", "auto")
     weights = "adapter_model.safetensors" if lora else "model.safetensors"
     assert_same_bytes(tmp_path / "killed", tmp_path / "whole", f"pretrained/{weights}")
+
+
+def test_numbers_of_4_bits_are_trained_beside_as_their_values_and_a_resume_is_exact(
+    start, flags, run_main, tmp_path
+):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    more = ["--batch-size", 90, "--stop-after-steps", 6, "--eval-every", 2, "--timeout", 60]
+    start(tmp_path / "2", FOUR_BITS, 2, *more)
+    in_one = [*flags, *FOUR_BITS, *more, "--merge", "--resume", "auto", "--run-dir"]
+    in_one = [str(part) for part in in_one]
+    run_main("examples.finetune", *in_one, f"{tmp_path}/whole")
+    for stop in ("3", "6"):
+        run_main("examples.finetune", *in_one, f"{tmp_path}/1", "--stop-after-steps", stop)
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "1")]
+    assert all(
+        "lora_" in name and torch.equal(weights[1][name], weights[0][name]) for name in weights[0]
+    )
+    (state,) = tmp_path.glob("1/checkpoints/*06/state/model.safetensors")
+    assert load_file(state).keys() == weights[0].keys()
+    # The same numbers as matrices of float32, in plain PyTorch.
+    args, model = make_model(in_one[:-1], [])
+    _, whole = make_model(flags, LORA, *map(str, more))
+    for name, part in model.named_modules():
+        if type(part) is bitsandbytes.nn.Linear4bit:
+            values = bitsandbytes.functional.dequantize_4bit(part.weight, part.weight.quant_state)
+            whole.get_submodule(name).weight.data = values
+    torch.testing.assert_close(logits(model), logits(whole), atol=1e-5, rtol=0)
+    expected = plain(args, whole.train())
+    assert expected[-1] < expected[0] - 0.01
+    for name in ("2", "whole"):
+        assert logged_losses(tmp_path / name) == pytest.approx(expected, abs=1e-5)
+    base = transformers.AutoModelForCausalLM.from_pretrained(args.base)
+    opened = peft.PeftModel.from_pretrained(base, tmp_path / "whole/pretrained")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole/merged")
+    torch.testing.assert_close(logits(merged), logits(opened), atol=1e-5, rtol=0)
+    before = fingerprint_frozen([model])
+    for name, value in model.state_dict().items():
+        if name.endswith("nested_absmax"):
+            value.mul_(2)
+    assert fingerprint_frozen([model]) != before  # twice as large, and the same numbers of 4 bits
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "give --lora a rank"),
+        (LORA, "shards cannot divide"),
+        (LORA, "install bitsandbytes`"),
+    ],
+)
+def test_numbers_of_4_bits_need_lora_a_whole_model_and_a_package(flags, monkeypatch, more, message):
+    state = SimpleNamespace(is_fsdp2="shards" in message, mixed_precision="no")
+    monkeypatch.setattr(pretrained, "AcceleratorState", lambda: state)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UsageError, match=message):
+        finetune.make_model(parse(finetune.Config, [*flags, *more, "--load-4bit"]))
 
 
 CHATML = """{% for each in messages %}<|im_start|>{{ each.role }}

@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same_bytes, rows
 from double import SAME
 from plain import logged_losses, quick
-from test_finetune import ASK, GPT, HUMAN, LORA, losses_by_length, make_flags, start_run
+from test_finetune import ASK, FOUR_BITS, GPT, HUMAN, LORA, losses_by_length, make_flags, start_run
 from test_finetune import SAY as GOOD
 from test_finetune import in_double as in_double
 from test_shards import KINDS
@@ -62,7 +62,7 @@ def plain(flags, lora):
     def loss_of(indices):
         losses = []
         for index in indices:
-            chosen, rejected = train_set[index][:2], train_set[index][2:]
+            chosen, rejected, _ = train_set[index]
             ahead = log_probability(model, *chosen) - log_probability(model, *rejected)
             with torch.no_grad():
                 ahead -= log_probability(frozen, *chosen) - log_probability(frozen, *rejected)
@@ -130,12 +130,20 @@ def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
         assert len([*kept.parent.iterdir()]) == number
 
 
+def test_pairs_are_compared_to_the_base_as_its_numbers_of_4_bits(run_main, flags, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    run_main("examples.preference", *flags, *FOUR_BITS, "--run-dir", tmp_path)
+    losses = logged_losses(tmp_path)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and len(losses) == 12
+
+
 def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=1024)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = preference.make_model(parse(preference.Config, [*flags, "--base", str(tmp_path)]))
     tokens = torch.arange(20).view(1, 2, 10)
-    twice = [preference.log_probabilities(model.train(), tokens, tokens > 3) for _ in range(2)]
+    batch = preference.Batch(tokens, tokens > 3, None)
+    twice = [preference.log_probabilities(model.train(), batch) for _ in range(2)]
     assert torch.equal(*twice)
     model.save_pretrained(tmp_path / "end")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "end").attn_pdrop == 0.1

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -273,17 +274,26 @@ def frozen(model: nn.Module) -> Tensors:
 
 
 def state_of(model: nn.Module) -> Tensors:
-    """The state of a model without its frozen parameters, by name."""
-    left_out = frozen(model)
-    return {name: value for name, value in model.state_dict().items() if name not in left_out}
+    """The state of a model without its frozen parameters, by name.
+
+    Scales of quantised weights are left out too: bitsandbytes calls them NAME.absmax and the like.
+    """
+    left_out = frozen(model).keys()
+
+    def is_kept(name: str) -> bool:
+        return left_out.isdisjoint(accumulate(name.split("."), "{}.{}".format))
+
+    return {name: value for name, value in model.state_dict().items() if is_kept(name)}
 
 
 def fingerprint_frozen(models: Sequence[nn.Module]) -> dict[str, str]:
-    """Hash all bytes of each frozen weight. Every process must call this."""
+    """Hash all bytes of each frozen weight, and its scales. Every process must call this."""
     hashes = {}
     for number, model in enumerate(models):
-        for name, weight in frozen(model).items():
-            hashes[f"the frozen weight {name} of model {number}"] = hash_tensor(weight)
+        kept = state_of(model)
+        for name, weight in model.state_dict().items():
+            if name not in kept:
+                hashes[f"the frozen weight {name} of model {number}"] = hash_tensor(weight)
     return hashes
 
 

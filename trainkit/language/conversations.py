@@ -22,7 +22,6 @@ class ChatSets(NamedTuple):
     end: int | None  # the token that ends an answer
     plan: dict[str, str]  # lines to print
     prompts: dict[str, list[int]]  # what to answer at an evaluation, by the name to print
-    day: str = ""  # the date that the chat template writes
 
 
 def read_tokenizer(base: str) -> tuple[Any, int | None]:
@@ -84,8 +83,8 @@ def make_chat_sets(
     asks = {prompt: chat.ask(prompt, system) for prompt in prompts}
     if not asks and sets[1]:
         asks["answer"] = ask
-    by_length = sorted(sets[1], key=lambda sample: len(sample[0]))
-    return ChatSets(sets[0], by_length, chat.end, plan, asks, chat.day)
+    by_length = sorted(sets[1], key=lambda sample: len(sample.tokens))
+    return ChatSets(sets[0], by_length, chat.end, plan, asks)
 
 
 def _encode_rows(
@@ -103,8 +102,8 @@ def _encode_rows(
             encoded = chat.encode(conversation, size)
         notes.add("lost", encoded.lost)
         notes.add("untrained", encoded.untrained)
-        kept = [(tokens[:size], learned[:size]) for tokens, learned in encoded.samples]
-        kept = [sample for sample in kept if sample[1].any()]
+        kept = [Sample(tokens[:size], learned[:size]) for tokens, learned in encoded.samples]
+        kept = [sample for sample in kept if sample.learned.any()]
         notes.counts["cut"] += sum(len(tokens) > size for tokens, _ in encoded.samples)
         notes.counts["dropped"] += max(1, len(encoded.samples)) - len(kept)
         if number % 10 == 0 and kept and not sets[1]:

@@ -53,7 +53,7 @@ def join(samples: Sequence[Sample]) -> tuple[torch.Tensor, ...]:
     return tokens, learned, torch.cat([torch.arange(len(row)) for row, _ in samples])
 
 
-def share_rows(samples: list[Sample], size: int) -> list[tuple[torch.Tensor, ...]]:
+def share_rows(samples: list[Sample], size: int) -> Sequence[tuple[torch.Tensor, ...]]:
     """Return a batch as rows of at most `size` tokens, in which the samples are joined.
 
     Of the batch in as many rows as samples, in half as many and so on, it takes the first in which
@@ -208,7 +208,7 @@ def enlarged_weights(model: nn.Module) -> Iterator[None]:
     """Let each layer compute in float32, with matrices as large as those of a trained model.
 
     Weights are replaced while their layer computes, so that only one layer is in memory twice.
-    Quantised weights stay as they are.
+    Quantised weights stay as they are, and are computed with in float32.
     """
     layers = [part for x in model.modules() if isinstance(x, nn.ModuleList) for part in x]
     in_layers = {id(part) for layer in layers for part in layer.modules()}
@@ -216,6 +216,9 @@ def enlarged_weights(model: nn.Module) -> Iterator[None]:
     parts = [(layer, True) for layer in layers if id(layer) not in inner]
     parts += [(part, False) for part in model.modules() if id(part) not in in_layers]
     with contextlib.ExitStack() as hooks:
+        for part in (part for part in model.modules() if hasattr(part, "compute_dtype")):
+            hooks.callback(setattr, part, "compute_dtype", part.compute_dtype)
+            part.compute_dtype = torch.float32
         for part, recurse in parts:
             weights = [x for x in part.parameters(recurse) if x.is_floating_point()]
             originals: list[torch.Tensor] = []

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 
+from trainkit.checks.content import text_of
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.language.conversations import Notes, check_left, find_limit
 from trainkit.language.formats import (
@@ -25,9 +27,15 @@ from trainkit.language.formats import (
 from trainkit.language.templates import Chat, Encoded, Sample, show_sample
 from trainkit.reading.kept import compute_once
 
-# The tokens of the chosen conversation, int64 (length,), which are learned, bool; the rejected one.
-Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 NUM_AT_ONCE = 8  # pairs of a batch
+
+
+class Pair(NamedTuple):
+    """Two conversations that begin with one prompt."""
+
+    chosen: Sample
+    rejected: Sample
+    reference: torch.Tensor | None = None  # (2,), what add_reference computes
 
 
 class Pairs(NamedTuple):
@@ -37,7 +45,6 @@ class Pairs(NamedTuple):
     eval_set: list[Pair]  # sorted by length, so that its batches have little padding
     end: int | None  # the token that ends an answer
     plan: dict[str, str]  # lines to print
-    day: str = ""  # the date that the chat template writes
 
 
 def read_pair(row: Any) -> tuple[Conversation, Conversation]:
@@ -98,16 +105,16 @@ def make_pairs(
             samples = [_only_sample(one) for one in encoded]
         notes.add("untrained", encoded[0].untrained)
         notes.add("cut", any(len(tokens) > size for tokens, _ in samples))
-        chosen, rejected = ((tokens[:size], learned[:size]) for tokens, learned in samples)
-        if not chosen[1].any() or not rejected[1].any():
+        pair = Pair(*(Sample(tokens[:size], learned[:size]) for tokens, learned in samples))
+        if not pair.chosen.learned.any() or not pair.rejected.learned.any():
             notes.add("lost answer", True)
-        elif torch.equal(chosen[0], rejected[0]):
+        elif torch.equal(pair.chosen.tokens, pair.rejected.tokens):
             notes.add("equal", True)
         else:
-            sets[number % 10 == 0].append((*chosen, *rejected))
+            sets[number % 10 == 0].append(pair)
     check_left(sets, num_rows, "pairs to {} on has two different answers", limit_name)
     plan = _describe_pairs(chat, notes, num_rows, limit_name, sets[0])
-    return Pairs(sets[0], sorted(sets[1], key=longest), chat.end, plan, chat.day)
+    return Pairs(sets[0], sorted(sets[1], key=longest), chat.end, plan)
 
 
 def _describe_pairs(
@@ -127,14 +134,14 @@ def _describe_pairs(
         )
     plan |= notes.describe(chat, num_rows)
     if pairs:
-        plan["chosen"] = show_sample(tokenizer, pairs[0][:2])
-        plan["rejected"] = show_sample(tokenizer, pairs[0][2:])
+        plan["chosen"] = show_sample(tokenizer, pairs[0].chosen)
+        plan["rejected"] = show_sample(tokenizer, pairs[0].rejected)
     return plan
 
 
-def longest(pair: Sequence[torch.Tensor]) -> int:
+def longest(pair: Pair) -> int:
     """Return how many tokens the longer of the two conversations has."""
-    return max(len(pair[0]), len(pair[2]))
+    return max(len(pair.chosen.tokens), len(pair.rejected.tokens))
 
 
 def _only_sample(encoded: Encoded) -> Sample:
@@ -143,17 +150,17 @@ def _only_sample(encoded: Encoded) -> Sample:
     if len(encoded.samples) > 1:
         raise ValueError("the chat template changes its earlier answers: compare one at a time")
     nothing = torch.zeros(0, dtype=torch.int64)
-    return encoded.samples[0] if encoded.samples else (nothing, nothing.bool())
+    return encoded.samples[0] if encoded.samples else Sample(nothing, nothing.bool())
 
 
 def add_reference(
     accelerator: Accelerator,
     model: nn.Module,
     sets: Sequence[list],
-    collate: Callable[[list[Pair]], tuple[torch.Tensor, ...]],
-    compute: Callable[..., torch.Tensor],
+    collate: Callable[[list[Pair]], tuple],
+    compute: Callable[[Any], torch.Tensor],
 ) -> str:
-    """Append to each pair, in place, its row of compute(*collate(pairs)); return their hash.
+    """Give each pair, in place, its row of compute(collate(pairs)); return their hash.
 
     The rows are computed once for these weights and pairs, and kept among the caches of `datasets`,
     so that a resume has the same ones. The processes share them in batches that do not depend on
@@ -174,20 +181,16 @@ def add_reference(
             "weights, which each of them compares to: set it to false in the YAML"
         )
     pairs = [pair for group in sets for pair in group]
-    digest = hashlib.sha256()
-    for tensor in (*model.state_dict().values(), *(column for pair in pairs for column in pair)):
-        digest.update(str((tensor.shape, tensor.dtype)).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    digest = hashlib.sha256(text_of([model.state_dict(), pairs]).encode()).hexdigest()
     model.to(accelerator.device).eval()
-    name = f"preferences/{digest.hexdigest()}-{accelerator.mixed_precision}"
+    name = f"preferences/{digest}-{accelerator.mixed_precision}"
 
     def compute_part(part: slice) -> torch.Tensor:
         with accelerator.autocast():
-            return compute(*(tensor.to(accelerator.device) for tensor in collate(pairs[part])))
+            return compute(send_to_device(collate(pairs[part]), accelerator.device))
 
-    shape = len(pairs), 2
-    numbers = iter(compute_once(accelerator, name, shape, NUM_AT_ONCE, compute_part))
+    numbers = iter(compute_once(accelerator, name, (len(pairs), 2), NUM_AT_ONCE, compute_part))
     model.train()
     for group in sets:
-        group[:] = [(*pair, next(numbers)) for pair in group]
-    return digest.hexdigest()
+        group[:] = [pair._replace(reference=next(numbers)) for pair in group]
+    return digest

@@ -1,16 +1,72 @@
 """Load a model for training, and write folders that from_pretrained of a library can load."""
 
-import json
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from trainkit.config import Count, MayChange, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.run_dir.records import read_run_json
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by the YAML's mixed_precision
+
+
+@dataclass
+class LanguageConfig(TrainingConfig):
+    """The flags of a script that trains a language model further."""
+
+    base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
+    data: MayChange[str] = "runs/docstrings/pairs.jsonl"  # JSON, Parquet, a folder, or a Hub id
+    lora: Count | None = None  # rank: freeze the model and train matrices beside it
+    load_4bit: bool = False  # with --lora: keep the frozen matrices as numbers of 4 bits
+    merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
+    save_float32: MayChange[bool] = False  # write pretrained/ as trained, not in the base's type
+    max_tokens: Count = 512  # of prompt and answer: what is over is cut
+    day: MayChange[str | None] = None  # that a chat template writes (default: of the first start)
+
+
+def load_base(config: LanguageConfig, /, **options: Any) -> Any:
+    """Return the causal language model of --base, in evaluation mode.
+
+    What is trained is float32. What --lora freezes has the type of the base and is memory-mapped,
+    so that the processes of a machine share it. With --load-4bit the matrices of its layers are
+    NF4 numbers (Dettmers and others 2023, arXiv 2305.14314), and all is computed in the type of the
+    YAML. Raises UsageError.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if not config.load_4bit:
+        dtype = "auto" if config.lora else torch.float32
+        return AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype, **options)
+    state = AcceleratorState()
+    if not config.lora:
+        raise UsageError("--load-4bit freezes the weights of --base: give --lora a rank as well")
+    if state.is_fsdp2:
+        raise UsageError(
+            "--load-4bit: a YAML that shards cannot divide numbers of 4 bits: leave one out"
+        )
+    with as_usage_error("--load-4bit needs `pip install bitsandbytes`"):
+        import bitsandbytes  # noqa: F401
+    dtype = DTYPES.get(state.mixed_precision, torch.float32)
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    options |= {"dtype": dtype, "quantization_config": settings}
+    model = AutoModelForCausalLM.from_pretrained(config.base, **options)
+    for part in model.modules():
+        # Else, on a CPU with AVX512-BF16, layers that were evaluated once compute in bf16 and pass
+        # no gradient on.
+        part.support_avx512bf16_for_cpu = False
+    return model
 
 
 def without_dropout(config: Any) -> Any:
@@ -115,7 +171,7 @@ def _write_pretrained(
     library = "peft" if is_adapter else "transformers"
     head = f"---\nlibrary_name: {library}\n---\n# {config.run_dir.name}\n\n| | |\n| --- | --- |\n"
     (folder / "README.md").write_text(head + table, encoding="utf-8")
-    name = "" if is_adapter or not dtype else f", in {_name(dtype)}"
+    name = "" if is_adapter or not dtype else f", in {str(dtype).removeprefix('torch.')}"
     print(f"for from_pretrained: {folder}{name}", flush=True)
     if merge and is_adapter:
         _write_merged(model.generation_config, tokenizer, base, folder)
@@ -123,23 +179,10 @@ def _write_pretrained(
 
 def write_weights(model: Any, path: Path, folder: Path, dtype: torch.dtype | None) -> None:
     """Write the weights of a file in this type, None: as they are; those that are tied once."""
-    weights = load_file(path)
-    for name, weight in weights.items():
-        if dtype and weight.is_floating_point():
-            weights[name] = weight.to(dtype)
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in weights:  # save_pretrained writes a tensor with two names once
-            weights[name] = weights[first.setdefault(id(parameter), name)]
-    model.save_pretrained(folder, state_dict=weights)
-    if dtype:  # in which from_pretrained then loads them
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        text = json.dumps(config | {"dtype": _name(dtype)}, indent=2)
-        (folder / "config.json").write_text(f"{text}\n", "utf-8")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    options = {"config": model.config, "state_dict": load_file(path), "dtype": dtype or "auto"}
+    written = type(model).from_pretrained(None, **options)
+    written.generation_config = model.generation_config
+    written.save_pretrained(folder)
 
 
 def _write_merged(settings: Any, tokenizer: Any, base: str, adapter: Path) -> None:

@@ -8,15 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.language.formats import Conversation, Turn, with_system
-from trainkit.run_dir.manifest import steps_in
+from trainkit.run_dir.records import read_run_json
+from trainkit.text import first_sentence
 
-Sample = tuple[torch.Tensor, torch.Tensor]  # tokens, int64 (length,), and which are learned, bool
 WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's
 DATE_MARKS = (*"aAbBcdDeFhHIjmMpSTuUVwxXyY", "-d", "-m")  # of strftime
 MAX_CHARACTERS = 400  # of a sample that is shown
+
+
+class Sample(NamedTuple):
+    """A conversation, or a part of it."""
+
+    tokens: torch.Tensor  # int64 (length,)
+    learned: torch.Tensor  # which of them are, bool
 
 
 class Encoded(NamedTuple):
@@ -79,10 +85,16 @@ class Chat:
         """Return the token that ends an answer, and whether a conversation begins with BOS."""
         tokenizer = self.tokenizer
         chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text = self.render(chat)
+        where = f"the chat template of {tokenizer.name_or_path}"
+        remedy = "give --base a chat_template.jinja for texts"
+        try:
+            text = self.render(chat)
+        except Exception as error:
+            reason = first_sentence(error)
+            raise UsageError(f"{where} cannot write a text, {reason}: {remedy}") from error
         _, answer, after = text.rpartition("answer")
         if not answer:
-            raise UsageError("the chat template of the model leaves out plain text")
+            raise UsageError(f"{where} leaves out a text: {remedy}")
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         tokens = tokenizer(after, add_special_tokens=False).input_ids
         end = next((token for token in tokens if token in special), None)
@@ -234,20 +246,16 @@ class _Answer(NamedTuple):
     ask: list[int]
 
 
-def first_day(config: TrainingConfig) -> date:
-    """Return the day on which this run was started first: today, or what its checkpoint says."""
-    directory, wanted = config.run_dir / "checkpoints", config.resume
-    folders = [] if wanted is None else steps_in(directory)[::-1]
-    if wanted not in (None, "auto", "latest"):
-        folders = [type(directory)(wanted)]
-    for path in (folder / "trainer.json" for folder in folders):
-        with as_usage_error(f"{path} cannot be used"):
-            day = path.is_file() and json.loads(path.read_text())["fingerprint"].get(
-                "metadata[day]"
-            )
-            if day and json.loads(day):
-                return date.fromisoformat(json.loads(day))
-    return date.today()
+def first_day(config: Any) -> date:
+    """Return --day, or else the day on which this run was started first; set --day to it.
+
+    run.json keeps it from the start, before there is a checkpoint.
+    """
+    if config.day is None and config.resume and (config.run_dir / "run.json").exists():
+        config.day = read_run_json(config.run_dir)["arguments"].get("day")
+    config.day = config.day or date.today().isoformat()
+    with as_usage_error(f"--day {config.day} is not like 2026-01-31"):
+        return date.fromisoformat(config.day)
 
 
 def _fix_date(day: date) -> str:
@@ -319,7 +327,7 @@ def _sample(tokens: list[int], spans: list[tuple[int, int]]) -> Sample:
     for start, stop in spans:
         learned[start:stop] = True
     learned[:1] = False
-    return torch.tensor(tokens, dtype=torch.int64), learned
+    return Sample(torch.tensor(tokens, dtype=torch.int64), learned)
 
 
 def show_sample(tokenizer: Any, sample: Sample) -> str:
