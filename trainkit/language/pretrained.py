@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from trainkit.config import Count, MayChange, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.launch.startup import keep_memory
 from trainkit.run_dir.records import read_run_json
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by the YAML's mixed_precision
@@ -61,6 +62,7 @@ def load_base(config: LanguageConfig, /, **options: Any) -> Any:
         bnb_4bit_compute_dtype=dtype,
     )
     options |= {"dtype": dtype, "quantization_config": settings}
+    keep_memory(return_blocks=True)
     model = AutoModelForCausalLM.from_pretrained(config.base, **options)
     for part in model.modules():
         # Else, on a CPU with AVX512-BF16, layers that were evaluated once compute in bf16 and pass
