@@ -247,16 +247,20 @@ class TextPredictor(Classifier):
         return self.collate([(tokens, 0) for tokens in self.tokenize([text])]), ""
 
     def predict_file(self, path: Path, **options: Any) -> str:
-        """Return a line for each text of the file: its number, and the answer of Classifier."""
+        """Return a line for each text of the file: its number, and the answer of Classifier.
+
+        Of lines without a text that follow one another the first is named.
+        """
         from trainkit.texts import texts
 
         encoding = options.get("encoding") or self.metadata.get("encoding")
         lines = texts.read_texts(path, self.metadata.get("text"), encoding)
-        answers = (
-            self.describe(self(self.read(line)[0])[0]) if line else "no text" for line in lines
-        )
-        numbered = [f"{path}:{number}: {answer}" for number, answer in enumerate(answers, 1)]
-        return "\n".join(numbered) or f"{path}: no text"
+        answers = [
+            f"{path}:{number}: {self.describe(self(self.read(line)[0])[0]) if line else 'no text'}"
+            for number, line in enumerate(lines, 1)
+            if line or number == 1 or lines[number - 2]
+        ]
+        return "\n".join(answers) or f"{path}: no text"
 
 
 class OwnPredictor(Predictor):

@@ -139,22 +139,49 @@ def test_a_network_begins_as_its_linear_model_and_is_trusted_as_far_as_it_helps(
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(200, 3, generator=generator)
     targets = inputs[:, :1] * 2 + inputs[:, 1:2].abs()
-    train, held_back = (
-        InMemory(inputs[part], targets[part]) for part in (slice(150), slice(150, 200))
-    )
-    model = network.TabM(1, network.find_edges(train.tensors[0]))
-    network.start_linear(model, train, held_back, network.fit_ridge)
+    fold = torch.arange(200) % network.NUM_FOLDS
+    train = InMemory(inputs, targets, fold)
+    model = network.TabM(1, network.find_edges(inputs))
+    network.start_linear(model, train, network.fit_ridge)
     weight, bias = network.fit_ridge(inputs.double(), targets.double())
     linear = F.linear(inputs, weight.float(), bias.float())
-    assert torch.equal(model.eval()(inputs), linear) and model.scale == 0
-    assert model.train()(inputs).shape == (200, network.NUM_MEMBERS, 1)
+    torch.testing.assert_close(model.eval()(inputs), linear)
+    assert model.scale == 0
+    num_others = (network.NUM_FOLDS - 1) * network.NUM_MEMBERS
+    assert model.train()(inputs, fold).shape == (200, num_others, 1)
     accelerator = Accelerator(cpu=True)
     with torch.no_grad():
         for what, scale in (("noise", 0), ("help", 1)):
             added = targets - linear if what == "help" else torch.randn(200, 1, generator=generator)
-            model.forward = lambda x, in_parts, added=added: (linear[150:], added[150:])
-            network.set_scale(accelerator, model, held_back, F.mse_loss)
+            rows = iter(zip(linear.split(256), added.split(256), strict=True))
+            model.forward = lambda x, fold, rows=rows: next(rows)
+            network.set_scale(accelerator, model, train, F.mse_loss)
             assert model.scale.item() == pytest.approx(scale, abs=0.1), what
+
+
+def test_no_row_reaches_the_members_and_the_linear_model_that_judge_it():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 3, generator=generator)
+    fold = torch.arange(40) % network.NUM_FOLDS
+
+    def judge(targets):
+        torch.manual_seed(0)
+        model = network.TabM(1, network.find_edges(inputs))
+        network.start_linear(model, InMemory(inputs, targets, fold), network.fit_ridge)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        for _ in range(3):
+            outputs = model(inputs, fold)
+            (outputs - targets[:, None]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(model.eval()(inputs, fold)).detach()[:, 0]
+
+    targets = inputs[:, :1].sin()
+    judged = judge(targets)
+    assert judged.std() > 0.1
+    targets[7] += 100  # of fold 3
+    changed = (judge(targets) - judged).abs()
+    assert changed[fold == 3].max() == 0 and changed[fold != 3].min() > 0
 
 
 @pytest.mark.numeric

@@ -27,7 +27,7 @@ def load(*args):
     flags = [str(arg) for arg in args]
     parsed = parse(train_regression.Config, ["--model", "linear", *flags])
     parsed.validate(1)
-    train, test, _, metadata = train_regression.load_data(parsed)
+    train, test, metadata = train_regression.load_data(parsed)
     return train, test, metadata
 
 
