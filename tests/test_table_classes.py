@@ -1,6 +1,5 @@
 """examples/table_classes.py and the network it shares with train_regression.py."""
 
-import json
 import shutil
 
 import numpy as np
@@ -187,18 +186,22 @@ def test_no_row_reaches_the_members_and_the_linear_model_that_judge_it():
 @pytest.mark.numeric
 def test_the_network_has_the_same_numbers_in_any_world_and_after_a_resume(nursery, tmp_path):
     make_table(tmp_path / "t.csv", 110)
-    flags = f"--data {tmp_path}/t.csv --target y --features a,b,c --batch-size 12 --epochs 3"
-    flags = [*flags.split(), "--log-every", "1", "--save-every", "1", "--keep", "99", "--run-dir"]
-    whole, copy = tmp_path / "whole", tmp_path / "copy"
-    finish(nursery, "train_regression", *flags, whole)
-    assert 0 < saved(whole)[0]["scale"] <= 1
-    for world, more in ((2, []), (1, ["--accumulate", "2"])):
-        finish(nursery, "train_regression", *flags, tmp_path / f"w{world}", *more, world=world)
-        for row, same in zip(rows(whole)[:20], rows(tmp_path / f"w{world}"), strict=False):
-            assert row == pytest.approx(same, rel=1e-5)
-    shutil.copytree(whole, copy)
+    flags = f"--data {tmp_path}/t.csv --features a,b,c --batch-size 12 --epochs 3"
+    flags = [*flags.split(), "--log-every", "1", "--save-every", "1", "--keep", "99"]
+    numbers = ("train_regression", "--target", "y", *flags, "--run-dir")
+    classes = ("examples/table_classes.py", "--target", "kind", *flags, "--run-dir")
+    for name, job in (("numbers", numbers), ("classes", classes)):
+        finish(nursery, *job, whole := tmp_path / name)
+        assert 0 < saved(whole)[0]["scale"] <= 1
+        for world, accumulate in ((2, 2), (3, 1)):
+            other = tmp_path / f"{name}{world}"
+            finish(nursery, *job, other, "--accumulate", accumulate, world=world)
+            for row, same in zip(rows(whole)[:20], rows(other), strict=False):
+                assert row == pytest.approx(same, rel=1e-5)
+    shutil.copytree(whole, copy := tmp_path / "copy")
     path = copy / "checkpoints" / "step-0000000010"
     reforge(path)
-    finish(nursery, "train_regression", *flags, copy, "--resume", path)
+    finish(nursery, *classes, copy, "--resume", path)
     assert digests(copy) == digests(whole)
-    assert json.loads((copy / "metrics.jsonl").read_text().splitlines()[-1])["eval_r2"] > 0.5
+    metrics = [rows(tmp_path / name)[-1] for name in ("numbers", "classes")]
+    assert metrics[0]["eval_r2"] > 0.5 and metrics[1]["eval_accuracy"] > 0.8

@@ -57,17 +57,13 @@ class TabM(nn.Module):
         self.register_buffer("scale", torch.zeros(()))
         num_inputs = len(edges) + len(column)
         groups = NUM_FOLDS, NUM_MEMBERS, 1
-
-        def draw(*shape: int, fan_in: int) -> nn.Parameter:
-            bound = fan_in**-0.5  # as nn.Linear does
-            return nn.Parameter(torch.empty(NUM_FOLDS, *shape).uniform_(-bound, bound))
-
         signs = torch.randint(0, 2, (*groups, num_inputs)).float() * 2 - 1
         self.signs = nn.Parameter(signs)  # of the inputs of each member, which makes them differ
-        self.first = draw(num_inputs, WIDTH, fan_in=num_inputs)
-        self.first_bias = draw(1, WIDTH, fan_in=num_inputs)
-        self.second = draw(WIDTH, WIDTH, fan_in=WIDTH)
-        self.second_bias = draw(1, WIDTH, fan_in=WIDTH)
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for width in (num_inputs, WIDTH):
+            bound = width**-0.5  # as nn.Linear has it
+            for part, size in ((self.weights, width), (self.biases, 1)):
+                part.append(torch.empty(NUM_FOLDS, size, WIDTH).uniform_(-bound, bound))
         self.gains = nn.Parameter(torch.ones(2, *groups, WIDTH))
         self.last = nn.Parameter(torch.zeros(*groups[:2], WIDTH, num_outputs))
         self.shift = nn.Parameter(torch.zeros(*groups, num_outputs))
@@ -79,11 +75,11 @@ class TabM(nn.Module):
         """
         position = (features[:, self.column] - self.low) / (self.high - self.low)
         inputs = torch.cat((features, position.clamp(0, 1)), 1)
-        shape = *self.signs.shape[:2], len(features), WIDTH
-        states = torch.baddbmm(self.first_bias, (inputs * self.signs).flatten(1, 2), self.first)
-        states = F.relu(states).view(shape) * self.gains[0]
-        states = torch.baddbmm(self.second_bias, states.flatten(1, 2), self.second)
-        members = (F.relu(states).view(shape) * self.gains[1]) @ self.last + self.shift
+        states = inputs * self.signs  # (folds, members of a group, rows, inputs)
+        for weight, bias, gain in zip(self.weights, self.biases, self.gains, strict=True):
+            sums = torch.baddbmm(bias, states.flatten(1, 2), weight)
+            states = F.relu(sums).view(*states.shape[:3], WIDTH) * gain
+        members = states @ self.last + self.shift
         if fold is None:
             linear = F.linear(features, self.weight[-1], self.bias[-1])
             return linear + self.scale * members.mean((0, 1))
