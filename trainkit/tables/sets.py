@@ -24,6 +24,7 @@ from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
 from trainkit.orders import split_equal_samples
 from trainkit.reading.frames import MAX_SHOWN, choose_columns, read_table, typed
+from trainkit.reading.recall import describe_classes
 from trainkit.tables.columns import (
     MAX_CATEGORIES,
     MISSING,
@@ -41,7 +42,6 @@ from trainkit.text import count, shorten
 # The flags that say what the data are.
 OF_DATA = ["data", "target", "features", "categorical", "missing", "separator", "encoding"]
 OF_DATA += ["test_fraction", "data_seed"]
-RARE = 5  # rows: with fewer of a class, none may be left to evaluate on
 
 
 def split_names(text: str) -> list[str]:
@@ -248,7 +248,9 @@ def make_class_sets(
     facts |= more | {"classes": classes, "targets": names}
     metadata = metadata | facts
     plan = make_plan(metadata, learned, table, split)
-    metadata["plan"] = plan | describe_classes(labels, classes, split)
+    metadata["plan"] = plan | describe_classes(
+        labels[split.train], labels[split.test], classes, "row"
+    )
     return take_parts((inputs, labels), table, split, metadata)
 
 
@@ -279,27 +281,6 @@ def find_table_classes(
         )
     number = {name: place for place, name in enumerate(classes)}
     return classes, torch.tensor([number[text] for text in texts])
-
-
-def describe_classes(labels: torch.Tensor, classes: list[str], split: TableSplit) -> dict[str, str]:
-    """Return the lines of the plan that say what the accuracy will be worth."""
-    num = len(classes)
-    trained = labels[split.train].bincount(minlength=num)
-    tested = labels[split.test].bincount(minlength=num)
-    share = f"{100 * tested.max().item() / len(split.test):.1f} %"
-    plan = {
-        "classes": f"{num}: {shorten(classes, 10)}",
-        "largest class": f"{classes[int(tested.argmax())]}, {share} of the rows to evaluate on",
-    }
-    groups = {
-        "no row to train on": trained == 0,
-        "no row to evaluate on": tested == 0,
-        f"fewer than {RARE} rows": trained + tested < RARE,
-    }
-    for text, of in groups.items():
-        if of.any():
-            plan[text] = shorten([classes[n] for n in of.nonzero().flatten()], 10)
-    return plan
 
 
 def split_and_learn(
