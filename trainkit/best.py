@@ -25,10 +25,10 @@ def update_best(config: TrainingConfig, progress: Progress) -> bool:
     name, direction = metric_and_direction(config.keep_best or "")
     if name not in progress.metrics:
         return False
-    if not _is_of(progress, name, direction):  # --keep-best was changed on a resume
+    if progress.best_name != f"{name}:{direction}":  # --keep-best was changed on a resume
         progress.best = None
         progress.num_worse = 0
-    progress.best_name = f"{name}:{direction}"
+        progress.best_name = f"{name}:{direction}"
     value, best = progress.metrics[name], progress.best
     better = best is None or (value < best if direction == "min" else value > best)
     if better and math.isfinite(value):
@@ -39,11 +39,6 @@ def update_best(config: TrainingConfig, progress: Progress) -> bool:
     progress.num_worse += 1
     progress.ended |= config.patience is not None and progress.num_worse >= config.patience
     return False
-
-
-def _is_of(progress: Progress, name: str, direction: str) -> bool:
-    """Is the recorded best of this metric? Older checkpoints recorded only the name."""
-    return progress.best_name in (name, f"{name}:{direction}")
 
 
 def unknown_metric(config: TrainingConfig, progress: Progress) -> UsageError | None:
@@ -58,7 +53,7 @@ def describe_best(accelerator: Accelerator, config: TrainingConfig, progress: Pr
     """One sentence that says which evaluation was the best and where its weights are."""
     name, direction = metric_and_direction(config.keep_best or "")
     step = progress.best_step
-    if progress.best is None or not _is_of(progress, name, direction):
+    if progress.best is None or progress.best_name != f"{name}:{direction}":
         return f"no evaluation gave a finite {name}: nothing was kept for it"
     checkpoint = f"checkpoints/step-{step:010d}"
     if _is_of_step(accelerator, config, step):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from trainkit.metrics import exact_type
 
@@ -56,10 +57,14 @@ class Divisors:
         with torch.no_grad():
             counts = [count(micro_batch) for micro_batch in micro_batches]
             names = sorted(counts[0])
-            if any(sorted(part) != names for part in counts):
+            everybody = [sorted(part) for part in counts]
+            if not self.miscounted:  # in the first step: other names would make a process wait
+                everybody = gather_object(everybody)
+            if any(theirs != names for theirs in everybody):
                 raise RuntimeError(
                     "count= of run.steps(...) returned other names for one micro-batch than for "
-                    "another: return each name always, with 0 where nothing counts"
+                    "another, or on another process: return each name always, with 0 where nothing "
+                    "counts"
                 )
             rows = [
                 torch.stack([torch.as_tensor(part[name], device=device).sum() for name in names])
