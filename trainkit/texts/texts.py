@@ -175,10 +175,10 @@ def describe_texts(
     train: Sequence[tuple[str, int]], held_out: Sequence[tuple[str, int]], classes: list[str]
 ) -> dict[str, str]:
     """Return the lines of the plan that say what the accuracy will be worth."""
-    labels = (torch.tensor([label for _, label in part]) for part in (train, held_out))
-    plan = describe_classes(*labels, classes, "text")
-    trained = {text for text, _ in train}
-    if twice := sum(text in trained for text, _ in held_out):
+    trained, tested = (torch.tensor([label for _, label in part]) for part in (train, held_out))
+    plan = describe_classes(trained, tested, classes, "text")
+    known = {text for text, _ in train}
+    if twice := sum(text in known for text, _ in held_out):
         plan["twice"] = f"{twice} of {len(held_out)} texts to evaluate on are also trained on"
     return plan
 
