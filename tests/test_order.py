@@ -10,8 +10,9 @@ from conftest import ROOT
 from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
+from trainkit.mixing import key, permute
 from trainkit.orders import split_equal_samples
-from trainkit.rng import Dropout, key, permute, release_dropout, seed_dropout
+from trainkit.rng import Dropout, release_dropout, seed_dropout
 
 
 def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
