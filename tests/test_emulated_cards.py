@@ -191,7 +191,7 @@ for precision in ("no", "fp16"):
     print(precision)
     for batch in range(2):
         step.start(Progress(step=batch, batch=batch))
-        step.start_micro_batch()
+        step.start_micro_batch(SimpleNamespace())
         accelerator.backward(step.mean(weight, None, None))
         step.clip_and_check(optimizer)
         optimizer.step()

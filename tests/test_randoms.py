@@ -36,6 +36,7 @@ def test_two_uses_with_another_seed_epoch_num_or_stream_share_no_numbers():
     uses += [numbers(seed=1), numbers(epoch=1)]
     normal = [numbers(draw=keyed_normal), numbers("view", draw=keyed_normal)]
     uses += [(1 + torch.erf(values / 2**0.5)) / 2 for values in normal]
+    assert all(len(use.unique()) > len(use) - 15 for use in uses)
     for one, other in combinations(uses, 2):
         assert len(np.intersect1d(one, other)) < 15  # 2 by chance, as 24 bits have 2**24 values
     assert torch.equal(numbers(np.int64(3)), numbers(3))
