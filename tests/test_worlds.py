@@ -145,6 +145,7 @@ def test_what_one_process_gives_otherwise_ends_all(start, tmp_path, wrong, sente
     """Sizes of values, or a number of tokens that is not that of the mask."""
     outcome = start("any_batch", tmp_path, 2, "--accumulate", 3, env={"WRONG": wrong})
     assert outcome.codes == [1, 1] and re.search(sentence, outcome.output), outcome.output
+    assert "lost contact" not in outcome.output  # each process knows it by itself
 
 
 @pytest.mark.usefixtures("float64_default")
