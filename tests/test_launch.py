@@ -48,6 +48,8 @@ def test_every_yaml_explains_each_key():
 
 
 WORLD = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=2950"
+FOUR, FSDP = WORLD.replace("=2 ", "=4 "), "ACCELERATE_USE_FSDP=true"
+MESH = "ACCELERATE_USE_PARALLELISM_CONFIG=true PARALLELISM_CONFIG_DP"
 ONE = WORLD.replace("=2 ", "=1 ")  # torchrun --nproc-per-node 1
 LAUNCHED = "ACCELERATE_DYNAMO_MODE=default ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_MIXED_PRECISION="
 ON_CPU = "ACCELERATE_USE_CPU=True " + LAUNCHED
@@ -67,6 +69,9 @@ TRAINS = [
     (f"{IN_NOTEBOOK}no ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
     ("MIXED_PRECISION=fp16", 0, "no"),  # some other program's
     ("ACCELERATE_USE_FSDP=false ACCELERATE_USE_DEEPSPEED=0 ACCELERATE_USE_TP=False", 0, "no"),
+    (f"{FOUR} {FSDP} {MESH}_REPLICATE_SIZE=2 {MESH}_SHARD_SIZE=1", 0, "no"),  # 1: inferred
+    (f"{FOUR} {FSDP} {MESH}_REPLICATE_SIZE=1 {MESH}_SHARD_SIZE=4", 0, "no"),
+    (f"{FOUR} {MESH}_REPLICATE_SIZE=1 {MESH}_SHARD_SIZE=1", 0, "no"),
 ]
 
 # And with what words it is refused: the thing with its value, and the remedy.
@@ -77,6 +82,13 @@ REFUSED = [
     (f"MASTER_ADDR=127.0.0.1 {ON_CPU}no", 0, "use MULTI_GPU as in accelerate_configs/2cpu.yaml"),
     ("ACCELERATE_USE_FSDP=perhaps", 0, "FSDP=perhaps: use true or false"),
     ("ACCELERATE_USE_DEEPSPEED=true", 0, "DEEPSPEED=true: .*distributed_type: MULTI_GPU"),
+    (f"{FOUR} {MESH}_REPLICATE_SIZE=2", 0, "size 2 x dp_shard_size 2 .*: use .*_type: FSDP"),
+    (f"{FOUR} {FSDP} {MESH}_SHARD_SIZE=3", 0, "size 1 x .*3 .* product of num_processes 4"),
+    (f"{FOUR} {FSDP} {MESH}_REPLICATE_SIZE=4", 0, "at least 2 .* MULTI_GPU"),
+    (f"{FOUR} {FSDP} {MESH}_SHARD_SIZE=-1", 0, "SHARD_SIZE=-1: use a whole number"),
+    ("PARALLELISM_CONFIG_TP_SIZE=2", 0, "TP_SIZE=2: .*use parallelism_config_dp_shard_size"),
+    ("PARALLELISM_CONFIG_CP_SIZE=2", 0, "CP_SIZE=2: .*use fsdp_activation_checkpointing"),
+    ("PARALLELISM_CONFIG_SP_SIZE=2", 0, "SP_SIZE=2: .*--accumulate"),
     ("ACCELERATE_TORCH_DEVICE=cuda:1", 2, "DEVICE=cuda:1: .*gpu_ids"),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", 0, "STEPS=4: .*--accumulate"),
     ("ACCELERATE_MIXED_PRECISION=fp8", 1, "PRECISION=fp8: use bf16, fp16 or no"),
