@@ -21,8 +21,8 @@ from trainkit.errors import UsageError, failing_together
 from trainkit.launch import nodes
 from trainkit.launch.environment import num_copies
 from trainkit.loaders import InMemory, batches_of
+from trainkit.mixing import NUM_HELD
 from trainkit.private import prepared_loaders
-from trainkit.rng import NUM_HELD
 from trainkit.text import shorten
 
 
@@ -48,7 +48,7 @@ def fingerprint_run(
         **run.config.experiment(),
         **{name: value for of in files for name, value in of.items()},
         "data": run.data_fingerprint,
-        "weights of samples": digest.hexdigest(),  # order= too; old checkpoints have this name
+        "weights= or order= of the samples": digest.hexdigest(),
         "size": num_parameters(run.models),
         **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
         **hashes,
@@ -69,11 +69,7 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
     the last step of this run.
     """
     trainer = json.loads((path / "trainer.json").read_text())
-    # Older checkpoints wrote about[...] instead of metadata[...].
-    saved = trainer["fingerprint"].items()
-    before = {name.replace("about[", "metadata["): value for name, value in saved}
-    if "sources" not in trainer:  # they also left out metadata with the name of some flags
-        before = {name: now[name] for name in now if name.startswith("metadata[")} | before
+    before = trainer["fingerprint"]
     # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):
         if before.get(name) != now.get(name):

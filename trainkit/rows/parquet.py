@@ -31,9 +31,9 @@ from torch.utils.data import Dataset, default_collate
 
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.loaders import Order
+from trainkit.mixing import key, mix, permute, scramble
 from trainkit.private import tree_map_only
 from trainkit.reading.paths import select_read
-from trainkit.rng import key, mix, permute, scramble
 from trainkit.text import first_sentence, shorten
 
 WAITS = (1, 2, 4, None)  # seconds before a file is tried again; None: give up

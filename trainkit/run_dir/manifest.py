@@ -13,7 +13,7 @@ from trainkit.run_dir.files import rename_free, sync
 
 # Of manifests with this hash, which finds damage. It cannot find forgery, because whoever changes a
 # file can change the manifest too; that is why nothing in a checkpoint can execute.
-FORMAT, HASH = 4, "xxh3_128"
+FORMAT, HASH = 5, "xxh3_128"
 STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
@@ -105,12 +105,10 @@ def verify(path: Path) -> str | None:
     file = path / "MANIFEST.json"
     if not file.is_file():
         return "it has no MANIFEST.json"
-    if (path / "state" / "shard-00000.bin").exists():
-        return "an earlier version saved it from a sharded run, and only that version can read it"
     try:
         manifest = json.loads(file.read_bytes())
         if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, not {FORMAT}"
+            return f"another version saved it, in format {manifest['format']}, not {FORMAT}"
         files = manifest["files"]
         there = list_files(path)
         for name in sorted(files | there):
