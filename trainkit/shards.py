@@ -99,11 +99,15 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
         return result if len(objects) > 1 else result[0]
 
     shard_models(accelerator, plugin, bf16)
+    _make_mesh(accelerator)
+    wrap_prepare(accelerator, prepare_sharded)
+
+
+def _make_mesh(accelerator: Accelerator) -> None:
     if (copies := num_copies(accelerator.num_processes)) > 1:
         others = f"the others of {copies} copies of the model, to make the groups of its mesh,"
         with deadline(accelerator.init_handler.timeout, others):
             copy_shards(accelerator, copies)
-    wrap_prepare(accelerator, prepare_sharded)
 
 
 def make(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:
