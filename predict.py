@@ -179,11 +179,11 @@ class TableRows(Predictor):
     def example_inputs(self) -> torch.Tensor:
         return torch.randn(64, len(self.feature_mean)) * self.feature_std + self.feature_mean
 
-    def predict_file(self, path: Path, encoding: str | None = None) -> str:
+    def predict_file(self, path: Path, **options: Any) -> str:
         """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows."""
         from trainkit.tools.predictions import add_predictions  # here: pandas takes half a second
 
-        return add_predictions(path, self.metadata, self.answer_rows, encoding)
+        return add_predictions(path, self.metadata, self.answer_rows, options.get("encoding"))
 
 
 class TablePredictor(TableRows):
