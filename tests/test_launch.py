@@ -47,64 +47,72 @@ def test_every_yaml_explains_each_key():
 
 
 WORLD = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=2950"
-ONE = WORLD.replace("=2 ", "=1 ")
+FOUR, FSDP = WORLD.replace("=2 ", "=4 "), "ACCELERATE_USE_FSDP=true"
+MESH = "ACCELERATE_USE_PARALLELISM_CONFIG=true PARALLELISM_CONFIG_DP"
+ONE = WORLD.replace("=2 ", "=1 ")  # torchrun --nproc-per-node 1
 LAUNCHED = "ACCELERATE_DYNAMO_MODE=default ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_MIXED_PRECISION="
 ON_CPU = "ACCELERATE_USE_CPU=True " + LAUNCHED
 IN_NOTEBOOK = f"{WORLD} NPROC=2 NODE_RANK=0 MIXED_PRECISION="
 
-# What a process finds | on a machine with so many GPUs | the precision that it trains in | when
-TRAINS = f"""
-HOME=/root | 8 | no | python alone
-SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0 ENVIRONMENT=BATCH | 0 | no | in sbatch
-{WORLD} SLURM_NTASKS=2 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 | 0 | no | srun and a launcher
-{ONE} | 0 | no | torchrun --nproc-per-node 1
-WORLD_SIZE=16 RANK=9 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1 | 8 | no
-MASTER_PORT=tcp://10.0.0.1:80 | 0 | no | in Kubernetes, where a service is called master
-{WORLD} CUDA_VISIBLE_DEVICES=-1,-1 {LAUNCHED}bf16 | 0 | bf16
-{WORLD} {LAUNCHED}fp16 | 2 | fp16
-{IN_NOTEBOOK}fp16 | 2 | fp16
-{IN_NOTEBOOK}no ACCELERATE_MIXED_PRECISION=bf16 | 0 | bf16
-MIXED_PRECISION=fp16 | 0 | no | some other program's
-ACCELERATE_USE_FSDP=false ACCELERATE_USE_DEEPSPEED=0 ACCELERATE_USE_TP=False | 0 | no
-"""
-# The same | and with what words it is refused: the thing with its value, and the remedy.
-REFUSED = f"""
-OMPI_COMM_WORLD_SIZE=2 | 0 | one of 1: start the script with .* or, .* unset OMPI_COMM_WOR
-SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 | 0 | _TASKS=2.* docs/slurm/train.sbatch
-WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 | 0 | RANK is not set.* notebook_launcher | debug_launcher
-MASTER_ADDR=127.0.0.1 {ON_CPU}no | 0 | use MULTI_GPU as in accelerate_configs/2cpu.yaml
-ACCELERATE_USE_FSDP=perhaps | 0 | FSDP=perhaps: use true or false
-ACCELERATE_USE_DEEPSPEED=true | 0 | DEEPSPEED=true: .*distributed_type: MULTI_GPU
-ACCELERATE_TORCH_DEVICE=cuda:1 | 2 | DEVICE=cuda:1: .*gpu_ids
-ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 | 0 | STEPS=4: .*--accumulate
-ACCELERATE_MIXED_PRECISION=fp8 | 1 | PRECISION=fp8: use bf16, fp16 or no
-ACCELERATE_DYNAMO_BACKEND=tensorrt | 0 | inductor
-{LAUNCHED}fp16 | 0 | asks for 1 GPU, but torch sees none here: check
-{WORLD} | 1 | 2 processes.*has 1 GPU: use a YAML with num_processes: 1
-"""
+# What a process finds, on a machine with so many GPUs: the precision that it trains in.
+TRAINS = [
+    ("", 8, "no"),
+    ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0 ENVIRONMENT=BATCH", 0, "no"),  # sbatch
+    (f"{WORLD} SLURM_NTASKS=2 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", 0, "no"),  # and a launcher
+    (ONE, 0, "no"),
+    ("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1", 8, "no"),
+    ("MASTER_PORT=tcp://10.0.0.1:80", 0, "no"),  # Kubernetes, where a service is called master
+    (f"{WORLD} CUDA_VISIBLE_DEVICES=-1,-1 {LAUNCHED}bf16", 0, "bf16"),
+    (f"{WORLD} {LAUNCHED}fp16", 2, "fp16"),
+    (f"{IN_NOTEBOOK}fp16", 2, "fp16"),
+    (f"{IN_NOTEBOOK}no ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
+    ("MIXED_PRECISION=fp16", 0, "no"),  # some other program's
+    ("ACCELERATE_USE_FSDP=false ACCELERATE_USE_DEEPSPEED=0 ACCELERATE_USE_TP=False", 0, "no"),
+    (f"{FOUR} {FSDP} {MESH}_REPLICATE_SIZE=2 {MESH}_SHARD_SIZE=1", 0, "no"),  # 1: inferred
+    (f"{FOUR} {FSDP} {MESH}_REPLICATE_SIZE=1 {MESH}_SHARD_SIZE=4", 0, "no"),
+    (f"{FOUR} {MESH}_REPLICATE_SIZE=1 {MESH}_SHARD_SIZE=1", 0, "no"),
+]
 
-
-def cells(table: str) -> list[list[str]]:
-    """The first three cells of each line."""
-    return [line.split(" | ")[:3] for line in table.strip().splitlines()]
+# And with what words it is refused: the thing with its value, and the remedy.
+REFUSED = [
+    ("OMPI_COMM_WORLD_SIZE=2", 0, "one of 1: start the script with .* or, .* unset OMPI_COMM_WOR"),
+    ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", 0, "_TASKS=2.* docs/slurm/train.sbatch"),
+    ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", 0, "RANK is not set.* notebook_launcher"),  # debug_laun.
+    (f"MASTER_ADDR=127.0.0.1 {ON_CPU}no", 0, "use MULTI_GPU as in accelerate_configs/2cpu.yaml"),
+    ("ACCELERATE_USE_FSDP=perhaps", 0, "FSDP=perhaps: use true or false"),
+    ("ACCELERATE_USE_DEEPSPEED=true", 0, "DEEPSPEED=true: .*distributed_type: MULTI_GPU"),
+    (f"{FOUR} {MESH}_REPLICATE_SIZE=2", 0, "size 2 x dp_shard_size 2 .*: use .*_type: FSDP"),
+    (f"{FOUR} {FSDP} {MESH}_SHARD_SIZE=3", 0, "size 1 x .*3 .* product of num_processes 4"),
+    (f"{FOUR} {FSDP} {MESH}_REPLICATE_SIZE=4", 0, "at least 2 .* MULTI_GPU"),
+    (f"{FOUR} {FSDP} {MESH}_SHARD_SIZE=-1", 0, "SHARD_SIZE=-1: use a whole number"),
+    ("PARALLELISM_CONFIG_TP_SIZE=2", 0, "TP_SIZE=2: .*use parallelism_config_dp_shard_size"),
+    ("PARALLELISM_CONFIG_CP_SIZE=2", 0, "CP_SIZE=2: .*use fsdp_activation_checkpointing"),
+    ("PARALLELISM_CONFIG_SP_SIZE=2", 0, "SP_SIZE=2: .*--accumulate"),
+    ("ACCELERATE_TORCH_DEVICE=cuda:1", 2, "DEVICE=cuda:1: .*gpu_ids"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", 0, "STEPS=4: .*--accumulate"),
+    ("ACCELERATE_MIXED_PRECISION=fp8", 1, "PRECISION=fp8: use bf16, fp16 or no"),
+    ("ACCELERATE_DYNAMO_BACKEND=tensorrt", 0, "inductor"),
+    (f"{LAUNCHED}fp16", 0, "asks for 1 GPU, but torch sees none here: check"),
+    (WORLD, 1, "2 processes.*has 1 GPU: use a YAML with num_processes: 1"),
+]
 
 
 @contextmanager
-def environment(variables: str, num_gpus: str = "0") -> Iterator[None]:
+def environment(variables: str, num_gpus: int = 0) -> Iterator[None]:
     """This process as if it were started with these variables only, on such a machine."""
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, clear=True):
         os.environ.update(pair.split("=", 1) for pair in variables.split())
-        patch.setattr(torch.accelerator, "device_count", lambda: int(num_gpus))
+        patch.setattr(torch.accelerator, "device_count", lambda: num_gpus)
         yield
 
 
-@pytest.mark.parametrize("variables, num_gpus, precision", cells(TRAINS))
+@pytest.mark.parametrize("variables, num_gpus, precision", TRAINS)
 def test_a_launch_trains_what_its_variables_ask_for(variables, num_gpus, precision):
     with environment(variables, num_gpus):
         assert launch.check_launch() == precision
 
 
-@pytest.mark.parametrize("variables, num_gpus, words", cells(REFUSED))
+@pytest.mark.parametrize("variables, num_gpus, words", REFUSED)
 def test_a_launch_that_cannot_be_is_refused_in_one_sentence(variables, num_gpus, words):
     with environment(variables, num_gpus):
         with pytest.raises(UsageError, match=words) as refused:
@@ -143,24 +151,24 @@ def test_one_process_of_a_notebook_trains_in_the_precision_that_it_asked_for():
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node"
 ACCELERATE = "-m accelerate.commands.launch"
 
-# Variables | what people type before the script | the first line of the plan, or the refusal
-STARTED = f"""
-SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 | -u | docs/slurm/train.sbatch
-A=b | {TORCHRUN} 2 | 2 processes on cpu, float32
-ACCELERATE_MIXED_PRECISION=bf16 | {TORCHRUN} 1 | 1 process on cpu, bf16
-A=b | -m torch.distributed.launch --nproc-per-node 1 | arguments: --local-rank=0
-A=b | {ACCELERATE} --cpu | 1 process on cpu, float32
-A=b | {ACCELERATE} --cpu --num_processes 2 | only this process was started
-HF_HOME={{home}} | {ACCELERATE} | 1 process on cpu, bf16
-A=b | 2cpu --mixed_precision fp16 | on cpu Accelerate trains in float32
-A=b | 2cpu --use_megatron_lm | USE_MEGATRON_LM=true
-A=b | 1cpu_bf16 --debug --enable_cpu_affinity | 1 process on cpu, bf16
-A=b | 2cpu --dynamo_backend eager | compiled with eager
-"""
+# What people type before the script: the first line of the plan, or what it is refused with.
+STARTED = [
+    ("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", "", "docs/slurm/train.sbatch"),
+    ("", f"{TORCHRUN} 2", "2 processes on cpu, float32"),
+    ("ACCELERATE_MIXED_PRECISION=bf16", f"{TORCHRUN} 1", "1 process on cpu, bf16"),
+    ("", "-m torch.distributed.launch --nproc-per-node 1", "arguments: --local-rank=0"),
+    ("", f"{ACCELERATE} --cpu", "1 process on cpu, float32"),
+    ("", f"{ACCELERATE} --cpu --num_processes 2", "only this process was started"),
+    ("HF_HOME={home}", ACCELERATE, "1 process on cpu, bf16"),
+    ("", "2cpu --mixed_precision fp16", "on cpu Accelerate trains in float32"),
+    ("", "2cpu --use_megatron_lm", "USE_MEGATRON_LM=true"),
+    ("", "1cpu_bf16 --debug --enable_cpu_affinity", "1 process on cpu, bf16"),
+    ("", "2cpu --dynamo_backend eager", "compiled with eager"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variables, words, outcome", cells(STARTED))
+@pytest.mark.parametrize("variables, words, outcome", STARTED)
 def test_what_is_started_trains_what_it_announces_or_says_one_sentence(
     variables, words, outcome, tmp_path
 ):

@@ -17,7 +17,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from trainkit.errors import RunFailure, failing_together
-from trainkit.run_dir.files import remove_tree, sync, write_json
+from trainkit.run_dir.files import remove_tree, sync
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.manifest import make_durable, steps_in, write_manifest
 from trainkit.text import first_sentence
@@ -62,7 +62,10 @@ class Commits:
                 self.tracker.sync()
             files = make_durable(folder, rank)
             if rank != 0:
-                write_json(_part(folder, rank), files)
+                # Not synced: once it has its name, the main process may rename the folder.
+                unnamed = folder / f".tmp-{_part(folder, rank).name}"
+                unnamed.write_text(json.dumps(files))
+                os.replace(unnamed, _part(folder, rank))
             return files
 
         def commit() -> None:
