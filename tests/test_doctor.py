@@ -52,7 +52,7 @@ ILL = [
 
 
 @linux_only
-@pytest.mark.parametrize(("illness", "code", "sentence"), ILL)
+@pytest.mark.parametrize("illness, code, sentence", ILL)
 def test_an_illness_is_named(illness, code, sentence, fork_main, tmp_path):
     (tmp_path / "patient.py").write_text(PATIENT)
     flags = ["--timeout", 2] if illness == "absent" else []
