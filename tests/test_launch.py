@@ -68,9 +68,6 @@ TRAINS = [
     (f"{IN_NOTEBOOK}no ACCELERATE_MIXED_PRECISION=bf16", 0, "bf16"),
     ("MIXED_PRECISION=fp16", 0, "no"),  # some other program's
     ("ACCELERATE_USE_FSDP=false ACCELERATE_USE_DEEPSPEED=0 ACCELERATE_USE_TP=False", 0, "no"),
-    (f"{FOUR} {FSDP} {MESH}_REPLICATE_SIZE=2 {MESH}_SHARD_SIZE=1", 0, "no"),  # 1: inferred
-    (f"{FOUR} {FSDP} {MESH}_REPLICATE_SIZE=1 {MESH}_SHARD_SIZE=4", 0, "no"),
-    (f"{FOUR} {MESH}_REPLICATE_SIZE=1 {MESH}_SHARD_SIZE=1", 0, "no"),
 ]
 
 # And with what words it is refused: the thing with its value, and the remedy.
@@ -110,6 +107,16 @@ def environment(variables: str, num_gpus: int = 0) -> Iterator[None]:
 def test_a_launch_trains_what_its_variables_ask_for(variables, num_gpus, precision):
     with environment(variables, num_gpus):
         assert launch.check_launch() == precision
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "copies"), [(2, 2, 2), (2, 1, 2), (1, 2, 2), (1, 4, 1), (1, 1, 1)]
+)
+def test_a_size_of_one_is_inferred_from_the_number_of_processes(replicate, shard, copies):
+    sizes = f"{MESH}_REPLICATE_SIZE={replicate} {MESH}_SHARD_SIZE={shard}"
+    with environment(f"{FOUR} {FSDP} {sizes}"):
+        assert launch.check_launch() == "no" and launch.num_copies(4) == copies
+        assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ  # Accelerate makes no mesh
 
 
 @pytest.mark.parametrize("variables, num_gpus, words", REFUSED)
