@@ -39,7 +39,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from trainkit.config import TrainingConfig
-from trainkit.errors import RunFailure, as_usage_error, failing_together
+from trainkit.errors import RunFailure, failing_together
 from trainkit.fingerprint import compare_sources, compare_worlds, read_same_run, world_facts
 from trainkit.launch.nodes import loaded_sources
 from trainkit.metrics import RunningMeans
@@ -48,9 +48,10 @@ from trainkit.position import Progress
 from trainkit.private import count_micro_batches_anew, prepared_optimizers, without_loss_scale
 from trainkit.rng import seed_host
 from trainkit.run_dir.commit import Commits
-from trainkit.run_dir.files import remove_tree, sync
+from trainkit.run_dir.files import sync
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import abandon_later, choose_checkpoint
+from trainkit.run_dir.manifest import abandon_later, step_name
+from trainkit.run_dir.mirror import background, choose, wait_together
 from trainkit.text import check_json
 
 
@@ -76,7 +77,8 @@ class Checkpoints:
         self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.sources = loaded_sources()  # as this process has read them, whatever is edited later
-        self.commits = Commits(accelerator, tracker, config.keep)
+        self.commits = Commits(accelerator, tracker, config)
+        self.mirror = self.commits.mirror
         self.saved_step = -1  # the step of the newest checkpoint
         written = averages if accelerator.is_main_process else ()
         accelerator.register_save_state_pre_hook(partial(shards.before_save, written))
@@ -97,7 +99,7 @@ class Checkpoints:
         self.commits.wait()
         started_at = time.monotonic()
         accelerator = self.accelerator
-        final = self.directory / f"step-{progress.step:010d}"
+        final = self.directory / step_name(progress.step)
         temporary = self.directory / f".tmp-{final.name}"
         trainer = {
             "progress": asdict(progress),
@@ -132,19 +134,17 @@ class Checkpoints:
         accelerator = self.accelerator
         main = self.accelerator.is_main_process
         path = None
-        trainer = {}
-        progress = Progress()
+        trainer: dict[str, Any] = {"progress": Progress()}
         notices: list[str] = []
+        check = partial(read_same_run, now=self.fingerprint, last_step=last_step)
+        where = self.directory, self.mirror
+        chosen = [background(choose, *where, wanted, notices, check)] if main else []
+        wait_together(accelerator, chosen)
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
-            if main:
-                for leftover in list(self.directory.glob(".tmp-*")):
-                    remove_tree(leftover)
-                path = choose_checkpoint(self.directory, wanted, notices)
-            if path:  # only on the main process
-                with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
-                    trainer = read_same_run(path, self.fingerprint, last_step)
-                    progress = Progress(**trainer["progress"])
-        path, trainer, progress = broadcast_object_list([path, trainer, progress])
+            for job in chosen:
+                path, trainer = job.result() or (path, trainer)
+        path, trainer = broadcast_object_list([path, trainer])
+        progress = trainer["progress"]
         with failing_together(accelerator, f"{path} cannot be loaded"):
             if path:
                 self._load_state(path / "state", trainer.get("state"))
@@ -157,8 +157,12 @@ class Checkpoints:
                 notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
                 notices += compare_sources(trainer.get("sources", {}), self.sources)
                 notices.extend(abandon_later(self.directory, progress.step, path))
+                if self.mirror:
+                    self.mirror.go_on(progress.step)
                 self.tracker.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
+        if self.mirror and trainer.get("is_missing"):
+            self.mirror.add(path, step_name(progress.best_step))
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
         for notice in notices:
             print(notice, flush=True)

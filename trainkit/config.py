@@ -15,6 +15,7 @@ from trainkit.cli.directions import metric_and_direction
 from trainkit.cli.parse import flag
 from trainkit.cli.parse import parse as parse
 from trainkit.errors import UsageError
+from trainkit.stores import find_secret
 
 T = TypeVar("T")
 
@@ -109,6 +110,10 @@ class TrainingConfig:
     """end the run after this many evaluations in a row that are not the best by --keep-best"""
     start_from: MayChange[Path | None] = None
     """initial weights, a safetensors file, matched by name; a checkpoint of --resume comes first"""
+    mirror: MayChange[str | None] = None
+    """where checkpoints are copied and --resume finds them: s3://, gs://, hf://, another folder"""
+    mirror_must: MayChange[bool] = False
+    """exit with 1 if --mirror does not have the whole run at the end"""
     stop_after_steps: MayChange[Count | None] = None
     """end the run after this many optimizer steps as if it were done"""
     pictures: MayChange[bool] = True
@@ -158,6 +163,9 @@ class TrainingConfig:
             value = getattr(self, name)
             if isinstance(rule, Rule) and value is not None and not rule.holds(value):
                 problems.append(f"{flag(name)} {value} must be {rule.text}")
+        problems += filter(None, [find_secret(self.mirror or "")])
+        if self.mirror_must and not self.mirror:
+            problems.append("--mirror-must needs --mirror URL")
         if self.patience and not self.keep_best:
             problems.append("--patience needs --keep-best METRIC, the metric to watch")
         if self.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
