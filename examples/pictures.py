@@ -22,13 +22,13 @@ from trainkit.pictures import backbones, photos
 from trainkit.pictures.photos import Batch, Photos, standardise
 
 make_model = backbones.make_network  # for predict.py, which loads the weights into it
-NUM_SEEN = 12_000  # pictures, repeated ones too, that are trained on at least
+NUM_SEEN = 12_000  # by default at least so many are trained on, unless 20 epochs have fewer
 
 
 @dataclass
 class Config(photos.PhotoConfig):
     balance: bool = False  # draw all classes equally often
-    smallest_crop: Share = 0.6  # of the area of a picture that a random crop has
+    smallest_crop: Share = 0.6  # the smallest share of a picture's area in a random crop
     colour: Share = 0.3  # largest change of brightness, contrast and saturation
     mix: Literal["mixup", "cutmix"] | None = None  # blend a second picture in, or a piece of it
     label_smoothing: Share = 0.1  # of the training loss
@@ -38,10 +38,10 @@ class Config(photos.PhotoConfig):
     schedule: Schedule = "onecycle"
     warmup: float = 0.2
 
-    def __post_init__(self):
-        self.learning_rate = self.learning_rate or (2e-3 if self.freeze else 1e-3)
-        if self.weight_decay is None:
-            self.weight_decay = 1.0 if self.freeze else 0.05
+    def find_problems(self, num_processes: int) -> list[str]:
+        changed = self.freeze and (self.mix or (self.smallest_crop, self.colour) != (0.6, 0.3))
+        problem = "--freeze augments nothing: leave out --mix, --smallest-crop and --colour"
+        return super().find_problems(num_processes) + [problem] * bool(changed)
 
 
 def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config) -> torch.Tensor:
@@ -62,9 +62,10 @@ def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config
 def make_input(batch: Batch, epoch: int, config: Config, train: Photos) -> tuple:
     """Return what the network gets, and the share of each class in each sample."""
     images, targets = batch.images, F.one_hot(batch.labels, len(train.classes)).float()
-    if not config.freeze:  # then the images are features
-        images = augment(images, batch.indices, epoch, config)
-    if config.freeze or config.mix is None:
+    if config.freeze:  # the images are features, which cannot be augmented
+        return images, targets
+    images = augment(images, batch.indices, epoch, config)
+    if config.mix is None:
         return images, targets
     numbers = keyed_uniform(config.seed, epoch, keys := batch.indices + len(train), 4)
     others = train.pick((numbers[:, 0] * len(train)).long().cpu())

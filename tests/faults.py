@@ -306,9 +306,9 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     "kill" before the event, "enospc" makes it fail as on a full disk. With how "copy" and a folder,
     the run folder, nothing strikes: FOLDER.007-kill is what a kill before event 7 leaves behind,
     and FOLDER.007-tear what one after it leaves, with the file that the event wrote half as long.
-    Or signal: [step, signal number], which the process then sends to itself. Or call: how many calls
-    of the store of --mirror there are before SIGKILL, which comes in the middle of the next one. Or add: a call of
-    cross_entropy (from 1) and what is added to its loss, whose gradient stays as it is.
+    Or signal: [step, signal number], which the process then sends to itself. Or call: see
+    _kill_in_call. Or add: a call of cross_entropy (from 1) and what is added to its loss, whose
+    gradient stays as it is.
     """
     from trainkit import shards
 
@@ -417,7 +417,10 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
 
 
 def _kill_in_call(number: int) -> None:
-    """Kill this process in a call that writes to a folder, halfway through what it writes."""
+    """Kill this process halfway through what a call writes to a --mirror that is a folder.
+
+    number: how many such calls come before it.
+    """
     from fsspec.implementations.local import LocalFileSystem
 
     calls = itertools.count()
@@ -434,7 +437,7 @@ def _kill_in_call(number: int) -> None:
         setattr(LocalFileSystem, name, called)
 
     def half_a_file(source: str, target: str) -> None:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
         content = Path(source).read_bytes()
         Path(target).write_bytes(content[: len(content) // 2])
 

@@ -156,9 +156,10 @@ def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpo
             assert repr([ema.values, *(each.state_dict() for each in parts)]) == before
 
 
-def test_a_checkpoint_of_a_sharded_run_before_safetensors_is_refused_in_one_sentence(saved):
-    (step(saved, 3) / "state" / "shard-00000.bin").write_bytes(b"")
-    assert "an earlier version saved it from a sharded run" in Run(saved).refuses(step(saved, 3))
+def test_a_checkpoint_in_another_format_is_refused_in_one_sentence(saved):
+    manifest = step(saved, 3) / "MANIFEST.json"
+    manifest.write_text(manifest.read_text().replace('"format": 5', '"format": 4'))
+    assert "another version saved it, in format 4, not 5" in Run(saved).refuses(step(saved, 3))
 
 
 def test_a_state_that_json_cannot_hold_is_refused_when_a_sharded_run_saves_it(saved, monkeypatch):

@@ -167,15 +167,37 @@ def test_a_network_with_layer_norm_comes_from_the_hub_and_its_result_is_another_
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     flags = ["--dataset", tmp_path / "data", "--size", 32, "--epochs", 2, "--no-pictures"]
-    flags += ["--mix", "mixup", "--run-dir", tmp_path / "run", "--base"]
-    for more in (["owner/name"], [tmp_path / "run/pretrained", "--freeze"]):
+    flags += ["--run-dir", tmp_path / "run", "--base"]
+    for more in (["owner/name", "--mix=mixup"], [tmp_path / "run/pretrained", "--freeze"]):
         assert run_main("examples.pictures", *flags, *more)["eval_samples"] == 8
+    with pytest.raises(UsageError, match="leave out --mix"):
+        run_main("examples.pictures", *flags, tmp_path, "--freeze", "--mix=mixup")
 
 
 def test_a_single_class_is_one_sentence(tmp_path):
     fill(tmp_path, "a/0.png", "a/1.png")
     with pytest.raises(UsageError, match=r"of one class, a: .* --labels$"):
         photos.load_sets(parse(pictures.Config, ["--dataset", str(tmp_path), "--resize", "16"]))
+
+
+def test_pictures_that_say_nothing_and_what_is_in_two_classes_are_named(tmp_path):
+    """White drawings on transparent ground become white, as on a page."""
+    white = Image.new("RGBA", (20, 20), (255, 255, 255, 0))
+    fill(tmp_path / "few", *FIVE, "c/0.png", "c/1.png", "c/2.png", "d/0.png")
+    for n in range(6):
+        white.putpixel((n, n), (255, 255, 255, 255))
+        for name in "ab":
+            (tmp_path / "white" / name).mkdir(parents=True, exist_ok=True)
+            white.save(tmp_path / f"white/{name}/{n}.png")
+    (tmp_path / "few/b/same.png").write_bytes((tmp_path / "few/a/0.png").read_bytes())
+    sets = [
+        ["--dataset", str(tmp_path / name), "--size=16", "--resize=16"] for name in ("few", "white")
+    ]
+    train, _, plan = photos.load_sets(parse(pictures.Config, sets[0]))
+    assert plan["unlike"] == "2 of 15 pictures look as one of another class"
+    assert 3 in train.labels  # the only one of its class is trained on
+    with pytest.raises(UsageError, match=r"all 12 pictures look the same.* another ground$"):
+        photos.load_sets(parse(pictures.Config, sets[1]))
 
 
 def load_listed(folder: Path, table: str) -> photos.Photos:

@@ -115,8 +115,7 @@ def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(metric, dire
     assert ["followed by :min or :max" in each for each in problems] == [True] * (not direction)
     if direction:
         name = metric.removesuffix(f":{direction}")
-        # An older checkpoint knows the name alone.
-        progress = Progress(metrics={name: 1.0}, best=2.0, best_name=name)
+        progress = Progress(metrics={name: 1.0}, best=2.0, best_name=f"{name}:{direction}")
         assert best.update_best(config, progress) == (direction == "min")
         progress.metrics[name] = 3.0
         assert best.update_best(config, progress) == (direction == "max")

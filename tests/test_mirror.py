@@ -1,11 +1,9 @@
-"""--mirror: what a vanished machine leaves behind is enough, and no failure of a store is silent."""
+"""--mirror: what a lost machine leaves behind is enough, and no failure of a store is silent."""
 
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -14,18 +12,15 @@ from trainkit import stores
 
 import faults
 import fsspec
-import psutil
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from test_checkpoint import Run, step
-from test_faults import Row, Sweep
 
 from trainkit.config import TrainingConfig
-from trainkit.errors import LoneFailure, RunFailure, UsageError
+from trainkit.errors import RunFailure, UsageError
 from trainkit.position import Progress
 from trainkit.run_dir import mirror
-from trainkit.run_dir.records import read_rows
 
 URL = "faulty://store/run"
 

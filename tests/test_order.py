@@ -9,15 +9,9 @@ from conftest import ROOT
 from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
+from trainkit.mixing import key, permute, scramble
 from trainkit.orders import split_equal_samples
-from trainkit.rng import (
-    Dropout,
-    key,
-    permute,
-    release_dropout,
-    scramble,
-    seed_dropout,
-)
+from trainkit.rng import Dropout, release_dropout, seed_dropout
 
 
 def test_epochs_and_seeds_differ():

@@ -17,8 +17,9 @@ from torch.optim import lr_scheduler
 
 from trainkit.config import TrainingConfig
 from trainkit.loaders import EpochBatches
+from trainkit.mixing import key
 from trainkit.optim import make_scheduler
-from trainkit.rng import key, keyed_uniform
+from trainkit.rng import keyed_uniform
 from trainkit.run_dir.manifest import make_durable, verify, write_manifest
 
 # The same examples in every run, so that a change that has nothing to do with them cannot fail.

@@ -22,7 +22,6 @@ LAYERS = [
     "checks",
     "shards",
     "fingerprint ema evaluation divisors",
-    "collecting",
     "checkpoint",
     "step best reporter",
     "results session",

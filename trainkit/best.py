@@ -25,10 +25,10 @@ def update_best(config: TrainingConfig, progress: Progress) -> bool:
     name, direction = metric_and_direction(config.keep_best or "")
     if name not in progress.metrics:
         return False
-    if not _is_of(progress, name, direction):  # --keep-best was changed on a resume
+    if progress.best_name != f"{name}:{direction}":  # --keep-best was changed on a resume
         progress.best = None
         progress.num_worse = 0
-    progress.best_name = f"{name}:{direction}"
+        progress.best_name = f"{name}:{direction}"
     value, best = progress.metrics[name], progress.best
     better = best is None or (value < best if direction == "min" else value > best)
     if better and math.isfinite(value):
@@ -41,23 +41,19 @@ def update_best(config: TrainingConfig, progress: Progress) -> bool:
     return False
 
 
-def _is_of(progress: Progress, name: str, direction: str) -> bool:
-    """Is the recorded best of this metric? Older checkpoints recorded only the name."""
-    return progress.best_name in (name, f"{name}:{direction}")
-
-
-def problem(config: TrainingConfig, progress: Progress) -> str:
-    """A sentence if the evaluation lacks the metric of --keep-best, otherwise an empty string."""
+def unknown_metric(config: TrainingConfig, progress: Progress) -> UsageError | None:
+    """An error if the evaluation lacks the metric of --keep-best."""
     if not config.keep_best or metric_and_direction(config.keep_best)[0] in progress.metrics:
-        return ""
-    return f"--keep-best {config.keep_best}: there are only {', '.join(progress.metrics)}"
+        return None
+    there = ", ".join(progress.metrics)
+    return UsageError(f"--keep-best {config.keep_best}: there are only {there}")
 
 
 def describe_best(accelerator: Accelerator, config: TrainingConfig, progress: Progress) -> str:
     """One sentence that says which evaluation was the best and where its weights are."""
     name, direction = metric_and_direction(config.keep_best or "")
     step = progress.best_step
-    if progress.best is None or not _is_of(progress, name, direction):
+    if progress.best is None or progress.best_name != f"{name}:{direction}":
         return f"no evaluation gave a finite {name}: nothing was kept for it"
     checkpoint = f"checkpoints/step-{step:010d}"
     if _is_of_step(accelerator, config, step):

@@ -2,8 +2,8 @@
 
     checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
         state/                      the files that accelerator.save_state writes, or the shards
-        trainer.json                position of the run, running sums, size of the log; of a
-                                    sharded run also what of its state is no tensor
+        trainer.json                position of the run, running sums, size of the log; for a
+                                    sharded run also that part of its state that is not tensors
         MANIFEST.json               size and hash of every file
 
 save() calls accelerator.save_state and resume() calls accelerator.load_state. This module adds
@@ -19,8 +19,8 @@ their hashes are compared before any file is read; and two hooks in shards.py sa
 * accelerator.step, the count of micro-batches. It is 0 between two optimizer steps.
 * The kernels ("fused", "foreach") in a saved parameter group. This run's YAML chooses them.
 
-A sharded run calls neither function, and no run calls load_state for a sharded checkpoint.
-shards.py explains why, and reads and writes those checkpoints.
+A sharded run calls neither function. Sharded checkpoints are written and read by shards.py, which
+explains why, whatever run reads them.
 """
 
 import json
@@ -50,8 +50,9 @@ from trainkit.rng import seed_host
 from trainkit.run_dir.commit import Commits
 from trainkit.run_dir.files import sync
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import abandon_later, step_name
-from trainkit.run_dir.mirror import background, choose, wait_together
+from trainkit.run_dir.manifest import abandon_later, hash_of, step_name
+from trainkit.run_dir.mirror import Mirror, background, choose, wait_together
+from trainkit.run_dir.weights import read_weights
 from trainkit.text import check_json
 
 
@@ -77,8 +78,8 @@ class Checkpoints:
         self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.sources = loaded_sources()  # as this process has read them, whatever is edited later
-        self.commits = Commits(accelerator, tracker, config)
-        self.mirror = self.commits.mirror
+        self.mirror = Mirror(accelerator, config) if config.mirror else None
+        self.commits = Commits(accelerator, tracker, config.keep, self.mirror)
         self.saved_step = -1  # the step of the newest checkpoint
         written = averages if accelerator.is_main_process else ()
         accelerator.register_save_state_pre_hook(partial(shards.before_save, written))
@@ -188,3 +189,22 @@ class Checkpoints:
                     strict=False,  # checkpoints leave out frozen weights
                 )
         seed_host(0)  # replaces what random_states_*.pkl set
+
+
+def start_from(
+    accelerator: Accelerator, config: TrainingConfig, model: torch.nn.Module
+) -> tuple[str, str]:
+    """Load the weights of --start-from; return a line about it and its SHA-256, "" if not given.
+
+    Every process must call this. Raises UsageError on all of them.
+    """
+    path = config.start_from
+    if path is None:
+        return "", ""
+    with failing_together(accelerator, f"--start-from {path} cannot be read"):
+        tensors, line = read_weights(path, model)
+        fingerprint = hash_of(path)
+    state = model.state_dict()
+    rows = {name: shards.rows_of(state[name], value) for name, value in tensors.items()}
+    model.load_state_dict(rows, strict=False)
+    return line, fingerprint

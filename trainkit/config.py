@@ -57,9 +57,9 @@ UNSET: Any = None
 class TrainingConfig:
     """The shared flags; a script changes a default by declaring the field again.
 
-    A field is part of the experiment: a resume with another value is refused, and the nodes of a
-    run must have the same one. A field of a script that is MayChange, such as the place of the
-    data, whose content is compared instead, may differ in both; a shared one when it is resumed.
+    A field must have the same value on all nodes and when a run is resumed. A MayChange field may
+    change when it is resumed. If a script adds it, such as the place of the data, whose content is
+    compared instead, it may differ between the nodes too.
     """
 
     epochs: Count = 10

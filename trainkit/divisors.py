@@ -5,24 +5,28 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from trainkit.metrics import exact_type
 
 # What count=, of run.steps, returns for a micro-batch: how many values each of its means is over.
-Count = Callable[[Any], dict[str, torch.Tensor | float]]
+CountValues = Callable[[Any], dict[str, torch.Tensor | float]]
 
 
 class Divisors:
     """The counts of the means of one step.
 
-    The gradients of a step are added up, so the counts must be known before the first backward.
-    They are: without a mask; by count=; or, in a step of one micro-batch, after a sum over the
-    processes. With several micro-batches a step that has one mean alone may count it late: its sums
-    are divided by num_samples, and clip_and_check multiplies the gradients, once the step is
-    complete, by factor() = num_samples / its count.
+    The gradients of a step are added up, so each count must be known before the first backward:
+
+    * Without a mask it follows from the number of samples in the step.
+    * With --accumulate 1 it is summed over the processes at once.
+    * With more micro-batches, count= of run.steps gives it ahead.
+    * Without count=, a mean that is the only one of a step is counted late: its sums are divided by
+      num_in_step, and clip_and_check multiplies the gradients of the complete step by factor() =
+      num_in_step / its count.
 
     Attributes:
-        num_samples: samples in the step, over all processes and micro-batches.
+        num_in_step: samples in the step, over all processes and micro-batches.
         late: what this process has counted so far of the mean that is counted late; None: the step
             has no such mean.
         known_factor: factor(), once it was computed.
@@ -35,15 +39,15 @@ class Divisors:
         self.miscounted: dict[str, torch.Tensor] = {}
         self.start(0)
 
-    def start(self, num_samples: int) -> None:
+    def start(self, num_in_step: int) -> None:
         """Start a step."""
-        self.num_samples = num_samples
+        self.num_in_step = num_in_step
         self.late: int | torch.Tensor | None = None
         self.known_factor: torch.Tensor | None = None
         self.ahead: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def count_ahead(
-        self, count: Count, micro_batches: Sequence[Any], has_samples: Sequence[bool]
+        self, count: CountValues, micro_batches: Sequence[Any], has_samples: Sequence[bool]
     ) -> None:
         """Add up count(micro_batch), by name, over the micro-batches and the processes.
 
@@ -53,10 +57,14 @@ class Divisors:
         with torch.no_grad():
             counts = [count(micro_batch) for micro_batch in micro_batches]
             names = sorted(counts[0])
-            if any(sorted(part) != names for part in counts):
+            everybody = [sorted(part) for part in counts]
+            if not self.miscounted:  # in the first step: other names would make a process wait
+                everybody = gather_object(everybody)
+            if any(theirs != names for theirs in everybody):
                 raise RuntimeError(
                     "count= of run.steps(...) returned other names for one micro-batch than for "
-                    "another: return each name always, with 0 where nothing counts"
+                    "another, or on another process: return each name always, with 0 where nothing "
+                    "counts"
                 )
             rows = [
                 torch.stack([torch.as_tensor(part[name], device=device).sum() for name in names])
@@ -85,7 +93,7 @@ class Divisors:
             if num_means > 0 or (self.late is None) != (number == 0):
                 raise self._need_counts()
             self.late = count if self.late is None else self.late + count
-            return self.num_samples
+            return self.num_in_step
         if self.late is not None:
             raise self._need_counts()
         if over is not None:
@@ -98,7 +106,7 @@ class Divisors:
         Every process must call this, when the step is complete.
         """
         if self.known_factor is None and self.late is not None:
-            self.known_factor = self.num_samples / at_least_one(self._sum(self.late))
+            self.known_factor = self.num_in_step / at_least_one(self._sum(self.late))
         return self.known_factor
 
     def check(self) -> None:

@@ -1,11 +1,13 @@
-"""run.evaluate: means over an evaluation set, in which each sample counts exactly once."""
+"""run.evaluate and run.predict: what a function says of an evaluation set, each sample once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -13,9 +15,13 @@ from trainkit.checks.prepared import check_loader
 from trainkit.checks.values import EqualSizes, check_rows
 from trainkit.loaders import EpochBatches, share_of_batch
 from trainkit.metrics import RunningMeans, select, sum_and_count
-from trainkit.private import prepared_models
+from trainkit.private import prepared_models, tree_map_only
 
-CALL = "run.evaluate(...)"
+EVALUATE, PREDICT = "run.evaluate(...)", "run.predict(...)"
+SENT_BYTES = 2**24  # of the rows of a process that are sent at a time
+SENT_OBJECTS = 2**12  # the same for what is no tensor
+
+Column: TypeAlias = torch.Tensor | list
 
 
 @contextmanager
@@ -70,11 +76,11 @@ def evaluate(
     """
     means = RunningMeans(accelerator)
     sizes = EqualSizes()
-    for batch, places in shares_of(accelerator, loader, CALL):
+    for batch, places in shares_of(accelerator, loader, EVALUATE):
         values = dict(compute_losses(batch))
         mask, weights = values.pop("mask", None), values.pop("weights", None)
-        for name, value, selection in select(CALL, values, mask, weights):
-            call = f"run.evaluate(...), for {name},"
+        for name, value, selection in select(EVALUATE, values, mask, weights):
+            call = f"{EVALUATE}, for {name},"
             if not selection:
                 check_rows(call, value, len(places))
                 if places:
@@ -84,3 +90,102 @@ def evaluate(
             return {}
     sizes.check_processes(accelerator)
     return means.compute("eval") | {"eval_samples": len(loader.dataset)}
+
+
+def predict(
+    accelerator: Accelerator,
+    loader: DataLoader,
+    function: Callable[[Any], Any],
+    stopping: Callable[[], bool],
+) -> Any:
+    """Return what function(batch) gives for each sample of a set, in its order, on every process.
+
+    Each sample comes exactly once. The models are in evaluation mode, without gradients. The result
+    is on the CPU, so it may be larger than the memory of a device. Every process must call this.
+
+    Args:
+        function: returns a tensor (samples, ...), all rows of the same sizes; or a list with any
+            one thing for each sample that can be pickled; or a dict of those.
+
+    Returns:
+        A tensor, a list, or a dict of those, with as many rows as the set has samples; None if
+        stopping(), which must be the same on all processes, is true after a batch.
+
+    Raises RuntimeError if there is not one row for each sample, or if rows differ in size.
+    """
+    columns: dict[str, Column] = {}
+    is_dict = False
+    for batch, places in shares_of(accelerator, loader, PREDICT):
+        result = function(batch)
+        is_dict = isinstance(result, dict)
+        if isinstance(result, tuple):
+            raise RuntimeError(f"{PREDICT} got a tuple: return a dict, which names its parts")
+        if columns and is_dict and result.keys() != columns.keys():
+            raise different_rows([*columns], [*result])
+        for name, rows in result.items() if is_dict else [("", result)]:
+            columns[name] = put(columns.get(name), rows, places, len(loader.dataset))
+        if stopping():
+            return None
+    if accelerator.num_processes > 1:
+        exchange(accelerator, loader, columns)
+    return columns if is_dict else columns[""]
+
+
+def put(column: Column | None, rows: Any, places: range, num_samples: int) -> Column:
+    """Write the rows of these places, on the CPU, into a column; None: into a new one."""
+    rank_slice = slice(places.start, places.stop)
+    if isinstance(rows, list):
+        check_rows(PREDICT, torch.empty(len(rows), 0), len(places))
+        # Cloned, because pickling a view of a batch sends the whole batch.
+        cells = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), rows)
+        objects = [None] * num_samples if column is None else column
+        objects[rank_slice] = cells[: len(places)]  # not the stand-in
+        return objects
+    rows = torch.as_tensor(rows).detach()
+    check_rows(PREDICT, rows, len(places))
+    if column is None:
+        column = torch.zeros(num_samples, *rows.shape[1:], dtype=rows.dtype)
+    tensor = torch.as_tensor(column)
+    if kind_of(tensor) != kind_of(rows):
+        raise different_rows(kind_of(tensor), kind_of(rows))
+    tensor[rank_slice] = rows[: len(places)].cpu()
+    return tensor
+
+
+def kind_of(column: Column) -> Any:
+    """What the rows of a column have in common: dtype and sizes, or that they are anything."""
+    return list if isinstance(column, list) else (column.dtype, *column.shape[1:])
+
+
+def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, Column]) -> None:
+    """Give every process the rows of all, some at a time. Every process must call this."""
+    kinds = {name: kind_of(column) for name, column in columns.items()}
+    for others in gather_object([kinds]):
+        if others != kinds:
+            raise different_rows(kinds, others)
+    batches = check_loader(accelerator, loader, PREDICT)
+    world = accelerator.num_processes
+    places = [
+        [n for part in places_of(batches, world, rank) for n in part] for rank in range(world)
+    ]
+    for column in columns.values():
+        num = SENT_OBJECTS
+        if isinstance(column, torch.Tensor):
+            num = max(1, SENT_BYTES // max(1, column[0].nbytes))
+        for start in range(0, max(map(len, places)), num):
+            parts = [theirs[start : start + num] for theirs in places]
+            own = parts[accelerator.process_index]
+            if isinstance(column, torch.Tensor):
+                for part, rows in zip(parts, gather_object([column[own]]), strict=True):
+                    column[part] = rows
+            else:
+                gathered = gather_object([[column[n] for n in own]])
+                for n, cell in zip(chain(*parts), chain(*gathered), strict=True):
+                    column[n] = cell
+
+
+def different_rows(one: Any, other: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{PREDICT} got rows of {one} and rows of {other}: return a list with one thing for each "
+        "sample where sizes differ"
+    )

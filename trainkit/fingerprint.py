@@ -20,9 +20,9 @@ from trainkit.cli.console import num_parameters
 from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch import nodes
 from trainkit.loaders import InMemory, batches_of
+from trainkit.mixing import NUM_HELD
 from trainkit.position import Progress
 from trainkit.private import prepared_loaders
-from trainkit.rng import NUM_HELD
 from trainkit.text import shorten
 
 
@@ -48,7 +48,7 @@ def fingerprint_run(
         **run.config.experiment(),
         **{name: value for of in files for name, value in of.items()},
         "data": run.data_fingerprint,
-        "weights of samples": digest.hexdigest(),  # order= too; old checkpoints have this name
+        "weights= or order= of the samples": digest.hexdigest(),
         "size": num_parameters(run.models),
         **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
         **hashes,
@@ -70,26 +70,21 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
     """
     with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
         trainer = json.loads((path / "trainer.json").read_text())
-        # Older checkpoints wrote about[...] instead of metadata[...].
-        saved = trainer["fingerprint"].items()
-        before = {name.replace("about[", "metadata["): value for name, value in saved}
-        if "sources" not in trainer:  # they also left out metadata with the name of some flags
-            before = {name: now[name] for name in now if name.startswith("metadata[")} | before
-        # Files come first: the name of a missing file says more than a hash of all files.
-        for name in sorted(now | before, key=lambda name: not name.startswith("/")):
-            if before.get(name) != now.get(name):
-                raise UsageError(
-                    f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
-                    f"{now.get(name)!r} here: resume with what it had, or start anew without "
-                    "--resume"
-                )
+        before = trainer["fingerprint"]
         progress = Progress(**trainer["progress"])
-        if progress.step > last_step:
+    # Files come first: the name of a missing file says more than a hash of all files.
+    for name in sorted(now | before, key=lambda name: not name.startswith("/")):
+        if before.get(name) != now.get(name):
             raise UsageError(
-                f"{path} is of step {progress.step} and this run ends at step {last_step}: raise "
-                "--epochs or --stop-after-steps, or resume from an older checkpoint"
+                f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
+                f"{now.get(name)!r} here: resume with what it had, or start anew without --resume"
             )
-        return trainer | {"progress": progress}
+    if progress.step > last_step:
+        raise UsageError(
+            f"{path} is of step {progress.step} and this run ends at step {last_step}: raise "
+            "--epochs or --stop-after-steps, or resume from an older checkpoint"
+        )
+    return trainer | {"progress": progress}
 
 
 def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:

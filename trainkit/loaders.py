@@ -23,8 +23,9 @@ from torch.utils.data import (
 
 from trainkit.config import TrainingConfig
 from trainkit.launch.signals import outlive_signals
+from trainkit.mixing import NUM_HELD, key, permute
 from trainkit.orders import Order, weighted
-from trainkit.rng import NUM_HELD, key, permute, seed_host
+from trainkit.rng import seed_host
 
 NUM_AHEAD = 2**16  # how many places of an order are computed at a time
 MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
@@ -265,7 +266,7 @@ def make_loaders(
     weights: Sequence[float] | torch.Tensor | None = None,
     order: Order | None = None,
 ) -> tuple[DataLoader, DataLoader]:
-    """Make the loaders for training (shuffled) and for evaluation (in order); prepare both.
+    """Make the loaders to train (shuffled) and to evaluate (in order), for accelerator.prepare.
 
     A data set has `__len__`, and `__getitem__` or `__getitems__`, which takes a list of indices. If
     it also has `make_batch` and no collate_fn is given, that makes whole batches from a tensor of

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from trainkit.errors import UsageError
-from trainkit.rng import key, mix, permute
+from trainkit.mixing import key, mix, permute
 
 # order(epoch, start, stop) returns the sample indices at start <= place < stop, int64.
 Order = Callable[[int, int, int], torch.Tensor]
@@ -64,7 +64,7 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
 def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
     """Return the indices of the samples to evaluate on, or to train on: the same for any --seed.
 
-    number: how many there are to evaluate on; 0: a fifth of each class.
+    number: how many there are to evaluate on; 0: about a fifth of each class, and never all of one.
     """
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     places = torch.arange(len(labels))
@@ -72,6 +72,8 @@ def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
     if not number:
         order = order[labels[order].argsort(stable=True)]
         held_out = places % 5 == 4
+        trained_on = labels[order[~held_out]]
+        held_out &= torch.isin(labels[order], trained_on)  # of a class with one sample, none
     return order[held_out == (split == "test")]
 
 
@@ -80,8 +82,8 @@ def split_equal_samples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices to train and to evaluate on; equal samples are on the side of the first.
 
-    Samples that are more than the whole evaluation set was to have are trained on. A split without
-    equal samples is not changed.
+    If a sample has more copies than the evaluation set has places, all of them are trained on. A
+    split without equal samples is not changed.
 
     Args:
         held_out: bool, (samples,), True for those that a split would evaluate on.

@@ -152,8 +152,8 @@ def shard_models(
 def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:
     """Let accelerator.accumulate end the step with the batch that comes next, or not.
 
-    It ends a step, short as it may be, once the last batch of a loader was read. If batches are
-    read ahead, that would be in the first of them.
+    By itself it ends a step after --accumulate micro-batches, and with the last batch that was read
+    from the loader, which would be the first of those that run.steps(..., count=) reads ahead.
     """
     loader.end_of_dataloader = is_last
 

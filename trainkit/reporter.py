@@ -3,13 +3,15 @@
 import math
 import time
 from contextlib import suppress
+from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
 
 from trainkit.checks.prepared import check_metrics
-from trainkit.cli.console import MetricsTable, fit
+from trainkit.cli.console import MetricsTable, describe_plan, fit
 from trainkit.config import TrainingConfig
+from trainkit.launch import nodes
 from trainkit.metrics import RunningMeans
 from trainkit.position import Length, Progress
 from trainkit.run_dir.log import JsonlTracker
@@ -34,6 +36,10 @@ class Reporter:
         """Print on the main process."""
         if self.accelerator.is_main_process:
             print(fit(printable(text)), flush=True)
+
+    def print_plan(self, run: Any, lines: dict[str, str]) -> None:
+        """Print what a Run that has models and optimizers is about to do, with these lines too."""
+        self.print(describe_plan(run, lines))
 
     def start(self, progress: Progress, num_before: int, last_step: int) -> None:
         """Begin the steps of an epoch, of whose samples num_before were already trained on.
@@ -97,12 +103,13 @@ class Reporter:
         length: Length,
         num_done: int,
         means: dict[str, float],
-        metrics: dict[str, float],
+        metrics: dict[str, Any],
     ) -> None:
         """Write a row of metrics.jsonl and of timing.jsonl, and print a line.
 
-        num_done: samples of this epoch that are done.
+        num_done: samples of this epoch that are done. Every process must call this.
         """
+        metrics = nodes.agree(self.accelerator, metrics)
         check_metrics(means, metrics)
         progress.metrics = {"epoch": progress.epoch, **means, **metrics}
         progress.metrics_step = progress.step

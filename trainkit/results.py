@@ -15,7 +15,7 @@ from trainkit.cli.console import show_best
 from trainkit.cli.world import describe_run
 from trainkit.config import TrainingConfig
 from trainkit.ema import EMA
-from trainkit.errors import RunFailure, failing_together
+from trainkit.errors import RunFailure, UsageError, failing_together
 from trainkit.position import Progress
 from trainkit.run_dir import records
 from trainkit.run_dir.files import write_durably, write_json
@@ -57,14 +57,20 @@ class Results:
                 described = describe_run(self.accelerator, self.config)
                 write_json(self.run_dir / "run.json", described)
 
-    def write_evaluation(
-        self, progress: Progress, predicted: Predictions | None, is_best: bool
-    ) -> None:
-        """Write best.safetensors if this evaluation is the best, and the predictions if given."""
+    def write_best(self, progress: Progress) -> tuple[bool, UsageError | None]:
+        """Write best.safetensors if this evaluation is the best by --keep-best; return whether.
+
+        The second value is an error if the evaluation lacks that metric.
+        """
+        is_best = best.update_best(self.config, progress)
         if is_best:
             self._write_model("best.safetensors", self.models[0], {"step": progress.step})
-        if predicted is not None:
-            self._write(records.PREDICTIONS, *predicted)
+        return is_best, best.unknown_metric(self.config, progress)
+
+    def write_predictions(self, predictions: Predictions | None) -> None:
+        """Write predictions.safetensors, if there are predictions."""
+        if predictions is not None:
+            self._write(records.PREDICTIONS, *predictions)
 
     def write_weights(self, ema: EMA) -> None:
         """Write the weights, unless they have been written."""

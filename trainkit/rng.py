@@ -10,10 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainkit.mixing import NUM_HELD as NUM_HELD
 from trainkit.mixing import key, mix, shift_right
-from trainkit.mixing import permute as permute
-from trainkit.mixing import scramble as scramble
 
 
 def seed_host(number: int) -> None:
@@ -112,7 +109,7 @@ def seed_dropout(
     *position: int,
     num_samples: int | None = None,
 ) -> None:
-    """Seed the random numbers of a forward pass by seed, epoch, step and `first`.
+    """Seed the random numbers of a forward pass by seed, epoch, batch of the epoch and `first`.
 
     `first` is the place in the step of this process's first sample, of num_samples (None: as many
     as the layers get rows). The masks of these layers are the same for any number of processes and

@@ -1,7 +1,8 @@
 """One run, from launch to exit: everything around the training loop, which the script contains.
 
-A script calls, in this order, as main() of train_mnist.py does: load and begin; in each of epochs()
-and each of steps() step_mean, clip_and_check, add, end_step and save; then end_epoch; finish.
+A script calls load and begin. Then, in each of epochs(): for each batch of steps() it calls
+step_mean, clip_and_check, add, end_step and, if that returns True, save; then end_epoch. At last it
+calls finish. main() of train_mnist.py shows them all.
 
 The script passes one value for each sample (or token), and Run computes the means over processes
 and micro-batches. Run never calls the model, backward or step, never looks into a batch, and does
@@ -15,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainkit import best, collecting, evaluation, shards
+from trainkit import evaluation
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -23,28 +24,21 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainkit.checkpoint import Checkpoints
+from trainkit.checkpoint import Checkpoints, start_from
 from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
-from trainkit.checks.data import check_data, random_collation
+from trainkit.checks.data import load_checked, random_collation
 from trainkit.checks.prepared import Prepared, check_loader, check_predictions
-from trainkit.checks.values import check_rows
-from trainkit.cli.console import describe_plan
 from trainkit.config import TrainingConfig
-from trainkit.divisors import Count
 from trainkit.ema import EMA
-from trainkit.errors import UsageError
 from trainkit.fingerprint import fingerprint_run
-from trainkit.launch import nodes
 from trainkit.launch.signals import Signals
-from trainkit.metrics import RunningMeans, Selection, select, sum_and_count
+from trainkit.metrics import RunningMeans, Selection
 from trainkit.position import Length, Progress
-from trainkit.private import end_with_this_batch, fix_bucket_order
 from trainkit.reporter import Reporter
 from trainkit.results import Results
 from trainkit.run_dir.files import open_run
-from trainkit.run_dir.log import JsonlTracker
 from trainkit.session import leave_processes, leave_stopped, start_accelerator, timeout_of
-from trainkit.step import Step
+from trainkit.step import CountValues, Step
 
 
 class Run:
@@ -85,10 +79,8 @@ class Run:
 
     def __enter__(self) -> "Run":
         need(self, "`with run`", "new")
-        config, tracker = self.config, JsonlTracker(self.config.run_dir)
-        self.accelerator = start_accelerator(config, self.project, tracker, self.frozen)
-        config.validate(self.accelerator.num_processes)
-        self.log = Reporter(self.accelerator, config, tracker)
+        config = self.config
+        self.accelerator, self.log = start_accelerator(config, self.project, self.frozen)
         self.print = self.log.print
         self.resources.callback(lambda: self.log.bar.close())
         self.signals = Signals(self.accelerator, timeout_of(config))
@@ -109,14 +101,12 @@ class Run:
 
         One process per file system calls it first, to fill caches.
         """
-        config, accelerator = self.config, self.accelerator
-        data = nodes.first_on_each_node(accelerator, lambda: load_data(config))
-        self.sets = train_set, eval_set = data[:2]
-        config.validate(accelerator.num_processes)  # load_data may have set some values
-        self.data_fingerprint, self.data_plan = check_data(accelerator, config, train_set, eval_set)
-        self.length = Length(config, len(train_set))
+        loaded = load_checked(self.accelerator, self.config, load_data)
+        data, self.data_fingerprint, self.data_plan = loaded
+        self.sets = data[:2]
+        self.length = Length(self.config, len(data[0]))
         self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
-        set_seed(config.seed)  # so that the initial weights depend only on --seed
+        set_seed(self.config.seed)  # so that the initial weights depend only on --seed
         return data
 
     @allowed("loaded", then="ready")
@@ -142,15 +132,14 @@ class Run:
         self.models = self.prepared.models
         self.results = Results(self.accelerator, self.config, self.models, metadata, save_frozen)
         lines = (plan or {}) | self.data_plan | random_collation(self.accelerator)
-        self.print(describe_plan(self, lines))
-        start_from = self.config.start_from
-        started_from, sha256 = shards.start_from(self.accelerator, start_from, self.models[0])
+        self.log.print_plan(self, lines)
+        started_from, sha256 = start_from(self.accelerator, self.config, self.models[0])
         fingerprint = fingerprint_run(self, metadata, sha256, fixed or {})
         self._lock()
         self._resume(fingerprint)
         if self.progress.step == 0 and started_from:
             self.print(started_from)
-        self.results.write_start()  # only now: a refused resume changes nothing
+        self.results.write_start()  # only now: a refused resume leaves DONE and run.json
         flags = {name: str(value) for name, value in vars(self.config).items()}
         self.accelerator.init_trackers(self.project, flags)
 
@@ -171,7 +160,6 @@ class Run:
         self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
-        fix_bucket_order(*self.prepared.wrapped)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -181,7 +169,7 @@ class Run:
 
     @allowed("ready")
     def epochs(self) -> Iterator[int]:
-        """Yield the epochs that are left, counted from 0; with --eval-every once per evaluation.
+        """Yield the number of the current epoch, from 0; with --eval-every once per evaluation.
 
         The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
         """
@@ -191,7 +179,7 @@ class Run:
             need(self, "the next epoch", "ready")
 
     @allowed("epoch")
-    def steps(self, loader: DataLoader, count: Count | None = None) -> Iterator[Any]:
+    def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:
         """Yield this process's share of each training batch, up to the next evaluation.
 
         A process without a sample of a short batch gets a stand-in; num_samples is then 0. The body
@@ -202,34 +190,31 @@ class Run:
             many values each mean is over; all micro-batches of a step are then read before it.
         """
         progress = self.progress
-        num_done = self.length.num_done(self.progress)
+        num_done = self.length.num_done(progress)
         batches = check_loader(self.accelerator, loader, "run.steps(...)")
         self.prepared.check_unchanged(progress.state)
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
         self.step.mistakes.start_epoch(is_new=progress.batch == 0)
         with self.ema.trained_weights(), batches.read_by_run():
-            if not self.length.must_evaluate(progress):  # false if resumed where one is due
+            if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
                 yield from self._steps_to_evaluation(loader, count)
             self.step.check_weights()
         self.log.stop()
         self.stage = "trained"
 
-    def _steps_to_evaluation(self, loader: DataLoader, count: Count | None) -> Iterator[Any]:
+    def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
         progress = self.progress
         length = self.length
         batches = iter(loader)
         while length.num_in_step(progress):
             self.step.start(progress)
-            num = -(-self.step.num_samples // self.step.size)
-            micro_batches: Iterable[Any] = islice(batches, num)
+            micro_batches: Iterable[Any] = islice(batches, self.step.num_micro_batches)
             if count:
                 micro_batches = list(micro_batches)
                 self.step.count_ahead(count, micro_batches)
-            for number, micro_batch in enumerate(micro_batches, start=1):
-                if count:
-                    end_with_this_batch(loader, number == num)
-                self.step.start_micro_batch()
+            for micro_batch in micro_batches:
+                self.step.start_micro_batch(loader)
                 self.stage = "batch"
                 yield micro_batch
                 need(self, "the next batch", "counted")
@@ -243,7 +228,7 @@ class Run:
     def num_samples(self) -> int:
         """How many samples this process has in the current batch; 0: a stand-in, which counts 0."""
         need(self, "run.num_samples", *IN_BATCH)
-        return self.step.num_rows
+        return self.step.num_samples
 
     @allowed(*IN_BATCH, then="backward")
     def step_mean(
@@ -284,15 +269,8 @@ class Run:
 
         mask, weights: a tensor for all values, or a dict with one for some of the names.
         """
-        step = self.step
-        for name, value, selection in select("run.add(...)", values, mask, weights):
-            call = f"run.add({name}=...)"
-            if not selection:
-                check_rows(call, value, step.num_rows)
-                if step.is_shared and step.num_rows:
-                    step.sizes.check(call, value)
-            pair = sum_and_count(call, value.detach(), **selection, is_stand_in=not step.num_rows)
-            self.means.add(name, *pair)
+        for name, total, num in self.step.sums(values, mask, weights):
+            self.means.add(name, total, num)
 
     @allowed(*IN_BATCH, "trained")
     def stop(self) -> None:
@@ -359,12 +337,12 @@ class Run:
     def predict(self, loader: DataLoader, function: Callable[[Any], Any]) -> Any:
         """Return what function(batch) gives for each sample of the evaluation set, in its order.
 
-        Each sample comes once, on every process: see collecting.predict.
+        Each sample comes once, on every process: see evaluation.predict.
         """
-        return self._evaluate(collecting.predict, loader, function)
+        return self._evaluate(evaluation.predict, loader, function)
 
     def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
-        # At other stages a checkpoint could not record that an evaluation is still due.
+        # Only then can a checkpoint record that this evaluation is still to be done.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
         collected = collect(self.accelerator, loader, function, stopping)
         if self.signals.stopping:
@@ -383,9 +361,8 @@ class Run:
 
         The predictions of the last evaluation and `metadata` go to predictions.safetensors.
         """
-        config, progress, length = self.config, self.progress, self.length
+        progress, length, every = self.progress, self.length, self.config.save_every
         predicted = check_predictions(predictions, metadata or {})
-        metrics = nodes.agree(self.accelerator, metrics)
         num_done = length.num_done(progress)
         if progress.batch == length.steps_per_epoch:
             progress.epoch += 1
@@ -395,18 +372,17 @@ class Run:
             self.means.clear()
             if note := self.step.mistakes.unmoved_schedules():
                 self.print(note)
-        is_best = best.update_best(config, progress)
-        unknown = best.problem(config, progress)
-        is_over = length.is_over(progress)
-        # Before the checkpoint, because that records this evaluation as done.
-        self.results.write_evaluation(progress, predicted if is_over else None, is_best)
-        due = not config.save_every or progress.step % config.save_every == 0
-        if is_over or is_best or due or unknown:
+        # Both before the checkpoint, because that records this evaluation as done.
+        is_best, unknown_metric = self.results.write_best(progress)
+        if is_over := length.is_over(progress):
+            self.results.write_predictions(predicted)
+        due = not every or progress.step % every == 0
+        if is_over or is_best or due or unknown_metric:
             self.stage = "must save"
             self.save()
-        if unknown:  # after saving, so that the epoch is not lost
+        if unknown_metric:  # raised after saving, so that the epoch is not lost
             self.checkpoints.commits.wait()
-            raise UsageError(unknown)
+            raise unknown_metric
         self.prepared.note(progress.state)
 
     def finish(self, next_command: str = "") -> dict[str, float]:

@@ -30,8 +30,8 @@ def timeout_of(config: TrainingConfig) -> timedelta:
 
 
 def start_accelerator(
-    config: TrainingConfig, project: str, tracker: JsonlTracker, frozen: dict[str, str]
-) -> Accelerator:
+    config: TrainingConfig, project: str, frozen: dict[str, str]
+) -> tuple[Accelerator, Reporter]:
     """Connect to the other processes and check that all were started as asked for, and alike.
 
     Every process must call this. Raises UsageError on all of them. In a sharded run,
@@ -40,6 +40,7 @@ def start_accelerator(
     refuse_pickled_code()
     compute_float32_in_full()
     precision = environment.check_launch()
+    tracker = JsonlTracker(config.run_dir)
     with nodes.deadline(timeout_of(config)):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
@@ -54,7 +55,8 @@ def start_accelerator(
     share_frozen_weights(accelerator, shards.frozen)
     nodes.check_world(accelerator)
     nodes.check_nodes(accelerator, config)
-    return accelerator
+    config.validate(accelerator.num_processes)
+    return accelerator, Reporter(accelerator, config, tracker)
 
 
 def leave_processes(

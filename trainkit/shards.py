@@ -48,8 +48,7 @@ from trainkit.private import (
     wrap_prepare,
 )
 from trainkit.rng import Dropout
-from trainkit.run_dir.manifest import hash_of
-from trainkit.run_dir.weights import file_parts, numbered, read_weights, separate
+from trainkit.run_dir.weights import file_parts, numbered, separate
 
 Tensors = dict[str, torch.Tensor]
 
@@ -277,22 +276,6 @@ def state_of(model: nn.Module) -> Tensors:
     """The state of a model without its frozen parameters, by name."""
     left_out = frozen(model)
     return {name: value for name, value in model.state_dict().items() if name not in left_out}
-
-
-def start_from(accelerator: Accelerator, path: Path | None, model: nn.Module) -> tuple[str, str]:
-    """Load the weights of --start-from; return a line about it and its SHA-256, "" if not given.
-
-    Every process must call this. Raises UsageError on all of them.
-    """
-    if path is None:
-        return "", ""
-    with failing_together(accelerator, f"--start-from {path} cannot be read"):
-        tensors, line = read_weights(path, model)
-        fingerprint = hash_of(path)
-    state = model.state_dict()
-    rows = {name: rows_of(state[name], value) for name, value in tensors.items()}
-    model.load_state_dict(rows, strict=False)
-    return line, fingerprint
 
 
 def fingerprint_frozen(models: Sequence[nn.Module]) -> dict[str, str]:

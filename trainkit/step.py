@@ -1,6 +1,6 @@
 """The current optimizer step: its number of samples, its means and its gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainkit import shards
@@ -9,21 +9,23 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.utils.data import DataLoader
 
 from trainkit.checks.finite import FiniteGuard, Position
 from trainkit.checks.mistakes import Mistakes
 from trainkit.checks.values import EqualSizes, check_rows, different_sizes
 from trainkit.config import TrainingConfig
-from trainkit.divisors import Count, Divisors
+from trainkit.divisors import CountValues, Divisors
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
 from trainkit.launch.signals import Signals
 from trainkit.loaders import InMemory, share_of_batch
-from trainkit.metrics import sum_and_count
+from trainkit.metrics import Selection, select, sum_and_count
+from trainkit.mixing import key
 from trainkit.optim import clip_gradients, learning_rates, scale_gradients
 from trainkit.position import Length, Progress
-from trainkit.private import prepared_optimizers, take_loss_scale
-from trainkit.rng import Dropout, key, release_dropout, seed_dropout, seed_host
+from trainkit.private import end_with_this_batch, prepared_optimizers, take_loss_scale
+from trainkit.rng import Dropout, release_dropout, seed_dropout, seed_host
 
 CALL = "run.step_mean(...)"
 
@@ -36,11 +38,11 @@ class Step:
             they are reseeded before every forward pass.
         rates: the learning rate of each optimizer in the step.
         position: the number of the step and its learning rate, for error messages.
-        num_samples: samples in the step, over all processes and micro-batches.
+        num_in_step: samples in the step, over all processes and micro-batches.
         num_before: how many of them are in micro-batches before the current one.
-        num_rows: samples of this process in the current micro-batch; 0: it has a stand-in.
-        losses: for each mean of the current micro-batch the sum of this process, divided by what
-            the whole mean is divided by; FiniteGuard reads them.
+        num_samples: samples of this process in the current micro-batch; 0: it has a stand-in.
+        losses: this process's share of each mean of the micro-batch: its sum, divided by what the
+            whole mean is divided by; FiniteGuard reads them.
         divisors: what its means are divided by.
         sizes: of values without a mask, which must be equal in the whole step.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.
@@ -69,7 +71,7 @@ class Step:
         self.key: tuple[int, ...] = ()
         self.position = Position()
         self.rates: dict[str, float] = {}
-        self.num_samples = self.num_before = self.num_rows = 0
+        self.num_in_step = self.num_before = self.num_samples = 0
         self.losses: list[torch.Tensor] = []
         self.divisors = Divisors(accelerator, config.accumulate)
         self.sizes = EqualSizes()
@@ -83,32 +85,38 @@ class Step:
 
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""
-        self.num_samples = self.length.num_in_step(progress)
+        self.num_in_step = self.length.num_in_step(progress)
         self.key = self.config.seed, progress.epoch, progress.batch
         self.rates = learning_rates(self.optimizers)
         self.position = Position(progress.step + 1, self.rates["learning_rate"])
         self.num_before = 0
-        self.divisors.start(self.num_samples)
+        self.divisors.start(self.num_in_step)
         self.sizes = EqualSizes()
 
-    def count_ahead(self, count: Count, micro_batches: Sequence[Any]) -> None:
+    @property
+    def num_micro_batches(self) -> int:
+        """How many there are in this step, which has fewer if it is short."""
+        return -(-self.num_in_step // self.size)
+
+    def count_ahead(self, count: CountValues, micro_batches: Sequence[Any]) -> None:
         """Add up count(micro_batch), by name, over the micro-batches of the step and the processes.
 
         Every process must call this.
         """
         rank = self.accelerator.process_index
-        firsts = range(0, self.num_samples, self.size)
+        firsts = range(0, self.num_in_step, self.size)
         has_samples = [self.rows_of(rank, first)[1] > 0 for first in firsts]
         self.divisors.count_ahead(count, micro_batches, has_samples)
 
-    def start_micro_batch(self) -> None:
+    def start_micro_batch(self, loader: DataLoader) -> None:
         """Seed the random numbers of the next forward pass by its place in the step."""
-        first, self.num_rows = self.rows_of(self.accelerator.process_index, self.num_before)
-        place = (self.num_before + first, *self.key)
-        num = self.num_rows
-        seed_dropout(self.dropouts, self.accelerator.device, *place, num_samples=num)
+        end_with_this_batch(loader, self.num_before + self.size >= self.num_in_step)
+        start, self.num_samples = self.rows_of(self.accelerator.process_index, self.num_before)
+        first = self.num_before + start
+        device = self.accelerator.device
+        seed_dropout(self.dropouts, device, first, *self.key, num_samples=self.num_samples)
         if self.seeds_host:
-            seed_host(key(*self.key, self.num_before + first))
+            seed_host(key(*self.key, first))
         self.losses = []
 
     def rows_of(self, rank: int, num_before: int) -> tuple[int, int]:
@@ -116,7 +124,7 @@ class Step:
 
         num_before: samples of the step that come before this micro-batch.
         """
-        num = min(self.size, self.num_samples - num_before)
+        num = min(self.size, self.num_in_step - num_before)
         slots = self.size // self.accelerator.num_processes
         start, stop = share_of_batch(num, self.size, rank * slots, (rank + 1) * slots)
         return start, stop - start
@@ -131,8 +139,8 @@ class Step:
         """This process's share of the mean of `values` in the step, for accelerator.backward.
 
         The gradient becomes that of the mean over the whole step, over all processes and
-        micro-batches: DDP divides by the number of processes and Accelerate by the number of
-        micro-batches, so this multiplies by both. A value that is not finite gives NaN gradients
+        micro-batches: DDP, or FSDP2, divides by the number of processes and Accelerate by
+        --accumulate, so this multiplies by both. A value that is not finite gives NaN gradients
         on all processes. A stand-in, which a process without a sample has, counts nothing.
 
         Args:
@@ -146,21 +154,29 @@ class Step:
         Raises RuntimeError if values are already reduced, or are not of this batch.
         """
         is_selected = mask is not None or weights is not None
-        is_stand_in = self.num_rows == 0
+        is_stand_in = self.num_samples == 0
         total, count = sum_and_count(CALL, values, mask, weights, is_stand_in)
         if not is_selected:
-            check_rows(CALL, values, self.num_rows)
-            if self.is_shared and not is_stand_in:
-                self.sizes.check(CALL, values, len(self.losses))
-            count = self.num_samples * values.shape[1:].numel()
+            self._check(CALL, values, len(self.losses))
+            count = self.num_in_step * values.shape[1:].numel()
         place = self.num_before // self.size, len(self.losses)
         divisor = self.divisors.of(count, is_selected, over, place)
         share = total.detach() / divisor
         self.losses.append(share)
-        # DDP divides by the processes and Accelerate by the micro-batches; this undoes both.
         scale = self.accelerator.num_processes * self.config.accumulate / divisor
         # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
         return total * (scale + 0 * share)
+
+    def sums(
+        self, values: dict[str, torch.Tensor], mask: Selection, weights: Selection
+    ) -> Iterator[tuple[str, torch.Tensor, int | torch.Tensor]]:
+        """Yield name, sum and number of each of these values of run.add: see metrics.select."""
+        for name, value, selection in select("run.add(...)", values, mask, weights):
+            call = f"run.add({name}=...)"
+            if not selection:
+                self._check(call, value)
+            is_stand_in = self.num_samples == 0
+            yield name, *sum_and_count(call, value.detach(), **selection, is_stand_in=is_stand_in)
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
@@ -181,7 +197,8 @@ class Step:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
-        self._check_sizes()
+        if self.signals.differ:
+            raise different_sizes("run.step_mean(...) or run.add(...)")
         if (factor := self.divisors.factor()) is not None:
             fresh = (wrapped for wrapped in optimizers if wrapped.optimizer not in self.clipped)
             scale_gradients(factor, *fresh)
@@ -193,8 +210,8 @@ class Step:
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
         self.mistakes.finish_micro_batch(is_last)
-        self.num_before = min(self.num_before + self.size, self.num_samples)
-        if is_last != (self.num_before == self.num_samples):
+        self.num_before = min(self.num_before + self.size, self.num_in_step)
+        if is_last != (self.num_before == self.num_in_step):
             raise RuntimeError(
                 "the optimizer was not stepped after the last micro-batch of --accumulate and no "
                 "other: put the body of run.steps(...) inside `with accelerator.accumulate(model)`"
@@ -203,7 +220,7 @@ class Step:
     def finish(self) -> bool:
         """Update the loss scale; return False if fp16 skipped the step because it overflowed."""
         self.update_scale()
-        # Of another optimizer it may be true since an earlier step.
+        # Of an optimizer that was not stepped now, step_was_skipped is that of an earlier step.
         skipped = any(o.step_was_skipped for o in self.optimizers if o.optimizer in self.clipped)
         self.guard.count_skipped(skipped, self._shares())
         if self.clipped - self.stepped and not skipped:
@@ -256,15 +273,20 @@ class Step:
                 f"--accumulate {self.config.accumulate}: this loss compares the samples of a whole "
                 "batch with each other, and a micro-batch is not one: use --accumulate 1"
             )
-        check_rows("run.gather(...)", rows, self.num_rows)
+        check_rows("run.gather(...)", rows, self.num_samples)
         ranks = range(self.accelerator.num_processes)
         starts, nums = zip(*(self.rows_of(rank, 0) for rank in ranks), strict=True)
-        first = min(starts[self.accelerator.process_index], self.num_samples - 1)
-        return nodes.gather_rows(rows[: self.num_rows], nums), first
+        first = min(starts[self.accelerator.process_index], self.num_in_step - 1)
+        return nodes.gather_rows(rows[: self.num_samples], nums), first
 
-    def _check_sizes(self) -> None:
-        if self.signals.differ:
-            raise different_sizes("run.step_mean(...) or run.add(...)")
+    def _check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
+        """Raise RuntimeError unless values without a mask have a row for each sample, equal ones.
+
+        number: of equal calls in this micro-batch.
+        """
+        check_rows(call, values, self.num_samples)
+        if self.is_shared and self.num_samples:
+            self.sizes.check(call, values, number)
 
     def _shares(self) -> list[torch.Tensor]:
         factor = self.divisors.known_factor

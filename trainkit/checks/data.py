@@ -4,7 +4,7 @@ draws random numbers that do not follow from the seed.
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -158,6 +158,18 @@ def random_collation(accelerator: Accelerator) -> dict[str, str]:
 def say(names: set[str]) -> str:
     """The entries of a sample or batch, for a message."""
     return ", ".join(sorted(names - {""})) or "all"
+
+
+def load_checked(
+    accelerator: Accelerator, config: TrainingConfig, load_data: Callable[[TrainingConfig], tuple]
+) -> tuple[tuple, str, dict[str, str]]:
+    """Return load_data(config), and what check_data says of the sets that it begins with.
+
+    One process per file system calls load_data first, to fill caches. Every process must call this.
+    """
+    data = nodes.first_on_each_node(accelerator, lambda: load_data(config))
+    config.validate(accelerator.num_processes)  # load_data may have set some values
+    return data, *check_data(accelerator, config, *data[:2])
 
 
 def check_data(

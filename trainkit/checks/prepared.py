@@ -15,6 +15,7 @@ from trainkit.errors import as_usage_error
 from trainkit.loaders import EpochBatches, batches_of
 from trainkit.optim import weights_of
 from trainkit.private import (
+    fix_bucket_order,
     prepared_loaders,
     prepared_models,
     prepared_optimizers,
@@ -105,6 +106,7 @@ class Prepared:
         for model in self.models:
             if not any(layer.training for layer in model.modules()):
                 model.train()
+        fix_bucket_order(*self.wrapped)
         self.requires_grad = self._requires_grad()
         self.saved: str | None = None  # schedules and run.state as in the checkpoint
 

@@ -8,7 +8,6 @@ each setting saves, run `python -m benchmarks.time_to_accuracy --compare startup
 import atexit
 import contextlib
 import ctypes
-import gc
 import importlib.util
 import os
 import signal
@@ -53,7 +52,6 @@ def run(main: Callable[[], Any]) -> None:
     skip_the_compiler()
     fork_at_rest()
     skip_searches()
-    gc.freeze()  # the garbage collector no longer searches what was imported: 7 % of a start
     atexit.register(_ignore_signals)  # a signal in the teardown would change the exit code
     try:
         end_with_launcher()

@@ -1,8 +1,8 @@
 """Read picture files of any kind as numbers, in the same way for all scripts.
 
-read_square is for small grey pictures, read_centre for photos in colour. What transparent pixels
-become is decided by ground_of alone. Decoded pictures are cached; after any change to this file
-they are all decoded again.
+read_square is for small grey pictures, whose transparent pixels become ground_of(...), read_centre
+for photos in colour, which are put on white. Decoded pictures are cached; after any change to this
+file they are all decoded again.
 """
 
 import contextlib
@@ -60,24 +60,22 @@ def open_picture(file: Path | BytesIO) -> Image.Image:
     return picture
 
 
-def ground_of(is_photo: bool, grey: np.ndarray, alpha: np.ndarray) -> int:
-    """Return what transparent pixels become: 255, which is white, or 0, which is black.
+def ground_of(grey: np.ndarray, alpha: np.ndarray) -> int:
+    """Return what transparent pixels of a small grey picture become: 255 (white) or 0 (black).
 
-    A photo, icon or drawing that is read in colour is put on white, as a page or a browser shows
-    it. A small grey picture is read for its shape, so it is put on white if its visible pixels are
-    dark, else on black.
+    It is read for its shape, so it is put on white if its visible pixels are dark, else on black.
 
     Args:
         grey: the picture's grey values, 0 to 255. alpha: its opacity, 0 to 1, of the same shape.
     """
-    return 255 if is_photo or (grey * alpha).sum() <= 128 * alpha.sum() else 0
+    return 255 if (grey * alpha).sum() <= 128 * alpha.sum() else 0
 
 
-def to_values(picture: Image.Image, mode: str, is_photo: bool = False) -> np.ndarray:
+def to_values(picture: Image.Image, mode: str, ground: int | None = None) -> np.ndarray:
     """Return values 0 to 255 as float64 (channels, height, width), for mode "L" or "RGB".
 
-    Transparent pixels become ground_of(is_photo, ...). Raises ValueError for values outside the
-    range of the picture's own mode.
+    Transparent pixels become `ground`; None: ground_of(...). Raises ValueError for values
+    outside the range of the picture's own mode.
     """
     transparent = picture.has_transparency_data
     if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
@@ -99,7 +97,8 @@ def to_values(picture: Image.Image, mode: str, is_photo: bool = False) -> np.nda
         if mode != "L":
             values = np.array(shown.convert(mode), dtype=np.float64).transpose(2, 0, 1)
     if transparent:
-        values = values * alpha + (1 - alpha) * ground_of(is_photo, grey, alpha)
+        ground = ground_of(grey, alpha) if ground is None else ground
+        values = values * alpha + (1 - alpha) * ground
     return values
 
 
@@ -129,7 +128,7 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
         picture.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
         ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode[0] in RANGES:  # Pillow would cut them off
-        values = to_values(picture, "L", is_photo=True)[0]
+        values = to_values(picture, "L", ground=255)[0]
         picture = Image.fromarray(values.round().astype(np.uint8))
     picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     short = min(picture.size)
@@ -137,7 +136,7 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     box = left, top, left + short, top + short
     picture = picture.resize((side, side), Image.Resampling.BICUBIC, box)
     if picture.mode == "RGBA":
-        white = Image.new("RGBA", picture.size, "white")  # as ground_of says
+        white = Image.new("RGBA", picture.size, "white")  # as a page or a browser shows it
         picture = Image.alpha_composite(white, picture).convert("RGB")
     return np.array(picture), kind
 

@@ -22,7 +22,7 @@ from trainkit.pictures.decoding import source_of
 from trainkit.pictures.splits import Split, describe_evaluation, load_split
 from trainkit.text import shorten
 
-NUM_SHOWN, SIDE_SHOWN = 100, 96  # of the evaluation pictures that plots and page show
+NUM_SHOWN, SIDE_SHOWN = 100, 96  # evaluation pictures saved for plots and page, and their side
 
 
 @dataclass
@@ -57,6 +57,11 @@ class PhotoConfig(TrainingConfig):
     """peak learning rate of the last layer (default: 1e-3; 2e-3 with --freeze)"""
     weight_decay: float = UNSET
     """decoupled for adamw, else an L2 penalty (default: 0.05; 1 with --freeze)"""
+
+    def __post_init__(self):
+        self.learning_rate = self.learning_rate or (2e-3 if self.freeze else 1e-3)
+        if self.weight_decay is None:
+            self.weight_decay = 1.0 if self.freeze else 0.05
 
     def find_problems(self, num_processes: int) -> list[str]:
         """What is wrong with the values, one phrase each."""
@@ -137,10 +142,18 @@ def load_photos(
     """
     side = config.resize
     read = functools.partial(files.read_centre, side=side)
-    options = config.label, classes, 0, config.labels, config.skip_unreadable, config.cache_bytes
-    shape = (side, side, 3)
-    way = f"{side} centre"
-    part = load_split(config.dataset, split, read, shape, way, *options)
+    part = load_split(
+        config.dataset,
+        split,
+        read,
+        (side, side, 3),
+        f"{side} centre",
+        label=config.label,
+        classes=classes,
+        list_of_labels=config.labels,
+        skip_unreadable=config.skip_unreadable,
+        max_bytes=config.cache_bytes,
+    )
     plan = {}
     if part.problems:
         plan["unreadable"] = f"{len(part.problems)} left out: {shorten(part.problems)}"
@@ -160,6 +173,11 @@ def load_sets(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
             "class a folder, or name a list of the classes with --labels"
         )
     held_out, more = load_photos(config, "test", classes)
+    if not len(held_out):
+        raise UsageError(
+            f"--dataset {config.dataset}: all {len(train)} pictures look the same, or are too few "
+            "to hold some out: pictures are put on white, so give white drawings another ground"
+        )
     counts = held_out.labels.bincount()
     number = int(counts.argmax())
     share = f"{100 * counts[number].item() / len(held_out):.1f} % of the pictures to evaluate on"

@@ -34,7 +34,7 @@ class Split(NamedTuple):
     """The samples of a split.
 
     Attributes:
-        path: the file of the decoded values of all rows, which exists unless it were too large.
+        path: the file of the decoded values of all rows; missing if it would be too large.
         cells: all rows as they are stored, a column of datasets.Image(decode=False).
         rows: the row of each sample, int64.
         labels: its class, int64.
@@ -104,12 +104,17 @@ def load_split(
 def hold_out_apart(
     labels: torch.Tensor, hashes: torch.Tensor, split: str, number: int
 ) -> torch.Tensor:
-    """Return the rows of hold_out, but with equal pictures on one side, those that moved last."""
+    """Return the rows of hold_out, but with equal pictures on one side.
+
+    Rows that changed sides for that come last.
+    """
     train, test = (hold_out(labels, part, number) for part in ("train", "test"))
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     held_out[test] = True
-    kept = split_equal_samples(held_out, hashes)[split == "test"]
-    order = torch.cat((test, train) if split == "test" else (train, test))
+    trained, evaluated = split_equal_samples(held_out, hashes)
+    order, kept = torch.cat((train, test)), trained
+    if split == "test":
+        order, kept = torch.cat((test, train)), evaluated
     return order[torch.isin(order, kept)]
 
 
@@ -124,6 +129,14 @@ def describe_evaluation(train: Split, held_out: Split) -> dict[str, str]:
         plan["rare"] = f"{of} have fewer than {NUM_RARE} pictures to evaluate on: {shorten(rare)}"
     if twice := int(torch.isin(held_out.hashes, train.hashes).sum()):
         plan["twice"] = f"{twice} of {number} pictures to evaluate on are also trained on"
+    labels = torch.cat((train.labels, held_out.labels))
+    _, group = torch.cat((train.hashes, held_out.hashes)).unique(return_inverse=True)
+    lowest, highest = (
+        labels.clone().scatter_reduce(0, group, labels, way, include_self=False)[group]
+        for way in ("amin", "amax")
+    )
+    if unlike := int((lowest != highest).sum()):
+        plan["unlike"] = f"{unlike} of {len(labels)} pictures look as one of another class"
     return plan
 
 

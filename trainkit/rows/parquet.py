@@ -31,9 +31,9 @@ from torch.utils.data import Dataset, default_collate
 
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.loaders import Order
+from trainkit.mixing import key, mix, permute, scramble
 from trainkit.private import tree_map_only
 from trainkit.reading.paths import select_read
-from trainkit.rng import key, mix, permute, scramble
 from trainkit.stores import find_secret, open_store, shown, trying
 from trainkit.text import shorten
 

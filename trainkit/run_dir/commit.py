@@ -16,7 +16,6 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, failing_together
 from trainkit.run_dir.files import remove_tree, sync
 from trainkit.run_dir.log import JsonlTracker
@@ -38,15 +37,20 @@ LAST_SECONDS = 10.0
 class Commits:
     """The thread of this process that makes its checkpoints durable, one at a time."""
 
-    def __init__(self, accelerator: Accelerator, tracker: JsonlTracker, config: TrainingConfig):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        tracker: JsonlTracker,
+        keep: int,
+        mirror: Mirror | None = None,
+    ):
         self.accelerator = accelerator
         self.tracker = tracker
-        self.keep = config.keep
+        self.keep, self.mirror = keep, mirror
         self.what = ""
         self.thread = ThreadPoolExecutor(1, "checkpoint")  # the interpreter joins it at its end
         self.jobs: list[Future] = []
-        self.leaving = threading.Event()
-        self.mirror = Mirror(accelerator, config, self.leaving) if config.mirror else None
+        self.leaving = mirror.leaving if mirror else threading.Event()
 
     def start(
         self, folder: Path, final: Path, trainer: dict[str, Any], what: str, started_at: float

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 import xxhash
 
 from trainkit.errors import RunFailure, UsageError
-from trainkit.run_dir.files import rename_free, sync, write_json
+from trainkit.run_dir.files import rename_free, sync
 
 # Of manifests with this hash, which finds damage. It cannot find forgery, because whoever changes a
 # file can change the manifest too; that is why nothing in a checkpoint can execute.
-FORMAT, HASH = 4, "xxh3_128"
+FORMAT, HASH = 5, "xxh3_128"
 STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
@@ -124,7 +125,10 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 def write_part(folder: Path, rank: int, content: dict[str, Any]) -> None:
     """Let the main process have this content of another one: see read_part."""
-    write_json(_part(folder, rank), content)
+    # Not synced: once it has its name, the main process may rename the folder.
+    unnamed = folder / f".tmp-{_part(folder, rank).name}"
+    unnamed.write_text(json.dumps(content))
+    os.replace(unnamed, _part(folder, rank))
 
 
 def read_part(folder: Path, rank: int, leaving: Event) -> dict[str, Any]:
@@ -150,12 +154,10 @@ def verify(path: Path) -> str | None:
     file = path / "MANIFEST.json"
     if not file.is_file():
         return "it has no MANIFEST.json"
-    if (path / "state" / "shard-00000.bin").exists():
-        return "an earlier version saved it from a sharded run, and only that version can read it"
     try:
         manifest = json.loads(file.read_bytes())
         if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, not {FORMAT}"
+            return f"another version saved it, in format {manifest['format']}, not {FORMAT}"
         files = manifest["files"]
         there = list_files(path)
         for name in sorted(files | there):

@@ -73,8 +73,8 @@ class Mirror:
     Raises UsageError if fsspec cannot open the URL, for example because a package is missing.
     """
 
-    def __init__(self, accelerator: Accelerator, config: TrainingConfig, leaving: threading.Event):
-        self.accelerator, self.config, self.leaving = accelerator, config, leaving
+    def __init__(self, accelerator: Accelerator, config: TrainingConfig):
+        self.accelerator, self.config, self.leaving = accelerator, config, threading.Event()
         self.url = shown(config.mirror or "")
         with as_usage_error(f"--mirror {self.url} cannot be used"):
             self.files, root = open_store(config.mirror or "")
