@@ -1,5 +1,6 @@
 """--mirror: what a lost machine leaves behind is enough, and no failure of a store is silent."""
 
+import itertools
 import os
 import re
 import shutil
@@ -7,11 +8,13 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from trainkit import stores
 
 import faults
 import fsspec
+import psutil
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -263,14 +266,15 @@ def test_a_run_that_is_stopped_waits_for_the_mirror_but_not_for_ever(faulty, tmp
     assert len(names(run)) == 1
 
 
-def test_no_password_of_a_url_is_printed_or_kept(tmp_path, monkeypatch):
+def test_no_password_of_a_url_is_printed_or_kept(tmp_path, fork_main):
     for url in ("s3://me:secret@bucket/run", "https://host/run?signature=secret"):
-        problems = TrainingConfig(mirror=url).find_problems(1)
-        (problem,) = [text for text in problems if "password" in text]
-        assert "secret" not in problem and "$NAME" in problem
-    assert "--mirror-must needs --mirror" in str(TrainingConfig(mirror_must=True).find_problems(1))
+        with pytest.raises(UsageError, match=r"--mirror .*a password .*write \$NAME") as refused:
+            Run(tmp_path, 2, url)
+        assert "secret" not in str(refused.value)
     with pytest.raises(UsageError, match=r"--mirror nowhere://x cannot be used: ValueError"):
         Run(tmp_path, 2, "nowhere://x")
+    with pytest.raises(UsageError, match="--mirror-must needs --mirror URL"):
+        mirror.open_mirror(None, TrainingConfig(mirror_must=True))
 
 
 class Lost:
@@ -352,12 +356,103 @@ def test_a_mirror_that_fails_ends_the_run_with_0_and_its_sentence_last_or_with_1
     nursery, quick_args, tmp_path
 ):
     (tmp_path / "file").write_text("no folder")
-    args = [*quick_args, "--save-every", 5]
+    args = [*quick_args, "--save-every", 5, "--epochs", 1]
     lost = Lost(nursery, "train_regression", args, tmp_path, url=tmp_path / "file" / "x")
     ended = lost.run()
     assert ended.codes == [0], ended.output
     assert ended.stdout.splitlines()[-1].startswith(f"--mirror {lost.url} lacks some of this run")
-    assert ended.stdout.count(" was not mirrored: ") == 2
+    assert ended.stdout.count(" was not mirrored: ") == 1
     must = lost.run("--mirror-must")
     assert must.codes == [1] and not (lost.run_dir / "DONE").exists(), must.output
     assert must.stderr.startswith(f"error: --mirror {lost.url} lacks some of this run")
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """moto's server, with a bucket; answer(number, request) is called before each answer."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.moto_server.threaded_moto_server")
+    application, numbers = moto.DomainDispatcherApplication, itertools.count()
+    call = application.__call__
+    server = SimpleNamespace(answer=lambda number, request: None, numbers=numbers)
+
+    def answering(self, request, start_response):
+        server.answer(next(server.numbers), request)
+        return call(self, request, start_response)
+
+    monkeypatch.setattr(application, "__call__", answering)
+    running = moto.ThreadedMotoServer(port=0)
+    running.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*running.get_host_and_port()))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    server.store = fsspec.filesystem("s3", skip_instance_cache=True)
+    server.store.makedirs("bucket", exist_ok=True)
+    server.env = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    yield server
+    running.stop()
+
+
+def test_a_bucket_is_a_mirror_also_if_connections_are_dropped(s3, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(stores, "WAITS", (0, 0, 0.1))
+    url = "s3://bucket/run"
+    run = train(tmp_path, 2, url=url)
+    s3.answer = lambda number, request: number % 5 or request["werkzeug.socket"].shutdown(2)
+    run = train(tmp_path, 2, "auto", url=url)
+    shutil.rmtree(tmp_path / "run")
+    weights, again = run.weights(), Run(tmp_path / "run", 2, url)
+    assert again.checkpoints.resume("auto").step == 4
+    assert all(map(torch.equal, again.weights(), weights))
+    assert names(again) == [step(tmp_path, n).name for n in (3, 4)]
+    output = capfd.readouterr()
+    assert "mirrored" not in output.out and "secret" not in output.out + output.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_sigkill_at_each_request_of_a_bucket(s3, nursery, quick_args, tmp_path, world):
+    url = "s3://bucket/run"
+    args = [*quick_args, "--save-every", 5]
+    lost = Lost(nursery, "train_regression", args, tmp_path, world, url, env=s3.env)
+
+    def kill(number: int, request: dict) -> None:
+        if number == tried:
+            for child in psutil.Process(nursery.process.pid).children():
+                child.kill()
+
+    tried = 0
+    while True:
+        shutil.rmtree(lost.run_dir, ignore_errors=True)
+        s3.store.invalidate_cache()
+        s3.store.rm("bucket/run", recursive=True) if s3.store.exists("bucket/run") else None
+        s3.numbers, s3.answer = itertools.count(), kill
+        outcome = lost.run()
+        s3.answer = lambda number, request: None
+        if outcome.codes == [0] * world:
+            break
+        assert outcome.codes == [-signal.SIGKILL] * world, outcome.output
+        lost.lose()
+        lost.finish()
+        tried += 1
+    print(f"SIGKILL at each of {tried} requests, {world} processes: each ends with equal bytes")
+    assert tried > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_sigkill_in_each_call_that_writes_to_a_folder(nursery, quick_args, tmp_path, world, rank):
+    args = [*quick_args, "--save-every", 3]
+    lost = Lost(nursery, "train_regression", args, tmp_path, world)
+    num = next(call for call in itertools.count() if not lost.kill_in_call(call, rank))
+    print(f"SIGKILL in each of {num} calls of process {rank} of {world}: equal bytes")
+    assert num > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_sharded_run_goes_on_in_an_empty_folder(nursery, tmp_path, kind):
+    from test_shards import env
+
+    args = "--num-lines 60 --batch-size 12 --epochs 2 --save-every 2 --timeout 20".split()  # noqa: SIM905
+    lost = Lost(nursery, "examples.text", args, tmp_path, 2, env=env(kind))
+    assert all(lost.kill_in_call(call, rank) for rank, call in [(0, 5), (1, 0), (0, 14)])

@@ -36,7 +36,6 @@ from trainkit import shards
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, failing_together
@@ -51,7 +50,7 @@ from trainkit.run_dir.commit import Commits
 from trainkit.run_dir.files import sync
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.manifest import abandon_later, hash_of, step_name
-from trainkit.run_dir.mirror import Mirror, background, choose, wait_together
+from trainkit.run_dir.mirror import choose, open_mirror
 from trainkit.run_dir.weights import read_weights
 from trainkit.text import check_json
 
@@ -78,7 +77,7 @@ class Checkpoints:
         self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.sources = loaded_sources()  # as this process has read them, whatever is edited later
-        self.mirror = Mirror(accelerator, config) if config.mirror else None
+        self.mirror = open_mirror(accelerator, config)
         self.commits = Commits(accelerator, tracker, config.keep, self.mirror)
         self.saved_step = -1  # the step of the newest checkpoint
         written = averages if accelerator.is_main_process else ()
@@ -134,18 +133,10 @@ class Checkpoints:
         """
         accelerator = self.accelerator
         main = self.accelerator.is_main_process
-        path = None
-        trainer: dict[str, Any] = {"progress": Progress()}
         notices: list[str] = []
         check = partial(read_same_run, now=self.fingerprint, last_step=last_step)
-        where = self.directory, self.mirror
-        chosen = [background(choose, *where, wanted, notices, check)] if main else []
-        wait_together(accelerator, chosen)
-        with failing_together(accelerator, f"cannot resume from {self.directory}"):
-            for job in chosen:
-                path, trainer = job.result() or (path, trainer)
-        path, trainer = broadcast_object_list([path, trainer])
-        progress = trainer["progress"]
+        path, trainer = choose(self.directory, self.mirror, wanted, notices, check, accelerator)
+        progress = trainer.get("progress", Progress())
         with failing_together(accelerator, f"{path} cannot be loaded"):
             if path:
                 self._load_state(path / "state", trainer.get("state"))
@@ -158,12 +149,10 @@ class Checkpoints:
                 notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
                 notices += compare_sources(trainer.get("sources", {}), self.sources)
                 notices.extend(abandon_later(self.directory, progress.step, path))
-                if self.mirror:
-                    self.mirror.go_on(progress.step)
                 self.tracker.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
-        if self.mirror and trainer.get("is_missing"):
-            self.mirror.add(path, step_name(progress.best_step))
+        if self.mirror:
+            self.mirror.go_on(path, trainer)
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
         for notice in notices:
             print(notice, flush=True)

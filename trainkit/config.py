@@ -15,7 +15,6 @@ from trainkit.cli.directions import metric_and_direction
 from trainkit.cli.parse import flag
 from trainkit.cli.parse import parse as parse
 from trainkit.errors import UsageError
-from trainkit.stores import find_secret
 
 T = TypeVar("T")
 
@@ -163,9 +162,6 @@ class TrainingConfig:
             value = getattr(self, name)
             if isinstance(rule, Rule) and value is not None and not rule.holds(value):
                 problems.append(f"{flag(name)} {value} must be {rule.text}")
-        problems += filter(None, [find_secret(self.mirror or "")])
-        if self.mirror_must and not self.mirror:
-            problems.append("--mirror-must needs --mirror URL")
         if self.patience and not self.keep_best:
             problems.append("--patience needs --keep-best METRIC, the metric to watch")
         if self.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":

@@ -69,7 +69,7 @@ class Commits:
         text = json.dumps(trainer, indent=2) + "\n"  # now, because the training changes its values
         best = step_name(trainer["progress"]["best_step"])
         if self.mirror:
-            self.mirror.take(folder, what, best == final.name)
+            self.mirror.take(folder, final, what, best)
         blocked = since(started_at)
 
         def finish_own_files() -> dict[str, Any]:
@@ -96,8 +96,6 @@ class Commits:
 
         finishing = self.thread.submit(finish_own_files)
         self.jobs = [finishing, self.thread.submit(commit if rank == 0 else finishing.result)]
-        if self.mirror:
-            self.mirror.add(final, best)
 
     def failed(self) -> bool:
         """Has this process found that the newest checkpoint cannot be made durable?"""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
 from trainkit.config import TrainingConfig
@@ -39,7 +39,7 @@ from trainkit.run_dir.manifest import (
     write_part,
     writer_of,
 )
-from trainkit.stores import open_store, shown, trying
+from trainkit.stores import find_secret, open_store, shown, trying
 
 BESIDE = ("metrics.jsonl", "predictions.safetensors", "best.safetensors")
 FILE = re.compile(rf"checkpoints/(step-\d{{10}})/(MANIFEST\.json|{FILE_NAME.pattern})")
@@ -76,6 +76,8 @@ class Mirror:
     def __init__(self, accelerator: Accelerator, config: TrainingConfig):
         self.accelerator, self.config, self.leaving = accelerator, config, threading.Event()
         self.url = shown(config.mirror or "")
+        if problem := find_secret(config.mirror or ""):
+            raise UsageError(f"--mirror {problem}")
         with as_usage_error(f"--mirror {self.url} cannot be used"):
             self.files, root = open_store(config.mirror or "")
         self.files.auto_mkdir = True  # if it is a folder
@@ -120,7 +122,7 @@ class Mirror:
         return listed
 
     def open(self, wanted: str | None) -> set[str]:
-        """Return the names of the complete checkpoints. Main process only, as fetch and go_on.
+        """Return the names of the complete checkpoints. Main process only, as fetch.
 
         Raises UsageError if a new run would begin where another one is.
         """
@@ -157,16 +159,26 @@ class Mirror:
         print(f"copied {path.name} from {self.url}", flush=True)
         return None
 
-    def go_on(self, step: int) -> None:
-        """Remove from the mirror what a run that continues from this step no longer leads to."""
-        later = [name for name in self.listed if name > step_name(step)]
-        self._remove([f"checkpoints/{name}" for name in later])
-        self._remove({"DONE"} & self.listed[""].keys())
+    def go_on(self, path: Path | None, trainer: dict[str, Any]) -> None:
+        """Let the mirror have what the run folder has, a checkpoint at `path` or none.
 
-    def take(self, folder: Path, what: str, is_best: bool) -> None:
-        """Copy into a new checkpoint what is beside it, once less than --keep are to be copied.
+        Every process must call this. What this run no longer leads to is removed from the mirror.
+        """
+        with failing_together(self.accelerator, ""):
+            if self.accelerator.is_main_process:
+                later = [name for name in self.listed if name > (path.name if path else "")]
+                self._remove(f"checkpoints/{name}" for name in later)
+                self._remove({"DONE"} & self.listed[""].keys())
+        if path and trainer["is_missing"]:
+            self.add(path, step_name(trainer["progress"].best_step))
 
-        Every process must call this. Raises RunFailure on all of them, which begins with `what`.
+    def take(self, folder: Path, final: Path, what: str, best: str) -> None:
+        """Copy a checkpoint in the thread, when `folder`, complete by then, has become `final`.
+
+        Every process must call this. It waits while --keep earlier ones are not copied, and puts
+        into the folder what is beside it. Raises RunFailure on all, which begins with `what`.
+
+        best: the name of the checkpoint that is kept because it was the best.
         """
         keep, main = self.config.keep, self.accelerator.is_main_process
         late = self.jobs[: max(0, len(self.jobs) - keep + 1)]
@@ -177,15 +189,13 @@ class Mirror:
             )
         wait_together(self.accelerator, late)
         with failing_together(self.accelerator, what, RunFailure):
-            for name in BESIDE if main and is_best else BESIDE[: 2 * main]:
+            for name in BESIDE[: 2 + (best == final.name)] if main else ():
                 with suppress(FileNotFoundError):
                     shutil.copyfile(self.config.run_dir / name, folder / name)
+        self.add(final, best)
 
     def add(self, folder: Path, best: str) -> None:
-        """Copy a checkpoint as soon as it has its name. Every process must call this.
-
-        best: the name of the checkpoint that is kept because it was the best.
-        """
+        """Copy a checkpoint as soon as it has its name. Every process must call this."""
         earlier, rank = self.jobs[-1:], self.accelerator.process_index
         parts = folder.with_name(f".tmp-mirror-{folder.name}")
 
@@ -273,28 +283,47 @@ class Mirror:
             print(f"--mirror {self.url} does not have the newest checkpoint", flush=True)
 
 
+def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | None:
+    """Return the mirror, or None without --mirror."""
+    if config.mirror_must and not config.mirror:
+        raise UsageError("--mirror-must needs --mirror URL")
+    return Mirror(accelerator, config) if config.mirror else None
+
+
 def choose(
     directory: Path,
     mirror: Mirror | None,
     wanted: str | None,
     notices: list[str],
     check: Callable[[Path], dict[str, Any]],
-) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint that --resume names and its trainer.json, or None for a new run.
+    accelerator: Accelerator,
+) -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint that --resume names and its trainer.json, or (None, {}) for a new run.
 
-    Main process only. Raises UsageError, of check(path) too, which returns trainer.json. Its
-    "is_missing" says that the mirror is to have this checkpoint and has not.
+    Every process must call this. Raises UsageError on all of them, also that of check(path), which
+    returns trainer.json. "is_missing" in it says that the mirror lacks this checkpoint.
     """
-    for leftover in list(directory.glob(".tmp-*")):
-        remove_tree(leftover)
-    fetch: dict[str, Callable] = {}
-    if mirror:
-        fetch = dict.fromkeys(mirror.open(wanted), partial(mirror.fetch, check=check))
-    path = choose_checkpoint(directory, wanted, notices, fetch)
-    if path is None:
-        return None
-    missing = path.name not in fetch and (path / "metrics.jsonl").exists()  # else without --mirror
-    return path, check(path) | {"is_missing": missing}
+
+    def find() -> tuple[Path | None, dict[str, Any]]:
+        for leftover in list(directory.glob(".tmp-*")):
+            remove_tree(leftover)
+        fetch: dict[str, Callable] = {}
+        if mirror:
+            fetch = dict.fromkeys(mirror.open(wanted), partial(mirror.fetch, check=check))
+        path = choose_checkpoint(directory, wanted, notices, fetch)
+        if path is None:
+            return None, {}
+        # One that was saved without --mirror lacks what is beside it.
+        missing = path.name not in fetch and (path / "metrics.jsonl").exists()
+        return path, check(path) | {"is_missing": missing}
+
+    found = [background(find)] if accelerator.is_main_process else []
+    wait_together(accelerator, found)
+    result: list[Any] = []
+    with failing_together(accelerator, f"cannot resume from {directory}"):
+        result = [job.result() for job in found]
+    (pair,) = broadcast_object_list(result or [None])
+    return pair
 
 
 def _whole(listed: dict[str, dict[str, int]]) -> set[str]:
