@@ -98,8 +98,12 @@ class Mirror:
         return trying(f"{self.url}/{name}", answer)
 
     def _put(self, name: str, path: Path) -> None:
-        size = path.stat().st_size
-        self._ask(name, size, self.files.put_file, str(path), f"{self.root}/{name}")
+        size, target = path.stat().st_size, f"{self.root}/{name}"
+        if "file" in self.files.protocol:  # other stores take a file whole or not at all
+            self._ask(name, size, self.files.put_file, str(path), f"{target}.tmp")
+            self._ask(name, 0, self.files.mv, f"{target}.tmp", target)
+        else:
+            self._ask(name, size, self.files.put_file, str(path), target)
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in sorted(names):
@@ -221,9 +225,8 @@ class Mirror:
 
     def _copy_own(self, folder: Path) -> None:
         for name in read_manifest(folder):
-            writer = (
-                writer_of(name) % self.accelerator.num_processes
-            )  # other ones may have saved it
+            # Modulo: more processes may have saved it than there are now.
+            writer = writer_of(name) % self.accelerator.num_processes
             if writer == self.accelerator.process_index:
                 self._put(f"checkpoints/{folder.name}/{name}", folder / name)
 
