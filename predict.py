@@ -159,40 +159,15 @@ class PhotoPredictor(PixelClassifier):
         return pixels[None], ""
 
 
-class TablePredictor(Predictor):
-    """Maps features, float64 (n, features), to targets, (n, targets), both in their own units.
+class TableRows(Predictor):
+    """Takes features, float64 (n, features), in their own units.
 
-    The features are float64 because float32 cannot tell ids or times in milliseconds apart.
+    They are float64 because float32 cannot tell ids or times in milliseconds apart. In a subclass,
+    answer_rows returns the columns that are written for inputs of forward.
     """
 
     options = ("encoding",)
-
-    def __init__(self, *run: Any):
-        super().__init__(*run)
-        self.keep("feature_mean", "feature_std", "target_mean", "target_std")
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = self.model(((inputs - self.feature_mean) / self.feature_std).float())
-        return (outputs * self.target_std + self.target_mean).to(inputs.dtype)
-
-    def example_inputs(self) -> torch.Tensor:
-        return torch.randn(64, len(self.feature_mean)) * self.feature_std + self.feature_mean
-
-    def predict_file(self, path: Path, encoding: str | None = None) -> str:
-        """Write TABLE_predictions.csv: the rows of a table and a column for each target."""
-        from trainkit.tools.predictions import add_predictions  # here: pandas takes half a second
-
-        def predict(inputs: torch.Tensor) -> dict[str, Any]:
-            outputs = zip(self.metadata["targets"], self(inputs).numpy().T, strict=True)
-            return {f"predicted_{name}": values for name, values in outputs}
-
-        return add_predictions(path, self.metadata, predict, encoding)
-
-
-class TableClassifier(Classifier):
-    """Maps features, float64 (n, features), in their own units, to class probabilities."""
-
-    options = ("encoding",)
+    answer_rows: Callable[[torch.Tensor], dict[str, Any]]
 
     def __init__(self, *run: Any):
         super().__init__(*run)
@@ -205,16 +180,36 @@ class TableClassifier(Classifier):
         return torch.randn(64, len(self.feature_mean)) * self.feature_std + self.feature_mean
 
     def predict_file(self, path: Path, **options: Any) -> str:
-        """Write TABLE_predictions.csv: the rows of a table, their class and its probability."""
+        """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows."""
         from trainkit.tools.predictions import add_predictions  # here: pandas takes half a second
 
-        def predict(inputs: torch.Tensor) -> dict[str, Any]:
-            probability, number = self(inputs).max(1)
-            (name,), classes = self.metadata["targets"], self.metadata["classes"]
-            answers = [classes[n] for n in number.tolist()]
-            return {f"predicted_{name}": answers, f"probability_{name}": probability.numpy()}
+        return add_predictions(path, self.metadata, self.answer_rows, options.get("encoding"))
 
-        return add_predictions(path, self.metadata, predict, options.get("encoding"))
+
+class TablePredictor(TableRows):
+    """Maps features to targets, (n, targets), in their own units."""
+
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.keep("target_mean", "target_std")
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.model(self.prepare(inputs))
+        return (outputs * self.target_std + self.target_mean).to(inputs.dtype)
+
+    def answer_rows(self, inputs: torch.Tensor) -> dict[str, Any]:
+        outputs = zip(self.metadata["targets"], self(inputs).numpy().T, strict=True)
+        return {f"predicted_{name}": values for name, values in outputs}
+
+
+class TableClassifier(TableRows, Classifier):
+    """Maps features to class probabilities."""
+
+    def answer_rows(self, inputs: torch.Tensor) -> dict[str, Any]:
+        probability, number = self(inputs).max(1)
+        (name,), classes = self.metadata["targets"], self.metadata["classes"]
+        answers = [classes[n] for n in number.tolist()]
+        return {f"predicted_{name}": answers, f"probability_{name}": probability.numpy()}
 
 
 class TextPredictor(Classifier):
@@ -247,16 +242,20 @@ class TextPredictor(Classifier):
         return self.collate([(tokens, 0) for tokens in self.tokenize([text])]), ""
 
     def predict_file(self, path: Path, **options: Any) -> str:
-        """Return a line for each text of the file: its number, and the answer of Classifier."""
+        """Return a line for each text of the file: its number, and the answer of Classifier.
+
+        Of lines without a text that follow one another the first is named.
+        """
         from trainkit.texts import texts
 
         encoding = options.get("encoding") or self.metadata.get("encoding")
         lines = texts.read_texts(path, self.metadata.get("text"), encoding)
-        answers = (
-            self.describe(self(self.read(line)[0])[0]) if line else "no text" for line in lines
-        )
-        numbered = [f"{path}:{number}: {answer}" for number, answer in enumerate(answers, 1)]
-        return "\n".join(numbered) or f"{path}: no text"
+        answers = [
+            f"{path}:{number}: {self.describe(self(self.read(line)[0])[0]) if line else 'no text'}"
+            for number, line in enumerate(lines, 1)
+            if line or number == 1 or lines[number - 2]
+        ]
+        return "\n".join(answers) or f"{path}: no text"
 
 
 class OwnPredictor(Predictor):

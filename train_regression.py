@@ -139,9 +139,9 @@ def make_synthetic(config: Config) -> tuple[pd.DataFrame, list[str], dict[str, A
 
 
 def load_data(config: Config) -> sets.TableSets:
-    """Return the training set, the evaluation set (with row numbers), rows held back, metadata."""
+    """Return the training set, the evaluation set (with row numbers), and metadata."""
     load = make_synthetic if config.data is None else sets.load_table
-    made = sets.make_table_sets(*load(config), config, hold_back=config.model == "tabm")
+    made = sets.make_table_sets(*load(config), config, in_folds=config.model == "tabm")
     hidden = config.hidden if config.model == "mlp" else []
     made.metadata.update(input="table", script=Path(__file__).stem, model=config.model)
     made.metadata["hidden"] = hidden
@@ -193,11 +193,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "regression") as run:  # creates run.accelerator
         accelerator = run.accelerator
-        train_set, eval_set, held_back, metadata = run.load(load_data)
+        train_set, eval_set, metadata = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
         model = make_model(metadata)
         if config.model == "tabm":
-            network.start_linear(model, train_set, held_back, network.fit_ridge)
+            network.start_linear(model, train_set, network.fit_ridge)
         optimizer = make_optimizer(accelerator, model.parameters(), config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
@@ -207,11 +207,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         run.begin(model, metadata, plan)  # locks the run folder, loads the checkpoint
 
         for _ in run.epochs():
-            for features, targets, *_ in run.steps(train_loader):
+            for features, targets, *folds in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    outputs = model(features)
                     if config.model == "tabm":  # (rows, members, targets): each has its own loss
+                        outputs = model(features, folds[0])
                         targets = targets[:, None].expand_as(outputs)
+                    else:
+                        outputs = model(features)
                     losses = LOSSES[config.loss](outputs, targets, reduction="none")
                     accelerator.backward(run.step_mean(losses))
                     run.clip_and_check(optimizer)
@@ -222,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 if run.end_step():  # --save-every, or a signal to any process
                     run.save()  # accelerator.save_state; after a signal it ends the run with 75
             if config.model == "tabm":
-                network.set_scale(accelerator, model, held_back, LOSSES[config.loss])
+                network.set_scale(accelerator, model, train_set, LOSSES[config.loss])
             results = validate(run, model, eval_loader, eval_set, config.loss, metadata)
             run.end_epoch(*results)
 

@@ -4,17 +4,21 @@ Each process prints the highest resident memory (VmHWM) of a phase at its end, a
 """
 
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainkit import Run, make_loaders, make_optimizer, make_scheduler, shards, startup
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from examples.windows import Windows, standard_library
 from trainkit.config import Count, TrainingConfig, parse
 from trainkit.language.pretrained import write_pretrained
+from trainkit.private import mesh_groups
 
 LENGTH = 64  # tokens of a sample
 
@@ -68,6 +72,32 @@ def note(phase: str, rank: int) -> None:
     sys.stdout.flush()
 
 
+def count_sent(accelerator: Accelerator) -> Counter[str]:
+    """Return a counter of the bytes that this process sends in rings, by the axis of the mesh."""
+    sent: Counter[str] = Counter()
+    distributed = torch.distributed
+    axes = {group.group_name: axis for axis, group in mesh_groups(accelerator).items()}
+
+    def wrap(passes: int, *names: str) -> None:
+        name = next(name for name in names if hasattr(distributed, name))  # torch 2.14 renamed two
+        call = getattr(distributed, name)
+
+        def counting(*args: Any, group: Any = None, **how: Any) -> Any:
+            num = distributed.get_world_size(group)
+            values = [*args, *how.values()]
+            largest = max(x.nbytes for x in values if isinstance(x, torch.Tensor))
+            axis = axes.get(getattr(group, "group_name", ""), "dp_shard")
+            sent[axis] += passes * largest * (num - 1) // num
+            return call(*args, group=group, **how)
+
+        setattr(distributed, name, counting)
+
+    wrap(1, "all_gather_single", "all_gather_into_tensor")
+    wrap(1, "reduce_scatter_single", "reduce_scatter_tensor")
+    wrap(2, "all_reduce")
+    return sent
+
+
 def main(argv: list[str] | None = None) -> None:
     with Run(config := parse(Config, argv), "billion") as run:
         accelerator, rank = run.accelerator, run.accelerator.process_index
@@ -81,11 +111,15 @@ def main(argv: list[str] | None = None) -> None:
             model, optimizer, train_loader, eval_loader, scheduler
         )
         run.begin(model, {"script": "billion"})
+        sent = count_sent(accelerator)
         note("resumes" if run.progress.step else "begins", rank)
         for _ in run.epochs():
             for batch in run.steps(train_loader):
+                sent.clear()
                 losses = compute_losses(model, batch)
                 accelerator.backward(run.step_mean(losses["loss"]))
+                if rank == 0:
+                    sys.stdout.write("".join(f"sent {axis} {sent[axis]}\n" for axis in sent))
                 run.clip_and_check(optimizer)
                 optimizer.step()
                 scheduler.step()

@@ -45,8 +45,7 @@ def make_peers(kind: str) -> dict[str, Any]:
 def compare(script: Any, flags: list[str], kind: str) -> dict[str, float]:
     """Return the score of the script and of each peer on one split, sizes and CPU seconds."""
     made = script.load_data(parse(script.Config, flags))
-    pairs = zip(made.train.tensors, made.held_back.tensors, strict=True)
-    features, targets = (np.concatenate(pair) for pair in pairs)
+    features, targets, _ = (tensor.numpy() for tensor in made.train.tensors)
     inputs, truth = (tensor.numpy() for tensor in made.evaluated.tensors[:2])
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

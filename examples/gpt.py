@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from examples.windows import Windows, standard_library
+from examples.windows import Tokens, Windows, standard_library
 from trainkit.config import Count, Fraction, MayChange, Schedule, TrainingConfig, parse
-from trainkit.rows.parquet import ParquetRows
 
 CONTEXT = 128
 PAIR = re.compile(rb'(def [^\n]+:\n +""")([^\n]+\n)')  # a prompt, and its answer
@@ -78,7 +77,8 @@ class GPT(nn.Module):
 def load_data(config: Config) -> tuple:
     """Return the training set and the evaluation set."""
     if config.data:
-        return tuple(ParquetRows(pattern, config.column) for pattern in config.data)
+        train_set = Tokens(config.data[0], config.column, config.vocabulary)
+        return train_set, Tokens(config.data[1], config.column, config.vocabulary, train_set)
     path = standard_library(config.run_dir.parent)
     spans = range(0, min(config.num_bytes, path.stat().st_size) - CONTEXT, CONTEXT)
     if config.answers_only:

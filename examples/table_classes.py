@@ -39,7 +39,7 @@ class Config(sets.TableConfig):
 
 
 def load_data(config: Config) -> sets.TableSets:
-    """Return the training set, the evaluation set (with row numbers), rows held back, metadata."""
+    """Return the training set, the evaluation set (with row numbers), and metadata."""
     made = sets.make_class_sets(*sets.load_table(config, predicts_classes=True), config)
     made.metadata.update(input="table_class", script=Path(__file__).stem)
     made.metadata["edges"] = network.find_edges(made.train.tensors[0])
@@ -95,12 +95,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "table_classes") as run:
         accelerator = run.accelerator
-        train_set, eval_set, held_back, metadata = run.load(load_data)
+        train_set, eval_set, metadata = run.load(load_data)
         classes = metadata["classes"]
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
         model = make_model(metadata)
         fit = partial(network.fit_logistic, num_classes=len(classes))
-        network.start_linear(model, train_set, held_back, fit)
+        network.start_linear(model, train_set, fit)
         optimizer = make_optimizer(accelerator, model.parameters(), config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
@@ -109,9 +109,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         run.begin(model, metadata, metadata.pop("plan"))
 
         for _ in run.epochs():
-            for features, labels, *_ in run.steps(train_loader):
+            for features, labels, fold, _ in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    logits = model(features)  # (rows, members, classes): each has its own loss
+                    logits = model(
+                        features, fold
+                    )  # (rows, members, classes): each has its own loss
                     targets = labels[:, None].expand(logits.shape[:2])
                     losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
                     accelerator.backward(run.step_mean(losses))
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 run.add(loss=losses, accuracy=logits.mean(1).argmax(1) == labels)
                 if run.end_step():
                     run.save()
-            network.set_scale(accelerator, model, held_back, F.cross_entropy)
+            network.set_scale(accelerator, model, train_set, F.cross_entropy)
             run.end_epoch(*validate(run, model, eval_loader, eval_set, classes))
         return run.finish(f"python predict.py {config.run_dir} FILE")
 

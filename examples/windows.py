@@ -1,4 +1,4 @@
-"""Read pieces of a memory-mapped file by index, for gpt.py, without making a list of them."""
+"""Read pieces of a memory-mapped file, or rows of tokens, by index, for gpt.py."""
 
 import sys
 import sysconfig
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from trainkit.errors import LoneFailure, UsageError
+from trainkit.rows.parquet import ParquetRows, shown
 from trainkit.run_dir.files import write_durably
 
 
@@ -39,3 +42,29 @@ class Windows:
         # Mapped here, because a kept memmap would be copied whole into each spawned worker. Mode
         # "c", because torch warns about arrays that are not writable.
         return np.memmap(self.path, np.uint8, "c", start, self.size), first - start, end - start
+
+
+class Tokens(ParquetRows):
+    """Samples are the lists of one column, as long as those of `like`, or as the first of them.
+
+    Raises UsageError if that column has no lists of whole numbers.
+    """
+
+    def __init__(self, pattern: str, column: str, vocabulary: int, like: "Tokens | None" = None):
+        super().__init__(pattern, column)
+        first = self[0][0]
+        if not torch.is_tensor(first) or first.ndim != 1 or first.is_floating_point():
+            raise UsageError(f"{shown(pattern)}: {column} must hold lists of whole numbers, tokens")
+        self.vocabulary, self.length = vocabulary, like.length if like else len(first)
+
+    def make_batch(self, indices: torch.Tensor) -> list:
+        """Raises LoneFailure for a list of another length, and a token that the model lacks."""
+        (tokens,) = super().make_batch(indices)
+        low, high = (int(end) for end in tokens.aminmax())
+        if tokens.shape[1] != self.length or not 0 <= low <= high < self.vocabulary:
+            raise LoneFailure(
+                f"{shown(self.pattern)}: {self.columns[0]} has lists of {tokens.shape[1]} tokens "
+                f"from {low} to {high}, and the model is for {self.length} tokens from 0 to "
+                f"{self.vocabulary - 1}: raise --vocabulary, or write lists of one length"
+            )
+        return [tokens]

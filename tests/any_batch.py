@@ -6,7 +6,6 @@ object with .to(); a graph, whose edges have two rows for any number of samples;
 
 import functools
 import os
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainkit import Run, make_loaders, make_optimizer
@@ -20,9 +19,8 @@ from transformers import BatchEncoding
 
 from trainkit.config import TrainingConfig, parse
 
-NUM_TRAIN, NUM_EVAL = 61, 21  # batches of 20 leave one sample for the last
-FLAGS = ["--batch-size", "20", "--eval-batch-size", "20", "--epochs", "2", "--no-pictures"]
-FLAGS += ["--log-every", "1"]
+NUM_TRAIN, NUM_EVAL = 61, 21  # batches of 18 leave seven samples for the last
+WRONG = os.environ.get("WRONG")  # what differs on process 1, though it must not
 
 
 class Nodes:
@@ -63,11 +61,8 @@ def collate(texts: list[str]) -> Batch:
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.head, self.size = (
-            nn.Embedding(27, 8),
-            nn.Linear(8, 27),
-            nn.Linear(2, 1),
-        )
+        self.embedding, self.head = nn.Embedding(27, 8), nn.Linear(8, 27)
+        self.size = nn.Linear(2, 1)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.head(self.embedding(batch.encoding["input_ids"])) / batch.temperature
@@ -104,18 +99,14 @@ def compute_losses(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 
 def count(batch: Batch) -> dict[str, torch.Tensor | float]:
     return {
-        "tokens": (batch.encoding["input_ids"][:, 1:] > 0).sum(),
+        "tokens": (batch.encoding["input_ids"][:, 1:] > 0).sum()
+        + (WRONG == "COUNT") * int(os.environ["RANK"]),
         "sizes": sum(("b" in text) + 0.25 for text in batch.texts),
     }
 
 
-@dataclass
-class Config(TrainingConfig):
-    pass
-
-
 def main(argv):
-    config = parse(Config, [*FLAGS, *argv])
+    config = parse(TrainingConfig, argv)
     with Run(config, "any_batch") as run:
         accelerator = run.accelerator
         sets = [[make_sample(n) for n in range(num)] for num in (NUM_TRAIN, NUM_EVAL)]
@@ -141,7 +132,7 @@ def main(argv):
                     optimizer.step()
                     optimizer.zero_grad()
                 assert run.num_samples <= len(batch.texts) == max(1, run.num_samples)
-                if "RAGGED" in os.environ:
+                if WRONG == "SIZES":
                     run.add(ragged=torch.ones(len(batch.texts), 2 + accelerator.process_index))
                 run.add(**values)
                 if run.end_step():

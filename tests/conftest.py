@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import pytest
-from double import SAME
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "accelerate_configs"
@@ -26,22 +25,9 @@ CONFIGS = ROOT / "accelerate_configs"
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and some tests start two processes
-OF_LAUNCHERS = (
-    "ACCELERATE_",
-    "OMPI_",
-    "MV2_",
-    "PMI_",
-    "MPI_",
-    "MASTER_",
-    "LOCAL_",
-    "WORLD_SIZE",
-    "RANK",
-    "NPROC",
-    "MIXED_PRECISION",
-    "SLURM_",
-)
+OF_LAUNCHERS = "ACCELERATE_ OMPI_ MV2_ PMI_ MPI_ MASTER_ LOCAL_ WORLD_SIZE RANK NPROC SLURM_"
 for name in list(os.environ):
-    if name.startswith(OF_LAUNCHERS):
+    if name.startswith((*OF_LAUNCHERS.split(), "MIXED_PRECISION")):
         del os.environ[name]
 if sys.platform == "darwin":
     os.environ["ACCELERATE_USE_CPU"] = "true"  # not the GPU that a Mac has: these test a CPU
@@ -104,13 +90,19 @@ def command(
         path = config if isinstance(config, Path) else CONFIGS / f"{config}.yaml"
         start += ["-m", "accelerate.commands.launch", "--config_file", str(path)]
     path = ROOT / script if str(script).endswith(".py") else script  # else a module, after -m
-    return [*start, *launcher_flags, str(path), *without_pictures(script, args)]
+    return [*start, *launcher_flags, str(path), *words_of(script, args)]
 
 
-def without_pictures(script: str | Path, args: Sequence[object]) -> list[str]:
-    """The arguments as strings; drawing takes a second, so a test that wants it says --pictures."""
-    training = Path(script).name.startswith("train_") and "--pictures" not in args
-    return [str(arg) for arg in args] + ["--no-pictures"] * training
+def split_flags(args: Sequence[object]) -> list[str]:
+    """The arguments as strings; flags may be given in one string, as a person types them."""
+    return [word for arg in map(str, args) for word in (arg.split() if arg[:2] == "--" else [arg])]
+
+
+def words_of(script: str | Path, args: Sequence[object]) -> list[str]:
+    """The arguments as strings; drawing takes a second, so who wants it says --pictures."""
+    words = split_flags(args)
+    training = Path(script).name.startswith("train_") and "--pictures" not in words
+    return words + ["--no-pictures"] * training
 
 
 def start(
@@ -137,9 +129,8 @@ def processes(started: subprocess.Popen) -> list[psutil.Process]:
     """The living processes of a start: launcher, training processes, loader workers."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            alive = process.status() != psutil.STATUS_ZOMBIE
-            if alive and process.environ().get("TEST_RUN") == started.mark:
+        with contextlib.suppress(psutil.Error):  # a zombie has no environment
+            if process.environ().get("TEST_RUN") == started.mark:
                 found.append(process)
     return found
 
@@ -172,10 +163,9 @@ def run(
 
 def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl: all, those of "steps" or those of "epochs"."""
-    everything = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    if kind is None:
-        return everything
-    return [row for row in everything if ("eval_loss" in row) == (kind == "epochs")]
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    kinds = {None: (True, False), "epochs": (True,), "steps": (False,)}[kind]
+    return [row for row in map(json.loads, lines) if ("eval_loss" in row) in kinds]
 
 
 def saved(run_dir: Path, name: str = "model") -> tuple[dict[str, Any], dict[str, Any]]:
@@ -198,6 +188,8 @@ def assert_same_bytes(one: Path, other: Path, *more: str) -> None:
 
 def assert_same_numbers(one: Path, other: Path) -> None:
     """Two runs in float64 have the same rows, but for the rounding of sums in another order."""
+    from double import SAME  # it imports torch, which reads OMP_NUM_THREADS
+
     ours, theirs = rows(one), rows(other)
     assert len(ours) == len(theirs) > 2
     for row, same in zip(ours, theirs, strict=True):
@@ -229,7 +221,7 @@ def run_main():
 
     def call(script: str, *args: object) -> dict[str, float]:
         forget_accelerator()
-        return importlib.import_module(script).main(without_pictures(script, args))
+        return importlib.import_module(script).main(words_of(script, args))
 
     return call
 
@@ -239,8 +231,7 @@ def mnist_run(small_mnist, tmp_path_factory, run_main):
     """The folder of a finished run on digits, with its pictures. No test may change it."""
     folder = tmp_path_factory.mktemp("runs") / "mnist"
     flags = "--batch-size 32 --epochs 3 --no-augment --label-smoothing 0 --save-every 1000000"
-    flags = [*flags.split(), "--pictures", "--dataset", small_mnist, "--run-dir", folder]
-    run_main("train_mnist", *flags)
+    run_main("train_mnist", f"{flags} --pictures --dataset {small_mnist} --run-dir {folder}")
     return folder
 
 
@@ -254,8 +245,8 @@ def table_run(tmp_path_factory, run_main):
         for city in ("Bonn", "Rome")
     ]
     (folder / "houses.csv").write_text("\n".join(["area,city,age,price", *table]))
-    flags = ["--model", "mlp", "--target", "price", "--epochs", 5, "--run-dir", folder / "houses"]
-    run_main("train_regression", "--data", folder / "houses.csv", *flags)
+    flags = f"--data {folder}/houses.csv --model mlp --target price --epochs 5"
+    run_main("train_regression", flags, "--run-dir", folder / "houses")
     return folder / "houses"
 
 
@@ -267,7 +258,8 @@ def assert_num_processes(output: str, number: int) -> None:
 
 def finish(nursery: Any, script: str, *args: object, world: int = 1, **plan: Any) -> str:
     """Run a script to its end in forked processes, and return what it printed."""
-    outcome = nursery.run(script, *args, world=world, **{"timeout": 200, **plan})
+    plan = {"timeout": 200, **plan}
+    outcome = nursery.run(script, *split_flags(args), world=world, **plan)
     assert outcome.codes == [0] * world, outcome.output
     assert_num_processes(outcome.output, world)
     return outcome.output
@@ -312,8 +304,8 @@ def find_process(run_dir: Path) -> psutil.Process:
 def undisturbed(tiny_mnist, tmp_path_factory):
     """The folder of a run with ENGINE_FLAGS that `accelerate launch` started."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    flags = [*ENGINE_FLAGS.split(), tiny_mnist, "--run-dir", run_dir]
-    assert_num_processes(run("train_mnist.py", *flags, config="2cpu").stdout, 2)
+    flags = f"{ENGINE_FLAGS} {tiny_mnist} --run-dir {run_dir}"
+    assert_num_processes(run("train_mnist.py", flags, config="2cpu").stdout, 2)
     return run_dir
 
 
@@ -337,7 +329,7 @@ def fork_main(nursery):
     """
 
     def call(script: str, *args: object, **plan: Any) -> Any:
-        outcome = nursery.run(script, *without_pictures(script, args), **plan)
+        outcome = nursery.run(script, *words_of(script, args), **plan)
         assert None not in outcome.codes, f"{script} hung\n{outcome.output}"
         return outcome
 
@@ -361,8 +353,7 @@ def train_in_double(nursery):
     """Run a script in float64 in `world` processes of their own; return what it printed."""
 
     def call(script: str, *args: object, world: int = 1, **plan: Any) -> str:
-        args = without_pictures(script, args)
-        return finish(nursery, script, *args, world=world, double=True, **plan)
+        return finish(nursery, script, *words_of(script, args), world=world, double=True, **plan)
 
     return call
 

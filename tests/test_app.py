@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import colours
@@ -132,7 +133,15 @@ def test_sliders_and_lists_of_a_table_are_answered(table_run, open_page):
     tab.wait_for_selector(".said h2")
     before = tab.locator(".said h2").inner_text()
     text = tab.locator("body").inner_text()
-    assert "price by less than" in text and "loss" not in text
+    assert "It predicts price, and is usually off by less than " in text, text
+    assert "loss" not in text
+    # It is the prediction for the values that the page shows.
+    predictor = predict.load_run(table_run)
+    shown = tab.locator("input[type=number]").evaluate_all("fields => fields.map(f => +f.value)")
+    city = tab.get_by_role("combobox").input_value()
+    spans = {name: page.find_span(predictor.metadata, name) for name in ("area", "age")}
+    row = [shown[0], city, shown[1]]
+    assert before in page.answer_row(predictor, ["area", "city", "age"], spans, "", *row)[0]
     labels = tab.locator("label, .head").all_inner_texts()
     assert any("age (days since 1970)" in label for label in labels), labels
     assert not any("area (days" in label for label in labels), labels
@@ -174,6 +183,30 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_run)
     line, dot = figure.axes[0].lines
     assert dot.get_xydata() == pytest.approx(np.array([[200, expected]]))
     assert np.interp(200, *line.get_data()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("weight (kg)", "2 kg"), ("price_eur", "2 eur"), ("speed [km/h]", "2 km/h"), ("length", "2"),
+     ("body_mass_g", "2 g"), ("item", "2"), ("blood_film", "2")],
+)  # fmt: skip
+def test_the_head_of_a_page_says_the_target_its_unit_and_how_far_off_it_is(name, shown):
+    truth = torch.zeros(20, 1)
+    off = torch.tensor([*[1.0] * 8, 2, 2, *[3.0] * 8, 9, 9])[:, None]
+    run = SimpleNamespace(
+        evaluated={"prediction": off, "target": truth}, metadata={"targets": [name]}
+    )
+    unit = shown[1:]
+    assert page.describe_quality(run) == (
+        f"It predicts {name}, and is usually off by less than {shown}: for half of 20 samples that "
+        f"it was not trained on, and for nine in ten by less than 3.6{unit}."
+    )
+    run.evaluated = {"prediction": torch.tensor([0, 1, 1, 1]), "target": torch.tensor([0, 1, 1, 0])}
+    run.metadata["classes"] = ["a", "b"]
+    assert page.describe_quality(run) == (
+        f"It predicts {name}, and is right for 75.0% of 4 samples that it was not trained on; the "
+        "largest class has 50.0%."
+    )
 
 
 def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnist_run):

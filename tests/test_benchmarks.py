@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT, linux_only, run
+from plain import quick
 
 import train_mnist
 from benchmarks import _cv_example, _runs, peers
@@ -39,17 +40,6 @@ def test_every_benchmark_is_listed_with_a_line():
     assert all(line.endswith((".", "?")) for line in lines)
 
 
-def test_a_process_is_run_to_its_end_with_its_lines_and_memory():
-    code = "import time; print(1); time.sleep(0.3); print(2); x = b'1' * 10**8; time.sleep(0.3)"
-    ended = _runs.execute("-c", code, env={"A": "b"})
-    assert [line for _, line in ended.lines] == ["1\n", "2\n"]
-    (first, _), (second, _) = ended.lines
-    assert 0.25 < second - first < ended.seconds
-    assert max(info.rss - info.shared for info in ended.memory) > 1e8
-    with pytest.raises(RuntimeError, match="no such thing"):
-        _runs.execute("-c", "raise SystemExit('no such thing')")
-
-
 def test_ways_take_turns_and_what_warms_up_does_not_count():
     seen = []
     ways = {name: partial(lambda name: seen.append(name) or len(seen), name) for name in "ab"}
@@ -57,27 +47,27 @@ def test_ways_take_turns_and_what_warms_up_does_not_count():
     assert seen == [*"ababab"]
 
 
-# Flags that make it short, and the first words of its rows.
-TABLES = {
-    "loop_overhead": ("--rounds 1 --steps 20", "bare schedule loader script"),
-    "throughput": ("--models compact --precisions bf16 --rounds 1 --steps 3", "compact"),
-    "tokens": ("--rounds 1 --steps 4", "no bf16"),
-    "sharded": ("--rounds 1 --steps 4 --layers 2 --width 64", "2cpu 2cpu_fsdp"),
-    "scaling": ("--model compact --steps 2 --rounds 1", "1 2"),
-    "growth": ("--sizes 1000 2000 --rounds 1", "kit"),
-    "checkpoint_cost": ("--rounds 2", "now:"),
-    "billion": ("--parameters 2e6", "2 killed resumed"),
-    "time_to_accuracy": ("--seeds 2 --stop-after-steps 1", "train_mnist.py"),
-    "peers": ("--only accelerate fast --pictures 700", "accelerate fast"),
-}
+# A benchmark, the flags that make it short, and the first words of its rows.
+TABLES = """
+loop_overhead --rounds 1 --steps 20: bare schedule loader script
+throughput --models compact --precisions bf16 --rounds 1 --steps 3: compact
+tokens --rounds 1 --steps 4: no bf16
+sharded --rounds 1 --steps 4 --layers 2 --width 64: 2cpu 2cpu_fsdp
+scaling --model compact --steps 2 --rounds 1: 1 2
+growth --sizes 1000 2000 --rounds 1: kit
+checkpoint_cost --rounds 2: now:
+billion --parameters 2e6: 2 killed resumed
+time_to_accuracy --seeds 2 --stop-after-steps 1: train_mnist.py
+peers --only accelerate fast --pictures 700: accelerate fast
+"""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n != "loop_overhead" else n for n in TABLES]
-)
-def test_a_benchmark_prints_its_table(name):
-    flags, first = TABLES[name]
-    rows = table(name, *flags.split())
+ROWS = re.findall(r"^(\w+) (.*): (.*)$", TABLES, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name, flags, first", quick(ROWS, ROWS[:1]))
+def test_a_benchmark_prints_its_table(name, flags, first):
+    rows = table(name, flags)
     assert {row[0].split()[0] for row in rows} == {*first.split()}
     assert all(number(row[-1]) > 0 for row in rows)
 
@@ -95,20 +85,3 @@ def test_peers_find_the_shipped_pictures_and_the_same_network(small_mnist, tmp_p
         digits = _cv_example.Digits(tmp_path / "rows" / f"{split}.parquet")
         assert torch.equal(digits[199]["image"] * 255, images[199].float())
     assert [*map(str, _cv_example.make_model())] == [*map(str, train_mnist.Compact(10))]
-
-
-def test_the_lines_of_peers_are_read():
-    lines = [
-        (4.0, "Train Epoch: 1 [0/1000 (0%)]\tLoss: 2.300000\n"),
-        (5.0, "Train Epoch: 1 [640/1000 (64%)]\tLoss: 0.300000\n"),
-        (6.0, "Train Epoch: 1 [800/1000 (80%)]\tLoss: 0.200000\n"),
-        (7.0, "\n"),
-        (7.0, "Test set: Average loss: 0.0262, Accuracy: 9899/10000 (99%)\n"),
-        (8.0, "Train Epoch: 2 [200/1000]\n"),
-        (9.0, "Train Epoch: 2 [1000/1000]\n"),
-        (9.5, "Test set: Average loss: 0.0262, Accuracy: (99.0000%)\n"),
-    ]
-    assert peers.epochs_of_peer(lines) == [(98.99, 7.0, 2.5, 0.5), (99.0, 9.5, 1.25, 0.5)]
-    memory = [type("Info", (), {"rss": 9e8})]
-    cells = peers.table_row("fabric", _runs.Ended(11.0, lines, memory))
-    assert cells == ["fabric", "1.88", "0.50", "98.99, 99.00", "9.5", "11.0", "900"]

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from trainkit.errors import UsageError
 from trainkit.metrics import RunningMeans
 from trainkit.position import Progress
 from trainkit.run_dir import files
+from trainkit.run_dir.commit import Commits
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.manifest import list_files, verify, write_manifest
 from trainkit.run_dir.records import read_rows
@@ -109,6 +111,29 @@ def schedules(optimizers: list[torch.optim.Optimizer]) -> list:
         lambda x: of.OneCycleLR(x, 0.1, total_steps=9),
     )
     return [kinds[n % len(kinds)](optimizer) for n, optimizer in enumerate(optimizers)]
+
+
+def test_a_process_whose_part_is_taken_at_once_does_not_miss_the_folder(tmp_path, monkeypatch):
+    """The first process may rename the folder as soon as it sees the part of the last one."""
+    folder, final, replace = tmp_path / ".tmp-step", tmp_path / "step-0000000001", os.replace
+    folder.mkdir()
+
+    def replace_late(source: Path, target: Path) -> None:
+        replace(source, target)
+        while "part-" in Path(target).name and not final.exists():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(os, "replace", replace_late)
+    tracker = JsonlTracker(tmp_path)
+    both = [
+        Commits(SimpleNamespace(process_index=rank, num_processes=2), tracker, 2) for rank in (0, 1)
+    ]
+    for commits in both:
+        commits.start(folder, final, {"progress": {"best_step": 0}}, "saving", time.monotonic())
+    for commits in both:
+        commits.close()
+        assert not commits.failed()
+    assert verify(final) is None
 
 
 def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpoint(

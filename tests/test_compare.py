@@ -1,7 +1,6 @@
 """What is printed about several runs: what differs, what was measured, what a difference means."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from trainkit.tools import compare, plots
 @pytest.fixture(scope="module")
 def folders(tiny_mnist, tmp_path_factory, run_main):
     folder = tmp_path_factory.mktemp("runs")
-    flags = ["--dataset", tiny_mnist, "--batch-size", 30, "--epochs", 2, "--run-dir"]
-    for name, seed in (("a", 0), ("b", 1)):
-        run_main("train_mnist", *flags, folder / name, "--seed", seed)
+    for seed, name in enumerate("ab"):
+        flags = f"--batch-size 30 --epochs 2 --run-dir {folder}/{name} --seed {seed}"
+        run_main("train_mnist", "--dataset", tiny_mnist, flags)
     return [folder / "a", folder / "b"]
 
 
@@ -30,22 +29,21 @@ def cells(text: str) -> dict[str, list[str]]:
 def test_the_table_says_what_differs_and_what_was_measured(folders, capsys):
     lock = folders[0].with_name("a.lock")  # as a shell's runs/* has it
     assert lock.exists()
-    plots.main([str(path) for path in (*folders, lock)])
+    plots.main([*map(str, folders), str(lock)])
     text = capsys.readouterr().out
     plots.main([str(lock.parent)])
     assert capsys.readouterr().out == text
     table = cells(text)
-    accuracy = {str(f): rows(f, "epochs")[-1]["eval_accuracy"] for f in folders}
-    assert table["run"] == sorted(accuracy, key=lambda run: -accuracy[run])
-    assert [float(value) for value in table["eval_accuracy"]] == sorted(
-        (float(f"{value:.6g}") for value in accuracy.values()), reverse=True
-    )
-    folders = [*map(Path, table["run"])]
-    assert table["seed"] == [{"a": "0", "b": "1"}[folder.name] for folder in folders]
+    best_first = sorted(folders, key=lambda f: -rows(f, "epochs")[-1]["eval_accuracy"])
+    assert table["run"] == [*map(str, best_first)]
+    for run, accuracy, seed, seconds in zip(
+        best_first, table["eval_accuracy"], table["seed"], table["train_seconds"], strict=True
+    ):
+        assert accuracy == f"{rows(run, 'epochs')[-1]['eval_accuracy']:.6g}"
+        assert seed == {"a": "0", "b": "1"}[run.name]
+        timing = records.read_rows(run / "timing.jsonl")
+        assert seconds == f"{sum(row.get('train_seconds', 0) for row in timing):.6g}"
     assert not {"run_dir", "epochs", "command", "host", "target_accuracy"} & table.keys()
-    timing = [r for r in records.read_rows(folders[1] / "timing.jsonl") if "train_seconds" in r]
-    seconds = sum(row["train_seconds"] for row in timing)
-    assert len(timing) == 2 and table["train_seconds"][1] == f"{seconds:.6g}"
 
 
 def test_settings_that_only_one_run_knows_are_shown(folders, tmp_path):

@@ -44,7 +44,7 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "run_dir", "label"), FILES)
+@pytest.mark.parametrize("text, run_dir, label", FILES)
 def test_a_file_of_flags_is_read_as_by_a_shell(text, run_dir, label, tmp_path):
     (tmp_path / "flags").write_text(text)
     (tmp_path / "more").write_text(f"--keep 7 @{tmp_path / 'flags'}")
@@ -81,7 +81,7 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code():
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    "flags, words",
     [
         ("--schedule constant --min-learning-rate 1e-4", "needs --schedule onecycle or cosine"),
         ("--learning-rate 1e-4 --min-learning-rate 1e-4", "must be below the peak of 0.0001"),
@@ -108,7 +108,7 @@ DIRECTIONS = {
 DIRECTION_OF = [(name, way) for way, names in DIRECTIONS.items() for name in names.split()]
 
 
-@pytest.mark.parametrize(("metric", "direction"), DIRECTION_OF)
+@pytest.mark.parametrize("metric, direction", DIRECTION_OF)
 def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(metric, direction):
     config = TrainingConfig(keep_best=metric, patience=9)
     problems = config.find_problems(1)
@@ -136,8 +136,8 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
 def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(capsys, monkeypatch):
     @dataclass
     class Config(TrainingConfig):
-        warmup: float = 0.1
-        width: int = 3  # of the model
+        warmup = 0.1
+        width = 3  # of the model
 
     config = parse(Config, ["--warmup", "2", "--no-pictures"])
     assert config == Config(warmup=2.0, pictures=False)

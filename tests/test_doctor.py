@@ -2,6 +2,8 @@
 
 import pytest
 from conftest import linux_only
+from test_shards import KINDS
+from test_shards import env as shards_env
 
 from trainkit.tools import doctor
 
@@ -28,7 +30,12 @@ def main(argv):
                 os.environ.update(GLOO_SOCKET_IFNAME="nosuch") or find(accelerator))
         if illness == "sum":
             real = torch.distributed.all_reduce
-            torch.distributed.all_reduce = lambda tensor, *args: real(tensor.mul_(2), *args)
+            torch.distributed.all_reduce = lambda tensor, **how: real(tensor.mul_(2), **how)
+        if illness == "axis":
+            wait = doctor.find_axis_problem
+            doctor.find_axis_problem = lambda accelerator, axis, group: (
+                axis == "dp_shard" and (accelerator.wait_for_everyone() or time.sleep(9) or 1 / 0)
+                or wait(accelerator, axis, group))
         if illness == "folder":
             os.makedirs("elsewhere/runs")
             os.chdir("elsewhere")
@@ -45,7 +52,7 @@ ILL = [
 
 
 @linux_only
-@pytest.mark.parametrize(("illness", "code", "sentence"), ILL)
+@pytest.mark.parametrize("illness, code, sentence", ILL)
 def test_an_illness_is_named(illness, code, sentence, fork_main, tmp_path):
     (tmp_path / "patient.py").write_text(PATIENT)
     flags = ["--timeout", 2] if illness == "absent" else []
@@ -53,6 +60,14 @@ def test_an_illness_is_named(illness, code, sentence, fork_main, tmp_path):
     done = fork_main(str(tmp_path / "patient.py"), illness, *flags, world=2, cwd=tmp_path, **plan)
     assert done.returncode == code and sentence in done.output, done.output
     assert "ready to train" not in done.output
+
+
+def test_the_axis_of_the_mesh_on_which_the_processes_hang_is_named(fork_main, tmp_path):
+    (tmp_path / "patient.py").write_text(PATIENT)
+    flags, env = ["axis", "--timeout", 5], {**shards_env(KINDS[1], 2), "OMP_NUM_THREADS": "1"}
+    done = fork_main(str(tmp_path / "patient.py"), *flags, world=4, env=env)
+    assert done.codes[0] == 1 and "MiB along dp_replicate: " in done.stdout, done.output
+    assert "process 0 could not reach processes [0, 1] along the axis dp_shard" in done.stderr
 
 
 def test_healthy_processes_are_measured_and_called_healthy(fork_main, tmp_path):

@@ -82,37 +82,37 @@ def train(augment):
 
 train(lambda batch: batch)
 """
-STEPS = [  # what a step does besides, how often it waits for the device, copies to it
-    ("pass", [], 0),
-    ("total.item()", ["_local_scalar_dense"], 0),
-    ("data[data > 3].sum(); data.nonzero()", ["index with a mask", "nonzero"], 0),
-    ("total.tolist(); total.cpu()", ["tolist", "copy to the host"], 0),
-    ("torch.tensor([1.0], device=device)", ["blocking copy to the card"], 1),
-    ("host.to(device, non_blocking=True)", ["blocking copy to the card"], 1),  # it is not pinned
-    ("host.pin_memory().to(device, non_blocking=True)", [], 1),
-    ("data[torch.tensor([1, 2])]", ["blocking copy to the card"], 1),
-    ("e = torch.Event(device=device); e.record(); e.synchronize()", ["event"], 0),
-    ("torch.empty(8, 4, pin_memory=True).copy_(data, non_blocking=True)", [], 0),
-    ("dist.all_reduce(total); dist.all_reduce(host, group=gloo)", [], 0),
-    ("dist.all_gather_object([None], 1)", ["all_gather_object"], 0),
-    ("with torch.inference_mode(): model.weight[:, :2].sum(); model(data)", [], 0),
-]
-BATCHES = [  # what an augmentation makes of a batch on the card, and why that cannot be
-    ("batch * torch.rand(8, 1)", "Expected all tensors to be on the same device"),
-    ("batch.to('cuda:1')", "a tensor on cuda:1 in a process that uses cuda:0"),
-    ("batch.numpy()", "can't convert cuda:0 device type tensor to numpy"),
-    ("dist.all_reduce(host)", "No backend type associated with device type cpu"),
-    ("next(iter(torch.utils.data.DataLoader(batch, num_workers=1, "
-     "multiprocessing_context='fork')))", "Cannot re-initialize CUDA in forked subprocess"),
-]  # fmt: skip
-
-
-# A process on the second card that loads what one on the first has saved.
-PLACES = [
-    ("torch.device('cuda:1')", "cuda:1 6.0"),
-    ("None", "a tensor on cuda:0 in a process that uses cuda:1"),
-    ("'cpu'", "Expected all tensors to be on the same device"),
-]
+# What a step does besides | how often it copies to the device | what it waits for the device by
+STEPS = """
+pass | 0
+total.item() | 0 | _local_scalar_dense
+data[data > 3].sum(); data.nonzero() | 0 | index with a mask, nonzero
+total.tolist(); total.cpu() | 0 | tolist, copy to the host
+torch.tensor([1.0], device=device) | 1 | blocking copy to the card
+host.to(device, non_blocking=True)  # it is not pinned | 1 | blocking copy to the card
+host.pin_memory().to(device, non_blocking=True) | 1
+data[torch.tensor([1, 2])] | 1 | blocking copy to the card
+e = torch.Event(device=device); e.record(); e.synchronize() | 0 | event
+torch.empty(8, 4, pin_memory=True).copy_(data, non_blocking=True) | 0
+dist.all_reduce(total); dist.all_reduce(host, group=gloo) | 0
+dist.all_gather_object([None], 1) | 0 | all_gather_object
+with torch.inference_mode(): model.weight[:, :2].sum(); model(data) | 0
+"""
+FORKED = "num_workers=1, multiprocessing_context='fork'"
+# What an augmentation makes of a batch on the card | and why that cannot be
+BATCHES = f"""
+batch * torch.rand(8, 1) | Expected all tensors to be on the same device
+batch.to('cuda:1') | a tensor on cuda:1 in a process that uses cuda:0
+batch.numpy() | can't convert cuda:0 device type tensor to numpy
+dist.all_reduce(host) | No backend type associated with device type cpu
+next(iter(torch.utils.data.DataLoader(batch, {FORKED}))) | Cannot re-initialize CUDA in forked subp
+"""
+# Where a process on the second card loads what one on the first has saved | what comes of it
+PLACES = """
+torch.device('cuda:1') | cuda:1 6.0
+None | a tensor on cuda:0 in a process that uses cuda:1
+'cpu' | Expected all tensors to be on the same device
+"""
 SECOND = """
 from emulate import cards
 torch.save([host[0, :3].to(device)], "file.pt")
@@ -138,24 +138,28 @@ def emulate(
     return result.stdout.splitlines(), json.loads((folder / "report.0.json").read_text())["steps"]
 
 
+def cells(table: str) -> list[list[str]]:
+    return [line.split(" | ") for line in table.strip().splitlines()]
+
+
 def test_waits_and_copies_are_counted_and_wrong_devices_refused_with_their_lines(
     emulated_cards, tmp_path
 ):
     program = PROGRAM
-    for line, _, _ in STEPS:
+    for line, *_ in cells(STEPS):
         program += f"{line}\ntrain(lambda batch: batch)\n"
     attempt = "try:\n    {}\nexcept (RuntimeError, TypeError) as error:\n"
     attempt += "    print(str(error).strip().splitlines()[-1])\n"
-    program += "".join(attempt.format(f"train(lambda batch: {line})") for line, _ in BATCHES)
+    program += "".join(attempt.format(f"train(lambda batch: {line})") for line, _ in cells(BATCHES))
     program += SECOND
-    program += "".join(attempt.format(f"load({place})") for place, _ in PLACES)
+    program += "".join(attempt.format(f"load({place})") for place, _ in cells(PLACES))
     printed, steps = emulate(emulated_cards, tmp_path, program)
-    for (line, waits, copies), step in zip(STEPS, steps[1:], strict=True):
-        assert [key[key.rindex("[") + 1 : -1] for key in step["waits"]] == waits, line
-        assert all(f"{line} [" in key for key in step["waits"]), step
-        assert {*step["waits"].values()} <= {1}
-        assert sum(step["copies"].values()) == copies, line
-    for (line, said), output in zip([*BATCHES, *PLACES], printed, strict=True):
+    for (line, copies, *waits), step in zip(cells(STEPS), steps[1:], strict=True):
+        expected = {f"{line} [{what}]": 1 for words in waits for what in words.split(", ")}
+        found = {key.partition(" ")[2]: number for key, number in step["waits"].items()}
+        assert found == expected, step
+        assert sum(step["copies"].values()) == int(copies), line
+    for (line, said), output in zip(cells(BATCHES + PLACES.lstrip()), printed, strict=True):
         assert said in output, (line, output)
 
 
@@ -187,7 +191,7 @@ for precision in ("no", "fp16"):
     print(precision)
     for batch in range(2):
         step.start(Progress(step=batch, batch=batch))
-        step.start_micro_batch()
+        step.start_micro_batch(SimpleNamespace())
         accelerator.backward(step.mean(weight, None, None))
         step.clip_and_check(optimizer)
         optimizer.step()
@@ -207,10 +211,10 @@ for precision in ("no", "fp16"):
 def problems(tiny_mnist):
     """Per script, a run of ten steps in two epochs, on up to eight cards."""
     shared = "--batch-size 64 --epochs 2 --log-every 4 --save-every 4 --keep 9 --timeout 60"
-    shared = f"{shared} --eval-batch-size 56 --no-pictures".split()
+    shared += " --eval-batch-size 56 --no-pictures"
     return {
-        "train_mnist": ["--dataset", tiny_mnist, *shared],
-        "train_regression": ["--num-samples", 400, "--model", "mlp", *shared],
+        "train_mnist": f"--dataset {tiny_mnist} {shared}",
+        "train_regression": f"--num-samples 400 --model mlp {shared}",
     }
 
 
@@ -282,11 +286,11 @@ def test_every_single_machine_yaml_trains_and_resumes_both_scripts(cards, proble
     plans = zip(problems.items(), faults, (101, 80), strict=True)
     for (script, args), fault, num_evaluated in plans:
         whole, broken = tmp_path / script / "whole", tmp_path / script / "broken"
-        launch(cards, yaml, script, *args, "--run-dir", whole)
-        launch(cards, yaml, script, *args, "--run-dir", broken, fault=fault)
+        launch(cards, yaml, script, args, "--run-dir", whole)
+        launch(cards, yaml, script, args, "--run-dir", broken, fault=fault)
         assert not (broken / "DONE").exists()
         shutil.rmtree(broken / "checkpoints" / "step-0000000008", ignore_errors=True)
-        again = launch(cards, yaml, script, *args, "--resume", "auto", "--run-dir", broken)
+        again = launch(cards, yaml, script, args, "--resume", "auto", "--run-dir", broken)
         assert f"resuming from {broken / 'checkpoints' / 'step-'}" in again.stdout
         assert digests(broken) == digests(whole)
         world = json.loads((whole / "run.json").read_text())
@@ -301,10 +305,10 @@ def test_every_single_machine_yaml_trains_and_resumes_both_scripts(cards, proble
 
 @pytest.mark.slow
 def test_four_cards_in_float32_go_on_as_two_in_half_precision(cards, problems, tmp_path):
-    args = [*problems["train_mnist"], "--run-dir", tmp_path / "run"]
+    args = [problems["train_mnist"], "--run-dir", tmp_path / "run"]
     launch(cards, "4gpu", "train_mnist", *args)
     before = rows(tmp_path / "run")
-    args = ["--resume", tmp_path / "run" / "checkpoints" / "step-0000000004", *args]
+    args = [f"--resume {tmp_path}/run/checkpoints/step-0000000004", *args]
     for precision in ("bf16", "fp16"):  # fp16 with a new loss scale, which float32 did not save
         again = launch(cards, f"4gpu_{precision}", "train_mnist", *args, processes=2)
         assert "num_processes was 4 and is 2" in again.stdout
@@ -321,8 +325,8 @@ def test_a_run_on_one_card_gives_the_numbers_of_the_cpu(cards, problems, tmp_pat
     """If emulated, the same kernels made them: only the GPU's own path could make a difference."""
     close = {"rel": 1e-6} if are_emulated(cards) else {"rel": 1e-3, "abs": 0.02}
     for script, args in problems.items():
-        launch(cards, "1gpu", script, *args, "--run-dir", tmp_path / "card")
-        assert conftest.run(f"{script}.py", *args, "--run-dir", tmp_path / "cpu").returncode == 0
+        launch(cards, "1gpu", script, args, "--run-dir", tmp_path / "card")
+        assert conftest.run(f"{script}.py", args, "--run-dir", tmp_path / "cpu").returncode == 0
         for there, here in zip(rows(tmp_path / "cpu"), rows(tmp_path / "card"), strict=True):
             assert here == pytest.approx(there, **close)
         if are_emulated(cards) and script == "train_mnist":  # its pictures lie on the card
@@ -342,8 +346,7 @@ EXAMPLES = {
 def test_each_example_trains_and_evaluates_in_fp16(cards, tiny_mnist, tmp_path, name):
     flags, num_evaluated = EXAMPLES[name]
     flags += " --batch-size 4 --eval-batch-size 26 --stop-after-steps 4 --log-every 1 --no-pictures"
-    flags += " --timeout 60 --run-dir {folder}"
-    args = flags.format(digits=tiny_mnist, folder=tmp_path / "run").split()
+    args = flags.format(digits=tiny_mnist), "--timeout 60", "--run-dir", tmp_path / "run"
     launch(cards, "4gpu_fp16", f"examples/{name}", *args, processes=2)
     assert [row["step"] for row in rows(tmp_path / "run", "steps")] == [1, 2, 3, 4]
     epoch = rows(tmp_path / "run", "epochs")[-1]

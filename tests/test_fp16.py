@@ -9,13 +9,11 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from conftest import rows
 from faults import digests
 from test_run import Numbers, changed
 
 import trainkit.session
-from trainkit.run import Run
 from trainkit.step import Step
 
 SCALE = 2.0**21  # gradients overflow at first
@@ -33,14 +31,12 @@ def accelerator_in_fp16(**options: Any) -> accelerate.Accelerator:
     return accelerator
 
 
-def checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
+def checkpoint(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """What is saved about a step: its progress, scheduler and scaler."""
     folder = run_dir / "checkpoints" / f"step-{step:010d}"
-    return {
-        "progress": json.loads((folder / "trainer.json").read_text())["progress"],
-        "scheduler": torch.load(folder / "state" / "scheduler.bin", weights_only=True),
-        "scaler": torch.load(folder / "state" / "scaler.pt", weights_only=True),
-    }
+    states = [folder / "state" / name for name in ("scheduler.bin", "scaler.pt")]
+    progress = json.loads((folder / "trainer.json").read_text())["progress"]
+    return [progress, *(torch.load(state, weights_only=True) for state in states)]
 
 
 def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
@@ -49,7 +45,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
     run_dir, steps = tmp_path / "run", []
     finish = Step.finish
 
-    def finished(self: Step) -> bool:
+    def finished(self):
         made = finish(self)
         steps.append((made, float(self.accelerator.scaler.get_scale())))
         return made
@@ -57,25 +53,25 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
     monkeypatch.setattr(Step, "finish", finished)
     monkeypatch.setattr(trainkit.session, "Accelerator", accelerator_in_fp16)
     flags = f"--dataset {tiny_mnist} --model lenet --batch-size 8 --log-every 1 --save-every 2 "
-    flags = f"{flags} --stop-after-steps {LAST} --keep 9 --run-dir {run_dir}".split()
-    run_main("train_mnist", *flags)
-    whole, files, made = checkpoint(run_dir, LAST), digests(run_dir), list(steps)
+    flags += f"--stop-after-steps {LAST} --keep 9 --run-dir {run_dir}"
+    run_main("train_mnist", flags)
+    whole, files, made = checkpoint(run_dir, LAST), digests(run_dir), [*steps]
+    progress, scheduler, scaler = whole
     num_skipped = len(made) - LAST
     assert made[0] == (False, SCALE / 2) and num_skipped >= 1  # skipped, and halved
     assert any(later > sooner for (_, sooner), (_, later) in itertools.pairwise(made))
-    assert whole["progress"]["step"] == whole["scheduler"]["last_epoch"] == LAST
-    assert whole["progress"]["num_skipped"] == num_skipped
-    assert whole["progress"]["batch"] == LAST + num_skipped
-    assert whole["scaler"]["scale"] == made[-1][1]
+    assert progress["step"] == scheduler["last_epoch"] == LAST
+    assert progress["num_skipped"] == num_skipped == progress["batch"] - LAST
+    assert scaler["scale"] == made[-1][1]
     logged = rows(run_dir, "steps")
     assert [row["step"] for row in logged] == [*range(1, LAST + 1)]
     assert all(math.isfinite(row["train_loss"]) for row in logged)
 
-    middle = checkpoint(run_dir, 4)
-    assert middle["scaler"]["scale"] != SCALE and middle["scaler"]["_growth_tracker"] > 0
+    progress, _, scaler = checkpoint(run_dir, 4)
+    assert scaler["scale"] != SCALE and scaler["_growth_tracker"] > 0
     steps.clear()
-    run_main("train_mnist", *flags, "--resume", run_dir / "checkpoints" / "step-0000000004")
-    assert steps == made[4 + middle["progress"]["num_skipped"] :]
+    run_main("train_mnist", f"{flags} --resume {run_dir}/checkpoints/step-0000000004")
+    assert steps == made[4 + progress["num_skipped"] :]
     assert checkpoint(run_dir, LAST) == whole and digests(run_dir) == files
 
 
@@ -83,6 +79,12 @@ def scaled_float32(**options: Any) -> accelerate.Accelerator:
     """A loss scale without the rounding of fp16."""
     options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
     return accelerator_in_fp16(**options)
+
+
+def test_a_loop_without_zero_grad_is_told_so_under_a_loss_scale_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was not called since"):
+        changed((r"optimizer.zero_grad\(\)", "pass"))("--run-dir", tmp_path)
 
 
 class Still(Numbers):
@@ -99,7 +101,7 @@ def train_two(run_dir: Path, order: str, overflows: tuple[int, ...] = ()) -> lis
     In the batches of these numbers the gradients of both overflow.
     """
 
-    def clip_and_step(run: Run, optimizers: list[AcceleratedOptimizer], number: int):
+    def clip_and_step(run, optimizers, number):
         for word in order.split():
             each = optimizers[int(word[-1])]
             run.clip_and_check(each) if word[:-1] == "clip" else each.step()
@@ -114,7 +116,7 @@ def train_two(run_dir: Path, order: str, overflows: tuple[int, ...] = ()) -> lis
     ]
     names = {"overflows": overflows, "clip_and_step": clip_and_step, "Numbers": Still}
     flags = "--drop-last --epochs 7 --learning-rate 0.03 --clip-norm 0.1 --run-dir"
-    return changed(*edits, **names)(*flags.split(), run_dir)
+    return changed(*edits, **names)(f"{flags} {run_dir}")
 
 
 @pytest.mark.parametrize("order", ["clip0 step0 clip1 step1", "clip0 clip1 step0 step1"])

@@ -4,7 +4,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import conftest
 import pytest
@@ -87,7 +86,7 @@ def start_pods(tmp_path):
 def test_pods_stopped_and_killed_end_with_the_bytes_of_an_undisturbed_launch(
     start_pods, undisturbed, tiny_mnist, tmp_path
 ):
-    def attempt(step: int, disturb: Callable, more: str = "") -> list[int]:
+    def attempt(step, disturb, more=""):
         pods = start_pods(f"{conftest.ENGINE_FLAGS} {tiny_mnist} {more}")
         try:
             conftest.wait_for_step(tmp_path / "mnist", step, pods[0])

@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import conftest
@@ -12,7 +11,7 @@ import yaml
 from conftest import linux_only
 from double import IN_DOUBLE
 
-SMALL = "--epochs 2 --log-every 3 --eval-batch-size 100 --dataset"
+SMALL = "--epochs 2 --batch-size 60 --log-every 3 --eval-batch-size 100 --dataset"
 
 # train_mnist.py, where only the second node gets the last flag.
 DIFFERENT = """
@@ -67,23 +66,22 @@ def start_node(
     return conftest.start(script, *args, config=config, launcher_flags=flags, env=env)
 
 
-def finish(started: list[subprocess.Popen], timeout: float = 120) -> list[tuple[int, str, str]]:
+def finish(started: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of each; a hang fails the test."""
-    deadline = time.monotonic() + timeout
+    outputs = []
     try:
-        outputs = [p.communicate(timeout=max(1, deadline - time.monotonic())) for p in started]
-    except subprocess.TimeoutExpired:
+        outputs = [process.communicate(timeout=120) for process in started]
+    finally:
         for process in started:
             conftest.kill_all(process)
-        pytest.fail("hung\n" + "\n".join("\n".join(p.communicate()) for p in started))
     return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("caches", "world"), [("ab", 2), pytest.param("aa", 4, marks=pytest.mark.slow)]
+    "caches, world", [("ab", 2), pytest.param("aa", 4, marks=pytest.mark.slow)]
 )
-def test_two_nodes_train_as_one_process(small_mnist, tmp_path, train_in_double, caches, world):
-    port, args = free_port(), [*SMALL.split(), small_mnist, "--run-dir"]
+def test_two_nodes_train_as_one_process(tiny_mnist, tmp_path, train_in_double, caches, world):
+    port, args = free_port(), [SMALL, tiny_mnist, "--run-dir"]
     script, flags = tmp_path / "train_counting.py", (*args, tmp_path / "four")
     script.write_text(COUNTING)
     started = []
@@ -99,7 +97,7 @@ def test_two_nodes_train_as_one_process(small_mnist, tmp_path, train_in_double, 
     conftest.assert_same_numbers(tmp_path / "four", tmp_path / "one")
     for cache in caches:  # each is filled once, by one process
         words = (tmp_path / cache / "decoded").read_text().split()
-        assert sum(map(int, words[::2])) == conftest.NUM_TRAIN + conftest.NUM_TEST
+        assert sum(map(int, words[::2])) == 331 + 101
         assert len({*words[1::2]}) == 1
 
 
@@ -111,12 +109,12 @@ DIFFERENCES = [
 
 
 @linux_only
-@pytest.mark.parametrize(("how", "sentence"), DIFFERENCES)
+@pytest.mark.parametrize("how, sentence", DIFFERENCES)
 def test_a_node_that_differs_is_named(how, sentence, small_mnist, tiny_mnist, tmp_path, fork_main):
     (tmp_path / "different.py").write_text(DIFFERENT)
-    args = [*SMALL.split(), small_mnist, "--run-dir", tmp_path / "run", how]
-    args.append(tiny_mnist if how == "--dataset" else 7)
-    ended = fork_main(str(tmp_path / "different.py"), *args, world=2)
+    other = f"{how} {tiny_mnist if how == '--dataset' else 7}"
+    args = f"{SMALL} {small_mnist} --run-dir {tmp_path}/run {other}"
+    ended = fork_main(str(tmp_path / "different.py"), args, world=2)
     assert ended.codes == [2, 2] and "Traceback" not in ended.stderr, ended
     (line,) = ended.stderr.splitlines()
     assert f"error: the nodes of this run differ: {sentence}" in line and "on node 1 (" in line
@@ -130,15 +128,15 @@ EIGHT_EPOCHS = SMALL.replace("--epochs 2", "--epochs 8 --save-every 5 --timeout 
 def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_bytes(
     small_mnist, tmp_path
 ):
-    args = [*EIGHT_EPOCHS.split(), small_mnist, "--run-dir"]
+    args = [EIGHT_EPOCHS, small_mnist, "--run-dir"]
 
-    def start_both(name: str, *more: object) -> list[subprocess.Popen]:
+    def start_both(name, *more):
         port = free_port()
         return [start_node(n, port, *args, tmp_path / name, *more) for n in (0, 1)]
 
     finish(start_both("whole"))
 
-    def attempt(step: int, kill: Callable[[subprocess.Popen], None]) -> str:
+    def attempt(step, kill):
         started = start_both("run", "--resume", "auto")
         conftest.wait_for_step(tmp_path / "run", step)
         kill(started[1])
@@ -159,7 +157,7 @@ def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_b
 def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
     small_mnist, tmp_path, train_in_double
 ):
-    args = [*EIGHT_EPOCHS.split(), small_mnist, "--run-dir"]
+    args = [EIGHT_EPOCHS, small_mnist, "--run-dir"]
     train_in_double("train_mnist", *args, tmp_path / "one")
     port = free_port()
     elastic = yaml.safe_load((conftest.CONFIGS / "2node_16gpu_elastic.yaml").read_text())
@@ -167,7 +165,7 @@ def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
     config["same_network"] = elastic["same_network"]
     (tmp_path / "elastic.yaml").write_text(yaml.safe_dump(config))
 
-    def start_elastic(node: int) -> subprocess.Popen:
+    def start_elastic(node):
         flags = (*args, tmp_path / "run", "--resume", "auto")
         there = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **IN_DOUBLE}
         extra = ("--rdzv_backend", elastic["rdzv_backend"], "--max_restarts", 3)

@@ -3,29 +3,23 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from conftest import ROOT
 from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
-from trainkit.mixing import key, permute, scramble
+from trainkit.mixing import key, permute
 from trainkit.orders import split_equal_samples
 from trainkit.rng import Dropout, release_dropout, seed_dropout
 
 
-def test_epochs_and_seeds_differ():
-    batches = EpochBatches(50, 10, seed=1)
-    for other in (batches.order(4), EpochBatches(50, 10, seed=2).order(3)):
-        assert not torch.equal(batches.order(3), other)
-
-
-def test_orders_are_as_random_as_all_permutations():
-    """Means over 1,000 orders of 1,000 numbers, within 4.5 standard errors; fixed seeds."""
+def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
+    """Means over 1,000 orders of 1,000 numbers, within 4.5 standard errors."""
     num, size = 1000, 100
-    keys = torch.tensor([key(n) for n in range(num)]).repeat_interleave(num)
-    orders = scramble(torch.arange(num).repeat(num), torch.tensor(num), keys).view(num, num)
-    assert (orders.sort(1).values == torch.arange(num)).all()
+    orders = torch.stack([EpochBatches(num, size, seed=n % 10).order(n // 10) for n in range(num)])
+    assert (orders.sort(1).values == torch.arange(num)).all() and len(orders.unique(dim=0)) == num
     in_batch = (orders[:, :size] < size).sum(1).double()  # of a tenth of the numbers
     spread = size * 0.1 * 0.9 * (num - size) / (num - 1)  # hypergeometric
     found = [
@@ -48,57 +42,62 @@ def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn():
     whole = torch.cat([order(epoch, 0, 110) for epoch in range(4)])
     assert torch.equal(torch.cat([order(1, 0, 37), order(1, 37, 110)]), whole[110:220])
     assert ((whole >= 90).view(-1, 10).sum(1) == 1).all()
-    for part, size in ((whole[whole < 90], 90), (whole[whole >= 90] - 90, 20)):
-        turns = part[: len(part) // size * size].view(-1, size)
-        assert (turns.sort().values == torch.arange(size)).all()
-        assert not torch.equal(turns[0], turns[1])
+    turns = [*whole[whole < 90].split(90)[:4], *(whole[whole >= 90] - 90).split(20)[:2]]
+    assert all(torch.equal(turn.sort().values, torch.arange(len(turn))) for turn in turns)
+    assert not torch.equal(turns[0], turns[1]) and not torch.equal(turns[4], turns[5])
 
 
 CPU = torch.device("cpu")
 
 
 def test_what_draws_is_seeded_by_position_and_first_sample():
-    def mask(first, *position):
+    def numbers(first, *position):
         seed_dropout([], CPU, first, *position)
         return tuple(torch.rand(4).tolist())
 
     places = [[0, 0, 0, 0], *torch.eye(4).int().tolist()]
-    assert len({mask(*place) for place in places}) == len(places)
-    assert mask(3, 2, 9, 0) == mask(3, 2, 9, 0)
+    assert len({numbers(*place) for place in places}) == len(places)
+    assert numbers(3, 2, 9, 0) == numbers(3, 2, 9, 0)
 
 
-def test_dropout_draws_the_same_masks_however_a_step_is_split():
+def test_dropout_draws_the_same_masks_however_a_step_is_split_and_others_for_each_view():
     layers = [Dropout(0.3), Dropout(0.3)]
-    ones = torch.ones(600, 5, 7).bfloat16()
 
     def masks(sizes, *position):
+        """Of each layer and view, and of each sample."""
         parts, first = [], 0
-        for size in sizes:
-            seed_dropout(layers, CPU, first, *position)
-            parts.append(torch.stack([layer(ones[:size]) for layer in layers], 1))
-            first += size
-        return torch.cat(parts)
+        for num in sizes:
+            seed_dropout(layers, CPU, first, *position, num_samples=num)
+            ones = torch.ones(2 * max(num, 1), 5, 7).bfloat16()  # of none there is a stand-in
+            parts += [torch.cat([layer(ones).unflatten(0, (2, -1)) for layer in layers])[:, :num]]
+            first += num
+        return torch.cat(parts, 1)
 
     whole = masks([600], 1, 2, 3)
     for sizes in ([300, 300], [100, 0, 500]):
         assert torch.equal(masks(sizes, 1, 2, 3), whole)
-    # Another layer, sample, seed, epoch or step: another mask; 42 % of two masks differ.
+    # Another layer, view, sample, seed, epoch or step: another mask; 42 % of two masks differ.
     others = [masks([600], *place) for place in ((0, 2, 3), (1, 0, 3), (1, 2, 0))]
-    for other in (whole.flip(1), whole.roll(1, 0), *others):
+    for other in (whole.roll(1, 0), whole.roll(2, 0), whole.roll(1, 1), *others):
         assert (other != whole).float().mean() == pytest.approx(0.42, abs=0.01)
     kept = whole[whole != 0]
     assert len(kept) / whole.numel() == pytest.approx(0.7, abs=0.01)  # 7 standard errors
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.7))
-    layers[0].eval()
-    assert torch.equal(layers[0](ones), ones)
-    layers[0].train()
-    with pytest.raises(RuntimeError, match="twice for a batch"):
-        layers[0](ones)
-    release_dropout(layers)
-    torch.manual_seed(0)  # outside of a run it is nn.Dropout
-    outside = layers[0](ones)
-    torch.manual_seed(0)
-    assert torch.equal(outside, torch.nn.Dropout(0.3)(ones))
+
+
+def test_dropout_outside_of_training_is_that_of_torch_and_a_wrong_call_is_refused():
+    layer, ones = Dropout(0.3), torch.ones(6, 5)
+    seed_dropout([layer], CPU, 0, 5, num_samples=4)
+    for sentence in ("got 6 rows for a batch of 4 samples", "twice for a batch"):
+        with pytest.raises(RuntimeError, match=sentence):
+            layer(ones)
+    assert torch.equal(layer.eval()(ones), ones)
+    release_dropout([layer.train()])
+    drawn = []
+    for one in (layer, torch.nn.Dropout(0.3)):
+        torch.manual_seed(0)
+        drawn.append(one(ones))
+    assert torch.equal(*drawn)
     everything = Dropout(1.0)
     seed_dropout([everything], CPU, 0, 1)
     assert not everything(ones).any()
@@ -131,13 +130,6 @@ ARGS = SimpleNamespace(
 )
 
 
-def test_a_loader_is_not_iterated_by_hand():
-    accelerator = SimpleNamespace(num_processes=2, device=CPU)
-    for loader in make_loaders(accelerator, Noisy(), Noisy(), ARGS):
-        with pytest.raises(RuntimeError, match=r"iterated by hand"):
-            next(iter(loader))
-
-
 def test_a_batch_that_never_comes_ends_the_run(accelerator):
     """A worker that cannot send one, because /dev/shm is full, tells nobody."""
     for data, how, workers in ((Changed(), None, 1), (Quick(), list, 1), (Quick(), None, 0)):
@@ -146,27 +138,30 @@ def test_a_batch_that_never_comes_ends_the_run(accelerator):
             assert loader.timeout == accelerator.prepare(loader).timeout == 9 * workers
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        Augmented(torch.arange(6)),
-        Subset(Noisy(), range(6)),
-        StackDataset(Noisy()),
-    ],
-)
+def add_noise(rows):
+    noise = torch.rand(len(rows["a"])).tolist()
+    return {"a": [sum(pair) for pair in zip(rows["a"], noise, strict=True)]}
+
+
+ROWS = datasets.Dataset.from_dict({"a": [*range(6)]}).with_transform(add_noise)
+SETS = [Augmented(torch.arange(6)), Subset(Noisy(), range(6)), StackDataset(Noisy()), ROWS]
+
+
+@pytest.mark.parametrize("dataset", SETS, ids=lambda dataset: type(dataset).__name__)
 def test_a_random_transform_does_not_depend_on_the_batch(dataset):
     batches = WholeBatches(dataset, list, 3, torch.tensor(1))
     together = batches.make(torch.tensor([4, 2, 5]))
-    alone = [batches.make(torch.tensor([index]))[0] for index in (4, 2, 5)]
-    assert together == alone
+    assert together == [batches.make(torch.tensor([index]))[0] for index in (4, 2, 5)]
 
 
 def test_equal_samples_are_on_one_side_of_a_split_and_other_splits_stay():
     held_out = torch.tensor([1, 0, 0, 0, 1, 1, 0, 0], dtype=torch.bool)
-    train, evaluated = split_equal_samples(held_out, torch.tensor([5, 1, 5, 2, 3, 2, 2, 9]))
-    assert (train.tolist(), evaluated.tolist()) == ([1, 3, 5, 6, 7], [0, 2, 4])
-    train, evaluated = split_equal_samples(held_out, torch.arange(8))
-    assert (train.tolist(), evaluated.tolist()) == ([1, 2, 3, 6, 7], [0, 4, 5])
-    # More of one sample than are to be evaluated.
-    train, evaluated = split_equal_samples(held_out, torch.tensor([5, 1, 5, 5, 3, 2, 5, 9]))
-    assert (train.tolist(), evaluated.tolist()) == ([0, 1, 2, 3, 6, 7], [4, 5])
+    for samples, evaluated in (
+        ([5, 1, 5, 2, 3, 2, 2, 9], [0, 2, 4]),
+        ([*range(8)], [0, 4, 5]),
+        ([5, 1, 5, 5, 3, 2, 5, 9], [4, 5]),  # more of one sample than are to be evaluated
+    ):
+        train, found = (
+            part.tolist() for part in split_equal_samples(held_out, torch.tensor(samples))
+        )
+        assert found == evaluated and sorted(train + found) == [*range(8)]

@@ -26,7 +26,7 @@ def site_dir(tmp_path_factory):
 
 
 def test_a_script_in_another_folder_trains_resumes_and_is_told_of(site_dir, tmp_path):
-    def call(*words: object) -> str:
+    def call(*words):
         done = run(*words, cwd=tmp_path, env={"PYTHONPATH": str(site_dir)})
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -4,7 +4,6 @@ import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from trainkit import private
 
@@ -59,6 +58,16 @@ def test_no_other_module_replaces_what_belongs_to_another_package():
             assert name.split(".")[0] in OWN or name in SETTINGS, (path, node.lineno, name)
 
 
+def test_an_import_calls_nothing_and_changes_nothing():
+    """What changes the whole process stands in functions, which trainkit.launch.startup calls."""
+    for path in [*ROOT.glob("*.py"), *(ROOT / "trainkit").glob("*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            targets = getattr(node, "targets", [])
+            changes = any(isinstance(each, ast.Attribute | ast.Subscript) for each in targets)
+            assert not call and not changes, (path, node.lineno)
+
+
 STEPS = """
 import torch
 weight, calls = torch.linspace(0, 1, 50).requires_grad_(), []
@@ -74,7 +83,7 @@ for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
 
 
 def test_without_the_compiler_numbers_are_the_same_and_hooks_are_called(in_fresh_process):
-    plain: dict[str, Any] = {}
+    plain = {}
     exec(STEPS, plain)
     assert "torch._dynamo" in sys.modules  # this process is as torch made it
     in_fresh_process(

@@ -2,7 +2,7 @@
 
 What is run for real, and where: README's test command by .ci/run, which takes it there; the default
 run by test_train_mnist.py (slow) and, on fewer pictures, by nearly every test file; the YAML of two
-processes by test_train_mnist.py, test_regression.py and others; --save-every with --resume auto by
+processes by test_preemption.py and others (slow); --save-every with --resume auto by
 test_faults.py; predict.py by test_predict.py; trainkit.tools.plots by test_plots.py; the doctor by
 test_doctor.py; notebook_launcher by test_notebook.py. What needs GPUs or minutes is parsed here
 with the parser that would read it.
@@ -18,7 +18,7 @@ import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
@@ -46,8 +46,7 @@ def code_spans(text: str) -> list[str]:
 
 def targets(text: str) -> list[str]:
     """What links and pictures point to."""
-    found = re.findall(r'\]\(([^)#\s]+)[^)]*\)|<img src="([^"]+)"', text)
-    return [link or picture for link, picture in found]
+    return re.findall(r'(?:\]\(|<img src=")([^)"#\s]+)', text)
 
 
 def table(text: str) -> list[list[str]]:
@@ -106,27 +105,24 @@ def check_script(module: str, words: list[str], num_processes: int) -> None:
     """Fail unless the parser of a script or module accepts the words; nothing of it is run."""
     parse_known_args = argparse.ArgumentParser.parse_known_args
 
-    def read_and_leave(
-        self: argparse.ArgumentParser, args: list | None = None, namespace: Any = None
-    ) -> NoReturn:
+    def read_and_leave(self, args=None, namespace=None):
         raise Read(parse_known_args(self, args, namespace)[1])
 
     script = importlib.import_module(module)
     source = Path(script.__file__).read_text()
-    if hasattr(script, "Config"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(ROOT)  # @FILE is read from there
-            config = parse(script.Config, words)
-        if isinstance(config, TrainingConfig):
-            for name, value in getattr(script, "LARGE", {}).items():  # as load_data does
-                if getattr(config, name) is None:
-                    setattr(config, name, value)
-            config.validate(num_processes)
-        return
-    if "Parser(" not in source:
-        assert words == [], f"{module} reads no arguments"
-        return
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)  # @FILE is read from there
+        if hasattr(script, "Config"):
+            config = parse(script.Config, words)
+            if isinstance(config, TrainingConfig):
+                for name, value in getattr(script, "LARGE", {}).items():  # as load_data does
+                    if getattr(config, name) is None:
+                        setattr(config, name, value)
+                config.validate(num_processes)
+            return
+        if "Parser(" not in source:
+            assert words == [], f"{module} reads no arguments"
+            return
         patch.setattr(sys, "argv", [module, *words])
         patch.setattr(argparse.ArgumentParser, "parse_known_args", read_and_leave)
         with pytest.raises(Read) as left:
@@ -190,11 +186,9 @@ def test_the_file_map_is_the_repository():
     listed = {name for row in rows for name in code_spans(row[0])}
     assert all((ROOT / name).exists() for name in listed), listed
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    listed |= {".", "README", "LICENSE", "trainkit/__init__"}
     for name in tracked.stdout.splitlines():  # none if this is not a git checkout
-        if not name.startswith(
-            (".", "README", "LICENSE", "trainkit/__init__", "trainkit/py.typed")
-        ):
-            assert any(name.startswith(entry) for entry in listed), f"{name} is not in the file map"
+        assert name.startswith((*listed,)), f"{name} is not in the file map"
 
 
 def test_the_figures_of_both_tables_are_rounded_from_a_record():
@@ -202,9 +196,8 @@ def test_the_figures_of_both_tables_are_rounded_from_a_record():
     glance, records = RECORDS.read_text().split("\n## Machine B", 1)
     decimals = re.compile(r"\d+\.\d+")
     known = [*map(float, decimals.findall(records))]
-    (four,) = re.findall(
-        r"^## Four figures\n(.*?)^## ", README.read_text(), re.DOTALL | re.MULTILINE
-    )
+    four = README.read_text().partition("\n## Four figures\n")[2].partition("\n## ")[0]
+    assert table(four)
     for row in [*table(glance), *table(four)]:
         for figure in decimals.findall(re.sub("`.*?`", "", row[-1])):
             num_places = len(figure.partition(".")[2])

@@ -23,7 +23,7 @@ def test_the_time_left_is_that_of_this_process_with_its_evaluations(monkeypatch,
     config = SimpleNamespace(epochs=3, keep_best=None)
     shown = Reporter(SimpleNamespace(is_main_process=True), config, None)
 
-    def last() -> tuple[str, ...]:
+    def last():
         """Epoch, percent and time that the bar showed last."""
         return LEFT.findall(capsys.readouterr().err)[-1]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import assert_same_numbers, finish
 from faults import digests
+from plain import quick
 from test_checkpoint import reforge
 
 LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
@@ -22,13 +23,10 @@ SLOW = [*itertools.product(SCRIPTS, (1, 2), FLAGS)]
 SLOW += [("train_mnist", 1, "--model normed --max-warp 1")]
 
 
-@pytest.mark.parametrize(
-    ("script", "world", "flags"),
-    [
-        ("train_mnist", 1, "--num-workers 1 --accumulate 3"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-    ],
-)
+QUICK = ("train_mnist", 1, "--num-workers 1 --accumulate 3")
+
+
+@pytest.mark.parametrize("script, world, flags", quick([QUICK, *SLOW], [QUICK]))
 def test_resume_is_exact(nursery, arguments, tmp_path, script, world, flags):
     """One undisturbed run that keeps every step; then a resume from some places in it."""
     args = [*arguments[script], *flags.split(), "--save-every", "1", "--keep", "99", "--run-dir"]
@@ -56,18 +54,19 @@ def samples(run_dir: Path, world: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(("before", "after", "accumulate"), [(1, 2, 2), (2, 1, 1)])
+@pytest.mark.parametrize("before, after, accumulate", [(1, 2, 2), (2, 1, 1)])
 def test_other_numbers_of_processes_and_micro_batches_go_on_with_the_same_samples(
     train_in_double, arguments, tmp_path, before, after, accumulate
 ):
     # A row every 3 steps: at step 4 there are sums that no row has yet.
-    flags = "--model compact --log-every 3 --keep 9 --run-dir"
-    args = [*arguments["train_mnist"], *flags.split()]
+    args = [*arguments["train_mnist"], "--model compact --log-every 3 --keep 9 --run-dir"]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     train_in_double("train_mnist", *args, whole, world=before, indices=f"{whole}.indices")
     shutil.copytree(whole, copy)
-    args += [copy, "--resume", copy / "checkpoints/step-0000000004", "--accumulate", accumulate]
-    output = train_in_double("train_mnist", *args, world=after, indices=f"{copy}.indices")
+    resume = f"--resume {copy}/checkpoints/step-0000000004 --accumulate {accumulate}"
+    output = train_in_double(
+        "train_mnist", *args, copy, resume, world=after, indices=f"{copy}.indices"
+    )
     assert f"num_processes was {before} and is {after}" in output
     assert ("micro_batches was 1 and is 2" in output) == (accumulate == 2)
     # Not only the same samples in each step: in the same order, each once in an epoch.
@@ -78,7 +77,7 @@ def test_other_numbers_of_processes_and_micro_batches_go_on_with_the_same_sample
 
 
 @pytest.mark.parametrize(
-    ("world", "stops"),
+    "world, stops",
     [
         # After step 5 an epoch ends, and its evaluation is still to come.
         (1, [(3, signal.SIGINT, "SIGINT at step 3"), (5, signal.SIGUSR1, "SIGUSR1 at step 5")]),

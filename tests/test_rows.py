@@ -287,6 +287,25 @@ def test_what_cannot_be_read_is_a_sentence(server):
     assert shown("403 https://u:p@h/a?sig=1, no") == "403 https://h/a no"
 
 
+# The rows of a column of tokens, of which the vocabulary has 256, and what is said of them.
+WRONG = [
+    (["a"] * 40, "tokens must hold lists of whole numbers"),
+    ([[0.5] * 9] * 40, "tokens must hold lists of whole numbers"),
+    ([[1] * 9, [1] * 7] * 20, "tokens has lists of 7 and of 9 numbers"),
+    ([[255, 256]] * 40, "2 tokens from 255 to 256, and the model is for 2 tokens from 0 to 255"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "sentence"), WRONG)
+def test_tokens_that_the_model_cannot_take_are_one_sentence(tokens, sentence, fork_main, tmp_path):
+    pq.write_table(pa.table({"tokens": tokens}), tmp_path / "a.parquet")
+    flags = ["--data", tmp_path / "a.parquet", tmp_path / "a.parquet", "--no-pictures"]
+    ended = fork_main("examples/gpt.py", *flags, "--run-dir", tmp_path / "run")
+    assert ended.returncode in (1, 2) and "Traceback" not in ended.stderr, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and sentence in last, last
+
+
 def test_the_error_of_a_run_is_its_last_line(tmp_path):
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
     data = ["--data", tmp_path / "a.parquet", tmp_path / "a.parquet"]

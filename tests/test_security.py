@@ -146,7 +146,8 @@ def test_names_do_not_steer_the_terminal(run_dir, tmp_path, capsys, monkeypatch)
     assert names(tmp_path) == ["\x1b[31m.png", "run"]
 
 
-@pytest.mark.parametrize("row", ["[]", '{"step": "x", "train_loss": [1]}'])
-def test_a_log_that_lacks_something_is_one_sentence(row, tmp_path):
+@pytest.mark.parametrize("row", ["[]", "not json", '{"step": "x", "train_loss": [1]}'])
+def test_a_log_that_lacks_something_or_is_missing_is_one_sentence(row, tmp_path):
+    refused(lambda: plots.main([str(tmp_path)]), re.escape(str(tmp_path)))
     (tmp_path / "metrics.jsonl").write_text(f'{{"eval_loss": 1}}\n{row}\n')
     refused(lambda: plots.main([str(tmp_path)]), re.escape(str(tmp_path)))

@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +30,20 @@ SMALL = FLAGS.split()
 LAST = 10  # steps of it, five per epoch
 
 
-def env(kind: str | None, **changes: str) -> dict[str, str]:
-    """What the launcher hands on of 2cpu_fsdp.yaml, with this fsdp_state_dict_type; None: DDP."""
+def env(kind: str | None, copies: int = 1, **changes: str) -> dict[str, str]:
+    """What the launcher hands on of 4cpu_hsdp.yaml, with this fsdp_state_dict_type; None: DDP.
+
+    The launcher gives a size of 1 for one that the YAML does not have.
+    """
     if kind is None:
         return changes
-    config = yaml.safe_load((CONFIGS / "2cpu_fsdp.yaml").read_text())["fsdp_config"]
-    config |= {"fsdp_state_dict_type": kind}
+    config = yaml.safe_load((CONFIGS / "4cpu_hsdp.yaml").read_text())
+    config = config["fsdp_config"] | config["parallelism_config"]
+    config |= {"fsdp_state_dict_type": kind, "parallelism_config_dp_shard_size": 1}
+    config |= {"parallelism_config_dp_replicate_size": copies}
     found = {name.upper(): str(value).lower() for name, value in config.items()}
-    return {"ACCELERATE_USE_FSDP": "true", **found, **changes}
+    both = dict.fromkeys(("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"), "true")
+    return {**both, **found, **changes}
 
 
 def train(
@@ -45,16 +52,18 @@ def train(
     *args: object,
     kind: str | None = None,
     world: int = 2,
+    copies: int = 1,
     script: str = "train_regression",
     codes: list[int] | None = None,
     **plan: Any,
 ) -> Outcome:
-    variables = env(kind, **plan.pop("env", {}))
+    variables = env(kind, copies, **plan.pop("env", {}))
     plan = {"timeout": 200, **plan}  # on a busy machine a run may take a minute
     outcome = nursery.run(script, *args, "--run-dir", where, world=world, env=variables, **plan)
     assert outcome.codes == (codes or [0] * world), outcome.output
     world_line = outcome.output.splitlines()[0]
     assert f"{world} process" in world_line and ("sharded" in world_line) == (kind is not None)
+    assert (f", {copies} copies, each sharded over 2" in world_line) == (copies > 1)
     return outcome
 
 
@@ -107,14 +116,22 @@ def test_any_kind_of_run_continues_from_any_other_with_equal_bytes(nursery, runs
 def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsharded_run(
     nursery, arguments, tmp_path
 ):
-    """On other numbers of processes, too."""
+    """On other numbers of processes and copies, too."""
     flags = "--ema 0.8 --accumulate 2 --clip-norm 0.05 --keep-best eval_loss --eval-every 1 "
-    flags += "--resume auto"
+    flags += "--resume auto --batch-size 72"
     args = [*arguments["train_regression"], *flags.split()]
-    plans = ((3, KINDS[1], 2), (5, KINDS[1], 3), (8, None, 1), (LAST, KINDS[0], 2))
+    copies = {"world": 4, "copies": 2}
+    plans: list[tuple[int, str | None, dict[str, int]]] = [
+        (2, KINDS[1], copies),
+        (3, KINDS[1], {"world": 3}),
+        (5, None, {"world": 1}),
+        (7, KINDS[0], copies),
+        (8, KINDS[1], {"world": 4}),
+        (LAST, KINDS[0], {"world": 2}),
+    ]
     for step, kind, world in plans:
         more = [*args, "--stop-after-steps", step]
-        train(nursery, tmp_path / "sharded", *more, kind=kind, world=world, double=True)
+        train(nursery, tmp_path / "sharded", *more, kind=kind, **world, double=True)
     train(nursery, tmp_path / "ddp", *args, double=True)
     assert_close(tmp_path / "sharded", tmp_path / "ddp", tolerance=1e-9)
     for name in ("model", "raw", "best"):
@@ -140,27 +157,28 @@ TOKENS = "--layers 1 --width 32 --num-bytes 16000"
 
 
 @pytest.mark.parametrize(
-    ("script", "flags"),
+    ("script", "flags", "copies"),
     [
-        ("train_regression", "--num-samples 96 --batch-size 30 --optimizer sgd"),  # a linear model
-        ("train_regression", f"{FLAGS} --start-from {{weights}}"),  # weights of a file
-        ("adapted", FLAGS),  # other weights in each process
-        ("weighted", ""),  # evaluated before training
-        ("examples.text", "--num-lines 7 --batch-size 6"),  # a batch without rows
-        ("examples.gpt", TOKENS),  # tied weights, made by the first process
+        ("train_regression", "--num-samples 96 --batch-size 30 --optimizer sgd", 1),  # linear
+        ("train_regression", f"{FLAGS} --start-from {{weights}}", 1),  # weights of a file
+        ("adapted", FLAGS, 1),  # other weights in each process
+        ("weighted", "", 2),  # evaluated before training
+        ("examples.text", "--num-lines 7 --batch-size 6", 1),  # a batch without rows
+        ("examples.gpt", TOKENS, 2),  # tied weights, made by the first process
         pytest.param(
-            "examples.two_towers", "--batch-size 60 --dataset {digits}", marks=pytest.mark.slow
+            "examples.two_towers", "--batch-size 60 --dataset {digits}", 2, marks=pytest.mark.slow
         ),
-        ("examples.gan", "--eval-every 2 --dataset {digits}"),  # two models
+        ("examples.gan", "--eval-every 2 --dataset {digits}", 2),  # two models
     ],
 )
 def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
-    nursery, runs, tiny_mnist, tmp_path, script, flags
+    nursery, runs, tiny_mnist, tmp_path, script, flags, copies
 ):
     flags = flags.format(digits=tiny_mnist, weights=runs[None] / "model.safetensors")
     args = f"--timeout 30 --no-pictures --log-every 1 --stop-after-steps 4 {flags}".split()
     for kind in (None, KINDS[1]):
-        train(nursery, tmp_path / str(kind), *args, script=script, kind=kind)
+        plan = {"kind": kind, "world": 2 * copies, "copies": copies if kind else 1}
+        train(nursery, tmp_path / str(kind), *args, script=script, **plan)
     assert_close(tmp_path / "None", tmp_path / KINDS[1], 1e-5)
 
 
@@ -279,6 +297,27 @@ def test_a_share_that_does_not_fit_ends_in_one_sentence(nursery, runs, tmp_path,
 
 
 # What is frozen.
+
+
+def test_two_copies_save_each_row_once_and_a_process_killed_in_one_ends_the_other(
+    nursery, tmp_path
+):
+    """Resumed, they end with equal bytes, although the first copy and the second were not alike."""
+    args = [*SMALL, "--ema", 0.9]
+    plan: dict[str, Any] = {"script": "adapted", "kind": KINDS[1], "world": 4, "copies": 2}
+    fault, codes = {"rank": 3, "signal": [7, signal.SIGKILL]}, [1, 1, 1, -signal.SIGKILL]
+    ended = train(nursery, tmp_path / "run", *args, **plan, fault=fault, codes=codes)
+    assert ended.stderr.count("lost contact with another process of this run") == 3
+    for name in ("run", "whole"):
+        train(nursery, tmp_path / name, *args, **plan)
+    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+    state = tmp_path / "run" / "checkpoints" / f"step-{LAST:010d}" / "state"
+    pieces = [pair for path in state.iterdir() for pair in load_file(path).items()]
+    sizes: dict[str, int] = Counter()
+    for name, piece in pieces:
+        sizes[name] += piece.numel()
+    assert sizes["model.down.weight"] == sizes["average.down.weight"] == 40
+    assert sizes["model.norm.running_mean"] == 4 and len([*state.iterdir()]) == 4
 
 
 @pytest.mark.parametrize("kind", [None, KINDS[1]])

@@ -10,6 +10,9 @@ import pytest
 from conftest import ROOT, linux_only
 from faults import digests
 
+from trainkit.errors import EXIT_STOPPED
+
+SCRIPT = ROOT / "docs" / "slurm" / "train.sbatch"
 STAND_INS = {
     "scontrol": """case "$2" in
         hostnames) echo n1 ;;
@@ -24,36 +27,29 @@ DONE = 'mkdir -p "$WHERE/run"; touch "$WHERE/run/DONE"'
 
 @linux_only  # as is Slurm
 @pytest.mark.parametrize(
-    ("job", "code", "earlier", "expected", "requeued"),
+    "job, code, earlier, expected",
     [
-        (f"{SAVE}; {DONE}", 0, "", 0, False),
-        (SAVE, 1, "", 75, True),
-        ("true", 1, "", 1, False),
-        ("true", 2, DONE, 2, False),  # refused: the DONE is that of an earlier run
-        ("true", 1, SAVE, 1, False),  # nothing new was saved: the next attempt would end alike
+        (f"{SAVE}; {DONE}", 0, "", 0),
+        (SAVE, 1, "", EXIT_STOPPED),
+        ("true", 1, "", 1),
+        ("true", 2, DONE, 2),  # refused: the DONE is that of an earlier run
+        ("true", 1, SAVE, 1),  # nothing new was saved: the next attempt would end alike
     ],
 )
-def test_the_run_folder_says_how_a_job_ended(tmp_path, job, code, earlier, expected, requeued):
+def test_the_run_folder_says_how_a_job_ended(tmp_path, job, code, earlier, expected):
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "WHERE": str(tmp_path),
-        "JOB": job,
-        "CODE": str(code),
-        "SLURM_JOB_NODELIST": "n1",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_ID": "7",
-    }
+    environment = f"PATH={tmp_path}:{os.environ['PATH']} WHERE={tmp_path} CODE={code}"
+    environment += " SLURM_JOB_NODELIST=n1 SLURM_NNODES=2 SLURM_JOB_ID=7"
+    environment = os.environ | dict(pair.split("=", 1) for pair in environment.split())
     subprocess.run(["bash", "-c", earlier], env=environment, check=True)
     for path in tmp_path.glob("run/DONE"):
         os.utime(path, (1, 1))
-    script = ROOT / "docs" / "slurm" / "train.sbatch"
-    words = ["bash", script, tmp_path / "run", "train_mnist.py", "--epochs", "2"]
-    job_result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30)
-    assert job_result.returncode == expected, job_result.stderr
-    assert (tmp_path / "requeued").exists() == requeued
+    words = ["bash", SCRIPT, tmp_path / "run", "train_mnist.py", "--epochs", "2"]
+    ended = subprocess.run(words, env=environment | {"JOB": job}, capture_output=True, timeout=30)
+    assert ended.returncode == expected, ended.stderr
+    assert (tmp_path / "requeued").exists() == (expected == EXIT_STOPPED)
     started = (tmp_path / "started").read_text()
     assert "--num_machines 2 --num_processes 16" in started
     assert f"train_mnist.py --epochs 2 --run-dir {tmp_path}/run --resume auto" in started

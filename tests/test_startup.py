@@ -1,5 +1,6 @@
 """Settings of the whole process: each does what it says, and is noticed if its target changes."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -69,25 +70,45 @@ else:
 """)
 
 
-ENDS = [
-    ("raise UsageError('wrong')", 2, "error: wrong"),
-    ("raise RunFailure('broken')", 1, "error: broken"),
-    ("raise Stopped('stopped by SIGTERM')", 75, "error: stopped by SIGTERM"),
-    ("raise KeyboardInterrupt", 130, "error: interrupted at once, without saving"),
-    ("raise torch.OutOfMemoryError('CUDA')", 1, "0 ran out of memory: if it was during"),
-    ("raise RuntimeError('[enforce fail] DefaultCPUAllocator: can\\'t')", 1, "ran out of memory"),
-    ("raise RuntimeError('unable to allocate shared memory(shm)')", 1, "if /dev/shm is full, enla"),
-    ("raise OSError(28, 'No space left on device')", 1, "found the disk full; the checkpoints are"),
-    ("raise RuntimeError('basic_ios::clear: iostream error')", 1, "found the disk full"),
-    ("raise RuntimeError('[a/gloo/pair.cc:545] Read error')", 1, "lost contact with another pr"),
-    ("raise torch.distributed.DistBackendError('NCCL')", 1, "lost contact with another process"),
-    ("raise RuntimeError('about gloo and my own bug')", 1, "RuntimeError: about gloo"),
-    ("one_of_two(75)", 75, "the exit functions ran"),
-    ("sys.exit('a text')", 1, "a text"),
-    ("sys.exit()", 0, ""),
-    ("beside_a_worker_that_hangs()", 1, "got no batch from a load"),
-    ("once_its_threads_are_at_rest()", 0, ""),
-]
+# What main does, and how the process ends: its exit code and its last line.
+ENDS = r"""
+raise UsageError('wrong')
+    2 error: wrong
+raise RunFailure('broken')
+    1 error: broken
+raise Stopped('stopped by SIGTERM')
+    75 error: stopped by SIGTERM
+raise KeyboardInterrupt
+    130 error: interrupted at once, without saving
+raise torch.OutOfMemoryError('CUDA')
+    1 0 ran out of memory: if it was during
+raise RuntimeError('[enforce fail] DefaultCPUAllocator: can\'t')
+    1 ran out of memory
+raise RuntimeError('unable to allocate shared memory(shm)')
+    1 if /dev/shm is full, enla
+raise ValueError("Caught ValueError in DataLoader worker process 0.\n...\nValueError: mine")
+    1 got no batch: the data set raised ValueError: mine
+raise OSError(28, 'No space left on device')
+    1 found the disk full; the checkpoints are
+raise RuntimeError('basic_ios::clear: iostream error')
+    1 found the disk full
+raise RuntimeError('[a/gloo/pair.cc:545] Read error')
+    1 lost contact with another pr
+raise torch.distributed.DistBackendError('NCCL')
+    1 lost contact with another process
+raise RuntimeError('about gloo and my own bug')
+    1 RuntimeError: about gloo
+one_of_two(75)
+    75 the exit functions ran
+sys.exit('a text')
+    1 a text
+sys.exit()
+    0
+beside_a_worker_that_hangs()
+    1 got no batch from a load
+once_its_threads_are_at_rest()
+    0
+"""
 IN_A_PROCESS_OF_ITS_OWN = """
 import atexit, concurrent.futures, multiprocessing, os, signal, sys, time, torch
 sys.path.insert(0, root)
@@ -145,9 +166,13 @@ assert time.monotonic() - began < 60  # else something that was started has live
 
 
 @linux_only
-@pytest.mark.parametrize(("what", "code", "words"), ENDS)
+@pytest.mark.parametrize(
+    "what, code, words", re.findall(r"^(\S.*)\n +(\d+) ?(.*)$", ENDS, re.MULTILINE)
+)
 def test_every_end_has_its_code_and_its_sentence(what, code, words, in_fresh_process):
-    in_fresh_process(IN_A_PROCESS_OF_ITS_OWN, what=what, expected=code, words=words, root=str(ROOT))
+    in_fresh_process(
+        IN_A_PROCESS_OF_ITS_OWN, what=what, expected=int(code), words=words, root=str(ROOT)
+    )
 
 
 @linux_only

@@ -1,6 +1,5 @@
 """examples/table_classes.py and the network it shares with train_regression.py."""
 
-import json
 import shutil
 
 import numpy as np
@@ -139,39 +138,71 @@ def test_a_network_begins_as_its_linear_model_and_is_trusted_as_far_as_it_helps(
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(200, 3, generator=generator)
     targets = inputs[:, :1] * 2 + inputs[:, 1:2].abs()
-    train, held_back = (
-        InMemory(inputs[part], targets[part]) for part in (slice(150), slice(150, 200))
-    )
-    model = network.TabM(1, network.find_edges(train.tensors[0]))
-    network.start_linear(model, train, held_back, network.fit_ridge)
+    fold = torch.arange(200) % network.NUM_FOLDS
+    train = InMemory(inputs, targets, fold)
+    model = network.TabM(1, network.find_edges(inputs))
+    network.start_linear(model, train, network.fit_ridge)
     weight, bias = network.fit_ridge(inputs.double(), targets.double())
     linear = F.linear(inputs, weight.float(), bias.float())
-    assert torch.equal(model.eval()(inputs), linear) and model.scale == 0
-    assert model.train()(inputs).shape == (200, network.NUM_MEMBERS, 1)
+    torch.testing.assert_close(model.eval()(inputs), linear)
+    assert model.scale == 0
+    num_others = (network.NUM_FOLDS - 1) * network.NUM_MEMBERS
+    assert model.train()(inputs, fold).shape == (200, num_others, 1)
     accelerator = Accelerator(cpu=True)
     with torch.no_grad():
         for what, scale in (("noise", 0), ("help", 1)):
             added = targets - linear if what == "help" else torch.randn(200, 1, generator=generator)
-            model.forward = lambda x, in_parts, added=added: (linear[150:], added[150:])
-            network.set_scale(accelerator, model, held_back, F.mse_loss)
+            rows = iter(zip(linear.split(256), added.split(256), strict=True))
+            model.forward = lambda x, fold, rows=rows: next(rows)
+            network.set_scale(accelerator, model, train, F.mse_loss)
             assert model.scale.item() == pytest.approx(scale, abs=0.1), what
+
+
+def test_no_row_reaches_the_members_and_the_linear_model_that_judge_it():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 3, generator=generator)
+    fold = torch.arange(40) % network.NUM_FOLDS
+
+    def judge(targets):
+        torch.manual_seed(0)
+        model = network.TabM(1, network.find_edges(inputs))
+        network.start_linear(model, InMemory(inputs, targets, fold), network.fit_ridge)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        for _ in range(3):
+            outputs = model(inputs, fold)
+            (outputs - targets[:, None]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(model.eval()(inputs, fold)).detach()[:, 0]
+
+    targets = inputs[:, :1].sin()
+    judged = judge(targets)
+    assert judged.std() > 0.1
+    for row, own in ((5, 1), (7, 3)):
+        other = targets + 100 * (torch.arange(40) == row)[:, None]
+        changed = (judge(other) - judged).abs()
+        assert changed[fold == own].max() == 0 and changed[fold != own].min() > 0
 
 
 @pytest.mark.numeric
 def test_the_network_has_the_same_numbers_in_any_world_and_after_a_resume(nursery, tmp_path):
     make_table(tmp_path / "t.csv", 110)
-    flags = f"--data {tmp_path}/t.csv --target y --features a,b,c --batch-size 12 --epochs 3"
-    flags = [*flags.split(), "--log-every", "1", "--save-every", "1", "--keep", "99", "--run-dir"]
-    whole, copy = tmp_path / "whole", tmp_path / "copy"
-    finish(nursery, "train_regression", *flags, whole)
-    assert 0 < saved(whole)[0]["scale"] <= 1
-    for world, more in ((2, []), (1, ["--accumulate", "2"])):
-        finish(nursery, "train_regression", *flags, tmp_path / f"w{world}", *more, world=world)
-        for row, same in zip(rows(whole)[:20], rows(tmp_path / f"w{world}"), strict=False):
-            assert row == pytest.approx(same, rel=1e-5)
-    shutil.copytree(whole, copy)
+    flags = f"--data {tmp_path}/t.csv --features a,b,c --batch-size 12 --epochs 3"
+    flags = [*flags.split(), "--log-every", "1", "--save-every", "1", "--keep", "99"]
+    numbers = ("train_regression", "--target", "y", *flags, "--run-dir")
+    classes = ("examples/table_classes.py", "--target", "kind", *flags, "--run-dir")
+    for name, job in (("numbers", numbers), ("classes", classes)):
+        finish(nursery, *job, whole := tmp_path / name)
+        assert 0 < saved(whole)[0]["scale"] <= 1
+        for world, accumulate in ((2, 2), (3, 1)):
+            other = tmp_path / f"{name}{world}"
+            finish(nursery, *job, other, "--accumulate", accumulate, world=world)
+            for row, same in zip(rows(whole)[:20], rows(other), strict=False):
+                assert row == pytest.approx(same, rel=1e-5)
+    shutil.copytree(whole, copy := tmp_path / "copy")
     path = copy / "checkpoints" / "step-0000000010"
     reforge(path)
-    finish(nursery, "train_regression", *flags, copy, "--resume", path)
+    finish(nursery, *classes, copy, "--resume", path)
     assert digests(copy) == digests(whole)
-    assert json.loads((copy / "metrics.jsonl").read_text().splitlines()[-1])["eval_r2"] > 0.5
+    metrics = [rows(tmp_path / name)[-1] for name in ("numbers", "classes")]
+    assert metrics[0]["eval_r2"] > 0.5 and metrics[1]["eval_accuracy"] > 0.8

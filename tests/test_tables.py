@@ -27,7 +27,7 @@ def load(*args):
     flags = [str(arg) for arg in args]
     parsed = parse(train_regression.Config, ["--model", "linear", *flags])
     parsed.validate(1)
-    train, test, _, metadata = train_regression.load_data(parsed)
+    train, test, metadata = train_regression.load_data(parsed)
     return train, test, metadata
 
 
@@ -498,9 +498,12 @@ def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted(tmp_p
     pd.concat([once] * 4).to_csv(tmp_path / "t.csv", index=False)
     flags = ["--data", tmp_path / "t.csv", "--target", "y", "--model", "tabm"]
     made = train_regression.load_data(parse(train_regression.Config, [*map(str, flags)]))
-    parts = [{*map(tuple, part.tensors[0].tolist())} for part in made[:3]]
-    assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
+    parts = [{*map(tuple, part.tensors[0].tolist())} for part in made[:2]]
+    assert not parts[0] & parts[1]
     assert sum(map(len, parts)) == 40 and len(made.evaluated) in range(16, 60)
+    features, _, fold = made.train.tensors
+    pairs = {(*row, n) for row, n in zip(features.tolist(), fold.tolist(), strict=True)}
+    assert len(pairs) == len(parts[0]) and {*fold.tolist()} == {0, 1, 2, 3}
     assert made.metadata["plan"]["equal rows"].startswith("120 repeat another one")
     # A few kinds of rows, each of which occurs often: they are no copies.
     kinds = pd.DataFrame({"sex": ["f", "m"] * 40, "class": [1, 2, 3, 3] * 20, "y": [0, 1] * 40})

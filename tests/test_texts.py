@@ -120,9 +120,10 @@ def test_a_bag_is_used_with_the_run_folder_alone_and_counts_rare_pieces(start, t
     rarity = predictor.model.rarity
     (word,), (never,) = (bags.make_bags([x], predictor.metadata["num_bits"]) for x in ("and", "Q"))
     assert rarity[word].max() == 1 and rarity[never].max() > 4  # in each text, in none
-    (tmp_path / "new.txt").write_text("and SOUP\n\nteamball\n")
+    (tmp_path / "new.txt").write_text("and SOUP\n" + "\n" * 50 + "teamball\n")
     first, none, second = predictor.predict_file(tmp_path / "new.txt").splitlines()
-    assert "food " in first.partition("(")[0] and none.endswith("no text")
+    assert "food " in first.partition("(")[0] and none.endswith("new.txt:2: no text")
+    assert "new.txt:52: " in second
     assert "sport " in second.partition("(")[0]
 
 
@@ -278,7 +279,7 @@ def test_equal_texts_are_on_one_side_of_a_split_and_rare_classes_are_named(tmp_p
     sides = [{line for line, _ in side} for side in (sets.train, sets.held_out)]
     assert sides[0].isdisjoint(sides[1]) and "twice" not in sets.plan
     assert len(sets.train) + len(sets.held_out) == len(lines) and len(sets.held_out) >= 4
-    assert "fewer than 5 texts of a class: few" in sets.plan["rare"]
-    assert "no text of a class to evaluate on: one, same" in sets.plan["rare"]
+    assert sets.plan["fewer than 5 texts"] == "few"
+    assert sets.plan["no text to evaluate on"] == "few, one, same"
     again = read(f"--data {tmp_path / 'a.csv'} --eval-data {tmp_path / 'a.csv'}")
     assert again.plan["twice"].startswith(f"{len(lines)} of {len(lines)} texts")

@@ -3,6 +3,7 @@
 import importlib
 import os
 import struct
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ def killed_and_resumed(tmp_path, tiny_mnist, run_main, monkeypatch):
     Its folder after a resume, and the rows of its metrics.jsonl as curves.
     """
     run_dir = tmp_path / "run"
-    flags = ("train_mnist", "--dataset", tiny_mnist, "--run-dir", run_dir, *FLAGS.split())
     clip = Run.clip_and_check
 
     def clip_or_die(self: Run, optimizer: Any) -> None:
@@ -39,20 +39,21 @@ def killed_and_resumed(tmp_path, tiny_mnist, run_main, monkeypatch):
         clip(self, optimizer)
 
     def call(tracker: str) -> tuple[Path, Points]:
+        flags = f"--dataset {tiny_mnist} --run-dir {run_dir} {FLAGS} {tracker}"
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(Run, "clip_and_check", clip_or_die)
-            run_main(*flags, tracker)
+            run_main("train_mnist", flags)
         # What these two keep beside the training loop ends with the process that was killed.
         if tracker != "tensorboard":
             importlib.import_module(tracker).finish()
         assert rows(run_dir)[-1]["step"] == 8  # logged, and then lost by the resume from step 5
-        run_main(*flags, tracker, "--resume", "latest")
+        run_main("train_mnist", f"{flags} --resume latest")
         assert [row["step"] for row in rows(run_dir, "steps")] == [*range(2, 13, 2)]
-        points: Points = {}
+        points = defaultdict(list)
         for row in rows(run_dir):
             group = "epochs" if "eval_loss" in row else "steps"
             for name in row.keys() - {"step"}:
-                points.setdefault(f"{group}/{name}", []).append((row["step"], row[name]))
+                points[f"{group}/{name}"].append((row["step"], row[name]))
         return run_dir, points
 
     return call
@@ -93,7 +94,7 @@ def test_the_newest_offline_folder_of_wandb_holds_the_whole_curve(killed_and_res
     run_dir, expected = killed_and_resumed("wandb")
     # finish() does not wait for the last bytes; the end of a process, which this stands for, does.
     importlib.import_module("wandb").teardown()
-    found: Points = {}
+    found = defaultdict(list)
     newest = max(run_dir.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime)
     for data in wandb_records(newest):
         record = wandb_internal_pb2.Record()
@@ -101,7 +102,7 @@ def test_the_newest_offline_folder_of_wandb_holds_the_whole_curve(killed_and_res
         items = {(*x.nested_key, x.key)[0]: x.value_json for x in record.history.item}
         for name in items:
             if "/" in name:
-                found.setdefault(name, []).append((int(items["_step"]), float(items[name])))
+                found[name].append((int(items["_step"]), float(items[name])))
     assert found == expected
 
 
@@ -112,11 +113,11 @@ def test_the_newest_run_of_trackio_holds_each_row_once(tmp_path, killed_and_resu
 
     _, expected = killed_and_resumed("trackio")
     assert SQLiteStorage.get_runs("mnist") == ["run", "run"]  # one for each start
-    found: Points = {}
+    found = defaultdict(list)
     for entry in SQLiteStorage.get_logs("mnist", "run"):  # the newest
         for name in entry:
             if "/" in name:
-                found.setdefault(name, []).append((entry["step"], entry[name]))
+                found[name].append((entry["step"], entry[name]))
     assert found == expected
     assert "learning_rate" in SQLiteStorage.get_run_config("mnist", "run")
 

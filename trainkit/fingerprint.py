@@ -19,6 +19,7 @@ from trainkit.checks.data import fingerprint_tensors
 from trainkit.cli.console import num_parameters
 from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch import nodes
+from trainkit.launch.environment import num_copies
 from trainkit.loaders import InMemory, batches_of
 from trainkit.mixing import NUM_HELD
 from trainkit.position import Progress
@@ -101,6 +102,7 @@ def world_facts(accelerator: Accelerator) -> dict[str, Any]:
     return {
         "num_processes": accelerator.num_processes,
         "sharded": accelerator.is_fsdp2,
+        "copies": num_copies(accelerator.num_processes),
         "mixed_precision": accelerator.mixed_precision,
         "micro_batches": accelerator.gradient_accumulation_steps,
         "device": accelerator.device.type,

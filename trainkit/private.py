@@ -12,13 +12,14 @@ import inspect
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import accelerate
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import (
@@ -147,6 +148,29 @@ def shard_models(
     accelerator.state.fsdp_plugin = plugin
     for state in (PartialState(), accelerator.state):
         state.distributed_type = DistributedType.FSDP
+
+
+def copy_shards(accelerator: Accelerator, num_copies: int) -> None:
+    """Make accelerator.prepare(...) keep this number of copies of each model, each sharded.
+
+    Accelerate by itself does so on GPUs alone, and torch would let the processes of a copy wait
+    for each other for half an hour, whatever the timeout of the run is.
+    """
+    num_shards = accelerator.num_processes // num_copies
+    config = ParallelismConfig(dp_replicate_size=num_copies, dp_shard_size=num_shards)
+    accelerator.state.parallelism_config = config
+    warnings.filterwarnings("ignore", "Slicing a flattened dim")  # as Accelerate does
+    accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
+    for group in mesh_groups(accelerator).values():
+        backend = group._get_backend(torch.device(accelerator.device.type))
+        backend._set_default_timeout(accelerator.init_handler.timeout)
+
+
+def mesh_groups(accelerator: Accelerator) -> dict[str, torch.distributed.ProcessGroup]:
+    """The groups of this process by the axis of the mesh; empty without copies of the model."""
+    mesh = accelerator.torch_device_mesh
+    names = accelerator.parallelism_config.fsdp_dim_names if mesh else ()
+    return {name.removesuffix("_cp"): mesh[name].get_group() for name in names}
 
 
 def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:

@@ -15,7 +15,7 @@ from trainkit.errors import EXIT_STOPPED
 from trainkit.launch import environment, nodes
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
-from trainkit.private import end_workers, share_frozen_weights
+from trainkit.private import end_workers, mesh_groups, share_frozen_weights
 from trainkit.reporter import Reporter
 from trainkit.run_dir.log import JsonlTracker
 from trainkit.run_dir.trackers import make_trackers
@@ -79,7 +79,7 @@ def end_training(accelerator: Accelerator) -> None:
     then joins a thread that may wait for the interpreter to free a tensor: seen with 3 of some 300
     runs that had finished and then never ended.
     """
-    ENDED.append(torch.distributed.group.WORLD)
+    ENDED.extend((torch.distributed.group.WORLD, *mesh_groups(accelerator).values()))
     accelerator.end_training()
 
 

@@ -32,10 +32,12 @@ from torch import nn
 
 from trainkit.checks.content import hash_tensor
 from trainkit.errors import UsageError, as_usage_error, failing_together
-from trainkit.launch.environment import shards_wanted
+from trainkit.launch.environment import num_copies, shards_wanted
+from trainkit.launch.nodes import deadline
 from trainkit.optim import weights_of
 from trainkit.private import (
     compute_in,
+    copy_shards,
     make_contiguous,
     named_weights,
     prepared_models,
@@ -97,7 +99,15 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
         return result if len(objects) > 1 else result[0]
 
     shard_models(accelerator, plugin, bf16)
+    _make_mesh(accelerator)
     wrap_prepare(accelerator, prepare_sharded)
+
+
+def _make_mesh(accelerator: Accelerator) -> None:
+    if (copies := num_copies(accelerator.num_processes)) > 1:
+        others = f"the others of {copies} copies of the model, to make the groups of its mesh,"
+        with deadline(accelerator.init_handler.timeout, others):
+            copy_shards(accelerator, copies)
 
 
 def make(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:
@@ -363,7 +373,13 @@ def writer(
         ) from problem
     if accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT":
         tensors = gathered(tensors, keep=rank == 0)
-    pieces = {name: piece for name, value in tensors.items() if (piece := own_piece(value, rank))}
+    of_copies = [0] * num_copies(accelerator.num_processes)  # numbers that each copy saves
+    pieces = {}
+    for name, value in tensors.items():
+        copy = of_copies.index(min(of_copies))
+        of_copies[copy] += math.prod(getattr(value, "shape", ()))  # or None: see gathered
+        if piece := own_piece(value, rank, copy):
+            pieces[name] = piece
 
     def write(folder: Path) -> None:
         if not pieces:
@@ -376,16 +392,19 @@ def writer(
     return state, write
 
 
-def own_piece(value: torch.Tensor, rank: int) -> tuple[torch.Tensor, list[int]] | None:
+def own_piece(value: torch.Tensor, rank: int, copy: int) -> tuple[torch.Tensor, list[int]] | None:
     """The rows of a tensor that this process saves, and where they start; None if there are none.
 
-    The first process saves what is not sharded.
+    The first process saves what is not sharded, and one of several copies what is.
     """
     if not hasattr(value, "full_tensor"):
         return (value, [0] * value.dim()) if rank == 0 else None
-    rows = value.to_local()
+    rows, mesh = value.to_local(), value.device_mesh
+    is_saved_here = mesh.ndim == 1 or mesh.get_local_rank(0) == copy
     is_empty = rows.numel() == 0 and value.numel() > 0
-    return None if is_empty else (rows, [*value.__create_chunk_list__()[0].offsets])
+    if is_empty or not is_saved_here:
+        return None
+    return rows, [*value.__create_chunk_list__()[0].offsets]
 
 
 def _take_tensors(tree: Any, name: str, tensors: Tensors) -> Any:

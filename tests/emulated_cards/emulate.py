@@ -65,7 +65,7 @@ class Ledger:
         if not (non_blocking and is_pinned(source)):
             self.wait("blocking copy to the card")
 
-    def end_step(self, *_: Any) -> None:
+    def end_step(self, *_):
         self.steps.append({"waits": self.waits, "copies": self.copies})
         self.waits, self.copies = Counter(), Counter()
 
@@ -115,9 +115,7 @@ class Card(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
-        cls: type["Card"], elem: torch.Tensor, device: torch.device | str = "cuda"
-    ) -> "Card":
+    def __new__(cls, elem, device="cuda"):
         card = torch.Tensor._make_wrapper_subclass(
             cls,
             elem.shape,
@@ -131,22 +129,20 @@ class Card(torch.Tensor):
         return card
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return execute(func, args, kwargs or {})
 
-    def tolist(self) -> Any:
+    def tolist(self):
         ledger.wait("tolist")
         return self.elem.tolist()
 
-    def numpy(self, **_: Any) -> Any:
+    def numpy(self, **_):
         raise TypeError(f"can't convert {self.device} device type tensor to numpy ({where()})")
 
-    def untyped_storage(self) -> torch.UntypedStorage:
+    def untyped_storage(self):
         return self.elem.untyped_storage()
 
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         return self.elem.data_ptr()
 
 
@@ -165,7 +161,7 @@ def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
     return not isinstance(tensor, Card) and tensor.untyped_storage()._cdata in cards.pinned
 
 
-def execute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def execute(func, args, kwargs):
     """Run one operator as a machine with cards would: refuse it, count it, compute it."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         # Inference mode, and what it made, leave to us what autograd would have taken apart.
@@ -191,7 +187,7 @@ def execute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
     known = {id(card.elem): card for card in on_card}
 
-    def wrap(value: Any) -> Any:
+    def wrap(value):
         if not isinstance(value, torch.Tensor) or (device is not None and not to_card):
             return value
         if id(value) in known:
@@ -203,7 +199,7 @@ def execute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return tree_map(wrap, result)
 
 
-def _convert(func: Any, args: tuple, kwargs: dict[str, Any], device: torch.device | None) -> Any:
+def _convert(func, args, kwargs, device):
     """Tensor.to in all its forms."""
     source = args[0]
     result = func(unwrap(source), *args[1:], **kwargs)
@@ -216,7 +212,7 @@ def _convert(func: Any, args: tuple, kwargs: dict[str, Any], device: torch.devic
     return Card(result, source.device if device is None else device)
 
 
-def _check(func: Any, args: tuple, kwargs: dict[str, Any], leaves: list) -> None:
+def _check(func, args, kwargs, leaves):
     """Refuse what CUDA refuses, count waits and copies, of an operator with a tensor on a card."""
     on_host = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, Card)]
     if func is aten.copy_.default:
@@ -248,7 +244,7 @@ def _check(func: Any, args: tuple, kwargs: dict[str, Any], leaves: list) -> None
             )
 
 
-def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list:
+def _written(func, args, kwargs):
     """The arguments that an operator writes to."""
     known = func._schema.arguments
     given = {argument.name: value for argument, value in zip(known, args, strict=False)} | kwargs
@@ -260,12 +256,10 @@ class Emulation(TorchDispatchMode):
     """Sees the operators that make a card's first tensors: factories, and copies from the host."""
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:
+    def _should_skip_dynamo(cls):
         return False  # else torch imports its compiler, which takes over a second
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return execute(func, args, kwargs or {})
 
 

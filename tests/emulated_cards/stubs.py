@@ -43,13 +43,13 @@ def without_a_driver() -> None:
 class Event:
     """An event; work on an emulated card is done before the next line runs."""
 
-    def __init__(self, **_: Any):
+    def __init__(self, **_):
         pass
 
-    def record(self, *_: Any) -> None:
+    def record(self, *_):
         pass
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         ledger.wait("event")
 
 
@@ -63,7 +63,7 @@ def install_cuda() -> None:
     def set_device(device):
         cards.current = device if isinstance(device, int) else torch.device(device).index or 0
 
-    def seed(number: int):
+    def seed(number):
         torch.default_generator.manual_seed(number)  # it makes the cards' random numbers too
 
     cuda, torch.Event = torch.cuda, Event
@@ -82,7 +82,7 @@ def install_tensors() -> None:
 
     def through_the_host(make):
         @functools.wraps(make)
-        def made(*args, device=None, **kwargs) -> torch.Tensor:
+        def made(*args, device=None, **kwargs):
             tensor = make(*args, **kwargs)
             return tensor if device is None else tensor.to(device)
 
@@ -91,13 +91,13 @@ def install_tensors() -> None:
     torch.tensor = through_the_host(torch.tensor)
     torch.as_tensor = through_the_host(torch.as_tensor)
 
-    def new_tensor(self: torch.Tensor, data) -> torch.Tensor:
+    def new_tensor(self, data):
         return torch.tensor(data, dtype=self.dtype, device=self.device)
 
     torch.Tensor.new_tensor = new_tensor
     torch.Tensor.is_pinned = is_pinned
 
-    def pin_memory(self: torch.Tensor, *_) -> torch.Tensor:
+    def pin_memory(self, *_):
         if isinstance(self, Card):
             raise RuntimeError(
                 "cannot pin a tensor on a card: only dense CPU tensors can be pinned"
@@ -112,7 +112,7 @@ def install_tensors() -> None:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     apply = nn.Module._apply
 
-    def keeping_parameters(self: nn.Module, *args, **kwargs) -> nn.Module:
+    def keeping_parameters(self, *args, **kwargs):
         # Module.to: the same Parameter, on a card now. Not for load_state_dict: hooks would go.
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
@@ -130,15 +130,15 @@ def install_nccl() -> None:
     init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
     world = SimpleNamespace(is_nccl=False)
 
-    def is_nccl(group) -> bool:
+    def is_nccl(group):
         return world.is_nccl and group not in others
 
-    def init_process_group(backend: str | None = None, **kwargs):
+    def init_process_group(backend=None, **kwargs):
         world.is_nccl = backend == "nccl"
         kwargs.pop("device_id", None)
         init("gloo" if world.is_nccl else backend, **kwargs)
 
-    def make_group(*args, backend: str | None = None, **kwargs):
+    def make_group(*args, backend=None, **kwargs):
         as_world = backend in (None, "nccl")
         group = new_group(*args, backend="gloo" if as_world else backend, **kwargs)
         if not as_world:
@@ -184,7 +184,7 @@ class DistributedDataParallel(nn.Module):
 
     _set_params_and_buffers_to_ignore_for_model = REAL._set_params_and_buffers_to_ignore_for_model
 
-    def __init__(self, module: nn.Module, **_: Any):
+    def __init__(self, module, **_):
         super().__init__()
         self.module = module
         for tensor in module.state_dict().values():
@@ -193,11 +193,11 @@ class DistributedDataParallel(nn.Module):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(average)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
 
-def average(parameter: nn.Parameter) -> None:
+def average(parameter):
     """Make a gradient the mean of those of all processes."""
     parameter.grad.div_(dist.get_world_size())
     dist.all_reduce(parameter.grad)
@@ -215,7 +215,7 @@ def install_files() -> None:
         locations[value.elem.untyped_storage()._cdata] = str(value.device)
         return value.elem
 
-    def restore(storage, location: str):
+    def restore(storage, location):
         if not location.startswith("cuda"):
             return None
         locations[storage._cdata] = location

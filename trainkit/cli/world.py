@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.config import TrainingConfig
+from trainkit.launch.environment import num_copies
 from trainkit.text import count
 
 
@@ -25,6 +26,8 @@ def describe_world(accelerator: Accelerator) -> str:
     precision = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     processes = count(accelerator.num_processes, "process")
     sharded = ", sharded" if accelerator.is_fsdp2 else ""
+    if (copies := num_copies(accelerator.num_processes)) > 1:
+        sharded = f", {copies} copies, each sharded over {accelerator.num_processes // copies}"
     return f"{processes} on {device}, {precision}{threads}{sharded}"
 
 

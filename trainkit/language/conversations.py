@@ -203,7 +203,8 @@ def answer(model: Any, tokenizer: Any, prompt: list[int]) -> str:
         written = model.generate(
             input_ids=tokens, attention_mask=torch.ones_like(tokens), **options
         )
-        return tokenizer.decode(written[0, len(prompt) :], skip_special_tokens=True)
+        text = tokenizer.decode(written[0, len(prompt) :], skip_special_tokens=True)
+        return text.strip() or "(blank)"
     except Exception as problem:  # this is only shown: it must not end the run
         return f"none, because of {first_sentence(problem)}"
     finally:

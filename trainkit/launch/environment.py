@@ -24,15 +24,29 @@ NO_SHARDS = (
     "these scripts do not support it: use distributed_type: MULTI_GPU, or FSDP to shard the model, "
     "as in accelerate_configs/",
 )
+NO_SEQUENCES = (
+    "1",
+    "these scripts do not split a sequence over processes (context and sequence parallelism): use "
+    "fsdp_activation_checkpointing: true, and --accumulate with fewer sequences at a time",
+)
+SIZES = [f"PARALLELISM_CONFIG_DP_{axis}_SIZE" for axis in ("REPLICATE", "SHARD")]
+SIZE = "[1-9][0-9]{0,8}", "use a whole number of at least 1"
 # Environment variables that would silently change what is trained: the allowed values, and the
-# remedy for all others. Accelerate 1.15 reads FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*,
-# ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only if one of these variables asks for it.
+# remedy for all others. Accelerate 1.15 reads FSDP_*, MEGATRON_LM_*, ACCELERATE_DEEPSPEED_* and
+# ACCELERATE_FP8_* only if one of these variables asks for it.
 VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
     "ACCELERATE_USE_FSDP": (f"{TRUE}|{FALSE}", "use true or false"),
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": NO_SHARDS,
+    **dict.fromkeys(SIZES, SIZE),
+    "PARALLELISM_CONFIG_TP_SIZE": (
+        "1",
+        "these scripts do not split a layer over processes (tensor parallelism): use "
+        "parallelism_config_dp_shard_size, which shards the weights, gradients and moments",
+    ),
+    "PARALLELISM_CONFIG_CP_SIZE": NO_SEQUENCES,
+    "PARALLELISM_CONFIG_SP_SIZE": NO_SEQUENCES,
     "ACCELERATE_TORCH_DEVICE": ("", "choose the GPUs with gpu_ids in the YAML"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "(?!)",  # matches no value
@@ -74,7 +88,11 @@ def check_launch() -> str:
     check_ranks()
     check_launcher_flags()
     check_devices()
-    return check_variables()
+    precision = check_variables()
+    num_copies(int(os.environ.get("WORLD_SIZE") or 1))
+    # With it Accelerate would make a mesh by itself, and refuse that on the CPU: see shards.shard.
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+    return precision
 
 
 def check_variables() -> str:
@@ -136,7 +154,10 @@ def check_launcher_flags() -> None:
         words = psutil.Process().parent().cmdline()
     for word in takewhile(lambda word: word != sys.argv[0], words):
         flag = word.replace("_", "-")
-        if IGNORED_FLAGS.match(flag) and not (flag.startswith("--fsdp-") and shards_wanted()):
+        is_read = (flag.startswith("--fsdp-") and shards_wanted()) or (
+            flag.startswith("--parallelism-config-dp-") and SIZES[0] in os.environ
+        )
+        if IGNORED_FLAGS.match(flag) and not is_read:
             raise UsageError(
                 f"accelerate launch {word}: the launcher ignores this flag here: leave it out, or "
                 "give --accumulate or --clip-norm to the script"
@@ -146,3 +167,25 @@ def check_launcher_flags() -> None:
 def shards_wanted() -> bool:
     """True if the launcher asked for sharded weights."""
     return re.fullmatch(TRUE, os.environ.get("ACCELERATE_USE_FSDP", "")) is not None
+
+
+def num_copies(num_processes: int) -> int:
+    """How many copies of the model the launch asks for, each sharded over the same number.
+
+    A size of 1, which the launcher also gives for one that the YAML does not have, is inferred from
+    the number of processes. Raises UsageError if the sizes do not fit it.
+    """
+    copies, shards = (int(os.environ.get(name, "1")) for name in SIZES)
+    if copies == shards == 1:
+        return 1
+    if shards == 1:
+        shards = num_processes // copies
+    elif copies == 1:
+        copies = num_processes // shards
+    if not shards_wanted() or shards < 2 or copies * shards != num_processes:
+        raise UsageError(
+            f"parallelism_config_dp_replicate_size {copies} x dp_shard_size {shards} does not fit "
+            f"this launch: use distributed_type: FSDP, a product of num_processes {num_processes}, "
+            "and a dp_shard_size of at least 2 (for whole copies distributed_type: MULTI_GPU)"
+        )
+    return copies

@@ -31,7 +31,7 @@ SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
 
 
 @contextmanager
-def deadline(timeout: timedelta) -> Iterator[None]:
+def deadline(timeout: timedelta, others: str = "the other processes") -> Iterator[None]:
     """End this process with one sentence if the body takes 5 seconds longer than timeout.
 
     It is for the first connection with other processes: if one of them died, gloo waits for it five
@@ -40,7 +40,7 @@ def deadline(timeout: timedelta) -> Iterator[None]:
 
     def give_up() -> None:
         print(
-            f"error: process {os.environ.get('RANK', '0')} could not reach the other processes "
+            f"error: process {os.environ.get('RANK', '0')} could not reach {others} "
             f"within {timeout.total_seconds():.0f} s: read their output, or run "
             "trainkit.tools.doctor",
             file=sys.stderr,
@@ -192,7 +192,11 @@ def describe_node() -> dict[str, str]:
     return {
         "processes per node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         # What the launcher read from the YAML, such as mixed_precision.
-        **{name: os.environ[name] for name in sorted(os.environ) if name.startswith("ACCELERATE_")},
+        **{
+            name: os.environ[name]
+            for name in sorted(os.environ)
+            if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_DP_"))
+        },
         **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
         "md5 of the source files": source.hexdigest(),
     }

@@ -1,11 +1,39 @@
-"""Say how many samples of each class a finished run recognised."""
+"""Say what an accuracy is worth: which classes there are, and how many samples were recognised."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from trainkit.run_dir.records import PREDICTIONS, load_predictions
 from trainkit.text import shorten
 
 NUM_WORST = 5  # classes that are named
+RARE = 5  # samples: with fewer of a class, none may be left to evaluate on
+
+
+def describe_classes(
+    labels: Tensor, held_out: Tensor, classes: Sequence[str], noun: str
+) -> dict[str, str]:
+    """Return lines of the plan: the classes, the largest one, and which are rare or missing.
+
+    labels, held_out: of what is trained and evaluated on. noun: what a sample is called.
+    """
+    trained, tested = (part.bincount(minlength=len(classes)) for part in (labels, held_out))
+    share = f"{100 * tested.max().item() / len(held_out):.1f} %"
+    plan = {
+        "classes": f"{len(classes)}: {shorten(classes, 10)}",
+        "largest class": f"{classes[int(tested.argmax())]}, {share} of the {noun}s to evaluate on",
+    }
+    groups = {
+        f"no {noun} to train on": trained == 0,
+        f"no {noun} to evaluate on": tested == 0,
+        f"fewer than {RARE} {noun}s": trained + tested < RARE,
+    }
+    for text, of in groups.items():
+        if of.any():
+            plan[text] = shorten([classes[n] for n in of.nonzero().flatten()], 10)
+    return plan
 
 
 def describe_recall(run_dir: Path) -> str:

@@ -160,8 +160,21 @@ class ParquetRows(Dataset):
         return tree_map_only(torch.Tensor, torch.clone, [*zip(*columns, strict=True)])
 
     def make_batch(self, indices: torch.Tensor) -> list:
-        """Return what default_collate makes of these samples, without copying each one first."""
-        return [*map(default_collate, self._columns(indices))]
+        """Return what default_collate makes of these samples, without copying each one first.
+
+        Raises LoneFailure for lists of unequal length.
+        """
+        batch = []
+        for name, values in zip(self.columns, self._columns(indices), strict=True):
+            lengths = {len(value) for value in values if getattr(value, "shape", ())}
+            if len(lengths) > 1:
+                raise LoneFailure(
+                    f"{shown(self.pattern)}: {name} has lists of {min(lengths)} and of "
+                    f"{max(lengths)} numbers, and a batch needs one length: cut or pad them when "
+                    "the files are written, or in a collate_fn of make_loaders"
+                )
+            batch.append(default_collate(values))
+        return batch
 
     def _columns(self, places: torch.Tensor) -> Iterator[tuple]:
         """Yield these samples' values of each column: mapped tensors, or Python objects."""

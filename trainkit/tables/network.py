@@ -1,9 +1,10 @@
 """A network for the rows of a table: a linear model, and what members that share weights add to it.
 
-Numbers are embedded piecewise (Gorishniy and others, 2022, arXiv:2203.05556), and the members share
+Numbers are embedded piecewise (Gorishniy and others, 2022, arXiv:2203.05556), and members share
 most of their weights (Gorishniy and others, 2024, TabM, arXiv:2410.24210). The linear model is
-solved before training, and the members begin with an output of zero. Rows that the training does
-not see decide how far they are trusted.
+solved before training, and the members begin with an output of zero. The rows are dealt into folds,
+and each group of members does not learn from one of them: what it says of that fold decides how far
+the members are trusted, so that every row is both learned from and judged by.
 """
 
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from trainkit.loaders import InMemory
 
-NUM_MEMBERS, WIDTH = 16, 128
+NUM_FOLDS, NUM_MEMBERS, WIDTH = 4, 4, 128  # of the rows; of a group, which is one for each fold
 NUM_BINS = 16  # of a number, with as many rows in each
 SCALES = torch.linspace(0, 1, 21)  # of what the members add
+NUM_JUDGED = 2000  # rows that decide between them, at most
 PENALTIES = torch.logspace(-2, 5, 15, dtype=torch.float64)  # of ridge regression
 NUM_STEPS = 1000  # about as many are taken by default
 # Defaults of flags that suit this network.
@@ -31,8 +33,9 @@ LinearFit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class TabM(nn.Module):
     """Maps features, (rows, features), to outputs, (rows, outputs).
 
-    While it trains it returns the outputs of all members, (rows, members, outputs), and each has a
-    loss of its own. Evaluated, it returns the linear model plus `scale` times their mean.
+    They are those of the linear model plus `scale` times the mean of the members. While it trains
+    it returns the outputs of the members that may learn from each row, (rows, members, outputs),
+    and each has a loss of its own.
 
     Args:
         num_outputs: numbers, or logits.
@@ -48,31 +51,46 @@ class TabM(nn.Module):
         for name, values in (("low", low), ("high", high)):
             self.register_buffer(name, torch.tensor(values), persistent=False)
         self.register_buffer("column", torch.tensor(column, dtype=torch.int64), persistent=False)
-        # Of the rows that are trained on, which training adds to, and of those held back too.
-        self.register_buffer("weight", torch.zeros(2, num_outputs, len(edges)))
-        self.register_buffer("bias", torch.zeros(2, num_outputs))
+        # Of the rows without each fold, which the members of a group add to; the last of all rows.
+        self.register_buffer("weight", torch.zeros(NUM_FOLDS + 1, num_outputs, len(edges)))
+        self.register_buffer("bias", torch.zeros(NUM_FOLDS + 1, num_outputs))
         self.register_buffer("scale", torch.zeros(()))
         num_inputs = len(edges) + len(column)
-        signs = torch.randint(0, 2, (NUM_MEMBERS, num_inputs)).float() * 2 - 1
+        groups = NUM_FOLDS, NUM_MEMBERS, 1
+        signs = torch.randint(0, 2, (*groups, num_inputs)).float() * 2 - 1
         self.signs = nn.Parameter(signs)  # of the inputs of each member, which makes them differ
-        self.first, self.second = nn.Linear(num_inputs, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gains = nn.Parameter(torch.ones(2, NUM_MEMBERS, WIDTH))
-        self.last = nn.Parameter(torch.zeros(NUM_MEMBERS, WIDTH, num_outputs))
-        self.shift = nn.Parameter(torch.zeros(NUM_MEMBERS, num_outputs))
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for width in (num_inputs, WIDTH):
+            bound = width**-0.5  # as nn.Linear has it
+            for part, size in ((self.weights, width), (self.biases, 1)):
+                part.append(torch.empty(NUM_FOLDS, size, WIDTH).uniform_(-bound, bound))
+        self.gains = nn.Parameter(torch.ones(2, *groups, WIDTH))
+        self.last = nn.Parameter(torch.zeros(*groups[:2], WIDTH, num_outputs))
+        self.shift = nn.Parameter(torch.zeros(*groups, num_outputs))
 
-    def forward(self, features: Tensor, in_parts: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """in_parts: return the linear model of the rows trained on, and the mean of the members."""
-        of = 0 if self.training or in_parts else 1
-        linear = F.linear(features, self.weight[of], self.bias[of])
+    def forward(self, features: Tensor, fold: Tensor | None = None) -> Any:
+        """fold: of each row, for training. Evaluated with it, return what judges the members.
+
+        That is what the linear model and the members say who do not know the row, on average.
+        """
         position = (features[:, self.column] - self.low) / (self.high - self.low)
         inputs = torch.cat((features, position.clamp(0, 1)), 1)
-        states = F.relu(self.first(inputs[:, None] * self.signs))
-        states = F.relu(self.second(states * self.gains[0])) * self.gains[1]
-        members = torch.einsum("nmw,mwo->nmo", states, self.last) + self.shift
-        if self.training:
-            return linear[:, None] + members
-        added = members.mean(1)
-        return (linear, added) if in_parts else linear + self.scale * added
+        states = inputs * self.signs  # (folds, members of a group, rows, inputs)
+        for weight, bias, gain in zip(self.weights, self.biases, self.gains, strict=True):
+            sums = torch.baddbmm(bias, states.flatten(1, 2), weight)
+            states = F.relu(sums).view(*states.shape[:3], WIDTH) * gain
+        members = states @ self.last + self.shift
+        if fold is None:
+            linear = F.linear(features, self.weight[-1], self.bias[-1])
+            return linear + self.scale * members.mean((0, 1))
+        row = torch.arange(len(features), device=features.device)[:, None]
+        linear = torch.einsum("nd,god->ngo", features, self.weight[:-1]) + self.bias[:-1]
+        if not self.training:
+            return linear[row[:, 0], fold], members.mean(1)[fold, row[:, 0]]
+        others = torch.arange(NUM_FOLDS - 1, device=features.device)
+        others = others + (others >= fold[:, None])  # all groups but the one of the row's fold
+        outputs = linear[:, :, None] + members.permute(2, 0, 1, 3)
+        return outputs[row, others].flatten(1, 2)
 
 
 def find_edges(features: Tensor) -> list[list[float]]:
@@ -125,34 +143,39 @@ def fit_logistic(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Te
     return weight.detach(), bias.detach()
 
 
-def start_linear(model: TabM, train_set: InMemory, held_back: InMemory, fit: LinearFit) -> None:
+def start_linear(model: TabM, train_set: InMemory, fit: LinearFit) -> None:
     """Solve the linear models of the network, in float64, so that all processes get the same."""
-    pairs = zip(train_set.tensors, held_back.tensors, strict=True)
-    for of, rows in enumerate((train_set.tensors, [torch.cat(pair) for pair in pairs])):
-        features, targets = rows
-        weight, bias = fit(features.double(), targets if targets.ndim == 1 else targets.double())
-        model.weight[of], model.bias[of] = weight.float(), bias.float()
+    features, targets, fold = train_set.tensors
+    targets = targets if targets.ndim == 1 else targets.double()
+    for left_out in range(NUM_FOLDS + 1):  # the last is no fold
+        if (kept := fold != left_out).any():
+            weight, bias = fit(features[kept].double(), targets[kept])
+            model.weight[left_out], model.bias[left_out] = weight.float(), bias.float()
 
 
 @torch.no_grad()
 def set_scale(
-    accelerator: Accelerator, model: nn.Module, held_back: InMemory, loss: Callable[..., Tensor]
+    accelerator: Accelerator, model: nn.Module, train_set: InMemory, loss: Callable[..., Tensor]
 ) -> None:
-    """Trust the members as far as they help on the rows held back. Every process must call this.
+    """Trust the members as far as they help with rows that they do not know.
 
     The scale is the smallest whose loss is not worse than that of the best one by more than half a
-    standard error.
+    standard error. Every process must call this.
     """
-    if not len(held_back):
-        return  # they are too few: the linear model answers alone
-    features, targets = (tensor.to(accelerator.device) for tensor in held_back.tensors)
+    num = len(train_set)
+    places = torch.linspace(0, num - 1, min(num, NUM_JUDGED)).long()
+    features, targets, fold = (tensor[places] for tensor in train_set.tensors)
     model.eval()
-    linear, added = (part.float().cpu() for part in model(features, in_parts=True))
+    parts = []
+    for rows in torch.arange(len(places)).split(256):
+        batch = (tensor[rows].to(accelerator.device) for tensor in (features, fold))
+        parts.append([part.float().cpu() for part in model(*batch)])
     model.train()
-    rows = [loss(linear + s * added, targets.cpu(), reduction="none") for s in SCALES]
-    losses = torch.stack([values.double().view(len(features), -1).mean(1) for values in rows])
-    worse = losses - losses[losses.mean(1).argmin()]
-    error = worse.std(1, correction=0) / len(features) ** 0.5
+    linear, added = map(torch.cat, zip(*parts, strict=True))
+    losses = [loss(linear + scale * added, targets, reduction="none") for scale in SCALES]
+    means = torch.stack([values.double().view(len(places), -1).mean(1) for values in losses])
+    worse = means - means[means.mean(1).argmin()]
+    error = worse.std(1, correction=0) / len(places) ** 0.5
     accelerator.unwrap_model(model).scale.fill_(SCALES[worse.mean(1) <= error / 2].min())
 
 

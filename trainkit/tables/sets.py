@@ -24,6 +24,7 @@ from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
 from trainkit.orders import split_equal_samples
 from trainkit.reading.frames import MAX_SHOWN, choose_columns, read_table, typed
+from trainkit.reading.recall import describe_classes
 from trainkit.tables.columns import (
     MAX_CATEGORIES,
     MISSING,
@@ -35,13 +36,12 @@ from trainkit.tables.columns import (
     list_counts,
     parse_cells,
 )
+from trainkit.tables.network import NUM_FOLDS
 from trainkit.text import count, shorten
 
-HELD_BACK = 0.15  # of the training rows, to weigh a network by: see network.py
 # The flags that say what the data are.
 OF_DATA = ["data", "target", "features", "categorical", "missing", "separator", "encoding"]
 OF_DATA += ["test_fraction", "data_seed"]
-RARE = 5  # rows: with fewer of a class, none may be left to evaluate on
 
 
 def split_names(text: str) -> list[str]:
@@ -108,27 +108,25 @@ class TableConfig(TrainingConfig):
 
 
 class TableSplit(NamedTuple):
-    """Positions of rows, int64: to train on, to evaluate on, to hold back; and lines of the plan.
+    """Positions of the rows to train and to evaluate on, int64, folds, and lines of the plan.
 
-    Rows held back are a part of the training rows that the weights do not see: they decide how far
-    a network is trusted (network.py).
+    fold: of each row to train on, for network.py; None: it is not used.
     """
 
     train: np.ndarray
     test: np.ndarray
-    held_back: np.ndarray
+    fold: torch.Tensor | None
     plan: dict[str, str]
 
 
 class TableSets(NamedTuple):
-    """A set to train on, one to evaluate on (with row numbers), rows held back, and metadata.
+    """A set to train on (with folds, if any), one to evaluate on (with row numbers), and metadata.
 
     The metadata are what a prediction for a new row needs, and the lines of the plan.
     """
 
     train: InMemory
     evaluated: InMemory
-    held_back: InMemory
     metadata: dict[str, Any]
 
 
@@ -208,22 +206,22 @@ def make_table_sets(
     names: list[str],
     metadata: dict[str, Any],
     config: TableConfig,
-    hold_back: bool = False,
+    in_folds: bool = False,
 ) -> TableSets:
     """Return sets whose rows are features and targets, both as standardised numbers.
 
-    names: the targets. metadata: what load_table returns. hold_back: see TableSplit. What is
+    names: the targets. metadata: what load_table returns. in_folds: see TableSplit. What is
     learned from rows (categories, means) is learned from the training rows alone. Raises a
     UsageError that says of each column whether it can be used.
     """
     targets = [Column(name) for name in names]
-    split, learned = split_and_learn(table, targets, config, hold_back)
+    split, learned = split_and_learn(table, targets, config, in_folds)
     features, facts = encode_features(table, targets, learned, split, config)
     features, numbers = np.split(features, [-len(names)], axis=1)
     inputs, more = standardise_columns("feature", facts["features"], features, split, config)
     outputs, facts["target"] = standardise_columns("target", names, numbers, split, config)
     facts |= more | facts.pop("target")
-    facts["baseline"] = numbers[known_rows(split)].mean(0).tolist()
+    facts["baseline"] = numbers[split.train].mean(0).tolist()
     metadata = metadata | facts
     metadata["plan"] = make_plan(metadata, learned, table, split)
     return take_parts((inputs, outputs), table, split, metadata)
@@ -242,7 +240,7 @@ def make_class_sets(
         raise UsageError(f"{where}: --target {typed(*names)}: choose one column of classes")
     classes, labels = find_table_classes(table[names[0]], where, config)
     target = Column(names[0], classes)
-    split, learned = split_and_learn(table, [target], config, hold_back=True)
+    split, learned = split_and_learn(table, [target], config, in_folds=True)
     features, facts = encode_features(table, [target], learned, split, config)
     inputs, more = standardise_columns(
         "feature", facts["features"], features[:, : -len(classes)], split, config
@@ -250,7 +248,9 @@ def make_class_sets(
     facts |= more | {"classes": classes, "targets": names}
     metadata = metadata | facts
     plan = make_plan(metadata, learned, table, split)
-    metadata["plan"] = plan | describe_classes(labels, classes, split)
+    metadata["plan"] = plan | describe_classes(
+        labels[split.train], labels[split.test], classes, "row"
+    )
     return take_parts((inputs, labels), table, split, metadata)
 
 
@@ -283,34 +283,8 @@ def find_table_classes(
     return classes, torch.tensor([number[text] for text in texts])
 
 
-def describe_classes(labels: torch.Tensor, classes: list[str], split: TableSplit) -> dict[str, str]:
-    """Return the lines of the plan that say what the accuracy will be worth."""
-    num = len(classes)
-    trained = labels[known_rows(split)].bincount(minlength=num)
-    tested = labels[split.test].bincount(minlength=num)
-    share = f"{100 * tested.max().item() / len(split.test):.1f} %"
-    plan = {
-        "classes": f"{num}: {shorten(classes, 10)}",
-        "largest class": f"{classes[int(tested.argmax())]}, {share} of the rows to evaluate on",
-    }
-    groups = {
-        "no row to train on": trained == 0,
-        "no row to evaluate on": tested == 0,
-        f"fewer than {RARE} rows": trained + tested < RARE,
-    }
-    for text, of in groups.items():
-        if of.any():
-            plan[text] = shorten([classes[n] for n in of.nonzero().flatten()], 10)
-    return plan
-
-
-def known_rows(split: TableSplit) -> np.ndarray:
-    """Return the positions of all rows that something may be learned from."""
-    return np.sort(np.concatenate((split.train, split.held_back)))
-
-
 def split_and_learn(
-    table: pd.DataFrame, targets: list[Column], config: TableConfig, hold_back: bool
+    table: pd.DataFrame, targets: list[Column], config: TableConfig, in_folds: bool
 ) -> tuple[TableSplit, dict[str, Column | str]]:
     """Split the rows, with equal ones on one side; learn each column, or why it is left out."""
     train, test = split_rows(len(table), config)
@@ -332,16 +306,12 @@ def split_and_learn(
         elif num_equal:
             plan["equal rows"] = f"{num_equal} repeat another one: equal rows are in one part"
     check_parts(len(train), len(test), config)
-    held_back = train[:0]
-    if hold_back:
-        order = torch.randperm(
-            len(train), generator=torch.Generator().manual_seed(config.data_seed)
-        )
-        apart = torch.zeros(len(train), dtype=torch.bool)
-        apart[order[: round(HELD_BACK * len(train))]] = True
-        places, others = split_equal_samples(apart, together[train])
-        train, held_back = train[places.numpy()], train[others.numpy()]
-    return TableSplit(train, test, held_back, plan), learned
+    fold = None
+    if in_folds:  # equal rows are in one
+        kinds, kind = together[train].unique(return_inverse=True)
+        generator = torch.Generator().manual_seed(config.data_seed)
+        fold = torch.randperm(len(kinds), generator=generator)[kind] % NUM_FOLDS
+    return TableSplit(train, test, fold, plan), learned
 
 
 def hash_rows(
@@ -406,7 +376,7 @@ def standardise_columns(
     kind: str, names: list[str], part: np.ndarray, split: TableSplit, config: TableConfig
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return numbers with the mean 0 and the deviation 1 in the training rows, and metadata."""
-    rows = part[known_rows(split)]
+    rows = part[split.train]
     mean, std = rows.mean(0), rows.std(0)
     if not np.ptp(rows, axis=0).all():
         raise UsageError(f"--data {config.data}: a {kind} is the same in all training rows")
@@ -429,12 +399,11 @@ def take_parts(
     metadata: dict[str, Any],
 ) -> TableSets:
     """Return the sets of the rows that a split has; those to evaluate on have row numbers."""
-    train, held_back = (
-        InMemory(*(tensor[part] for tensor in tensors)) for part in (split.train, split.held_back)
-    )
     numbers = torch.from_numpy(table.index.to_numpy(copy=True))
     evaluated = InMemory(*(tensor[split.test] for tensor in (*tensors, numbers)))
-    return TableSets(train, evaluated, held_back, metadata)
+    train = [tensor[split.train] for tensor in tensors]
+    train += [] if split.fold is None else [split.fold]
+    return TableSets(InMemory(*train), evaluated, metadata)
 
 
 def make_plan(
@@ -450,7 +419,7 @@ def make_plan(
     """
     texts = {name: f"{learned.get(name, 'number')}{_doubt(table[name])}" for name in table}
     special = [f"{name} ({text})" for name, text in texts.items() if text != "number"]
-    num_features, num_rows = len(metadata["features"]), len(known_rows(split))
+    num_features, num_rows = len(metadata["features"]), len(split.train)
     plan = {
         "data": f"{metadata.pop('data')}{metadata.pop('dropped', '')}",
         "features": f"{num_features}, from {count(len(metadata['columns']), 'column')}",

@@ -19,12 +19,12 @@ from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.orders import hold_out, split_equal_samples
 from trainkit.reading import frames
+from trainkit.reading.recall import describe_classes
 from trainkit.text import count, shorten
 from trainkit.texts import bags
 
 MAX_FOUND = 100  # classes of a column that is found by itself
 NUM_LOOKED_AT = 500  # cells of a column, and signs of each, to tell what it holds
-RARE = 5  # texts: with fewer of a class, a fifth may be none of them
 # What columns are called, in any case; the first that is there is taken.
 TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "message", "document", "body")
 LABEL_NAMES = ("label", "class", "category", "sentiment", "topic", "target")
@@ -175,20 +175,10 @@ def describe_texts(
     train: Sequence[tuple[str, int]], held_out: Sequence[tuple[str, int]], classes: list[str]
 ) -> dict[str, str]:
     """Return the lines of the plan that say what the accuracy will be worth."""
-    number = torch.tensor([label for _, label in held_out])
-    counts = number.bincount(minlength=len(classes))
-    share = f"{100 * counts.max().item() / len(held_out):.1f} %"
-    largest = f"{classes[int(counts.argmax())]}, {share} of the texts to evaluate on"
-    plan = {"classes": f"{len(classes)}: {shorten(classes, 10)}", "largest class": largest}
-    of_all = counts + torch.tensor([label for _, label in train]).bincount(minlength=len(classes))
-    rare = of_all < RARE, (of_all >= RARE) & (counts == 0)
-    names = [[name for name, n in zip(classes, which, strict=True) if n] for which in rare]
-    problems = f"fewer than {RARE} texts of a class", "no text of a class to evaluate on"
-    rare_classes = [f"{p}: {shorten(n, 10)}" for p, n in zip(problems, names, strict=True) if n]
-    if rare_classes:
-        plan["rare"] = "; ".join(rare_classes)
-    trained = {text for text, _ in train}
-    if twice := sum(text in trained for text, _ in held_out):
+    trained, tested = (torch.tensor([label for _, label in part]) for part in (train, held_out))
+    plan = describe_classes(trained, tested, classes, "text")
+    known = {text for text, _ in train}
+    if twice := sum(text in known for text, _ in held_out):
         plan["twice"] = f"{twice} of {len(held_out)} texts to evaluate on are also trained on"
     return plan
 

@@ -3,8 +3,9 @@
 accelerate launch --config_file accelerate_configs/2cpu.yaml -m trainkit.tools.doctor
 
 It makes the same checks as a run does at its start, then measures how fast files are written beside
-the run folder, how fast each process is and whether sums over all processes are right. Exit code 2:
-a check failed; 1: the last lines printed say what is wrong; 0: ready.
+the run folder, how fast each process is and whether sums over all processes are right; with copies
+of a sharded model (parallelism_config) also sums within a copy and between copies. Exit code 2: a
+check failed; 1: the last lines printed say what is wrong; 0: ready.
 """
 
 import math
@@ -16,9 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
-from trainkit import startup
+from trainkit import shards, startup
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
@@ -26,9 +28,11 @@ from accelerate.utils import gather_object
 
 from trainkit.cli.parse import parse
 from trainkit.cli.world import describe_world
-from trainkit.errors import failing_together
+from trainkit.errors import LoneFailure, failing_together
 from trainkit.launch import environment, nodes
+from trainkit.private import mesh_groups
 from trainkit.session import end_training
+from trainkit.text import first_sentence
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_MATMULS = 100  # on a CPU half a second: several turns of a busy core's scheduler
@@ -36,6 +40,7 @@ ALL_REDUCES = {4 * 2**10: 50, 4 * 2**20: 10, 100 * 2**20: 3}  # bytes: repetitio
 FILE_BYTES = 128 * 2**20  # of the file that the disk is measured with
 SLOW = 0.6  # of the median rate; a process that shares its core with another reaches 0.5
 GLOO_SECONDS = 20
+AXIS_SECONDS = 20
 
 
 @dataclass
@@ -64,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             mixed_precision=precision,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         )
+    shards.shard(accelerator, {})
     nodes.check_world(accelerator)
     accelerator.print(f"world: {describe_world(accelerator)}")
     nodes.check_same(accelerator, nodes.describe_node())
@@ -74,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         problems += find_gloo_problem(accelerator)
         for num_bytes, repetitions in ALL_REDUCES.items():
             problems += find_wrong_sum(accelerator, num_bytes, repetitions)
+        for axis, group in mesh_groups(accelerator).items():
+            problems += find_axis_problem(accelerator, axis, group)
     for problem in problems:
         accelerator.print(f"problem: {problem}")
     accelerator.print("not ready: solve these first" if problems else "ready to train")
@@ -157,23 +165,52 @@ def find_gloo_problem(accelerator: Accelerator) -> list[str]:
     ]
 
 
-def find_wrong_sum(accelerator: Accelerator, num_bytes: int, repetitions: int) -> list[str]:
-    """Sum float32 tensors over all processes; print the time and return a sentence if it is wrong.
+def find_axis_problem(
+    accelerator: Accelerator, axis: str, group: torch.distributed.ProcessGroup
+) -> list[str]:
+    """Sum over one axis of the mesh, as find_wrong_sum does.
+
+    Raises LoneFailure, or ends this process with a sentence, if a first sum does not end in time.
+    """
+    ranks = torch.distributed.get_process_group_ranks(group)
+    others = f"processes {ranks} along the axis {axis} of the mesh"
+    accelerator.wait_for_everyone()
+    try:
+        with nodes.deadline(timedelta(seconds=AXIS_SECONDS), others):
+            tensor = torch.zeros(1, device=accelerator.device)
+            torch.distributed.all_reduce(tensor, group=group)
+            tensor.item()  # waits for a GPU
+    except RuntimeError as problem:
+        what = f"process {accelerator.process_index} could not reach {others}"
+        raise LoneFailure(f"{what} ({first_sentence(problem)})") from problem
+    return find_wrong_sum(accelerator, 4 * 2**20, 10, f" along {axis}", group)
+
+
+def find_wrong_sum(
+    accelerator: Accelerator,
+    num_bytes: int,
+    repetitions: int,
+    where: str = "",
+    group: torch.distributed.ProcessGroup | None = None,
+) -> list[str]:
+    """Sum float32 tensors over a group; print the time and return a sentence if it is wrong.
 
     The rate is that of each link if the sum is made in a ring: 2 (n - 1) / n times the bytes.
     """
-    num = accelerator.num_processes
+    ranks = torch.distributed.get_process_group_ranks(group)
     tensor = torch.zeros(num_bytes // 4, device=accelerator.device)
-    seconds = mean_seconds(accelerator, lambda: torch.distributed.all_reduce(tensor), repetitions)
+    add_up = partial(torch.distributed.all_reduce, tensor, group=group)
+    seconds = mean_seconds(accelerator, add_up, repetitions)
     tensor.fill_(accelerator.process_index + 1)
-    torch.distributed.all_reduce(tensor)
-    right = bool((tensor == num * (num + 1) // 2).all())
+    add_up()
+    right = bool((tensor == sum(ranks) + len(ranks)).all())
     accelerator.print(
-        f"all-reduce of {num_bytes / 2**20:.3f} MiB: {seconds * 1e3:.3f} ms, "
-        f"{2 * (num - 1) / num * num_bytes / seconds / 1e9:.3f} GB/s per link"
+        f"all-reduce of {num_bytes / 2**20:.3f} MiB{where}: {seconds * 1e3:.3f} ms, "
+        f"{2 * (1 - 1 / len(ranks)) * num_bytes / seconds / 1e9:.3f} GB/s per link"
     )
     wrong = [rank for rank, right in enumerate(gather_object([right])) if not right]
-    return [f"an all-reduce of {num_bytes} bytes is wrong on processes {wrong}"] * bool(wrong)
+    what = f"an all-reduce of {num_bytes} bytes{where}"
+    return [f"{what} is wrong on processes {wrong}"] * bool(wrong)
 
 
 def mean_seconds(accelerator: Accelerator, work: Callable[[], object], repetitions: int) -> float:

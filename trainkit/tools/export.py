@@ -37,8 +37,8 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     """
     if predictor.metadata["input"] not in TASKS:
         raise UsageError(
-            f"--export cannot take a model whose input is a {predictor.metadata['input']}: "
-            "give its run folder to predict.py"
+            f"--export cannot take a model whose input is a {predictor.metadata['input']}: copy "
+            "its run folder, which is all that predict.py and app.py need beside the scripts"
         )
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"--export needs more packages: pip install {' '.join(missing)}")

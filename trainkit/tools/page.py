@@ -7,6 +7,7 @@ is removed when the server ends.
 import importlib.util
 import io
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable
@@ -26,6 +27,12 @@ from trainkit.tools import answers, plots
 MAX_FILE = "32mb"  # of a picture file
 MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 or 48 million
 MAX_SHOWN = 20  # test pictures, one of each class
+# Where the name of a column says its unit: weight (kg), weight [kg], weight_kg, price_eur.
+UNIT = re.compile(
+    r"[(\[]([^()\[\]]+)[)\]]\s*$|_([mck]?m|[mk]?g|lbs?|ml|ms|sec|min|hours|days|years|eur|usd|gbp"
+    r"|chf|pct|percent|celsius|mph|kmh|k?wh?)$",
+    re.IGNORECASE,
+)
 
 
 def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
@@ -177,7 +184,8 @@ def answer_row(
         targets = metadata["targets"]
         order = np.arange(len(numbers))
         pairs = zip(targets, numbers, strict=True)
-        html = "".join(f"<h2>{escape(target)}: {value:,.6g}</h2>" for target, value in pairs)
+        texts = (f"{target}: {with_unit(value, target, 6)}" for target, value in pairs)
+        html = "".join(f"<h2>{escape(text)}</h2>" for text in texts)
     if not spans:
         return html, None
     along = touched if touched in spans else next(iter(spans))
@@ -218,18 +226,32 @@ def build_table_page(page: Any, predictor: Any) -> None:
     page.load(partial(answer_row, predictor, [*fields], spans, ""), inputs, shown)
 
 
+def with_unit(value: float, name: str, digits: int = 3) -> str:
+    """Write a value of a column, with its unit if the name of the column says it."""
+    found = UNIT.search(name)
+    unit = found[1] or found[2] if found else ""
+    return f"{value:,.{digits}g} {unit}".strip()
+
+
 def describe_quality(predictor: Any) -> str:
     """Say what the model predicts, and how far off it was for the evaluated samples."""
     prediction, target = (predictor.evaluated.get(key) for key in ("prediction", "target"))
+    names = predictor.metadata.get("targets", [])
     if prediction is None or target is None:
-        return ""
+        return f"It predicts {', '.join(names)}." * bool(names)
     seen = f"{len(target):,} samples that it was not trained on"
     if "classes" in predictor.metadata:
-        return f"right for {(prediction == target).double().mean():.2%} of {seen}"
-    medians = (prediction - target).abs().median(0).values.tolist()
-    pairs = zip(predictor.metadata["targets"], medians, strict=True)
-    off = ", ".join(f"{name} by less than {median:,.3g}" for name, median in pairs)
-    return f"for half of {seen} it is off in {off}"
+        share = (prediction == target).double().mean()
+        most = target.bincount().max() / len(target)
+        what = f"predicts {names[0]}, and " if names else ""
+        return f"It {what}is right for {share:.1%} of {seen}; the largest class has {most:.1%}."
+    errors = (prediction - target).abs()
+    limits = zip(names, errors.median(0).values, errors.quantile(0.9, 0), strict=True)
+    return " ".join(
+        f"It predicts {name}, and is usually off by less than {with_unit(half.item(), name)}: for "
+        f"half of {seen}, and for nine in ten by less than {with_unit(most.item(), name)}."
+        for name, half, most in limits
+    )
 
 
 def answer_text(predictor: Any, text: str) -> tuple:
