@@ -166,12 +166,15 @@ class Mirror:
     def go_on(self, path: Path | None, trainer: dict[str, Any]) -> None:
         """Let the mirror have what the run folder has, a checkpoint at `path` or none.
 
-        Every process must call this. What this run no longer leads to is removed from the mirror.
+        Every process must call this. What this run no longer leads to, and parts that a kill left,
+        are removed from the mirror.
         """
         with failing_together(self.accelerator, ""):
             if self.accelerator.is_main_process:
-                later = [name for name in self.listed if name > (path.name if path else "")]
-                self._remove(f"checkpoints/{name}" for name in later)
+                newest = path.name if path else ""
+                parts = self.listed.keys() - _whole(self.listed) - {""}
+                doomed = parts | {name for name in self.listed if name > newest}
+                self._remove(f"checkpoints/{name}" for name in doomed)
                 self._remove({"DONE"} & self.listed[""].keys())
         if path and trainer["is_missing"]:
             self.add(path, step_name(trainer["progress"].best_step))
