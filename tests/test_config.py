@@ -136,8 +136,8 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
 def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(capsys, monkeypatch):
     @dataclass
     class Config(TrainingConfig):
-        warmup = 0.1
-        width = 3  # of the model
+        warmup: float = 0.1
+        width: int = 3  # of the model
 
     config = parse(Config, ["--warmup", "2", "--no-pictures"])
     assert config == Config(warmup=2.0, pictures=False)

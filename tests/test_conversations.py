@@ -208,9 +208,30 @@ def test_usual_names_of_an_assistant_are_read(make, role, keys):
     assert make({"messages": turns}).plan["first"] == ONCE
 
 
-def test_a_role_that_is_not_known_is_named(make):
-    with pytest.raises(UsageError, match=r"line 1 of .* the role 'narrator': rename it to user"):
-        make({"messages": [user("say"), says("ok", "narrator")]})
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (says("ok", "narrator"), "the role 'narrator': rename it to user"),
+        ({"speaker": "bot", "text": "ok"}, "speaker, text: rename them to role and content"),
+        (says("ok") | {"weight": 0.5}, "the weight 0.5: only 0 and 1"),
+    ],
+)
+def test_a_turn_that_cannot_be_read_is_named(make, turn, message):
+    with pytest.raises(UsageError, match=f"line 1 of .* {message}"):
+        make({"messages": [user("say"), turn]})
+
+
+def test_an_answer_that_nothing_comes_before_is_learned_without_what_leads_to_it(make):
+    """Its words may be in the text before it, and a call of a tool has none."""
+    call = says("") | {"tool_calls": [CALL]}
+    for turn, words in ((says("a"), "a"), (call, '{"cmd": "ls"}')):
+        first = make({"messages": [turn, user("say"), says("ok")]}).plan["first"]
+        assert first == rf"<user>assistant\n[[{words}<end>]]" + ONCE
+
+
+def test_a_system_text_is_not_added_to_a_developer(make):
+    turns = [says("a", "developer"), user("say"), says("ok")]
+    assert "be" not in make({"system": "be", "messages": turns}).plan["first"]
 
 
 @pytest.mark.parametrize(

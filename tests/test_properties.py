@@ -19,6 +19,7 @@ from trainkit.config import TrainingConfig
 from trainkit.loaders import EpochBatches
 from trainkit.mixing import key
 from trainkit.optim import make_scheduler
+from trainkit.rng import keyed_uniform
 from trainkit.run_dir.manifest import make_durable, verify, write_manifest
 
 # The same examples in every run, so that a change that has nothing to do with them cannot fail.
@@ -70,11 +71,15 @@ def test_each_sample_comes_once_in_one_order_in_every_world_and_from_every_posit
         assert sizes[0] == max(sizes) and (min(sizes) > 0 or sum(sizes) < num_processes)
 
 
-def splitmix64(state):
-    z = (state + 0x9E3779B97F4A7C15) % 2**64
+def finalize(z):
+    """The finalizer of splitmix64, in whole numbers."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ (z >> shift)) * factor % 2**64
     return z ^ (z >> 31)
+
+
+def splitmix64(state):
+    return finalize((state + 0x9E3779B97F4A7C15) % 2**64)
 
 
 @FIXED
@@ -82,6 +87,18 @@ def splitmix64(state):
 def test_a_key_is_splitmix64_of_its_numbers_one_after_another(numbers):
     assert splitmix64(1234567) == 6457827717110365317  # as published
     assert key(*numbers) == reduce(lambda z, n: splitmix64((z + n) % 2**64), numbers, 0) >> 1
+
+
+@FIXED
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**48), min_size=1, max_size=20))
+def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(seed, indices):
+    first, num = key(seed, 3), 3  # of other nums the first is hashed with num: test_randoms.py
+    given_ = keyed_uniform(seed, 3, torch.tensor(indices), num)
+    assert given_.dtype == torch.float32
+    assert given_.tolist() == [
+        [(finalize((index * num + n + first) % 2**64) >> 40) / 2**24 for n in range(num)]
+        for index in indices
+    ]
 
 
 def rates(schedule, epochs, steps_per_epoch, **flags) -> np.ndarray:

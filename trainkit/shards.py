@@ -74,8 +74,6 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
             "and neither fsdp_ignored_modules, whose gradients would not be reduced, nor "
             "fsdp_offload_params: see accelerate_configs/2cpu_fsdp.yaml"
         )
-    bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    plugin.activation_checkpointing = False  # get_ready does it
 
     def prepare_sharded(prepare: Callable[..., Any], *objects: Any) -> Any:
         models = owners(objects)
@@ -98,12 +96,15 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
         result = tuple(prepared[n] for n in range(len(objects)))
         return result if len(objects) > 1 else result[0]
 
-    shard_models(accelerator, plugin, bf16)
-    _make_mesh(accelerator)
+    _use(accelerator, plugin)
     wrap_prepare(accelerator, prepare_sharded)
 
 
-def _make_mesh(accelerator: Accelerator) -> None:
+def _use(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Let Accelerate shard models by this plugin, in as many copies as the launch asks for."""
+    plugin.activation_checkpointing = False  # get_ready does it
+    bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
+    shard_models(accelerator, plugin, bf16)
     if (copies := num_copies(accelerator.num_processes)) > 1:
         others = f"the others of {copies} copies of the model, to make the groups of its mesh,"
         with deadline(accelerator.init_handler.timeout, others):

@@ -15,7 +15,7 @@ Turn = dict[str, Any]  # role and content, both texts, and perhaps tool_calls
 
 
 class Format(NamedTuple):
-    """The columns of a row. Without a prompt the answer is a whole conversation, or one text."""
+    """The columns of a row. If `prompt` is empty, `answer` has a whole conversation, or a text."""
 
     answer: str
     prompt: str = ""
@@ -52,6 +52,7 @@ ROLES = (
     | dict.fromkeys(("tool", "observation", "tool_response", "function_response"), "tool")
     | {name: name for name in ("system", "developer", "ipython", "function")}
 )
+PREAMBLES = ("system", "developer")  # a conversation has one at most
 CALLS = ("function_call", "tool_call")  # these speakers are an assistant that calls tools
 
 
@@ -180,10 +181,10 @@ def join_prompt(
     """
     if not prompt:
         return answer, 0
-    continues = not answer or answer[0]["role"] not in ("system", "developer", "user")
+    continues = not answer or answer[0]["role"] not in (*PREAMBLES, "user")
     turns, wanted = comparable(answer), comparable(prompt)
-    has_system = any(turn["role"] == "system" for turn in answer)
-    system = prompt[: prompt[0]["role"] == "system" and not has_system]
+    has_system = any(turn["role"] in PREAMBLES for turn in answer)
+    system = prompt[: prompt[0]["role"] in PREAMBLES and not has_system]
     wanted = wanted[len(system) :]
     last = num_shared or len(turns)
     stops = [
@@ -222,10 +223,10 @@ def with_context(turns: list[Turn], num_prompt: int, row: dict[str, Any]) -> Con
 
 
 def with_system(conversation: Conversation, system: str | None) -> Conversation:
-    """Return the conversation with this text as a system turn, if it has turns and none of it."""
+    """Return the conversation with this text as a system turn, unless it begins with one."""
     turns = conversation.turns
     num_prompt = conversation.num_prompt
-    if not system or not turns or turns[0]["role"] == "system":
+    if not system or not turns or turns[0]["role"] in PREAMBLES:
         return conversation
     turns = [{"role": "system", "content": system}, *turns]
     return conversation._replace(turns=turns, num_prompt=num_prompt + 1)
@@ -242,9 +243,16 @@ def as_turns(value: Any, role: str) -> list[Turn]:
 
 
 def _as_turn(turn: dict[str, Any]) -> Turn:
-    speaker = turn["from"] if "from" in turn else turn["role"]  # ShareGPT has from and value
+    speaker = turn["from"] if "from" in turn else turn.get("role")  # ShareGPT has from and value
     content = turn["value"] if "value" in turn else turn.get("content")
     calls = turn.get("tool_calls") or turn.get("function_call") or []
+    if speaker is None or not (calls or {"value", "content"} & turn.keys()):
+        raise UsageError(
+            f"a turn has {shorten(sorted(turn)) or 'nothing'}: rename them to role and content, or "
+            "to from and value"
+        )
+    if turn.get("weight") not in (None, 0, 1):
+        raise UsageError(f"a turn has the weight {turn['weight']!r}: only 0 and 1 are read")
     role = ROLES.get(speaker.strip().lower())
     if speaker.strip().lower() in CALLS:
         role, content, calls = "assistant", None, content

@@ -166,9 +166,12 @@ class Chat:
         before = turns[:number]
         turn = turns[number]
         text = self.render([*before, turn], tools)
-        ask = text[: text.find(turn["content"])]  # used if no turn comes before the answer
         if before:
             ask = self.render(before, tools, ask=True)
+        else:  # what two answers have in common before they begin
+            pair = ([{"role": turn["role"], "content": word}] for word in "xy")
+            one, other = (self.render(answer, tools) for answer in pair)
+            ask = one[: _num_equal(one, other)]
         same = text[: _num_equal(ask, text)]
         prompt = before[-1]["content"] if before else ""
         # Some templates write the end of a prompt differently if an answer follows it.

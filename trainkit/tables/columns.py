@@ -98,13 +98,15 @@ def parse_cells(values: pd.Series, column: Column) -> pd.Series:
         return values.astype(object).map(as_text, na_action="ignore")
     if column.days and column.days not in UNITS:
         return _read_dates(values.astype(str), column.days)
-    if values.dtype.kind in "biuf":
-        numbers = values.astype(float)
-    else:
-        texts = values.astype(str).str.lower().replace({"true": "1", "false": "0"})
-        numbers = pd.to_numeric(texts, errors="coerce").astype(float)
-    numbers = numbers.where(numbers.abs() <= 1e38)  # float32 ends at 3.4e38
-    return numbers / UNITS[column.days] if column.days else numbers
+    if values.dtype.kind not in "biuf":
+        texts = values.astype(str).str.lower()
+        if texts.isin(["true", "false"]).any():  # asked first, because replacing takes long
+            texts = texts.replace({"true": "1", "false": "0"})
+        values = pd.to_numeric(texts, errors="coerce")
+    numbers = values.to_numpy(float)
+    numbers = np.where(np.abs(numbers) <= 1e38, numbers, np.nan)  # float32 ends at 3.4e38
+    numbers = numbers / UNITS[column.days] if column.days else numbers
+    return pd.Series(numbers, values.index, name=values.name)
 
 
 def _read_dates(texts: pd.Series, form: Any) -> pd.Series:
@@ -177,14 +179,14 @@ def find_kind(values: pd.Series, is_category: bool) -> Column | str:
         column.categories = []
         return column
     numbers = parse_cells(cells, column).dropna()
-    texts = cells.astype(str)
-    others = texts.drop(numbers.index)
-    distinct = texts.drop_duplicates()
-    if not len(others):
-        if numbers.abs().max() > MAX_WHOLE and numbers.nunique() < len(distinct):
+    if len(numbers) == len(cells):  # first, because a table may have thousands of these
+        if numbers.abs().max() > MAX_WHOLE and numbers.nunique() < cells.astype(str).nunique():
             column.categories = []
         column.days = _unix_unit(numbers)
         return column
+    texts = cells.astype(str)
+    others = texts.drop(numbers.index)
+    distinct = texts.drop_duplicates()
     sample = others.drop_duplicates()[:1000]
     read = [_read_dates(sample, form).notna().mean() for form in DATES]
     if max(read) > 0.5 and len(others) > len(numbers):
@@ -220,9 +222,10 @@ def is_index(values: pd.Series) -> bool:
 def _unix_unit(numbers: pd.Series) -> Any:
     """Return the key of UNITS if whole numbers are Unix times, otherwise False."""
     low, high = UNIX_SECONDS
+    lowest, highest = numbers.min(), numbers.max()
     for name, unit in UNITS.items():
         scale = unit / UNITS["unix"]
-        if len(numbers) and numbers.between(low * scale, high * scale).all():
+        if low * scale <= lowest and highest <= high * scale:
             return name if (numbers % 1 == 0).all() and numbers.nunique() > 1 else False
     return False
 
