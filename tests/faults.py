@@ -306,8 +306,9 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     "kill" before the event, "enospc" makes it fail as on a full disk. With how "copy" and a folder,
     the run folder, nothing strikes: FOLDER.007-kill is what a kill before event 7 leaves behind,
     and FOLDER.007-tear what one after it leaves, with the file that the event wrote half as long.
-    Or signal: [step, signal number], which the process then sends to itself. Or add: a call of
-    cross_entropy (from 1) and what is added to its loss, whose gradient stays as it is.
+    Or signal: [step, signal number], which the process then sends to itself. Or call: see
+    _kill_in_call. Or add: a call of cross_entropy (from 1) and what is added to its loss, whose
+    gradient stays as it is.
     """
     from trainkit import shards
 
@@ -361,7 +362,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
     def opened(file, mode: str = "r", *args, **kwargs):
         return file if set(mode) & set("wx") else None  # a log that grows is not torn
 
-    if fault:
+    if fault.get("how"):
         # Not unlink and rmdir: what they remove has lost its name before.
         for name in ("mkdir", "rename", "replace", "fsync"):
             watch(os, name)
@@ -390,6 +391,8 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         armed = in_save and saves == fault.get("save")
 
     Checkpoints.save, Commits.wait = saving, waiting
+    if "call" in fault:
+        _kill_in_call(fault["call"])
     if "signal" in fault:
         (step, number), steps = fault["signal"], itertools.count(1)
         requested = Signals.requested
@@ -411,6 +414,40 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
             return loss + float(added) if next(calls) == number else loss
 
         script.F.cross_entropy = adding
+
+
+def _kill_in_call(number: int) -> None:
+    """Kill this process halfway through what a call writes to a --mirror that is a folder.
+
+    number: how many such calls come before it.
+    """
+    from fsspec.implementations.local import LocalFileSystem
+
+    calls = itertools.count()
+
+    def watch(name: str, half: Callable[..., Any]) -> None:
+        original = getattr(LocalFileSystem, name)
+
+        def called(self, *args: Any, **kwargs: Any) -> Any:
+            if next(calls) == number:
+                half(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, *args, **kwargs)
+
+        setattr(LocalFileSystem, name, called)
+
+    def half_a_file(source: str, target: str) -> None:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        content = Path(source).read_bytes()
+        Path(target).write_bytes(content[: len(content) // 2])
+
+    def half_a_folder(path: str, *_: Any) -> None:
+        for file in sorted(Path(path).rglob("*"))[::2]:
+            if file.is_file():
+                file.unlink()
+
+    watch("put_file", half_a_file)
+    watch("rm", half_a_folder)
 
 
 if __name__ == "__main__":

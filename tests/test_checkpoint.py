@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from conftest import contents, forget_accelerator, linux_only
 
 from trainkit.checkpoint import Checkpoints
+from trainkit.config import TrainingConfig
 from trainkit.ema import EMA
 from trainkit.errors import UsageError
 from trainkit.metrics import RunningMeans
@@ -34,7 +35,7 @@ from trainkit.run_dir.records import read_rows
 class Run:
     """A small run: a linear model, its optimizer and scheduler, and its checkpoints."""
 
-    def __init__(self, run_dir: Path, keep: int = 9):
+    def __init__(self, run_dir: Path, keep: int = 9, mirror: str | None = None):
         forget_accelerator()
         self.accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
@@ -49,7 +50,7 @@ class Run:
         self.means = RunningMeans(self.accelerator)
         self.checkpoints = Checkpoints(
             self.accelerator,
-            argparse.Namespace(run_dir=run_dir, keep=keep),
+            TrainingConfig(run_dir=run_dir, keep=keep, mirror=mirror),
             {},
             self.tracker,
             self.means,
@@ -139,7 +140,7 @@ def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpo
     accelerator, tmp_path, monkeypatch
 ):
     """Sorted by name model_10 comes before model_2, and all of these have the same shapes."""
-    config = argparse.Namespace(run_dir=tmp_path, keep=2)
+    config = TrainingConfig(run_dir=tmp_path)
     models = [torch.nn.Linear(1, 1) for _ in range(12)]
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-3 * (n + 1)) for n, m in enumerate(models)]
     rates = schedules(optimizers)

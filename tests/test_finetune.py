@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 import signal
 import sys
 from functools import partial
@@ -155,11 +156,13 @@ def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypa
     ("lora", "way"),
     quick([*itertools.product(([], LORA), (2, *KINDS)), (FOUR_BITS, 2)], [(LORA, KINDS[1])]),
 )
-def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
+def test_a_kill_changes_no_byte_and_with_a_mirror_a_lost_folder_neither(start, tmp_path, lora, way):
     kill, packed = {"signal": [14, signal.SIGKILL]}, [] if lora else PACKED
-    start(tmp_path / "killed", lora, way, *packed, fault=kill, codes=[-signal.SIGKILL, 1])
-    for name in ("killed", "whole"):
-        start(tmp_path / name, lora, way, *packed, "--resume", "auto")
+    more = [*packed, "--resume", "auto", "--mirror", tmp_path / "mirror"]
+    start(tmp_path / "killed", lora, way, *more, fault=kill, codes=[-signal.SIGKILL, 1])
+    shutil.rmtree(tmp_path / "killed")
+    assert "copied step-" in start(tmp_path / "killed", lora, way, *more).stdout
+    start(tmp_path / "whole", lora, way, *packed)
     weights = "adapter_model.safetensors" if lora else "model.safetensors"
     assert_same_bytes(tmp_path / "killed", tmp_path / "whole", f"pretrained/{weights}")
 

@@ -16,6 +16,7 @@ APPLIED = conftest.ROOT / conftest.typed("kubectl apply")[-1]
 SERVICE, JOB = yaml.safe_load_all(APPLIED.read_text())
 POD = JOB["spec"]["template"]["spec"]
 CONTAINER = POD["containers"][0]
+MIRRORED = yaml.safe_load(APPLIED.with_name("train-mirror.yaml").read_text())
 
 # bash -c UP NET JOB SERVICE: two hosts joined by a cable, with the names that the Service gives.
 UP = """
@@ -43,8 +44,9 @@ def test_the_yaml_is_one_that_a_cluster_takes_and_its_names_and_exit_codes_fit()
         ("FailJob", [EXIT_USAGE, EXIT_TARGET_MISSED]),
         ("Ignore", [EXIT_STOPPED]),
     ]
+    assert MIRRORED["spec"]["podFailurePolicy"] == JOB["spec"]["podFailurePolicy"]
     validator = pytest.importorskip("kubernetes_validate")
-    for document, version in itertools.product((SERVICE, JOB), ("1.31", "1.37")):
+    for document, version in itertools.product((SERVICE, JOB, MIRRORED), ("1.31", "1.37")):
         validator.validate(document, version, strict=True)
 
 

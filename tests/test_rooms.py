@@ -13,6 +13,7 @@ from conftest import ROOT
 LAYERS = [
     "private text",
     "errors",
+    "stores",
     "config cli run_dir launch",
     "mixing rng",
     "orders",

@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+from trainkit import stores
+
 import faults
 import fsspec
 import numpy as np
@@ -25,7 +27,8 @@ from torch.utils.data import default_collate
 from benchmarks.rows import serve
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.rows import parquet as rows
-from trainkit.rows.parquet import ParquetRows, shown
+from trainkit.rows.parquet import ParquetRows
+from trainkit.stores import shown
 
 SIZES = (500, 500, 137)  # rows of the files, in row groups of 50
 NUM = sum(SIZES)
@@ -42,7 +45,7 @@ def write_file(path, first, size):
 def server(tmp_path, monkeypatch):
     """A web server of data/; `plan(number)` says how the request with this number breaks."""
     monkeypatch.setattr(rows, "HF_HOME", tmp_path / "cache")
-    monkeypatch.setattr(rows, "WAITS", (0, 0, 0.1, None))
+    monkeypatch.setattr(stores, "WAITS", (0, 0, 0.1))
     folder = tmp_path / "data"
     folder.mkdir()
     for number, first in enumerate((0, 500, 1000)):
@@ -218,7 +221,7 @@ def test_a_process_does_not_fork_while_row_groups_are_read(server):
 def test_what_breaks_in_mid_run_is_said_at_once(server, monkeypatch):
     data = ParquetRows(server.url, "id")
     assert not HTTPFileSystem._cache, "a loader worker would wait a second to close what is there"
-    monkeypatch.setattr(rows, "WAITS", ["nothing may be tried again"])
+    monkeypatch.setattr(stores, "WAITS", ["nothing may be tried again"])
     (server.folder / "1.parquet").unlink()
     with pytest.raises(LoneFailure, match=r"1\.parquet cannot be read: .*404"):
         data[600]

@@ -58,6 +58,7 @@ def train(
     **plan: Any,
 ) -> Outcome:
     variables = env(kind, copies, **plan.pop("env", {}))
+    plan = {"timeout": 200, **plan}  # on a busy machine a run may take a minute
     outcome = nursery.run(script, *args, "--run-dir", where, world=world, env=variables, **plan)
     assert outcome.codes == (codes or [0] * world), outcome.output
     world_line = outcome.output.splitlines()[0]
@@ -183,7 +184,7 @@ def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
 
 TWICE = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
 LAYERS = "--layers 2 --width 32 --num-bytes 9000 --batch-size 24 --dropout 0.3 --ema 0.8 --keep 9 "
-LAYERS += "--save-every 2 --stop-after-steps 6 --resume auto"
+LAYERS += "--save-every 2 --stop-after-steps 6 --no-pictures --resume auto"
 
 
 def test_layers_that_are_computed_twice_have_the_same_dropout_and_names(nursery, tmp_path):

@@ -36,10 +36,9 @@ from trainkit import shards
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from trainkit.config import TrainingConfig
-from trainkit.errors import RunFailure, as_usage_error, failing_together
+from trainkit.errors import RunFailure, failing_together
 from trainkit.fingerprint import compare_sources, compare_worlds, read_same_run, world_facts
 from trainkit.launch.nodes import loaded_sources
 from trainkit.metrics import RunningMeans
@@ -48,9 +47,10 @@ from trainkit.position import Progress
 from trainkit.private import count_micro_batches_anew, prepared_optimizers, without_loss_scale
 from trainkit.rng import seed_host
 from trainkit.run_dir.commit import Commits
-from trainkit.run_dir.files import remove_tree, sync
+from trainkit.run_dir.files import sync
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import abandon_later, choose_checkpoint, hash_of
+from trainkit.run_dir.manifest import abandon_later, hash_of, step_name
+from trainkit.run_dir.mirror import choose, open_mirror
 from trainkit.run_dir.weights import read_weights
 from trainkit.text import check_json
 
@@ -77,7 +77,8 @@ class Checkpoints:
         self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.sources = loaded_sources()  # as this process has read them, whatever is edited later
-        self.commits = Commits(accelerator, tracker, config.keep)
+        self.mirror = open_mirror(accelerator, config)
+        self.commits = Commits(accelerator, tracker, config.keep, self.mirror)
         self.saved_step = -1  # the step of the newest checkpoint
         written = averages if accelerator.is_main_process else ()
         accelerator.register_save_state_pre_hook(partial(shards.before_save, written))
@@ -98,7 +99,7 @@ class Checkpoints:
         self.commits.wait()
         started_at = time.monotonic()
         accelerator = self.accelerator
-        final = self.directory / f"step-{progress.step:010d}"
+        final = self.directory / step_name(progress.step)
         temporary = self.directory / f".tmp-{final.name}"
         trainer = {
             "progress": asdict(progress),
@@ -132,20 +133,10 @@ class Checkpoints:
         """
         accelerator = self.accelerator
         main = self.accelerator.is_main_process
-        path = None
-        trainer = {}
-        progress = Progress()
         notices: list[str] = []
-        with failing_together(accelerator, f"cannot resume from {self.directory}"):
-            if main:
-                for leftover in list(self.directory.glob(".tmp-*")):
-                    remove_tree(leftover)
-                path = choose_checkpoint(self.directory, wanted, notices)
-            if path:  # only on the main process
-                with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
-                    trainer = read_same_run(path, self.fingerprint, last_step)
-                    progress = Progress(**trainer["progress"])
-        path, trainer, progress = broadcast_object_list([path, trainer, progress])
+        check = partial(read_same_run, now=self.fingerprint, last_step=last_step)
+        path, trainer = choose(self.directory, self.mirror, wanted, notices, check, accelerator)
+        progress = trainer.get("progress", Progress())
         with failing_together(accelerator, f"{path} cannot be loaded"):
             if path:
                 self._load_state(path / "state", trainer.get("state"))
@@ -160,6 +151,8 @@ class Checkpoints:
                 notices.extend(abandon_later(self.directory, progress.step, path))
                 self.tracker.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
+        if self.mirror:
+            self.mirror.go_on(path, trainer)
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
         for notice in notices:
             print(notice, flush=True)

@@ -109,6 +109,10 @@ class TrainingConfig:
     """end the run after this many evaluations in a row that are not the best by --keep-best"""
     start_from: MayChange[Path | None] = None
     """initial weights, a safetensors file, matched by name; a checkpoint of --resume comes first"""
+    mirror: MayChange[str | None] = None
+    """where checkpoints are copied and --resume finds them: s3://, gs://, hf://, another folder"""
+    mirror_must: MayChange[bool] = False
+    """exit with 1 if --mirror does not have the whole run at the end"""
     stop_after_steps: MayChange[Count | None] = None
     """end the run after this many optimizer steps as if it were done"""
     pictures: MayChange[bool] = True

@@ -93,14 +93,17 @@ def failing_together(
 ) -> Iterator[None]:
     """Raise `kind` on all processes if the body fails on any, so that none waits for one that left.
 
-    The message is that of a UsageError or RunFailure; for other exceptions it is `what` and the
-    reason. Every process must enter this, and the body must not communicate.
+    The message is that of a UsageError or RunFailure (which it then is, whatever `kind` is); for
+    other exceptions it is `what` and the reason. Every process must enter this, and the body must
+    not communicate.
     """
     error = None
     try:
         yield
-    except (UsageError, RunFailure) as problem:
+    except UsageError as problem:
         error = str(problem)
+    except RunFailure as problem:
+        error, kind = str(problem), RunFailure
     except Exception as problem:
         reason = explain(problem)
         if reason is None and not isinstance(problem, OSError):
@@ -123,10 +126,10 @@ def raise_together(
     accelerator: Accelerator, error: str | None, kind: type[Exception] = UsageError
 ) -> None:
     """Raise one error on all processes if any has one. Every process must call this."""
-    errors = gather_object([error]) if accelerator.num_processes > 1 else [error]
-    first = next((message for message in errors if message is not None), None)
-    if first is not None:
-        raise kind(first)
+    errors = gather_object([(kind, error)]) if accelerator.num_processes > 1 else [(kind, error)]
+    for kind, error in errors:
+        if error is not None:
+            raise kind(error)
 
 
 def leave(code: int) -> NoReturn:

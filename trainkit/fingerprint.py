@@ -17,11 +17,12 @@ from accelerate import Accelerator
 from trainkit.checks.content import hash_fixed
 from trainkit.checks.data import fingerprint_tensors
 from trainkit.cli.console import num_parameters
-from trainkit.errors import UsageError, failing_together
+from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch import nodes
 from trainkit.launch.environment import num_copies
 from trainkit.loaders import InMemory, batches_of
 from trainkit.mixing import NUM_HELD
+from trainkit.position import Progress
 from trainkit.private import prepared_loaders
 from trainkit.text import shorten
 
@@ -63,13 +64,15 @@ def fingerprint_run(
 
 
 def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, Any]:
-    """Return trainer.json of the checkpoint at `path`.
+    """Return trainer.json of the checkpoint at `path`, with its "progress" as a Progress.
 
     Raises UsageError if it does not belong to the run with the fingerprint `now`, or is from after
     the last step of this run.
     """
-    trainer = json.loads((path / "trainer.json").read_text())
-    before = trainer["fingerprint"]
+    with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
+        trainer = json.loads((path / "trainer.json").read_text())
+        before = trainer["fingerprint"]
+        progress = Progress(**trainer["progress"])
     # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):
         if before.get(name) != now.get(name):
@@ -77,12 +80,12 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
                 f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
                 f"{now.get(name)!r} here: resume with what it had, or start anew without --resume"
             )
-    if (step := trainer["progress"]["step"]) > last_step:
+    if progress.step > last_step:
         raise UsageError(
-            f"{path} is of step {step} and this run ends at step {last_step}: raise --epochs or "
-            "--stop-after-steps, or resume from an older checkpoint"
+            f"{path} is of step {progress.step} and this run ends at step {last_step}: raise "
+            "--epochs or --stop-after-steps, or resume from an older checkpoint"
         )
-    return trainer
+    return trainer | {"progress": progress}
 
 
 def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:

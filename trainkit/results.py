@@ -19,6 +19,7 @@ from trainkit.errors import RunFailure, UsageError, failing_together
 from trainkit.position import Progress
 from trainkit.run_dir import records
 from trainkit.run_dir.files import write_durably, write_json
+from trainkit.run_dir.mirror import Mirror
 from trainkit.run_dir.weights import layout, numbered, write_tensors
 from trainkit.text import check_json, count, first_sentence
 
@@ -92,8 +93,15 @@ class Results:
             if self.accelerator.is_main_process:
                 write()
 
-    def finish(self, progress: Progress, ema: EMA, next_command: str) -> str:
-        """Write the weights, DONE and pictures, and return the closing message.
+    def finish(
+        self,
+        progress: Progress,
+        ema: EMA,
+        next_command: str,
+        say: Callable[[str], None],
+        mirror: Mirror | None,
+    ) -> None:
+        """Write weights and pictures, say so, complete the mirror, and write DONE last.
 
         trainkit.tools.plots draws the pictures from the files in the run folder. If one cannot be
         drawn, the message says so and the run does not fail.
@@ -101,9 +109,6 @@ class Results:
         config = self.config
         messages = ""
         self.write_weights(ema)
-        with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
-            if self.accelerator.is_main_process:
-                write_durably(self.run_dir / "DONE", b"")
         names = ""
         if config.pictures and self.accelerator.is_main_process:
             try:
@@ -115,12 +120,17 @@ class Results:
         if config.keep_best:
             messages += f"{best.describe_best(self.accelerator, config, progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
-        return (
+        say(
             f"{messages}done: {count(progress.step, 'step')}, {measured}; in "
             f"{self.run_dir}: weights, metrics, checkpoints{names}"
             + f"\nnext: {next_command}"
             * bool(next_command)
         )
+        if mirror:
+            mirror.finish()
+        with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
+            if self.accelerator.is_main_process:
+                write_durably(self.run_dir / "DONE", b"")
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
         path = self.run_dir / name

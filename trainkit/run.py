@@ -386,13 +386,14 @@ class Run:
         self.prepared.note(progress.state)
 
     def finish(self, next_command: str = "") -> dict[str, float]:
-        """Write the weights and DONE, draw the pictures; return the metrics of the last evaluation.
+        """Write weights, pictures and, last, DONE; return the metrics of the last evaluation.
 
         next_command is printed last, as the command that the user may run next.
         """
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)
         self.checkpoints.commits.wait()
-        self.print(self.results.finish(self.progress, self.ema, next_command))
+        mirror = self.checkpoints.mirror
+        self.results.finish(self.progress, self.ema, next_command, self.print, mirror)
         self.stage = "over"
         return dict(self.progress.metrics)

@@ -25,6 +25,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from trainkit.config import TrainingConfig, flag
 from trainkit.errors import UsageError, failing_together, raise_together
+from trainkit.stores import shown
 
 SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
 
@@ -104,7 +105,7 @@ def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
 
     Every process must call this. Raises UsageError on all, with name, nodes and values.
     """
-    described = {name: str(value) for name, value in described.items()}
+    described = {name: shown(str(value)) for name, value in described.items()}
     everybody = gather_object([(node_name(), described)])
     for name in dict.fromkeys(name for _, theirs in everybody for name in theirs):
         nodes = {theirs.get(name, "not set"): node for node, theirs in reversed(everybody)}

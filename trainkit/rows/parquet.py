@@ -34,9 +34,9 @@ from trainkit.loaders import Order
 from trainkit.mixing import key, mix, permute, scramble
 from trainkit.private import tree_map_only
 from trainkit.reading.paths import select_read
-from trainkit.text import first_sentence, shorten
+from trainkit.stores import find_secret, open_store, shown, trying
+from trainkit.text import shorten
 
-WAITS = (1, 2, 4, None)  # seconds before a file is tried again; None: give up
 SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it
 NUM_OPEN = 256  # row groups that a process keeps mapped
 LANES, WINDOW = 8, 4
@@ -48,19 +48,7 @@ def tried(read: Callable) -> Callable:
     """Make read(self, path, ...) try again if it fails, and raise LoneFailure when it gives up."""
 
     def again(self: Any, path: str, *args: Any) -> Any:
-        for wait in WAITS:
-            try:
-                return read(self, path, *args)
-            except LoneFailure:
-                raise
-            except Exception as problem:  # each store raises its own kinds: not all are OSError
-                cause = problem.__cause__ or problem  # fsspec calls each failure "not found"
-                missing = isinstance(cause, FileNotFoundError)
-                if wait is None or missing or getattr(cause, "status", 0) == 404:
-                    raise LoneFailure(
-                        shown(f"{path} cannot be read: {first_sentence(cause)}")
-                    ) from None
-                time.sleep(wait)
+        return trying(f"{path} cannot be read", read, self, path, *args)
 
     return again
 
@@ -128,11 +116,8 @@ class ParquetRows(Dataset):
     """
 
     def __init__(self, pattern: str, *columns: str, cache_bytes: int = 2**34):
-        if "$" not in pattern and shown(pattern) != pattern:
-            raise UsageError(
-                f"{shown(pattern)}: a password or signature in it would be saved with the run: "
-                "write $NAME in its place, and set the environment variable NAME"
-            )
+        if problem := find_secret(pattern):
+            raise UsageError(problem)
         self.pattern, self.columns, self.cache_bytes = pattern, columns, cache_bytes
         self.folder = Path(HF_HOME, "rows")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -314,15 +299,10 @@ def tensor(column: pa.Array) -> Any:
     return column
 
 
-def shown(text: str) -> str:
-    """Return the text without the passwords and signatures of URLs."""
-    return re.sub(r"(?<=//)[^/\s]*@|(?<=\w)\?[^\s'\"]*", "", text)
-
-
-@cache  # instead of fsspec's cache, which takes a second in a fork to close what was inherited
+@cache
 def files_of(pattern: str, process: int, thread: int) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return fsspec's file system for a thread of this process; do not use it after a fork."""
-    return fsspec.url_to_fs(os.path.expandvars(pattern), skip_instance_cache=True)
+    return open_store(pattern)
 
 
 @cache

@@ -19,7 +19,15 @@ from accelerate import Accelerator
 from trainkit.errors import RunFailure, failing_together
 from trainkit.run_dir.files import remove_tree, sync
 from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import make_durable, steps_in, write_manifest
+from trainkit.run_dir.manifest import (
+    make_durable,
+    read_part,
+    step_name,
+    steps_in,
+    write_manifest,
+    write_part,
+)
+from trainkit.run_dir.mirror import Mirror
 from trainkit.text import first_sentence
 
 # How long the main process waits, after an error, for the parts of others, which may be dead.
@@ -29,14 +37,20 @@ LAST_SECONDS = 10.0
 class Commits:
     """The thread of this process that makes its checkpoints durable, one at a time."""
 
-    def __init__(self, accelerator: Accelerator, tracker: JsonlTracker, keep: int):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        tracker: JsonlTracker,
+        keep: int,
+        mirror: Mirror | None = None,
+    ):
         self.accelerator = accelerator
         self.tracker = tracker
-        self.keep = keep
+        self.keep, self.mirror = keep, mirror
         self.what = ""
         self.thread = ThreadPoolExecutor(1, "checkpoint")  # the interpreter joins it at its end
         self.jobs: list[Future] = []
-        self.leaving = threading.Event()
+        self.leaving = mirror.leaving if mirror else threading.Event()
 
     def start(
         self, folder: Path, final: Path, trainer: dict[str, Any], what: str, started_at: float
@@ -53,7 +67,9 @@ class Commits:
         self.what = what
         rank = self.accelerator.process_index
         text = json.dumps(trainer, indent=2) + "\n"  # now, because the training changes its values
-        best = f"step-{trainer['progress']['best_step']:010d}"
+        best = step_name(trainer["progress"]["best_step"])
+        if self.mirror:
+            self.mirror.take(folder, final, what, best)
         blocked = since(started_at)
 
         def finish_own_files() -> dict[str, Any]:
@@ -62,16 +78,13 @@ class Commits:
                 self.tracker.sync()
             files = make_durable(folder, rank)
             if rank != 0:
-                # Not synced: once it has its name, the main process may rename the folder.
-                unnamed = folder / f".tmp-{_part(folder, rank).name}"
-                unnamed.write_text(json.dumps(files))
-                os.replace(unnamed, _part(folder, rank))
+                write_part(folder, rank, files)
             return files
 
         def commit() -> None:
             files = finishing.result()
             for other in range(1, self.accelerator.num_processes):
-                files |= self._read_part(_part(folder, other))
+                files |= read_part(folder, other, self.leaving)
             write_manifest(folder, files)
             os.rename(folder, final)
             sync(final.parent)
@@ -110,25 +123,16 @@ class Commits:
         the newest checkpoint could not be made durable.
         """
         wait(self.jobs[:1])
-        wait(self.jobs, LAST_SECONDS)
+        if wait(self.jobs, LAST_SECONDS).not_done or self.failed():
+            self.leaving.set()
+        if self.mirror:
+            self.mirror.close()
         self.leaving.set()
         self.thread.shutdown()
         for problem in filter(None, [job.exception() for job in self.jobs][-1:]):
             print(f"{self.what}: {first_sentence(problem)}", flush=True)
 
-    def _read_part(self, path: Path) -> dict[str, Any]:
-        while not path.exists():
-            if self.leaving.wait(0.01):
-                raise RunFailure("another process has not made its files durable")
-        files = json.loads(path.read_text())
-        path.unlink()
-        return files
-
 
 def since(started_at: float) -> float:
     """Seconds since a reading of time.monotonic()."""
     return round(time.monotonic() - started_at, 6)
-
-
-def _part(folder: Path, rank: int) -> Path:
-    return folder / f"part-{rank:05d}.json"

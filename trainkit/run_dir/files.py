@@ -37,8 +37,11 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> BaseFileLock |
             if Path.cwd().is_relative_to(run_dir.resolve()):
                 raise UsageError(f"--run-dir {run_dir}: choose a folder that you are not in")
             no_steps = not _holds(run_dir, "checkpoints/step-*")
-            if config.resume == "latest" and no_steps:  # before anything is created
+            if (
+                config.resume == "latest" and no_steps and not config.mirror
+            ):  # before anything is created
                 raise UsageError(f"--resume latest: there is no checkpoint in {run_dir}")
+            # Nothing was created until here.
             held = lock(run_dir, LOCK_WAIT_SECONDS if config.resume is not None else 0.0)
             over = config.resume == "auto" and no_steps and _holds(run_dir, *END_OF_A_RUN)
             if over or (config.resume is None and _holds(run_dir, *END_OF_A_RUN, *RUN)):

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import xxhash
@@ -17,24 +20,37 @@ FORMAT, HASH = 5, "xxh3_128"
 STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
-    r"trainer\.json|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
+    r"trainer\.json|metrics\.jsonl|(predictions|best)\.safetensors"  # the last three for --mirror
+    r"|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.safetensors)"
 )
 
 
+def step_name(step: int) -> str:
+    """The name of the checkpoint of a step; the numbers are zero-padded, so the names sort."""
+    return f"step-{step:010d}"
+
+
 def steps_in(directory: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first; the numbers in their names are zero-padded."""
+    """The checkpoints in a folder, oldest first."""
     return sorted(p for p in directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
 
 
-def choose_checkpoint(directory: Path, wanted: str | None, notices: list[str]) -> Path | None:
+def choose_checkpoint(
+    directory: Path,
+    wanted: str | None,
+    notices: list[str],
+    mirrored: Mapping[str, Callable[[Path], str | None]],
+) -> Path | None:
     """Return the checkpoint in `directory` that --resume names, verified, or None for a new run.
 
     Raises UsageError if that checkpoint is not complete, or if none of several is.
+
+    mirrored: by the name of a checkpoint of the mirror what copies it to a path, or says why not.
     """
     if wanted is None:
         return None
-    candidates = steps_in(directory)
+    candidates = sorted({*steps_in(directory), *(directory / name for name in mirrored)})
     if wanted not in ("auto", "latest"):
         candidates = [Path(wanted)]
         if candidates[0].resolve().parent != directory.resolve():
@@ -45,6 +61,8 @@ def choose_checkpoint(directory: Path, wanted: str | None, notices: list[str]) -
     damaged: list[str] = []
     for path in reversed(candidates):
         problem = verify(path)
+        if problem and path.name in mirrored:
+            problem = mirrored[path.name](path)
         if problem is None:
             notices.extend([*damaged, f"resuming from {path}"])
             return path
@@ -67,7 +85,7 @@ def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:
     """
     sentences = []
     for path in reversed(steps_in(directory)):
-        if path.name >= f"step-{step:010d}" and (used is None or path.name != used.name):
+        if path.name >= step_name(step) and (used is None or path.name != used.name):
             new = rename_free(path, f"abandoned-{path.name}")
             sentences.append(f"{path.name} is now {new.name}")
     sync(directory)
@@ -98,6 +116,37 @@ def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
     for path in (manifest, *{(folder / name).parent for name in files}, folder):
         sync(path)
+
+
+def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of each file of a checkpoint, by its name."""
+    return json.loads((folder / "MANIFEST.json").read_bytes())["files"]
+
+
+def write_part(folder: Path, rank: int, content: dict[str, Any]) -> None:
+    """Let the main process have this content of another one: see read_part."""
+    # Not synced: once it has its name, the main process may rename the folder.
+    unnamed = folder / f".tmp-{_part(folder, rank).name}"
+    unnamed.write_text(json.dumps(content))
+    os.replace(unnamed, _part(folder, rank))
+
+
+def read_part(folder: Path, rank: int, leaving: Event) -> dict[str, Any]:
+    """Return what another process gave to write_part, as soon as it is there, and remove it.
+
+    Raises RunFailure when this process is leaving.
+    """
+    path = _part(folder, rank)
+    while not path.exists():
+        if leaving.wait(0.01):
+            raise RunFailure("another process has not made its files durable")
+    content = json.loads(path.read_text())
+    path.unlink()
+    return content
+
+
+def _part(folder: Path, rank: int) -> Path:
+    return folder / f"part-{rank:05d}.json"
 
 
 def verify(path: Path) -> str | None:
@@ -135,11 +184,11 @@ def list_files(folder: Path, rank: int | None = None) -> dict[str, dict[str, Any
         # Links and pipes are not read: reading a pipe would never end.
         name: {"bytes": p.stat().st_size, HASH: hash_of(p, HASH)} if p in plain else {}
         for name, p in names.items()
-        if rank in (None, _writer_of(p.name))
+        if rank in (None, writer_of(p.name))
     }
 
 
-def _writer_of(name: str) -> int:
+def writer_of(name: str) -> int:
     """The process that writes this file: the main one, unless its number is in the name."""
     match = re.search(r"(random_states_|shard-|part-)(\d+)", name)
     return int(match[2]) if match else 0

@@ -1,0 +1,461 @@
+"""--mirror: what a lost machine leaves behind is enough, and no failure of a store is silent."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from trainkit import stores
+
+import faults
+import fsspec
+import psutil
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from test_checkpoint import Run, step
+
+from trainkit.config import TrainingConfig
+from trainkit.errors import RunFailure, UsageError
+from trainkit.position import Progress
+from trainkit.run_dir import mirror
+
+URL = "faulty://store/run"
+
+
+class Faulty(MemoryFileSystem):
+    """A store in memory; plan(call, name) returns how this call breaks: "" does not."""
+
+    protocol = "faulty"
+    store, pseudo_dirs = {}, [""]
+    plan = staticmethod(lambda call, name: "")
+
+    def _break(self, call: str, path: str) -> str:
+        how = Faulty.plan(call, path.partition("/run/")[2])
+        if how == "stall":
+            time.sleep(3)
+        if how == "drop":
+            raise ConnectionResetError(f"faulty://me:secret@host{path}")
+        return how
+
+    def put_file(self, lpath, rpath, **kwargs):
+        how = self._break("put", rpath)
+        if how == "forget":
+            return
+        super().put_file(lpath, rpath, **kwargs)
+        if how == "half":
+            content = self.cat_file(rpath)
+            self.pipe_file(rpath, content[: len(content) // 2])
+
+    def get_file(self, rpath, lpath, **kwargs):
+        how = self._break("get", rpath)
+        super().get_file(rpath, lpath, **kwargs)
+        if how == "flip":
+            content = Path(lpath).read_bytes()
+            Path(lpath).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    def find(self, path, **kwargs):
+        self._break("find", path)
+        return super().find(path, **kwargs)
+
+    def rm(self, path, recursive=False, **kwargs):
+        self._break("rm", path)
+        super().rm(path, recursive, **kwargs)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """The store of URL, empty; a test sets Faulty.plan."""
+    fsspec.register_implementation("faulty", Faulty, clobber=True)
+    monkeypatch.setattr(stores, "WAITS", (0, 0, 0.1))
+    monkeypatch.setattr(mirror, "SECONDS", 20)
+    monkeypatch.setattr(Faulty, "plan", staticmethod(lambda call, name: ""))
+    Faulty.store.clear()
+    Faulty.pseudo_dirs[:] = [""]
+    return Faulty
+
+
+def train(tmp_path: Path, num_steps: int, resume: str | None = None, **options) -> Run:
+    """A run of so many steps, whose copies are done, or have failed."""
+    run = Run(tmp_path / "run", 2, options.pop("url", URL))
+    run.progress = run.checkpoints.resume(resume)
+    run.train(num_steps)
+    mirror.wait_together(run.accelerator, run.checkpoints.mirror.jobs)
+    return run
+
+
+def names(run: Run) -> list[str]:
+    """The complete checkpoints of the mirror."""
+    return sorted(mirror._whole(run.checkpoints.mirror._list()))
+
+
+def test_a_run_whose_disk_is_lost_goes_on_from_the_newest_checkpoint_and_keeps_as_many(
+    faulty, tmp_path
+):
+    run = train(tmp_path, 3)
+    assert names(run) == [step(tmp_path, n).name for n in (2, 3)]
+    store, root = run.checkpoints.mirror.files, run.checkpoints.mirror.root
+    assert store.cat_file(f"{root}/metrics.jsonl") == run.tracker.path.read_bytes()
+    shutil.copytree(tmp_path / "run", tmp_path / "older")
+    run = train(tmp_path, 2, "auto")
+    weights, log = run.weights(), run.tracker.path.read_bytes()
+    for kept in (None, "older"):  # an empty folder, and one that has less
+        shutil.rmtree(tmp_path / "run")
+        if kept:
+            (tmp_path / kept).rename(tmp_path / "run")
+        run = Run(tmp_path / "run", 2, URL)
+        assert run.checkpoints.resume("auto") == Progress(step=5, batch=5)
+        assert all(map(torch.equal, run.weights(), weights))
+        assert run.tracker.path.read_bytes() == log
+    run.checkpoints.resume(str(step(tmp_path / "run", 3)))
+    assert "step-0000000005" not in names(run)  # the run no longer leads to it
+    mirror.wait_together(run.accelerator, run.checkpoints.mirror.jobs)
+    assert names(run) == [step(tmp_path, 3).name]
+
+
+def test_what_only_the_local_folder_has_is_copied_when_the_run_goes_on(faulty, tmp_path):
+    faulty.plan = staticmethod(lambda call, name: "drop" * (call == "put"))
+    assert names(train(tmp_path, 2)) == []
+    faulty.plan = staticmethod(lambda call, name: "")
+    assert names(train(tmp_path, 0, "auto")) == [step(tmp_path, 2).name]
+
+
+def test_a_store_that_drops_calls_now_and_then_loses_nothing(faulty, tmp_path, capfd):
+    numbers = iter(range(10**6))
+    faulty.plan = staticmethod(lambda call, name: "drop" * (next(numbers) % 3 > 0))
+    assert names(train(tmp_path, 2)) == [step(tmp_path, n).name for n in (1, 2)]
+    assert "mirrored" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["drop", "stall", "half", "forget"])
+def test_each_checkpoint_that_cannot_be_copied_is_said_once_and_the_end_says_what_is_missing(
+    faulty, tmp_path, capfd, how, monkeypatch
+):
+    monkeypatch.setattr(stores, "WAITS", (0,))
+    monkeypatch.setattr(mirror, "SECONDS", 1 if how == "stall" else 20)
+    faulty.plan = staticmethod(lambda call, name: how * (call == "put" and "model" in name))
+    run = train(tmp_path, 2)
+    output = capfd.readouterr().out
+    said = re.findall(r"^(step-\d+) was not mirrored: (.*)$", output, re.M)
+    assert [name for name, _ in said] == [step(tmp_path, n).name for n in (1, 2)]
+    reason = {"drop": "ConnectionResetError", "stall": "no answer within 1 s"}
+    assert all(reason.get(how, "does not have all of what it took") in text for _, text in said)
+    assert "secret" not in output and names(run) == []
+    run.checkpoints.mirror.finish()
+    (last,) = capfd.readouterr().out.splitlines()
+    assert last.startswith(f"--mirror {URL} lacks some of this run")
+    assert "DONE" not in run.checkpoints.mirror._list()[""]
+    run.checkpoints.mirror.config.mirror_must = True
+    with pytest.raises(RunFailure, match="lacks some of this run"):
+        run.checkpoints.mirror.finish()
+    faulty.plan = staticmethod(lambda call, name: "")
+    run = train(tmp_path, 1, "auto")
+    run.checkpoints.mirror.finish()
+    assert "lacks" not in capfd.readouterr().out and len(names(run)) == 2
+
+
+@pytest.mark.parametrize("damage", ["flip", "gone", "no manifest", "torn manifest", "forged"])
+def test_a_checkpoint_that_is_not_whole_in_the_mirror_is_passed_over(
+    faulty, tmp_path, capfd, damage
+):
+    copied = train(tmp_path, 2).checkpoints.mirror
+    files, newest = copied.files, f"{copied.root}/checkpoints/{step(tmp_path, 2).name}"
+    if damage == "flip":
+        faulty.plan = staticmethod(
+            lambda call, name: damage * (call == "get" and "2/state/model" in name)
+        )
+    elif damage == "gone":
+        files.rm(f"{newest}/trainer.json")
+    elif damage == "no manifest":
+        files.rm(f"{newest}/MANIFEST.json")
+    elif damage == "torn manifest":
+        files.pipe_file(f"{newest}/MANIFEST.json", files.cat_file(f"{newest}/MANIFEST.json")[:40])
+    else:
+        content = files.cat_file(f"{newest}/MANIFEST.json").replace(
+            b"trainer.json", b"../../x.json"
+        )
+        files.pipe_file(f"{newest}/MANIFEST.json", content)
+    shutil.rmtree(tmp_path / "run")
+    run = Run(tmp_path / "run", 2, URL)
+    assert run.checkpoints.resume("auto").step == 1
+    assert (f"skipped {step(tmp_path / 'run', 2)}" in capfd.readouterr().out) == (
+        damage != "no manifest"
+    )
+    assert names(run) == [step(tmp_path, 1).name]  # the other one is not what this run leads to
+    files.rm(copied.root, recursive=True)
+    shutil.rmtree(tmp_path / "run")
+    assert Run(tmp_path / "run", 2, URL).checkpoints.resume("auto").step == 0
+
+
+def test_a_mirror_that_does_not_answer_ends_a_resume_and_no_run_begins_anew(faulty, tmp_path):
+    train(tmp_path, 1)
+    shutil.rmtree(tmp_path / "run")
+    for broken in ("find", "get"):
+        faulty.plan = staticmethod(lambda call, name, broken=broken: "drop" * (call == broken))
+        with pytest.raises(RunFailure, match=r"^faulty://store/run/.*: Connection") as ended:
+            Run(tmp_path / "run", 2, URL).checkpoints.resume("auto")
+        assert "secret" not in str(ended.value)
+
+
+def test_the_mirror_of_another_run_is_refused_and_nothing_of_it_gets_into_the_folder(
+    faulty, tmp_path
+):
+    train(tmp_path, 1)
+    with pytest.raises(UsageError, match="holds a run: continue it with --resume auto"):
+        Run(tmp_path / "new", 2, URL).checkpoints.resume(None)
+    run = Run(tmp_path / "new", 2, URL)
+    run.checkpoints.fingerprint = {"seed": 1}
+    for _ in range(2):
+        with pytest.raises(UsageError, match="belongs to another run: seed is None there"):
+            run.checkpoints.resume("auto")
+        assert not [*(tmp_path / "new" / "checkpoints").glob("step-*")]
+
+
+def test_a_damaged_checkpoint_of_the_folder_is_replaced_by_that_of_the_mirror(faulty, tmp_path):
+    train(tmp_path, 2)
+    os.truncate(step(tmp_path / "run", 2) / "state" / "model.safetensors", 10)
+    assert Run(tmp_path / "run", 2, URL).checkpoints.resume("latest").step == 2
+
+
+def test_the_training_waits_only_for_a_mirror_that_is_keep_checkpoints_behind(
+    faulty, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(mirror, "SECONDS", 60)
+    go_on, started = threading.Event(), []
+    faulty.plan = staticmethod(lambda call, name: go_on.wait(60) and "" if call == "put" else "")
+    run = Run(tmp_path / "run", 2, URL)
+    run.checkpoints.resume(None)
+
+    def training() -> None:
+        for _ in range(5):
+            run.train(1)
+            started.append(run.progress.step)
+
+    trainer = threading.Thread(target=training)
+    trainer.start()
+    time.sleep(2)
+    assert started == [1, 2]  # the third would remove the first, which is not copied
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))] == [
+        step(tmp_path, n).name for n in (1, 2)
+    ]
+    go_on.set()
+    trainer.join()
+    mirror.wait_together(run.accelerator, run.checkpoints.mirror.jobs)
+    output = capfd.readouterr().out
+    assert output.count("is --keep 2 checkpoints behind") == 1 and "mirrored" not in output
+    assert names(run) == [step(tmp_path, n).name for n in (4, 5)]
+
+
+def test_a_run_that_is_stopped_waits_for_the_mirror_but_not_for_ever(faulty, tmp_path, capfd):
+    faulty.plan = staticmethod(lambda call, name: "stall" if call == "put" else "")
+    run = Run(tmp_path / "run", 2, URL)
+    run.checkpoints.resume(None)
+    run.checkpoints.mirror.config.timeout = 0.1
+    run.train(1)
+    run.checkpoints.commits.close()
+    assert "does not have the newest checkpoint" in capfd.readouterr().out
+    faulty.plan = staticmethod(lambda call, name: "")
+    run = Run(tmp_path / "other", 2, f"{URL}2")
+    run.checkpoints.resume(None)
+    run.train(1)
+    run.checkpoints.commits.close()
+    assert len(names(run)) == 1
+
+
+def test_no_password_of_a_url_is_printed_or_kept(tmp_path, fork_main):
+    for url in ("s3://me:secret@bucket/run", "https://host/run?signature=secret"):
+        with pytest.raises(UsageError, match=r"--mirror .*a password .*write \$NAME") as refused:
+            Run(tmp_path, 2, url)
+        assert "secret" not in str(refused.value)
+    with pytest.raises(UsageError, match=r"--mirror nowhere://x cannot be used: ValueError"):
+        Run(tmp_path, 2, "nowhere://x")
+    with pytest.raises(UsageError, match="--mirror-must needs --mirror URL"):
+        mirror.open_mirror(None, TrainingConfig(mirror_must=True))
+
+
+class Lost:
+    """Runs whose machine is lost, with their run folder, and which go on in an empty one."""
+
+    def __init__(self, nursery, script, args, where, world=1, url=None, **plan):
+        self.nursery, self.script, self.world = nursery, script, world
+        self.run_dir, self.url = where / "run", str(url or where / "mirror")
+        self.args, self.plan = [*args, "--mirror", self.url, "--run-dir", self.run_dir], plan
+        whole = [*args, "--run-dir", where / "whole"]
+        outcome = nursery.run(script, *whole, world=world, **plan)
+        assert outcome.codes == [0] * world, outcome.output
+        self.expected = faults.digests(where / "whole")
+
+    def run(self, *more, **plan) -> faults.Outcome:
+        args = [*self.args, "--resume", "auto", *more]
+        outcome = self.nursery.run(
+            self.script, *args, world=self.world, **{"timeout": 120, **self.plan, **plan}
+        )
+        assert None not in outcome.codes, outcome.output
+        return outcome
+
+    def lose(self) -> None:
+        shutil.rmtree(self.run_dir)
+
+    def finish(self) -> str:
+        """Go on in an empty folder to the end; folder and mirror are then as they should be."""
+        outcome = self.run()
+        assert outcome.codes == [0] * self.world, outcome.output
+        files = fsspec.url_to_fs(self.url, skip_instance_cache=True)[0]
+        copy = Path(f"{self.run_dir}.copy")
+        shutil.rmtree(copy, ignore_errors=True)
+        files.get(f"{self.url}/", f"{copy}/", recursive=True)
+        for folder in (self.run_dir, copy):
+            assert faults.digests(folder) == self.expected
+            assert (folder / "DONE").exists() and not faults.incomplete(folder)
+            assert [*(folder / "checkpoints").glob("step-*")]
+        return outcome.output
+
+    def kill_in_call(self, call: int, rank: int = 0) -> bool:
+        """One run killed halfway through this call of the store, and the one that goes on."""
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        shutil.rmtree(self.url, ignore_errors=True)
+        outcome = self.run(fault={"call": call, "rank": rank})
+        if outcome.codes == [0] * self.world:
+            return False
+        assert outcome.codes[rank] == -signal.SIGKILL, outcome.output
+        self.lose()
+        self.finish()
+        return True
+
+
+@pytest.fixture
+def quick_args(arguments):
+    """Ten steps, five checkpoints; of each there are nine calls of the store."""
+    return [*arguments["train_regression"], "--keep-best", "eval_loss"]
+
+
+@pytest.mark.parametrize(("world", "rank", "calls"), [(1, 0, (8, 44)), (2, 1, (0,))])
+def test_a_machine_lost_in_the_middle_of_a_copy_costs_no_byte(
+    nursery, quick_args, tmp_path, world, rank, calls
+):
+    lost = Lost(nursery, "train_regression", quick_args, tmp_path, world)
+    assert [lost.kill_in_call(call, rank) for call in calls] == [True] * len(calls)
+
+
+def test_a_run_that_a_signal_stops_leaves_the_checkpoint_in_the_mirror(
+    nursery, quick_args, tmp_path
+):
+    lost = Lost(nursery, "train_regression", quick_args, tmp_path, world=2)
+    outcome = lost.run(fault={"signal": [5, signal.SIGTERM]})
+    assert outcome.codes == [75, 75], outcome.output
+    saved = [path.name for path in (lost.run_dir / "checkpoints").glob("step-*")]
+    lost.lose()
+    assert f"copied {max(saved)} from {lost.url}" in lost.finish()
+
+
+def test_a_mirror_that_fails_ends_the_run_with_0_and_its_sentence_last_or_with_1(
+    nursery, quick_args, tmp_path
+):
+    (tmp_path / "file").write_text("no folder")
+    args = [*quick_args, "--save-every", 5, "--epochs", 1]
+    lost = Lost(nursery, "train_regression", args, tmp_path, url=tmp_path / "file" / "x")
+    ended = lost.run()
+    assert ended.codes == [0], ended.output
+    assert ended.stdout.splitlines()[-1].startswith(f"--mirror {lost.url} lacks some of this run")
+    assert ended.stdout.count(" was not mirrored: ") == 1
+    must = lost.run("--mirror-must")
+    assert must.codes == [1] and not (lost.run_dir / "DONE").exists(), must.output
+    assert must.stderr.startswith(f"error: --mirror {lost.url} lacks some of this run")
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """moto's server, with a bucket; answer(number, request) is called before each answer."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.moto_server.threaded_moto_server")
+    application, numbers = moto.DomainDispatcherApplication, itertools.count()
+    call = application.__call__
+    server = SimpleNamespace(answer=lambda number, request: None, numbers=numbers)
+
+    def answering(self, request, start_response):
+        server.answer(next(server.numbers), request)
+        return call(self, request, start_response)
+
+    monkeypatch.setattr(application, "__call__", answering)
+    running = moto.ThreadedMotoServer(port=0)
+    running.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*running.get_host_and_port()))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    server.store = fsspec.filesystem("s3", skip_instance_cache=True)
+    server.store.makedirs("bucket", exist_ok=True)
+    server.env = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    yield server
+    running.stop()
+
+
+def test_a_bucket_is_a_mirror_also_if_connections_are_dropped(s3, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(stores, "WAITS", (0, 0, 0.1))
+    url = "s3://bucket/run"
+    run = train(tmp_path, 2, url=url)
+    s3.answer = lambda number, request: number % 5 or request["werkzeug.socket"].shutdown(2)
+    run = train(tmp_path, 2, "auto", url=url)
+    shutil.rmtree(tmp_path / "run")
+    weights, again = run.weights(), Run(tmp_path / "run", 2, url)
+    assert again.checkpoints.resume("auto").step == 4
+    assert all(map(torch.equal, again.weights(), weights))
+    assert names(again) == [step(tmp_path, n).name for n in (3, 4)]
+    output = capfd.readouterr()
+    assert "mirrored" not in output.out and "secret" not in output.out + output.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_sigkill_at_each_request_of_a_bucket(s3, nursery, quick_args, tmp_path, world):
+    url = "s3://bucket/run"
+    args = [*quick_args, "--save-every", 5]
+    lost = Lost(nursery, "train_regression", args, tmp_path, world, url, env=s3.env)
+
+    def kill(number: int, request: dict) -> None:
+        if number == tried:
+            for child in psutil.Process(nursery.process.pid).children():
+                child.kill()
+
+    tried = 0
+    while True:
+        shutil.rmtree(lost.run_dir, ignore_errors=True)
+        s3.store.invalidate_cache()
+        s3.store.rm("bucket/run", recursive=True) if s3.store.exists("bucket/run") else None
+        s3.numbers, s3.answer = itertools.count(), kill
+        outcome = lost.run()
+        s3.answer = lambda number, request: None
+        if outcome.codes == [0] * world:
+            break
+        assert outcome.codes == [-signal.SIGKILL] * world, outcome.output
+        lost.lose()
+        lost.finish()
+        tried += 1
+    print(f"SIGKILL at each of {tried} requests, {world} processes: each ends with equal bytes")
+    assert tried > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_sigkill_in_each_call_that_writes_to_a_folder(nursery, quick_args, tmp_path, world, rank):
+    args = [*quick_args, "--save-every", 3]
+    lost = Lost(nursery, "train_regression", args, tmp_path, world)
+    num = next(call for call in itertools.count() if not lost.kill_in_call(call, rank))
+    print(f"SIGKILL in each of {num} calls of process {rank} of {world}: equal bytes")
+    assert num > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_sharded_run_goes_on_in_an_empty_folder(nursery, tmp_path, kind):
+    from test_shards import env
+
+    args = "--num-lines 60 --batch-size 12 --epochs 2 --save-every 2 --timeout 20".split()  # noqa: SIM905
+    lost = Lost(nursery, "examples.text", args, tmp_path, 2, env=env(kind))
+    # With FULL_STATE_DICT the second process saves nothing.
+    calls = [(0, 5), (0, 14)] + [(1, 0)] * (kind == "SHARDED_STATE_DICT")
+    assert all(lost.kill_in_call(call, rank) for rank, call in calls)

@@ -1,0 +1,344 @@
+"""--mirror URL: copy checkpoints to where they outlive this machine, and fetch them from there.
+
+The mirror is laid out like the run folder. A checkpoint is copied once it is durable: a thread of
+each process copies what its process wrote, and the main process waits for the others as commit.py
+does, compares the sizes of what has arrived, and copies MANIFEST.json last. A checkpoint that has
+one is whole. Each checkpoint also holds what else a run in an empty folder goes on with (BESIDE).
+
+The training waits only for a mirror that is --keep checkpoints behind: no checkpoint is removed
+before it was copied.
+"""
+
+import os
+import re
+import shutil
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from tqdm import tqdm
+
+from trainkit.config import TrainingConfig
+from trainkit.errors import LoneFailure, RunFailure, UsageError, as_usage_error, failing_together
+from trainkit.run_dir.files import remove_tree, rename_free, replacing
+from trainkit.run_dir.manifest import (
+    FILE_NAME,
+    choose_checkpoint,
+    read_manifest,
+    read_part,
+    step_name,
+    verify,
+    write_part,
+    writer_of,
+)
+from trainkit.stores import find_secret, open_store, shown, trying
+
+BESIDE = ("metrics.jsonl", "predictions.safetensors", "best.safetensors")
+FILE = re.compile(rf"checkpoints/(step-\d{{10}})/(MANIFEST\.json|{FILE_NAME.pattern})")
+# A call that takes longer has failed: a store may take a file and never answer.
+SECONDS, BYTES_PER_SECOND = 60.0, 2**20
+
+
+def background(call: Callable[..., Any], *args: Any) -> Future:
+    """Call in a thread, for which no process waits at its end, and return the result to come."""
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as problem:
+            future.set_exception(problem)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def wait_together(accelerator: Accelerator, jobs: Sequence[Future]) -> None:
+    """Wait for the jobs of all processes, however long it takes: none counts as lost meanwhile."""
+    while any(gather_object([not all(job.done() for job in jobs)])):
+        wait(jobs, 1)
+
+
+class Mirror:
+    """The copy of a run folder at --mirror.
+
+    Raises UsageError if fsspec cannot open the URL, for example because a package is missing.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: TrainingConfig):
+        self.accelerator, self.config, self.leaving = accelerator, config, threading.Event()
+        self.url = shown(config.mirror or "")
+        if problem := find_secret(config.mirror or ""):
+            raise UsageError(f"--mirror {problem}")
+        with as_usage_error(f"--mirror {self.url} cannot be used"):
+            self.files, root = open_store(config.mirror or "")
+        self.files.auto_mkdir = True  # if it is a folder
+        self.root = root.rstrip("/")
+        self.jobs: list[Future] = []  # of this process, in order: each waits for the one before
+        self.problem = ""  # why something of the newest checkpoint or of the end was not copied
+        self.is_late = False
+
+    def _ask(self, name: str, num_bytes: int, call: Callable, *args: Any) -> Any:
+        limit = SECONDS + num_bytes / BYTES_PER_SECOND
+
+        def answer() -> Any:
+            job = background(call, *args)
+            if wait([job], limit).not_done:
+                raise TimeoutError(f"no answer within {limit:.0f} s")
+            return job.result()
+
+        return trying(f"{self.url}/{name}", answer)
+
+    def _put(self, name: str, path: Path) -> None:
+        size, target = path.stat().st_size, f"{self.root}/{name}"
+        if "file" in self.files.protocol:  # other stores take a file whole or not at all
+            self._ask(name, size, self.files.put_file, str(path), f"{target}.tmp")
+            self._ask(name, 0, self.files.mv, f"{target}.tmp", target)
+        else:
+            self._ask(name, size, self.files.put_file, str(path), target)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            self._ask(name, 0, self.files.rm, f"{self.root}/{name}", True)
+
+    def _list(self) -> dict[str, dict[str, int]]:
+        """By the names of checkpoints the sizes of their files by name; "" has all other files."""
+
+        def find() -> dict[str, dict[str, Any]]:
+            self.files.invalidate_cache()
+            with suppress(FileNotFoundError):
+                return self.files.find(self.root, detail=True)
+            return {}
+
+        listed = defaultdict[str, dict[str, int]](dict)
+        for path, info in self._ask("", 0, find).items():
+            name = path.removeprefix(f"{self.root}/")
+            match = FILE.fullmatch(name)
+            listed[match[1] if match else ""][match[2] if match else name] = info["size"]
+        return listed
+
+    def open(self, wanted: str | None) -> set[str]:
+        """Return the names of the complete checkpoints. Main process only, as fetch.
+
+        Raises UsageError if a new run would begin where another one is.
+        """
+        self.listed = self._list()
+        if self.listed and wanted is None:
+            raise UsageError(
+                f"--mirror {self.url} holds a run: continue it with --resume auto, or choose "
+                "another place"
+            )
+        return _whole(self.listed)
+
+    def fetch(self, path: Path, check: Callable[[Path], dict[str, Any]]) -> str | None:
+        """Download a checkpoint to `path`, and the best one before it; or say why it is not whole.
+
+        check(folder) returns trainer.json, or raises UsageError; then `path` is not touched.
+        """
+        folder = path.with_name(f".tmp-{path.name}")
+        (folder / "state").mkdir(parents=True)
+        for file, size in self.listed[path.name].items():
+            name = f"checkpoints/{path.name}/{file}"
+            self._ask(name, size, self.files.get_file, f"{self.root}/{name}", str(folder / file))
+        if problem := verify(folder):
+            return f"in {self.url} {problem}"
+        best = path.with_name(step_name(check(folder)["progress"].best_step))
+        if best.name in _whole(self.listed) and best != path and not best.exists():
+            self.fetch(best, check)
+        for name in BESIDE:
+            if (folder / name).exists():
+                with replacing(self.config.run_dir / name) as temporary:
+                    shutil.copyfile(folder / name, temporary)
+        if path.exists():  # it is damaged
+            rename_free(path, f"abandoned-{path.name}")
+        os.rename(folder, path)
+        print(f"copied {path.name} from {self.url}", flush=True)
+        return None
+
+    def go_on(self, path: Path | None, trainer: dict[str, Any]) -> None:
+        """Let the mirror have what the run folder has, a checkpoint at `path` or none.
+
+        Every process must call this. What this run no longer leads to, and parts that a kill left,
+        are removed from the mirror.
+        """
+        with failing_together(self.accelerator, ""):
+            if self.accelerator.is_main_process:
+                newest = path.name if path else ""
+                parts = self.listed.keys() - _whole(self.listed) - {""}
+                doomed = parts | {name for name in self.listed if name > newest}
+                self._remove(f"checkpoints/{name}" for name in doomed)
+                self._remove({"DONE"} & self.listed[""].keys())
+        if path and trainer["is_missing"]:
+            self.add(path, step_name(trainer["progress"].best_step))
+
+    def take(self, folder: Path, final: Path, what: str, best: str) -> None:
+        """Copy a checkpoint in the thread, when `folder`, complete by then, has become `final`.
+
+        Every process must call this. It waits while --keep earlier ones are not copied, and puts
+        into the folder what is beside it. Raises RunFailure on all, which begins with `what`.
+
+        best: the name of the checkpoint that is kept because it was the best.
+        """
+        keep, main = self.config.keep, self.accelerator.is_main_process
+        late = self.jobs[: max(0, len(self.jobs) - keep + 1)]
+        if main and not self.is_late and not all(job.done() for job in late):
+            self.is_late = True
+            tqdm.write(
+                f"--mirror {self.url} is --keep {keep} checkpoints behind: saves wait for it"
+            )
+        wait_together(self.accelerator, late)
+        with failing_together(self.accelerator, what, RunFailure):
+            for name in BESIDE[: 2 + (best == final.name)] if main else ():
+                with suppress(FileNotFoundError):
+                    shutil.copyfile(self.config.run_dir / name, folder / name)
+        self.add(final, best)
+
+    def add(self, folder: Path, best: str) -> None:
+        """Copy a checkpoint as soon as it has its name. Every process must call this."""
+        earlier, rank = self.jobs[-1:], self.accelerator.process_index
+        parts = folder.with_name(f".tmp-mirror-{folder.name}")
+
+        def copy() -> None:
+            wait(earlier)
+            while not folder.exists():
+                if self.leaving.wait(0.01):
+                    return
+            problem = _failure(self._copy_own, folder)
+            if rank != 0:
+                parts.mkdir(exist_ok=True)
+                write_part(parts, rank, {"problem": problem})
+                return
+            for other in range(1, self.accelerator.num_processes):
+                problem = read_part(parts, other, self.leaving)["problem"] or problem
+            self.problem = problem or _failure(self._complete, folder, best)
+            if self.problem:
+                tqdm.write(f"{folder.name} was not mirrored: {self.problem}")
+            if parts.exists():
+                remove_tree(parts)
+
+        self.jobs.append(background(copy))
+
+    def _copy_own(self, folder: Path) -> None:
+        for name in read_manifest(folder):
+            # Modulo: more processes may have saved it than there are now.
+            writer = writer_of(name) % self.accelerator.num_processes
+            if writer == self.accelerator.process_index:
+                self._put(f"checkpoints/{folder.name}/{name}", folder / name)
+
+    def _complete(self, folder: Path, best: str) -> None:
+        listed, files = self._list(), read_manifest(folder)
+        sizes = {name: files[name]["bytes"] for name in files}
+        if not sizes.items() <= listed[folder.name].items():
+            raise LoneFailure(f"{self.url} does not have all of what it took")
+        for path in (self.config.run_dir / "run.json", folder / "metrics.jsonl"):
+            if path.exists():  # for people: a resume reads what the checkpoint holds
+                self._put(path.name, path)
+        self._put(f"checkpoints/{folder.name}/MANIFEST.json", folder / "MANIFEST.json")
+        kept = sorted(_whole(listed) | {folder.name})[-self.config.keep :]
+        doomed = [name for name in listed.keys() - {*kept, best, ""} if name < folder.name]
+        self._remove(f"checkpoints/{name}" for name in doomed)
+
+    def finish(self) -> None:
+        """Copy what is beside the checkpoints, DONE last, and say what the mirror lacks.
+
+        Every process must call this. Raises RunFailure on all of them with --mirror-must.
+        """
+        earlier, missing = self.jobs[-1:], ""
+
+        def copy() -> None:
+            wait(earlier)
+            self.problem = self.problem or _failure(self._copy_rest)
+
+        if self.accelerator.is_main_process:
+            self.jobs.append(background(copy))
+        wait_together(self.accelerator, self.jobs)
+        if self.problem:
+            missing = (
+                f"--mirror {self.url} lacks some of this run, which the same command with "
+                f"--resume auto copies again: {self.problem}"
+            )
+        with failing_together(self.accelerator, ""):
+            if missing and self.config.mirror_must:
+                raise RunFailure(missing)
+        print(missing, end="\n" * bool(missing), flush=True)
+
+    def _copy_rest(self) -> None:
+        run_dir = self.config.run_dir
+        for path in sorted(run_dir.rglob("*")):
+            name = path.relative_to(run_dir).as_posix()
+            if path.is_file() and not name.startswith("checkpoints/"):
+                self._put(name, path)
+        self._ask("DONE", 0, self.files.pipe_file, f"{self.root}/DONE", b"")
+
+    def close(self) -> None:
+        """Wait until all is copied: for --timeout at most, and not after a second Ctrl-C.
+
+        This does not communicate, and for a run that has finished there is nothing to wait for.
+        """
+        interrupted = isinstance(sys.exception(), KeyboardInterrupt)
+        late = wait(self.jobs, 0 if interrupted else self.config.timeout).not_done
+        if late and self.accelerator.is_main_process:
+            print(f"--mirror {self.url} does not have the newest checkpoint", flush=True)
+
+
+def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | None:
+    """Return the mirror, or None without --mirror."""
+    if config.mirror_must and not config.mirror:
+        raise UsageError("--mirror-must needs --mirror URL")
+    return Mirror(accelerator, config) if config.mirror else None
+
+
+def choose(
+    directory: Path,
+    mirror: Mirror | None,
+    wanted: str | None,
+    notices: list[str],
+    check: Callable[[Path], dict[str, Any]],
+    accelerator: Accelerator,
+) -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint that --resume names and its trainer.json, or (None, {}) for a new run.
+
+    Every process must call this. Raises UsageError on all of them, also that of check(path), which
+    returns trainer.json. "is_missing" in it says that the mirror lacks this checkpoint.
+    """
+
+    def find() -> tuple[Path | None, dict[str, Any]]:
+        for leftover in list(directory.glob(".tmp-*")):
+            remove_tree(leftover)
+        fetch: dict[str, Callable] = {}
+        if mirror:
+            fetch = dict.fromkeys(mirror.open(wanted), partial(mirror.fetch, check=check))
+        path = choose_checkpoint(directory, wanted, notices, fetch)
+        if path is None:
+            return None, {}
+        # One that was saved without --mirror lacks what is beside it.
+        missing = path.name not in fetch and (path / "metrics.jsonl").exists()
+        return path, check(path) | {"is_missing": missing}
+
+    found = [background(find)] if accelerator.is_main_process else []
+    wait_together(accelerator, found)
+    result: list[Any] = []
+    with failing_together(accelerator, f"cannot resume from {directory}"):
+        result = [job.result() for job in found]
+    (pair,) = broadcast_object_list(result or [None])
+    return pair
+
+
+def _whole(listed: dict[str, dict[str, int]]) -> set[str]:
+    return {name for name in listed if "MANIFEST.json" in listed[name]}
+
+
+def _failure(call: Callable[..., object], *args: Any) -> str:
+    try:
+        call(*args)
+    except Exception as problem:  # whatever it is, the run goes on
+        return shown(str(problem))
+    return ""
