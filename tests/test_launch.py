@@ -163,7 +163,11 @@ STARTED = [
     ("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", "", "docs/slurm/train.sbatch"),
     ("", f"{TORCHRUN} 2", "2 processes on cpu, float32"),
     ("ACCELERATE_MIXED_PRECISION=bf16", f"{TORCHRUN} 1", "1 process on cpu, bf16"),
-    ("", "-m torch.distributed.launch --nproc-per-node 1", "arguments: --local-rank=0"),
+    (
+        "",
+        "-m torch.distributed.launch --nproc-per-node 1",
+        "--local-rank=0 (see train_regression.py --help)",
+    ),
     ("", f"{ACCELERATE} --cpu", "1 process on cpu, float32"),
     ("", f"{ACCELERATE} --cpu --num_processes 2", "only this process was started"),
     ("HF_HOME={home}", ACCELERATE, "1 process on cpu, bf16"),
