@@ -2,7 +2,6 @@
 
 python examples/text.py                         from which Python package is this documentation?
 python examples/text.py --data reviews.csv --base sentence-transformers/all-MiniLM-L6-v2
-python predict.py runs/text lines.txt
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/text.py --resume auto
 """
 
@@ -110,7 +109,8 @@ def validate(run: Run, model: nn.Module, loader: Any, samples: list, classes: li
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write the run folder; return the last metrics."""
-    with Run(config := parse(Config, argv), "text") as run:
+    config = parse(Config, argv)
+    with Run(config, "text") as run:
         accelerator = run.accelerator
         train_set, eval_set, metadata, plan, tokenizer = run.load(load_data)
         lengths = [len(tokens) for tokens, _ in train_set]

@@ -263,7 +263,7 @@ def test_a_long_epoch_says_where_it_is_and_a_picture_that_cannot_be_drawn_is_a_s
     tmp_path, monkeypatch, capfd
 ):
     def fail(run_dir):
-        assert (run_dir / "DONE").exists()
+        assert (run_dir / "model.safetensors").exists()
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
     monkeypatch.setattr("trainkit.tools.curves.draw_curves", fail)

@@ -227,6 +227,8 @@ def test_the_process_group_of_a_run_that_has_ended_is_kept(monkeypatch):
     distributed = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     group = distributed.group.WORLD
-    world.end_training(SimpleNamespace(end_training=distributed.destroy_process_group))
+    world.end_training(
+        SimpleNamespace(end_training=distributed.destroy_process_group, torch_device_mesh=None)
+    )
     kept = [*world.ENDED]
     assert kept == [group]

@@ -327,7 +327,7 @@ def test_what_a_prediction_cannot_know_is_said(model, tmp_path):
     path.write_bytes(text(encoding="cp1252"))
     with pytest.raises(UsageError, match="--encoding cp1252"):
         model.predict_file(path)
-    assert "not in the training rows" not in model.predict_file(path, "cp1252")
+    assert "not in the training rows" not in model.predict_file(path, encoding="cp1252")
     for change, sentence in (
         ({"predicted_y": 1}, "has a column 'predicted_y' already"),
         ({"area": "$1"}, r"no row can be predicted: row 1 \(column 'area': '\$1' is not"),

@@ -17,7 +17,7 @@ from trainkit.errors import UsageError
 from trainkit.evaluation import evaluating
 from trainkit.language.conversations import ChatSets
 from trainkit.language.templates import Sample
-from trainkit.private import attends_by_sdpa, is_stateful
+from trainkit.private import attends_by_sdpa, computing_in, is_stateful
 
 SIZES = [13, 9, 11]  # of the samples with which a model is tried
 
@@ -216,9 +216,7 @@ def enlarged_weights(model: nn.Module) -> Iterator[None]:
     parts = [(layer, True) for layer in layers if id(layer) not in inner]
     parts += [(part, False) for part in model.modules() if id(part) not in in_layers]
     with contextlib.ExitStack() as hooks:
-        for part in (part for part in model.modules() if hasattr(part, "compute_dtype")):
-            hooks.callback(setattr, part, "compute_dtype", part.compute_dtype)
-            part.compute_dtype = torch.float32
+        hooks.enter_context(computing_in(torch.float32, model))
         for part, recurse in parts:
             weights = [x for x in part.parameters(recurse) if x.is_floating_point()]
             originals: list[torch.Tensor] = []

@@ -254,9 +254,10 @@ def first_day(config: Any) -> date:
 
     run.json keeps it from the start, before there is a checkpoint.
     """
-    if config.day is None and config.resume and (config.run_dir / "run.json").exists():
-        config.day = read_run_json(config.run_dir)["arguments"].get("day")
-    config.day = config.day or date.today().isoformat()
+    day = config.day
+    if day is None and config.resume and (config.run_dir / "run.json").exists():
+        day = read_run_json(config.run_dir)["arguments"].get("day")
+    vars(config).update(day=day or date.today().isoformat())
     with as_usage_error(f"--day {config.day} is not like 2026-01-31"):
         return date.fromisoformat(config.day)
 
