@@ -38,6 +38,7 @@ SETTINGS = {
     "config.eos_token_id",
     "encoder.pooler",  # None, as transformers builds it without one
     "model.generation_config",
+    "written.generation_config",
     "head.forward",  # see trainkit/language/token_losses.py, which puts it back
     "owner.base_model.forward",
     "output.cross_attentions",
