@@ -28,7 +28,7 @@ from benchmarks.rows import serve
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.rows import parquet as rows
 from trainkit.rows.parquet import ParquetRows
-from trainkit.stores import shown
+from trainkit.stores import find_secret, open_store, shown
 
 SIZES = (500, 500, 137)  # rows of the files, in row groups of 50
 NUM = sum(SIZES)
@@ -285,6 +285,11 @@ def test_what_cannot_be_read_is_a_sentence(server):
             ParquetRows(pattern, column)
         assert "secret" not in str(caught.value)
     assert shown("403 https://u:p@h/a?sig=1, no") == "403 https://h/a no"
+    wrong = "ftp://u:secret@h/$RUN", "https://h/c/?sig=secret", "https://h/$RUN?sig=secret"
+    right = "abfs://run@account.host/a", "sftp://me@host/a", "https://h/a?sig=$SIG", "s3://a/b"
+    assert all(map(find_secret, wrong)) and not any(map(find_secret, right))
+    with pytest.raises(UsageError, match="the environment variable NO_SUCH is not set"):
+        open_store("s3://$NO_SUCH/run")
 
 
 # The rows of a column of tokens, of which the vocabulary has 256, and what is said of them.

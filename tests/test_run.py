@@ -544,6 +544,12 @@ MISTAKES = r"""
 - metrics =
 + run.predict(loaders[1], lambda batch: batch['y'].to(kind(batch))); metrics =
 ! got rows of \(torch.float32, 1\) and rows of \(torch.float64, 1\)
+- metrics =
++ run.predict(loaders[1], lambda b: {'a': b['y']} if kind(b).itemsize == 4 else b['y']); metrics =
+! got rows of \['a'\] and rows of
+- metrics =
++ run.predict(loaders[1], lambda b: b['y'] if kind(b).itemsize == 4 else [*b['y']]); metrics =
+! got rows of .* and rows of <class 'list'>
 - run.begin(
 + return; run.begin(
 ! the end of `with Run.* next is accelerator.prepare

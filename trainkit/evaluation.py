@@ -120,9 +120,10 @@ def predict(
         is_dict = isinstance(result, dict)
         if isinstance(result, tuple):
             raise RuntimeError(f"{PREDICT} got a tuple: return a dict, which names its parts")
-        if columns and is_dict and result.keys() != columns.keys():
-            raise different_rows([*columns], [*result])
-        for name, rows in result.items() if is_dict else [("", result)]:
+        named = result if is_dict else {"": result}
+        if columns and named.keys() != columns.keys():
+            raise different_rows([*columns], [*named])
+        for name, rows in named.items():
             columns[name] = put(columns.get(name), rows, places, len(loader.dataset))
         if stopping():
             return None
@@ -134,6 +135,8 @@ def predict(
 def put(column: Column | None, rows: Any, places: range, num_samples: int) -> Column:
     """Write the rows of these places, on the CPU, into a column; None: into a new one."""
     rank_slice = slice(places.start, places.stop)
+    if column is not None and isinstance(column, list) != isinstance(rows, list):
+        raise different_rows(kind_of(column), type(rows))
     if isinstance(rows, list):
         check_rows(PREDICT, torch.empty(len(rows), 0), len(places))
         # Cloned, because pickling a view of a batch sends the whole batch.
@@ -168,7 +171,7 @@ def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, Co
     places = [
         [n for part in places_of(batches, world, rank) for n in part] for rank in range(world)
     ]
-    for column in columns.values():
+    for _, column in sorted(columns.items()):  # in one order on all processes
         num = SENT_OBJECTS
         if isinstance(column, torch.Tensor):
             num = max(1, SENT_BYTES // max(1, column[0].nbytes))

@@ -181,7 +181,9 @@ def _write_pretrained(
 
 def write_weights(model: Any, path: Path, folder: Path, dtype: torch.dtype | None) -> None:
     """Write the weights of a file in this type, None: as they are; those that are tied once."""
-    options = {"config": model.config, "state_dict": load_file(path), "dtype": dtype or "auto"}
+    weights = load_file(path)
+    kept = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+    options = {"config": model.config, "state_dict": weights, "dtype": dtype or kept}
     written = type(model).from_pretrained(None, **options)
     written.generation_config = model.generation_config
     written.save_pretrained(folder)

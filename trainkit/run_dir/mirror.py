@@ -9,10 +9,12 @@ The training waits only for a mirror that is --keep checkpoints behind: no check
 before it was copied.
 """
 
+import json
 import os
 import re
 import shutil
 import sys
+import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +29,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
 from trainkit.config import TrainingConfig
-from trainkit.errors import LoneFailure, RunFailure, UsageError, as_usage_error, failing_together
+from trainkit.errors import LoneFailure, RunFailure, UsageError, failing_together
 from trainkit.run_dir.files import remove_tree, rename_free, replacing
 from trainkit.run_dir.manifest import (
     FILE_NAME,
@@ -78,8 +80,13 @@ class Mirror:
         self.url = shown(config.mirror or "")
         if problem := find_secret(config.mirror or ""):
             raise UsageError(f"--mirror {problem}")
-        with as_usage_error(f"--mirror {self.url} cannot be used"):
+        try:
             self.files, root = open_store(config.mirror or "")
+        except (UsageError, ImportError) as problem:
+            raise UsageError(f"--mirror {self.url} cannot be used: {problem}") from None
+        except Exception as problem:  # its words may hold a password
+            reason = type(problem).__name__ if "$" in (config.mirror or "") else str(problem)
+            raise UsageError(f"--mirror {self.url} cannot be used: {reason}") from None
         self.files.auto_mkdir = True  # if it is a folder
         self.root = root.rstrip("/")
         self.jobs: list[Future] = []  # of this process, in order: each waits for the one before
@@ -107,6 +114,9 @@ class Mirror:
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in sorted(names):
+            manifest = f"{self.root}/{name}/MANIFEST.json"
+            if self._ask(name, 0, self.files.exists, manifest):  # first: what is left is no whole
+                self._ask(name, 0, self.files.rm, manifest)
             self._ask(name, 0, self.files.rm, f"{self.root}/{name}", True)
 
     def _list(self) -> dict[str, dict[str, int]]:
@@ -138,6 +148,23 @@ class Mirror:
             )
         return _whole(self.listed)
 
+    def check_run(self, check: Callable[[Path], dict[str, Any]]) -> None:
+        """Raise UsageError if the newest checkpoint of the mirror is one of another run."""
+        readable = [name for name, files in self.listed.items() if "trainer.json" in files]
+        for name in sorted(readable)[-1:]:
+            file = f"checkpoints/{name}/trainer.json"
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "trainer.json")
+                self._ask(file, 0, self.files.get_file, f"{self.root}/{file}", str(path))
+                try:
+                    json.loads(path.read_bytes())
+                except ValueError:
+                    return  # it is damaged, which verify() finds
+                try:
+                    check(path.parent)
+                except UsageError as problem:
+                    raise UsageError(f"--mirror {self.url}, {name}: {problem}") from None
+
     def fetch(self, path: Path, check: Callable[[Path], dict[str, Any]]) -> str | None:
         """Download a checkpoint to `path`, and the best one before it; or say why it is not whole.
 
@@ -149,6 +176,7 @@ class Mirror:
             name = f"checkpoints/{path.name}/{file}"
             self._ask(name, size, self.files.get_file, f"{self.root}/{name}", str(folder / file))
         if problem := verify(folder):
+            remove_tree(folder)
             return f"in {self.url} {problem}"
         best = path.with_name(step_name(check(folder)["progress"].best_step))
         if best.name in _whole(self.listed) and best != path and not best.exists():
@@ -217,10 +245,15 @@ class Mirror:
                 write_part(parts, rank, {"problem": problem})
                 return
             for other in range(1, self.accelerator.num_processes):
-                problem = read_part(parts, other, self.leaving)["problem"] or problem
-            self.problem = problem or _failure(self._complete, folder, best)
+                try:
+                    problem = read_part(parts, other, self.leaving)["problem"] or problem
+                except RunFailure as failure:
+                    problem = str(failure)
+            self.problem = problem or _failure(self._complete, folder)
             if self.problem:
                 tqdm.write(f"{folder.name} was not mirrored: {self.problem}")
+            elif problem := _failure(self._prune, folder, best):
+                tqdm.write(f"old checkpoints were not removed from the mirror: {problem}")
             if parts.exists():
                 remove_tree(parts)
 
@@ -233,7 +266,7 @@ class Mirror:
             if writer == self.accelerator.process_index:
                 self._put(f"checkpoints/{folder.name}/{name}", folder / name)
 
-    def _complete(self, folder: Path, best: str) -> None:
+    def _complete(self, folder: Path) -> None:
         listed, files = self._list(), read_manifest(folder)
         sizes = {name: files[name]["bytes"] for name in files}
         if not sizes.items() <= listed[folder.name].items():
@@ -242,6 +275,9 @@ class Mirror:
             if path.exists():  # for people: a resume reads what the checkpoint holds
                 self._put(path.name, path)
         self._put(f"checkpoints/{folder.name}/MANIFEST.json", folder / "MANIFEST.json")
+
+    def _prune(self, folder: Path, best: str) -> None:
+        listed = self._list()
         kept = sorted(_whole(listed) | {folder.name})[-self.config.keep :]
         doomed = [name for name in listed.keys() - {*kept, best, ""} if name < folder.name]
         self._remove(f"checkpoints/{name}" for name in doomed)
@@ -255,7 +291,8 @@ class Mirror:
 
         def copy() -> None:
             wait(earlier)
-            self.problem = self.problem or _failure(self._copy_rest)
+            problem = _failure(self._copy_rest)
+            self.problem = self.problem or problem
 
         if self.accelerator.is_main_process:
             self.jobs.append(background(copy))
@@ -276,7 +313,8 @@ class Mirror:
             name = path.relative_to(run_dir).as_posix()
             if path.is_file() and not name.startswith("checkpoints/"):
                 self._put(name, path)
-        self._ask("DONE", 0, self.files.pipe_file, f"{self.root}/DONE", b"")
+        if not self.problem:
+            self._ask("DONE", 0, self.files.pipe_file, f"{self.root}/DONE", b"")
 
     def close(self) -> None:
         """Wait until all is copied: for --timeout at most, and not after a second Ctrl-C.
@@ -293,7 +331,11 @@ def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | No
     """Return the mirror, or None without --mirror."""
     if config.mirror_must and not config.mirror:
         raise UsageError("--mirror-must needs --mirror URL")
-    return Mirror(accelerator, config) if config.mirror else None
+    mirror = None
+    with failing_together(accelerator, "--mirror cannot be used"):
+        if config.mirror:
+            mirror = Mirror(accelerator, config)
+    return mirror
 
 
 def choose(
@@ -316,6 +358,8 @@ def choose(
         fetch: dict[str, Callable] = {}
         if mirror:
             fetch = dict.fromkeys(mirror.open(wanted), partial(mirror.fetch, check=check))
+        if mirror:
+            mirror.check_run(check)
         path = choose_checkpoint(directory, wanted, notices, fetch)
         if path is None:
             return None, {}

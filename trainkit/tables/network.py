@@ -163,7 +163,7 @@ def set_scale(
     standard error. Every process must call this.
     """
     num = len(train_set)
-    places = torch.linspace(0, num - 1, min(num, NUM_JUDGED)).long()
+    places = torch.linspace(0, num - 1, min(num, NUM_JUDGED), dtype=torch.float64).long()
     features, targets, fold = (tensor[places] for tensor in train_set.tensors)
     model.eval()
     parts = []

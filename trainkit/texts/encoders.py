@@ -62,7 +62,8 @@ def check_tokens(encoder: dict[str, Any] | None, tokenizer: Any, sets: Sequence[
     """Raise UsageError if the encoder has no embedding for a token of these samples."""
     if not (size := (encoder or {}).get("vocab_size")):
         return
-    highest = max(int(row.max()) for samples in sets for row, _ in samples if len(row))
+    tokens = (int(row.max()) for samples in sets for row, _ in samples if len(row))
+    highest = max(tokens, default=-1)
     if highest >= size:
         raise UsageError(
             f"the embedding of --base has {size} tokens and its tokenizer {len(tokenizer)}, of "
