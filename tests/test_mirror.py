@@ -216,6 +216,22 @@ def test_the_mirror_of_another_run_is_refused_and_nothing_of_it_gets_into_the_fo
         assert not [*(tmp_path / "new" / "checkpoints").glob("step-*")]
 
 
+def test_the_mirror_of_another_run_is_not_touched_by_one_with_newer_checkpoints(faulty, tmp_path):
+    train(tmp_path, 1)
+    there = {*faulty.store}
+    for url in (f"{URL}2", URL):
+        run = Run(tmp_path / "other", 2, url)
+        run.checkpoints.fingerprint = {"seed": 1}
+        if url == URL:
+            with pytest.raises(UsageError, match=r"step-0000000001: .* belongs to another run"):
+                run.checkpoints.resume("auto")
+        else:
+            run.checkpoints.resume(None)
+            run.train(3)
+        run.checkpoints.commits.close()
+    assert there <= faulty.store.keys()
+
+
 def test_a_damaged_checkpoint_of_the_folder_is_replaced_by_that_of_the_mirror(faulty, tmp_path):
     train(tmp_path, 2)
     os.truncate(step(tmp_path / "run", 2) / "state" / "model.safetensors", 10)
