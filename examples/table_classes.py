@@ -111,9 +111,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         for _ in run.epochs():
             for features, labels, fold, _ in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    logits = model(
-                        features, fold
-                    )  # (rows, members, classes): each has its own loss
+                    # (rows, members, classes), as each member has its own loss
+                    logits = model(features, fold)
                     targets = labels[:, None].expand(logits.shape[:2])
                     losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
                     accelerator.backward(run.step_mean(losses))
