@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -166,6 +167,8 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
     for name in request.get("modules", []):
         importlib.import_module(name)
     outputs = os.memfd_create("stdout"), os.memfd_create("stderr")
+    for output in outputs:  # or one process may write over what another writes at the same time
+        fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
     started_at = time.monotonic()
     children = []
     for rank in range(request["world"]):
@@ -380,11 +383,11 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         save(self, progress)
         in_save, saved = False, progress.step
 
-    def waiting(self: Commits):
+    def waiting(self: Commits, **options):
         """Write down a save once it is known to be durable; the fault is in all of the save."""
         nonlocal armed
         run_dir, is_pending = self.tracker.path.parent, bool(self.jobs)
-        wait(self)
+        wait(self, **options)
         if rank == 0 and is_pending:
             with open(f"{run_dir}.saved", "a") as file:
                 file.write(f"{saved}\n")

@@ -35,7 +35,7 @@ from trainkit.run_dir.records import read_rows
 class Run:
     """A small run: a linear model, its optimizer and scheduler, and its checkpoints."""
 
-    def __init__(self, run_dir: Path, keep: int = 9, mirror: str | None = None):
+    def __init__(self, run_dir: Path, keep: int = 9, **options):
         forget_accelerator()
         self.accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ class Run:
         self.means = RunningMeans(self.accelerator)
         self.checkpoints = Checkpoints(
             self.accelerator,
-            TrainingConfig(run_dir=run_dir, keep=keep, mirror=mirror),
+            TrainingConfig(run_dir=run_dir, keep=keep, **{"resume": "auto"} | options),
             {},
             self.tracker,
             self.means,

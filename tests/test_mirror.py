@@ -82,10 +82,10 @@ def faulty(monkeypatch):
 
 def train(tmp_path: Path, num_steps: int, resume: str | None = None, **options) -> Run:
     """A run of so many steps, whose copies are done, or have failed."""
-    run = Run(tmp_path / "run", 2, options.pop("url", URL))
+    run = Run(tmp_path / "run", 2, mirror=options.pop("url", URL))
     run.progress = run.checkpoints.resume(resume)
     run.train(num_steps)
-    mirror.wait_together(run.accelerator, run.checkpoints.mirror.jobs)
+    run.checkpoints.mirror.wait()
     return run
 
 
@@ -108,13 +108,13 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_newest_checkpoint_and_keeps_a
         shutil.rmtree(tmp_path / "run")
         if kept:
             (tmp_path / kept).rename(tmp_path / "run")
-        run = Run(tmp_path / "run", 2, URL)
+        run = Run(tmp_path / "run", 2, mirror=URL)
         assert run.checkpoints.resume("auto") == Progress(step=5, batch=5)
         assert all(map(torch.equal, run.weights(), weights))
         assert run.tracker.path.read_bytes() == log
     run.checkpoints.resume(str(step(tmp_path / "run", 3)))
     assert "step-0000000005" not in names(run)  # the run no longer leads to it
-    mirror.wait_together(run.accelerator, run.checkpoints.mirror.jobs)
+    run.checkpoints.mirror.wait()
     assert names(run) == [step(tmp_path, 3).name]
 
 
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_not_whole_in_the_mirror_is_passed_over(
         )
         files.pipe_file(f"{newest}/MANIFEST.json", content)
     shutil.rmtree(tmp_path / "run")
-    run = Run(tmp_path / "run", 2, URL)
+    run = Run(tmp_path / "run", 2, mirror=URL)
     assert run.checkpoints.resume("auto").step == 1
     assert (f"skipped {step(tmp_path / 'run', 2)}" in capfd.readouterr().out) == (
         damage != "no manifest"
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_is_not_whole_in_the_mirror_is_passed_over(
     assert names(run) == [step(tmp_path, 1).name]  # the other one is not what this run leads to
     files.rm(copied.root, recursive=True)
     shutil.rmtree(tmp_path / "run")
-    assert Run(tmp_path / "run", 2, URL).checkpoints.resume("auto").step == 0
+    assert Run(tmp_path / "run", 2, mirror=URL).checkpoints.resume("auto").step == 0
 
 
 def test_a_mirror_that_does_not_answer_ends_a_resume_and_no_run_begins_anew(faulty, tmp_path):
@@ -198,7 +198,7 @@ def test_a_mirror_that_does_not_answer_ends_a_resume_and_no_run_begins_anew(faul
     for broken in ("find", "get"):
         faulty.plan = staticmethod(lambda call, name, broken=broken: "drop" * (call == broken))
         with pytest.raises(RunFailure, match=r"^faulty://store/run/.*: Connection") as ended:
-            Run(tmp_path / "run", 2, URL).checkpoints.resume("auto")
+            Run(tmp_path / "run", 2, mirror=URL).checkpoints.resume("auto")
         assert "secret" not in str(ended.value)
 
 
@@ -207,8 +207,8 @@ def test_the_mirror_of_another_run_is_refused_and_nothing_of_it_gets_into_the_fo
 ):
     train(tmp_path, 1)
     with pytest.raises(UsageError, match="holds a run: continue it with --resume auto"):
-        Run(tmp_path / "new", 2, URL).checkpoints.resume(None)
-    run = Run(tmp_path / "new", 2, URL)
+        Run(tmp_path / "new", 2, mirror=URL, resume=None)
+    run = Run(tmp_path / "new", 2, mirror=URL)
     run.checkpoints.fingerprint = {"seed": 1}
     for _ in range(2):
         with pytest.raises(UsageError, match="belongs to another run: seed is None there"):
@@ -220,7 +220,7 @@ def test_the_mirror_of_another_run_is_not_touched_by_one_with_newer_checkpoints(
     train(tmp_path, 1)
     there = {*faulty.store}
     for url in (f"{URL}2", URL):
-        run = Run(tmp_path / "other", 2, url)
+        run = Run(tmp_path / "other", 2, mirror=url)
         run.checkpoints.fingerprint = {"seed": 1}
         if url == URL:
             with pytest.raises(UsageError, match=r"step-0000000001: .* belongs to another run"):
@@ -235,61 +235,66 @@ def test_the_mirror_of_another_run_is_not_touched_by_one_with_newer_checkpoints(
 def test_a_damaged_checkpoint_of_the_folder_is_replaced_by_that_of_the_mirror(faulty, tmp_path):
     train(tmp_path, 2)
     os.truncate(step(tmp_path / "run", 2) / "state" / "model.safetensors", 10)
-    assert Run(tmp_path / "run", 2, URL).checkpoints.resume("latest").step == 2
+    assert Run(tmp_path / "run", 2, mirror=URL).checkpoints.resume("latest").step == 2
 
 
-def test_the_training_waits_only_for_a_mirror_that_is_keep_checkpoints_behind(
+def test_the_training_waits_only_for_a_mirror_that_is_more_than_keep_checkpoints_behind(
     faulty, tmp_path, capfd, monkeypatch
 ):
+    """And its newest checkpoint is durable by then, beside those that are not copied."""
     monkeypatch.setattr(mirror, "SECONDS", 60)
     go_on, started = threading.Event(), []
     faulty.plan = staticmethod(lambda call, name: go_on.wait(60) and "" if call == "put" else "")
-    run = Run(tmp_path / "run", 2, URL)
+    run = Run(tmp_path / "run", 2, mirror=URL)
     run.checkpoints.resume(None)
 
     def training() -> None:
         for _ in range(5):
-            run.train(1)
             started.append(run.progress.step)
+            run.train(1)
 
     trainer = threading.Thread(target=training)
     trainer.start()
     time.sleep(2)
-    assert started == [1, 2]  # the third would remove the first, which is not copied
-    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))] == [
-        step(tmp_path, n).name for n in (1, 2)
-    ]
+    assert started == [0, 1, 2, 3]
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(folder.iterdir()) == [step(tmp_path / "run", n) for n in (1, 2, 3)]
     go_on.set()
     trainer.join()
-    mirror.wait_together(run.accelerator, run.checkpoints.mirror.jobs)
+    run.checkpoints.mirror.wait()
     output = capfd.readouterr().out
-    assert output.count("is --keep 2 checkpoints behind") == 1 and "mirrored" not in output
+    assert output.count("is more than --keep 2 checkpoints behind") == 1
+    assert "mirrored" not in output
     assert names(run) == [step(tmp_path, n).name for n in (4, 5)]
 
 
-def test_a_run_that_is_stopped_waits_for_the_mirror_but_not_for_ever(faulty, tmp_path, capfd):
-    faulty.plan = staticmethod(lambda call, name: "stall" if call == "put" else "")
-    run = Run(tmp_path / "run", 2, URL)
-    run.checkpoints.resume(None)
-    run.checkpoints.mirror.config.timeout = 0.1
-    run.train(1)
-    run.checkpoints.commits.close()
-    assert "does not have the newest checkpoint" in capfd.readouterr().out
-    faulty.plan = staticmethod(lambda call, name: "")
-    run = Run(tmp_path / "other", 2, f"{URL}2")
-    run.checkpoints.resume(None)
-    run.train(1)
-    run.checkpoints.commits.close()
-    assert len(names(run)) == 1
+def test_a_run_that_ends_waits_for_the_mirror_but_not_for_ever(faulty, tmp_path, capfd):
+    faulty.plan = staticmethod(lambda call, name: time.sleep(0.5) or "" if call == "put" else "")
+    for wait in ("stopped", "failed", "late"):
+        url = URL + wait
+        run = Run(tmp_path / wait, 2, mirror=url, timeout=0.1 if wait == "late" else 60)
+        run.checkpoints.resume(None)
+        run.train(1)
+        if wait == "stopped":
+            run.checkpoints.commits.wait(seconds_for_mirror=60)
+            assert len(names(run)) == 1
+        try:
+            raise RunFailure("the loss is NaN") if wait != "stopped" else UsageError
+        except (RunFailure, UsageError):
+            run.checkpoints.commits.close()
+        assert len(names(run)) == (wait != "late")
+        said = capfd.readouterr().out
+        assert ("the loss is NaN: now waiting until --mirror" in said) == (wait != "stopped")
+        assert ("does not have the newest checkpoint" in said) == (wait == "late")
 
 
 def test_no_password_of_a_url_is_printed_or_kept(tmp_path, fork_main):
     for url in ("s3://me:secret@bucket/run", "https://host/run?signature=secret"):
         with pytest.raises(UsageError, match=r"--mirror .*a password .*write \$NAME") as refused:
-            Run(tmp_path, 2, url)
+            Run(tmp_path, 2, mirror=url)
         assert "secret" not in str(refused.value)
     with pytest.raises(UsageError, match=r"--mirror nowhere://x cannot be used: .*nowhere"):
-        Run(tmp_path, 2, "nowhere://x")
+        Run(tmp_path, 2, mirror="nowhere://x")
     with pytest.raises(UsageError, match="--mirror-must needs --mirror URL"):
         mirror.open_mirror(None, TrainingConfig(mirror_must=True))
 
@@ -358,6 +363,14 @@ def test_a_machine_lost_in_the_middle_of_a_copy_costs_no_byte(
     assert [lost.kill_in_call(call, rank) for call in calls] == [True] * len(calls)
 
 
+def test_a_new_run_is_refused_before_the_one_in_its_folder_is_moved(nursery, quick_args, tmp_path):
+    lost = Lost(nursery, "train_regression", quick_args, tmp_path)
+    lost.run()
+    outcome = nursery.run("train_regression", *lost.args)
+    assert outcome.codes == [2] and "holds a run: continue it with --resume" in outcome.stderr
+    assert faults.digests(lost.run_dir) == lost.expected
+
+
 def test_a_run_that_a_signal_stops_leaves_the_checkpoint_in_the_mirror(
     nursery, quick_args, tmp_path
 ):
@@ -417,7 +430,7 @@ def test_a_bucket_is_a_mirror_also_if_connections_are_dropped(s3, tmp_path, capf
     s3.answer = lambda number, request: number % 5 or request["werkzeug.socket"].shutdown(2)
     run = train(tmp_path, 2, "auto", url=url)
     shutil.rmtree(tmp_path / "run")
-    weights, again = run.weights(), Run(tmp_path / "run", 2, url)
+    weights, again = run.weights(), Run(tmp_path / "run", 2, mirror=url)
     assert again.checkpoints.resume("auto").step == 4
     assert all(map(torch.equal, again.weights(), weights))
     assert names(again) == [step(tmp_path, n).name for n in (3, 4)]

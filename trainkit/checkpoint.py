@@ -97,6 +97,8 @@ class Checkpoints:
         if progress.step == self.saved_step:
             return  # same weights; a resume repeats what was done since, for example an evaluation
         self.commits.wait()
+        if self.mirror:
+            self.mirror.wait_if_late()
         started_at = time.monotonic()
         accelerator = self.accelerator
         final = self.directory / step_name(progress.step)

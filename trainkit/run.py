@@ -135,7 +135,6 @@ class Run:
         self.log.print_plan(self, lines)
         started_from, sha256 = start_from(self.accelerator, self.config, self.models[0])
         fingerprint = fingerprint_run(self, metadata, sha256, fixed or {})
-        self._lock()
         self._resume(fingerprint)
         if self.progress.step == 0 and started_from:
             self.print(started_from)
@@ -143,13 +142,8 @@ class Run:
         flags = {name: str(value) for name, value in vars(self.config).items()}
         self.accelerator.init_trackers(self.project, flags)
 
-    def _lock(self) -> None:
-        """Lock the run folder until the end of the run; move an earlier run in it aside."""
-        if lock := open_run(self.accelerator, self.config):
-            self.resources.callback(lock.release)
-
     def _resume(self, fingerprint: dict[str, Any]) -> None:
-        """Make what a step changes, and load it from the checkpoint that --resume names, if any."""
+        """Make what a step changes; lock the run folder, and load the checkpoint of --resume."""
         config, accelerator = self.config, self.accelerator
         self.step = Step(accelerator, config, self.signals, self.models, self.sets[0], self.length)
         self.resources.callback(self.step.release)
@@ -157,6 +151,9 @@ class Run:
         self.ema = EMA(self.models, config.ema)
         parts = self.log.tracker, self.means, self.ema.values
         self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)
+        # Only now, as --mirror may have refused this run: it moves an earlier run aside.
+        if lock := open_run(accelerator, config):
+            self.resources.callback(lock.release)
         self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
@@ -322,7 +319,7 @@ class Run:
             self.checkpoints.save(self.progress)
         self.prepared.note(self.progress.state)
         if self.signals.stopping:
-            self.checkpoints.commits.wait()
+            self.checkpoints.commits.wait(seconds_for_mirror=self.config.timeout)
             self.stage = "over"
             leave_stopped(self.signals, self.log, self.progress.step)
 

@@ -69,7 +69,8 @@ class Commits:
         text = json.dumps(trainer, indent=2) + "\n"  # now, because the training changes its values
         best = step_name(trainer["progress"]["best_step"])
         if self.mirror:
-            self.mirror.take(folder, final, what, best)
+            with failing_together(self.accelerator, what, RunFailure):
+                self.mirror.take(folder, final, best)
         blocked = since(started_at)
 
         def finish_own_files() -> dict[str, Any]:
@@ -89,7 +90,7 @@ class Commits:
             os.rename(folder, final)
             sync(final.parent)
             for old in steps_in(final.parent)[: -self.keep]:
-                if old.name != best:
+                if old.name != best and not (self.mirror and self.mirror.is_copying(old.name)):
                     remove_tree(old)
             seconds = {"blocked_seconds": blocked, "save_seconds": since(started_at)}
             self.tracker.log_timing({"saved": final.name, **seconds})
@@ -101,8 +102,8 @@ class Commits:
         """Has this process found that the newest checkpoint cannot be made durable?"""
         return any(job.done() and job.exception() is not None for job in self.jobs)
 
-    def wait(self) -> None:
-        """Wait until the newest checkpoint is durable.
+    def wait(self, seconds_for_mirror: float = 0.0) -> None:
+        """Wait until the newest checkpoint is durable, and so long at most until it is mirrored.
 
         Every process must call this. Raises RunFailure on all of them if any has failed.
         """
@@ -115,6 +116,8 @@ class Commits:
         except RunFailure:
             self.leaving.set()
             raise
+        if self.mirror and seconds_for_mirror:
+            self.mirror.wait(seconds_for_mirror)
 
     def close(self) -> None:
         """Wait for this process and, for a short time, for the others, some of which may be dead.

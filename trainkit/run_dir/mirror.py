@@ -5,17 +5,19 @@ each process copies what its process wrote, and the main process waits for the o
 does, compares the sizes of what has arrived, and copies MANIFEST.json last. A checkpoint that has
 one is whole. Each checkpoint also holds what else a run in an empty folder goes on with (BESIDE).
 
-The training waits only for a mirror that is --keep checkpoints behind: no checkpoint is removed
-before it was copied.
+No checkpoint is removed from the run folder before it was copied. The training waits, with its
+newest checkpoint durable, only for a mirror that is more than --keep checkpoints behind.
 """
 
 import json
+import math
 import os
 import re
 import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -42,6 +44,7 @@ from trainkit.run_dir.manifest import (
     writer_of,
 )
 from trainkit.stores import find_secret, open_store, shown, trying
+from trainkit.text import first_sentence
 
 BESIDE = ("metrics.jsonl", "predictions.safetensors", "best.safetensors")
 FILE = re.compile(rf"checkpoints/(step-\d{{10}})/(MANIFEST\.json|{FILE_NAME.pattern})")
@@ -63,10 +66,24 @@ def background(call: Callable[..., Any], *args: Any) -> Future:
     return future
 
 
-def wait_together(accelerator: Accelerator, jobs: Sequence[Future]) -> None:
-    """Wait for the jobs of all processes, however long it takes: none counts as lost meanwhile."""
-    while any(gather_object([not all(job.done() for job in jobs)])):
+def wait_together(
+    accelerator: Accelerator, jobs: Sequence[Future], seconds: float = math.inf
+) -> None:
+    """Wait for the jobs of all processes, which do not count as lost however long it takes."""
+    end = time.monotonic() + seconds
+    while any(gather_object([time.monotonic() < end and not all(job.done() for job in jobs)])):
         wait(jobs, 1)
+
+
+def on_main(accelerator: Accelerator, what: str, call: Callable[[], Any]) -> list[Any]:
+    """Call in a thread of the main process, and return [the result] there, [] on the others.
+
+    Every process must call this, and waits however long it takes; what it raises is raised on all.
+    """
+    jobs = [background(call)] if accelerator.is_main_process else []
+    wait_together(accelerator, jobs)
+    with failing_together(accelerator, what):
+        return [job.result() for job in jobs]
 
 
 class Mirror:
@@ -89,7 +106,9 @@ class Mirror:
             raise UsageError(f"--mirror {self.url} cannot be used: {reason}") from None
         self.files.auto_mkdir = True  # if it is a folder
         self.root = root.rstrip("/")
-        self.jobs: list[Future] = []  # of this process, in order: each waits for the one before
+        self.listed = defaultdict[str, dict[str, int]](dict)  # what _list() returned last
+        # By the names of checkpoints what copies them, in order: each waits for the one before.
+        self.jobs: dict[str, Future] = {}
         self.problem = ""  # why something of the newest checkpoint or of the end was not copied
         self.is_late = False
 
@@ -112,12 +131,17 @@ class Mirror:
         else:
             self._ask(name, size, self.files.put_file, str(path), target)
 
-    def _remove(self, names: Iterable[str]) -> None:
+    def _remove(self, name: str) -> None:
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self.files.rm(f"{self.root}/{name}", recursive=True)
+
+        self._ask(name, 0, remove)
+
+    def _remove_checkpoints(self, names: Iterable[str]) -> None:
         for name in sorted(names):
-            manifest = f"{self.root}/{name}/MANIFEST.json"
-            if self._ask(name, 0, self.files.exists, manifest):  # first: what is left is no whole
-                self._ask(name, 0, self.files.rm, manifest)
-            self._ask(name, 0, self.files.rm, f"{self.root}/{name}", True)
+            self._remove(f"checkpoints/{name}/MANIFEST.json")  # first: what is left is not whole
+            self._remove(f"checkpoints/{name}")
 
     def _list(self) -> dict[str, dict[str, int]]:
         """By the names of checkpoints the sizes of their files by name; "" has all other files."""
@@ -135,18 +159,17 @@ class Mirror:
             listed[match[1] if match else ""][match[2] if match else name] = info["size"]
         return listed
 
-    def open(self, wanted: str | None) -> set[str]:
-        """Return the names of the complete checkpoints. Main process only, as fetch.
+    def open(self) -> None:
+        """List what is there. Main process only, as fetch.
 
         Raises UsageError if a new run would begin where another one is.
         """
         self.listed = self._list()
-        if self.listed and wanted is None:
+        if self.listed and self.config.resume is None:
             raise UsageError(
                 f"--mirror {self.url} holds a run: continue it with --resume auto, or choose "
                 "another place"
             )
-        return _whole(self.listed)
 
     def check_run(self, check: Callable[[Path], dict[str, Any]]) -> None:
         """Raise UsageError if the newest checkpoint of the mirror is one of another run."""
@@ -202,36 +225,44 @@ class Mirror:
                 newest = path.name if path else ""
                 parts = self.listed.keys() - _whole(self.listed) - {""}
                 doomed = parts | {name for name in self.listed if name > newest}
-                self._remove(f"checkpoints/{name}" for name in doomed)
-                self._remove({"DONE"} & self.listed[""].keys())
+                self._remove_checkpoints(doomed)
+                if "DONE" in self.listed[""]:
+                    self._remove("DONE")
         if path and trainer["is_missing"]:
             self.add(path, step_name(trainer["progress"].best_step))
 
-    def take(self, folder: Path, final: Path, what: str, best: str) -> None:
-        """Copy a checkpoint in the thread, when `folder`, complete by then, has become `final`.
-
-        Every process must call this. It waits while --keep earlier ones are not copied, and puts
-        into the folder what is beside it. Raises RunFailure on all, which begins with `what`.
-
-        best: the name of the checkpoint that is kept because it was the best.
-        """
+    def wait_if_late(self) -> None:
+        """Wait while more than --keep checkpoints are not copied. Every process must call this."""
         keep, main = self.config.keep, self.accelerator.is_main_process
-        late = self.jobs[: max(0, len(self.jobs) - keep + 1)]
+        late = [*self.jobs.values()][:-keep]
         if main and not self.is_late and not all(job.done() for job in late):
             self.is_late = True
             tqdm.write(
-                f"--mirror {self.url} is --keep {keep} checkpoints behind: saves wait for it"
+                f"--mirror {self.url} is more than --keep {keep} checkpoints behind: the training "
+                "waits for it"
             )
         wait_together(self.accelerator, late)
-        with failing_together(self.accelerator, what, RunFailure):
-            for name in BESIDE[: 2 + (best == final.name)] if main else ():
+
+    def is_copying(self, name: str) -> bool:
+        """Is this checkpoint still to be copied?"""
+        return name in self.jobs and not self.jobs[name].done()
+
+    def take(self, folder: Path, final: Path, best: str) -> None:
+        """Copy a checkpoint in the thread, when `folder`, complete by then, has become `final`.
+
+        It puts into the folder what is beside it.
+
+        best: the name of the checkpoint that is kept because it was the best.
+        """
+        if self.accelerator.is_main_process:
+            for name in BESIDE[: 2 + (best == final.name)]:
                 with suppress(FileNotFoundError):
                     shutil.copyfile(self.config.run_dir / name, folder / name)
         self.add(final, best)
 
     def add(self, folder: Path, best: str) -> None:
         """Copy a checkpoint as soon as it has its name. Every process must call this."""
-        earlier, rank = self.jobs[-1:], self.accelerator.process_index
+        earlier, rank = [*self.jobs.values()][-1:], self.accelerator.process_index
         parts = folder.with_name(f".tmp-mirror-{folder.name}")
 
         def copy() -> None:
@@ -257,7 +288,7 @@ class Mirror:
             if parts.exists():
                 remove_tree(parts)
 
-        self.jobs.append(background(copy))
+        self.jobs[folder.name] = background(copy)
 
     def _copy_own(self, folder: Path) -> None:
         for name in read_manifest(folder):
@@ -267,9 +298,9 @@ class Mirror:
                 self._put(f"checkpoints/{folder.name}/{name}", folder / name)
 
     def _complete(self, folder: Path) -> None:
-        listed, files = self._list(), read_manifest(folder)
+        self.listed, files = self._list(), read_manifest(folder)
         sizes = {name: files[name]["bytes"] for name in files}
-        if not sizes.items() <= listed[folder.name].items():
+        if not sizes.items() <= self.listed[folder.name].items():
             raise LoneFailure(f"{self.url} does not have all of what it took")
         for path in (self.config.run_dir / "run.json", folder / "metrics.jsonl"):
             if path.exists():  # for people: a resume reads what the checkpoint holds
@@ -277,17 +308,16 @@ class Mirror:
         self._put(f"checkpoints/{folder.name}/MANIFEST.json", folder / "MANIFEST.json")
 
     def _prune(self, folder: Path, best: str) -> None:
-        listed = self._list()
-        kept = sorted(_whole(listed) | {folder.name})[-self.config.keep :]
-        doomed = [name for name in listed.keys() - {*kept, best, ""} if name < folder.name]
-        self._remove(f"checkpoints/{name}" for name in doomed)
+        kept = sorted(_whole(self.listed) | {folder.name})[-self.config.keep :]
+        names = self.listed.keys() - {*kept, best, ""}
+        self._remove_checkpoints(name for name in names if name < folder.name)
 
     def finish(self) -> None:
         """Copy what is beside the checkpoints, DONE last, and say what the mirror lacks.
 
         Every process must call this. Raises RunFailure on all of them with --mirror-must.
         """
-        earlier, missing = self.jobs[-1:], ""
+        earlier, missing = [*self.jobs.values()][-1:], ""
 
         def copy() -> None:
             wait(earlier)
@@ -295,8 +325,8 @@ class Mirror:
             self.problem = self.problem or problem
 
         if self.accelerator.is_main_process:
-            self.jobs.append(background(copy))
-        wait_together(self.accelerator, self.jobs)
+            self.jobs["DONE"] = background(copy)
+        self.wait()
         if self.problem:
             missing = (
                 f"--mirror {self.url} lacks some of this run, which the same command with "
@@ -316,25 +346,38 @@ class Mirror:
         if not self.problem:
             self._ask("DONE", 0, self.files.pipe_file, f"{self.root}/DONE", b"")
 
+    def wait(self, seconds: float = math.inf) -> None:
+        """Wait until all processes have copied all. Every process must call this."""
+        wait_together(self.accelerator, [*self.jobs.values()], seconds)
+
     def close(self) -> None:
         """Wait until all is copied: for --timeout at most, and not after a second Ctrl-C.
 
-        This does not communicate, and for a run that has finished there is nothing to wait for.
+        This does not communicate. It is for the end after an error, which it prints if it waits:
+        the launcher may kill this process 30 s after the first one has ended.
         """
-        interrupted = isinstance(sys.exception(), KeyboardInterrupt)
-        late = wait(self.jobs, 0 if interrupted else self.config.timeout).not_done
-        if late and self.accelerator.is_main_process:
-            print(f"--mirror {self.url} does not have the newest checkpoint", flush=True)
+        error, jobs = sys.exception(), [*self.jobs.values()]
+        interrupted, main = isinstance(error, KeyboardInterrupt), self.accelerator.is_main_process
+        if wait(jobs, 1 - interrupted).not_done and main and not interrupted:
+            reason = first_sentence(error) if error else "the run is over"
+            tqdm.write(f"{reason}: now waiting until --mirror {self.url} has the newest checkpoint")
+        if wait(jobs, 0 if interrupted else self.config.timeout).not_done and main:
+            tqdm.write(f"--mirror {self.url} does not have the newest checkpoint")
 
 
 def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | None:
-    """Return the mirror, or None without --mirror."""
+    """Return the mirror, or None without --mirror. Every process must call this.
+
+    Raises UsageError on all of them if it cannot be used, or if it holds a run and this one is new.
+    """
     if config.mirror_must and not config.mirror:
         raise UsageError("--mirror-must needs --mirror URL")
-    mirror = None
+    if not config.mirror:
+        return None
     with failing_together(accelerator, "--mirror cannot be used"):
-        if config.mirror:
-            mirror = Mirror(accelerator, config)
+        mirror = Mirror(accelerator, config)
+    if config.resume is None:
+        on_main(accelerator, "--mirror cannot be used", mirror.open)
     return mirror
 
 
@@ -356,9 +399,9 @@ def choose(
         for leftover in list(directory.glob(".tmp-*")):
             remove_tree(leftover)
         fetch: dict[str, Callable] = {}
-        if mirror:
-            fetch = dict.fromkeys(mirror.open(wanted), partial(mirror.fetch, check=check))
-        if mirror:
+        if mirror and wanted:
+            mirror.open()
+            fetch = dict.fromkeys(_whole(mirror.listed), partial(mirror.fetch, check=check))
             mirror.check_run(check)
         path = choose_checkpoint(directory, wanted, notices, fetch)
         if path is None:
@@ -367,11 +410,7 @@ def choose(
         missing = path.name not in fetch and (path / "metrics.jsonl").exists()
         return path, check(path) | {"is_missing": missing}
 
-    found = [background(find)] if accelerator.is_main_process else []
-    wait_together(accelerator, found)
-    result: list[Any] = []
-    with failing_together(accelerator, f"cannot resume from {directory}"):
-        result = [job.result() for job in found]
+    result = on_main(accelerator, f"cannot resume from {directory}", find)
     (pair,) = broadcast_object_list(result or [None])
     return pair
 
