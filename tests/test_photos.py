@@ -101,7 +101,7 @@ def test_digits_of_any_size_and_ink_are_framed_as_mnists_are(mnist_run):
         assert centre.item() == pytest.approx(14, abs=0.6) and photos.border_of(pixels).max() == 0
         if page.width > 4:
             far = (pixels - images[0, 0]).abs().mean() / images[0, 0].float().mean()
-            assert far < 0.75, (page.size, far)
+            assert far < 0.85, (page.size, far)
 
 
 def test_calibration_finds_the_temperature_of_exact_probabilities():

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
+from trainkit.checks.content import text_of
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.pictures.photos import Batch, PhotoConfig, Photos, standardise
 from trainkit.reading.kept import compute_once
@@ -128,14 +129,10 @@ class Features(Dataset):
         The processes share the work, and the results are the same for any number of them.
         """
         photos = self.photos
-        last = network.get_classifier()
         used = {name: metadata[name] for name in ("model", "size", "mean", "std")}
-        key = xxhash.xxh3_128(f"{photos.fingerprint()} {used} {accelerator.device.type}".encode())
-        key.update(torch.__version__.encode())
-        last_weights = {id(weight) for weight in last.parameters()}
-        for name, value in network.state_dict(keep_vars=True).items():
-            if id(value) not in last_weights:
-                key.update(name.encode() + value.detach().cpu().numpy().tobytes())
+        used |= {"torch": torch.__version__, "device": accelerator.device.type}
+        _, body = split_last(network)
+        key = xxhash.xxh3_128_hexdigest(text_of([photos.fingerprint(), used, body]).encode())
         network.to(accelerator.device, memory_format=torch.channels_last).eval()
 
         def compute_part(part: slice) -> torch.Tensor:
@@ -143,10 +140,20 @@ class Features(Dataset):
             hidden = network.forward_features(standardise(images, metadata))
             return network.forward_head(hidden, pre_logits=True)
 
-        name = f"features/{key.hexdigest()}"
+        last = network.get_classifier()
         shape = (len(photos), last.in_features)
-        self.values = compute_once(accelerator, name, shape, FEATURE_BATCH, compute_part)
+        self.values = compute_once(
+            accelerator, f"features/{key}", shape, FEATURE_BATCH, compute_part
+        )
         last.train()
+
+
+def split_last(network: nn.Module) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return the name of the last layer, and the weights of all others."""
+    last = network.get_classifier()
+    name = next(name for name, layer in network.named_modules() if layer is last)
+    weights = network.state_dict()
+    return name, {n: weights[n] for n in weights if not n.startswith(f"{name}.")}
 
 
 def write_timm_folder(run: Any, network: nn.Module, metadata: dict[str, Any]) -> None:
@@ -164,13 +171,10 @@ def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -
     from timm.models import save_for_hf
 
     weights = load_file(run_dir / "model.safetensors")
-    last = network.get_classifier()
-    classes = metadata["classes"]
     size = metadata["size"]
     folder = run_dir / "pretrained"
     if metadata["freeze"]:
-        name = next(name for name, layer in network.named_modules() if layer is last)
-        body = {n: w for n, w in network.state_dict().items() if not n.startswith(f"{name}.")}
+        name, body = split_last(network)
         weights = body | {f"{name}.{n}": weight for n, weight in weights.items()}
     # A new one: this one may lie on another device, or be spread over the processes.
     whole = make_network(metadata)
@@ -178,6 +182,6 @@ def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -
     settings = {"input_size": (3, size, size), "crop_pct": size / metadata["resize"]}
     settings |= {"mean": metadata["mean"], "std": metadata["std"], "interpolation": "bicubic"}
     whole.pretrained_cfg.update(settings)
-    save_for_hf(whole, str(folder), {"label_names": classes}, safe_serialization=True)
+    save_for_hf(whole, str(folder), {"label_names": metadata["classes"]}, safe_serialization=True)
     print(describe_recall(run_dir))
     print(f"for timm.create_model: local-dir:{folder}", flush=True)

@@ -117,14 +117,14 @@ def resize(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
-    """Return the centre square of a picture in colour, uint8 (side, side, 3), and its kind.
+    """Return the centre square of a picture in colour, uint8 (side, side, 3), and its form.
 
     Of an animation the first picture is taken. Raises an exception that says what is wrong with the
     picture.
     """
     with open_file(file) as picture:
         width, height = picture.size
-        kind = f"{width} x {height} {picture.mode}"
+        form = f"{width} x {height} {picture.mode}"
         picture.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
         ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode[0] in RANGES:  # Pillow would cut them off
@@ -138,7 +138,7 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     if picture.mode == "RGBA":
         white = Image.new("RGBA", picture.size, "white")  # as a page or a browser shows it
         picture = Image.alpha_composite(white, picture).convert("RGB")
-    return np.array(picture), kind
+    return np.array(picture), form
 
 
 def read_photo_pixels(file: Path | BytesIO, side: int, size: int) -> torch.Tensor:
@@ -156,8 +156,8 @@ def read_square(file: Path | BytesIO, size: int) -> tuple[np.ndarray, str]:
     """Return the grey values of a picture, uint8 (1, size, size), and its size and mode."""
     picture = open_picture(file)
     width, height = picture.size
-    kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
-    if kind == f"{size} x {size} L" and not picture.has_transparency_data:
+    form = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
+    if form == f"{size} x {size} L" and not picture.has_transparency_data:
         # As it is: digits come by ten thousands. np.asarray(picture) would take longer.
-        return np.frombuffer(picture.tobytes(), np.uint8).reshape(1, size, size), kind
-    return resize(to_grey(picture), size)[None], kind
+        return np.frombuffer(picture.tobytes(), np.uint8).reshape(1, size, size), form
+    return resize(to_grey(picture), size)[None], form
