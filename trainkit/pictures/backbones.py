@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from trainkit.checks.content import text_of
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.pictures.photos import Batch, PhotoConfig, Photos, standardise
+from trainkit.pictures.files import standardise
+from trainkit.pictures.photos import Batch, PhotoConfig, Photos
 from trainkit.reading.kept import compute_once
 from trainkit.reading.recall import describe_recall
 

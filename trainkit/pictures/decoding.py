@@ -141,8 +141,8 @@ def decode(blocks: Blocks, path: Path | str) -> dict[str, Any]:
                 forms += report[1]
                 hashes += report[2]
                 bar.update(blocks.size)
-        except RuntimeError as problem:
-            raise MemoryError("a worker was killed: is memory full?") from problem
+        except RuntimeError:  # of torch, which says no more
+            raise MemoryError("a worker was killed: is memory full?") from None
     return {"problems": problems, "forms": dict(forms.most_common()), "hashes": hashes}
 
 

@@ -10,6 +10,7 @@ import math
 import warnings
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL
@@ -150,6 +151,23 @@ def cut_centre(pictures: torch.Tensor, size: int) -> torch.Tensor:
     """Return the centre of pictures (..., height, width): (..., size, size)."""
     top, left = ((length - size) // 2 for length in pictures.shape[-2:])
     return pictures[..., top : top + size, left : left + size]
+
+
+def standardise(images: torch.Tensor, metadata: dict[str, Any]) -> torch.Tensor:
+    """Cut out the centre and scale colours 0 to 255 to what the network was trained on.
+
+    Features of photos, which have no height and width, are returned as they are.
+
+    Args:
+        images: (n, channels, height, width).
+        metadata: has "size", "mean" and "std".
+    """
+    if images.ndim == 2:
+        return images
+    images = cut_centre(images, metadata["size"]).float()
+    shift, scale = (images.new_tensor(metadata[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    images = (images - 255 * shift) / (255 * scale)
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 def read_square(file: Path | BytesIO, size: int) -> tuple[np.ndarray, str]:

@@ -179,23 +179,6 @@ def load_sets(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
     return train, held_out, plan | describe_evaluation(train.split, held_out.split)
 
 
-def standardise(images: torch.Tensor, metadata: dict[str, Any]) -> torch.Tensor:
-    """Cut out the centre and scale colours 0 to 255 to what the network was trained on.
-
-    Features of photos, which have no height and width, are returned as they are.
-
-    Args:
-        images: (n, 3, height, width).
-        metadata: has "size", "mean" and "std".
-    """
-    if images.ndim == 2:
-        return images
-    images = files.cut_centre(images, metadata["size"]).float()
-    shift, scale = (images.new_tensor(metadata[name]).view(3, 1, 1) for name in ("mean", "std"))
-    images = (images - 255 * shift) / (255 * scale)
-    return images.contiguous(memory_format=torch.channels_last)
-
-
 def recolour(images: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Change the colours, 0 to 255. factors (n, 3): of brightness, contrast and saturation."""
     brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 
 from trainkit.tools import curves, plots
+from trainkit.tools.photos import border_of
 
 FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of curves.COLOURS
 MAX_DRAWN = 4  # targets, one below the other
@@ -27,8 +28,8 @@ def occlusion_map(predictor: Any, picture: torch.Tensor, answer: int) -> torch.T
     places = torch.arange((step - 1) / 2, size, step)
     near = (torch.arange(size) - places[:, None]).abs() <= 1.5 * step
     square = (near[:, None, :, None] & near[None, :, None, :]).view(-1, 1, size, size)
-    edge = torch.cat((picture[:, [0, -1]].flatten(1), picture[:, :, [0, -1]].flatten(1)), 1)
-    covered = torch.where(square, edge.median(1).values.view(-1, 1, 1), picture)
+    colour = border_of(picture).median(1).values.view(-1, 1, 1)
+    covered = torch.where(square, colour, picture)
     parts = [picture[None], *covered.split(32)]
     logs = torch.cat([predictor(part)[:, answer] for part in parts]).clamp(1e-9).log()
     loss = (logs[0] - logs[1:]).view(1, 1, len(places), -1)

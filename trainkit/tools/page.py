@@ -4,7 +4,6 @@ Nothing is loaded from another machine. What is sent to the page is kept in a te
 is removed when the server ends.
 """
 
-import importlib.util
 import io
 import os
 import re
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, as_usage_error
 from trainkit.tables.columns import Column
 from trainkit.tools import answers, plots
 
@@ -38,6 +37,8 @@ UNIT = re.compile(
 def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
     """Return evaluated pictures to choose from, number and caption: one per class, mistakes."""
     tensors = predictor.evaluated
+    if "prediction" not in tensors:
+        return {}
     classes = predictor.metadata["classes"]
     predicted, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
     last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
@@ -88,21 +89,14 @@ def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: l
     gallery.select(choose, None, shown, show_progress="hidden")
 
 
-def add_evaluated(predictor: Any, shown: list) -> None:
-    """Add the pictures to choose from, and what was taken for what."""
-    for label, shelf in find_shelves(predictor).items():
-        if shelf:
-            add_shelf(predictor, label, shelf, shown)
-    add_confusions(predictor)
-
-
 def add_confusions(predictor: Any) -> None:
-    """Add what was taken for what among the evaluated samples."""
+    """Add what was taken for what among the evaluated samples, if there are any."""
     import gradio
 
-    with gradio.Accordion("confusions", open=False):
-        classes = predictor.metadata["classes"]
-        gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
+    if "prediction" in predictor.evaluated:
+        with gradio.Accordion("confusions", open=False):
+            classes = predictor.metadata["classes"]
+            gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
 
 
 def build_picture_page(page: Any, predictor: Any) -> None:
@@ -112,7 +106,6 @@ def build_picture_page(page: Any, predictor: Any) -> None:
     script = Path(__file__).with_name("page.js").read_text()
     quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
     has_pad = predictor.metadata["input"] == "picture"
-    why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why", render=False)
     with gradio.Row():
         with gradio.Column(min_width=320):
             if has_pad:
@@ -130,21 +123,20 @@ def build_picture_page(page: Any, predictor: Any) -> None:
                     brush=brush,
                 )
             file = gradio.File(file_types=["image"], elem_id="file", label="a picture file")
-            if not has_pad:
-                why.render()
         with gradio.Column(min_width=320):
             answer_box = gradio.HTML(elem_classes="said")
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
-            if has_pad:
-                why.render()
+            why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why")
     shown = [answer_box, shares, why]
     file.change(partial(answer_file, predictor), file, shown, **quick)
     if has_pad:
         pad.change(partial(answer_drawing, predictor), pad, shown, **quick)
         pad.clear(None, js=script)
         page.load(None, js=script)
-    if "prediction" in predictor.evaluated:
-        add_evaluated(predictor, shown)
+    for label, shelf in find_shelves(predictor).items():
+        if shelf:
+            add_shelf(predictor, label, shelf, shown)
+    add_confusions(predictor)
 
 
 def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float, float | None]:
@@ -279,8 +271,7 @@ def build_text_page(page: Any, predictor: Any) -> None:
     text.change(
         answer, text, [answer_box, shares], show_progress="hidden", trigger_mode="always_last"
     )
-    if "prediction" in predictor.evaluated:
-        add_confusions(predictor)
+    add_confusions(predictor)
 
 
 # How each kind of input is shown: the "input" of the metadata, and what builds its page.
@@ -299,8 +290,6 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
     predictor: what predict.load_run returns for run_dir. port: None means the first free one from
     7860 on.
     """
-    if importlib.util.find_spec("gradio") is None:
-        raise UsageError("app.py needs gradio, which is not installed: pip install gradio")
     if predictor.metadata["input"] not in BUILDERS:
         raise UsageError(
             f"app.py cannot show a model whose input is a {predictor.metadata['input']}: give its "
@@ -309,7 +298,8 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
-        import gradio  # here: it takes seconds, and reads the variables above once
+        with as_usage_error("app.py needs `pip install gradio`"):
+            import gradio  # here: it takes seconds, and reads the variables above once
 
         Image.MAX_IMAGE_PIXELS = MAX_PIXELS
         signal.signal(signal.SIGTERM, signal.default_int_handler)
