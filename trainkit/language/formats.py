@@ -87,11 +87,11 @@ def read_conversation_rows(source: str) -> Iterator[tuple[str, Any]]:
         rows = _read_json(data) if path.suffix == ".json" else None
         if rows is None:
             for number, line in enumerate(data.splitlines(), 1):
-                place = f"line {number} of {path}"
+                where = f"line {number} of {path}"
                 if line.strip():
-                    with as_usage_error(f"{place} is not JSON, and only JSON and Parquet are read"):
+                    with as_usage_error(f"{where} is not JSON, and only JSON and Parquet are read"):
                         row = json.loads(line)
-                    yield place, row
+                    yield where, row
             return
     else:
         import datasets
@@ -121,31 +121,31 @@ def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str
     """
     conversations: list[tuple[str, Conversation]] = []
     formats: dict[str, None] = {}
-    for place, row in read_conversation_rows(source):
+    for where, row in read_conversation_rows(source):
         columns = {*row} if isinstance(row, dict) else set()
         kind = next((kind for kind in FORMATS if columns.issuperset(kind.columns)), None)
         if kind is None:
             column_names = "; ".join(" and ".join(kind.columns) for kind in FORMATS)
             raise UsageError(
-                f"{place} has no columns of a known format, but "
+                f"{where} has no columns of a known format, but "
                 f"{shorten(sorted(columns)) or 'none'}: rename them to one of {column_names}"
             )
         name = " and ".join(kind.columns)
-        with naming_row(place, f"text, or no turns, in {name}"):
-            conversations.append((place, _read_conversation(kind, row)))
+        with naming_row(where, f"text, or no turns, in {name}"):
+            conversations.append((where, _read_conversation(kind, row)))
         formats[name] = None
     return conversations, "; ".join(formats)
 
 
 @contextlib.contextmanager
-def naming_row(place: str, lacks: str) -> Iterator[None]:
+def naming_row(where: str, lacks: str) -> Iterator[None]:
     """Raise a UsageError that names the place if a row cannot be read, or lacks something."""
     try:
         yield
     except UsageError as problem:
-        raise UsageError(f"{place}: {problem}") from problem
+        raise UsageError(f"{where}: {problem}") from problem
     except (TypeError, KeyError, AttributeError, ValueError) as problem:
-        raise UsageError(f"{place} has no {lacks}") from problem
+        raise UsageError(f"{where} has no {lacks}") from problem
 
 
 def _read_conversation(kind: Format, row: dict[str, Any]) -> Conversation:

@@ -32,11 +32,11 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # what is free in each row, and its number, sorted
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        place = bisect_left(rooms, (lengths[index], 0))
-        if place == len(rooms):
+        fitting = bisect_left(rooms, (lengths[index], 0))
+        if fitting == len(rooms):
             rooms.append((size, len(rows)))
             rows.append([])
-        room, row = rooms.pop(place)
+        room, row = rooms.pop(fitting)
         rows[row].append(index)
         insort(rooms, (room - lengths[index], row))
     return rows

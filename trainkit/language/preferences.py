@@ -94,13 +94,13 @@ def make_pairs(
     chat = Chat(tokenizer, today)
     notes = Notes()
     num_rows = 0
-    for number, (place, row) in enumerate(read_conversation_rows(source)):
+    for number, (where, row) in enumerate(read_conversation_rows(source)):
         num_rows += 1
-        with naming_row(place, "chosen and rejected, as lists of turns, or as texts and a prompt"):
+        with naming_row(where, "chosen and rejected, as lists of turns, or as texts and a prompt"):
             both = read_pair(row)
         unmarked = [chat.without_marks(conversation) for conversation in both]
         notes.add("marked", unmarked != [*both])
-        with as_usage_error(f"{place} cannot be tokenized"):
+        with as_usage_error(f"{where} cannot be tokenized"):
             encoded = [chat.encode(conversation, size) for conversation in unmarked]
             samples = [_only_sample(one) for one in encoded]
         notes.add("untrained", encoded[0].untrained)

@@ -282,16 +282,13 @@ def is_learned(turn: Turn) -> bool:
 
 def _with_texts(turn: Turn) -> Turn:
     """Return a turn in which the arguments of its calls are texts."""
-    if "tool_calls" not in turn:
-        return turn
-    functions = [call["function"] for call in turn["tool_calls"]]
-    functions = [
-        function | {"arguments": _to_json(function["arguments"])}
-        if not isinstance(function.get("arguments", ""), str)
-        else function
-        for function in functions
-    ]
-    return turn | {"tool_calls": [{"type": "function", "function": value} for value in functions]}
+    calls = []
+    for call in turn.get("tool_calls", ()):
+        function = dict(call["function"])
+        if not isinstance(function.get("arguments", ""), str):
+            function["arguments"] = _to_json(function["arguments"])
+        calls.append(call | {"function": function})
+    return turn | {"tool_calls": calls} if calls else turn
 
 
 def _to_json(value: Any) -> str:

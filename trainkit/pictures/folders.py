@@ -142,24 +142,24 @@ def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
         for name in {str(picture), picture.as_posix(), picture.name, picture.stem}:
             named_so.setdefault(name, []).append(picture)
     columns = [*table.columns]
-    hits = {name: sum(cell in named_so for cell in table[name]) for name in columns}
-    named = max(columns, key=lambda name: hits[name], default="")
-    if len(columns) < 2 or not hits[named]:
+    hits = [table[name].isin(named_so.keys()).sum() for name in columns]
+    if len(columns) < 2 or not any(hits):
         raise UsageError(
             f"{where}: no column of {columns} has the names of pictures of the folder, such as "
             f"{pictures[0].name if pictures else 'a.jpg'}; another must have their classes"
         )
-    place = columns.index(named)
-    label = columns[place + 1 if place + 1 < len(columns) else place - 1]
+    named = hits.index(max(hits))
+    label = named + 1 if named + 1 < len(columns) else named - 1
     classes: dict[Path, str] = {}
     problems = []
-    for name, text in zip(table[named], table[label], strict=True):
+    for name, text in zip(table[columns[named]], table[columns[label]], strict=True):
         candidates = named_so.get(name, [])
-        if len(candidates) != 1 or not text or classes.get(candidates[0], text) != text:
-            kind = "is not a picture" if not candidates else "means several pictures"
-            problems.append(f"{name} {kind if len(candidates) != 1 else 'has no single class'}")
-        else:
-            classes[candidates[0]] = text
+        if not candidates:
+            problems.append(f"{name} is not a picture")
+        elif len(candidates) > 1:
+            problems.append(f"{name} means several pictures")
+        elif classes.setdefault(candidates[0], text) != text or not text:
+            problems.append(f"{name} has no single class")
     if problems:
         raise UsageError(f"{where}: {shorten(problems)}")
     return dict(sorted(classes.items(), key=lambda item: str(item[0])))

@@ -209,9 +209,11 @@ def mix_photos(
     if method == "cutmix":
         size = first[0].shape[-1]
         side = (1 - share).sqrt()[:, None]
-        places = (torch.arange(size, device=share.device) + 0.5) / size
+        centres = (torch.arange(size, device=share.device) + 0.5) / size
         starts = numbers[:, 1:] * (1 - side)
-        y, x = ((places >= at[:, None]) & (places < at[:, None] + side) for at in starts.unbind(1))
+        y, x = (
+            (centres >= at[:, None]) & (centres < at[:, None] + side) for at in starts.unbind(1)
+        )
         weight = 1 - (y[:, None, :, None] & x[:, None, None]).float()
         share = weight.mean((1, 2, 3))
     images = second[0] + weight * (first[0] - second[0])

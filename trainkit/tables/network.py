@@ -95,8 +95,8 @@ class TabM(nn.Module):
 
 def find_edges(features: Tensor) -> list[list[float]]:
     """Return for each feature the edges of bins with equally many rows, or none for two values."""
-    places = torch.linspace(0, 1, NUM_BINS + 1, dtype=torch.float64)
-    quantiles = [column.double().quantile(places).float().unique() for column in features.T]
+    shares = torch.linspace(0, 1, NUM_BINS + 1, dtype=torch.float64)
+    quantiles = [column.double().quantile(shares).float().unique() for column in features.T]
     return [edges.tolist() if len(edges) > 2 else [] for edges in quantiles]
 
 
@@ -163,19 +163,19 @@ def set_scale(
     standard error. Every process must call this.
     """
     num = len(train_set)
-    places = torch.linspace(0, num - 1, min(num, NUM_JUDGED), dtype=torch.float64).long()
-    features, targets, fold = (tensor[places] for tensor in train_set.tensors)
+    judged = torch.linspace(0, num - 1, min(num, NUM_JUDGED), dtype=torch.float64).long()
+    features, targets, fold = (tensor[judged] for tensor in train_set.tensors)
     model.eval()
     parts = []
-    for rows in torch.arange(len(places)).split(256):
+    for rows in torch.arange(len(judged)).split(256):
         batch = (tensor[rows].to(accelerator.device) for tensor in (features, fold))
         parts.append([part.float().cpu() for part in model(*batch)])
     model.train()
     linear, added = map(torch.cat, zip(*parts, strict=True))
     losses = [loss(linear + scale * added, targets, reduction="none") for scale in SCALES]
-    means = torch.stack([values.double().view(len(places), -1).mean(1) for values in losses])
+    means = torch.stack([values.double().view(len(judged), -1).mean(1) for values in losses])
     worse = means - means[means.mean(1).argmin()]
-    error = worse.std(1, correction=0) / len(places) ** 0.5
+    error = worse.std(1, correction=0) / len(judged) ** 0.5
     accelerator.unwrap_model(model).scale.fill_(SCALES[worse.mean(1) <= error / 2].min())
 
 

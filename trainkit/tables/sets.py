@@ -49,12 +49,12 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for line in lines for name in line if name.strip()]
 
 
-def comma_separated(kind: type) -> PrimitiveConstructorSpec[list]:
+def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
     """Tell tyro how a flag that is one word, a,b, becomes a list of this type."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="A,B",
-        instance_from_str=lambda words: [kind(name) for name in split_names(words[0])],
+        instance_from_str=lambda words: [item_type(name) for name in split_names(words[0])],
         is_instance=lambda value: isinstance(value, list),
         str_from_instance=lambda value: [",".join(map(str, value))],
     )
@@ -268,7 +268,7 @@ def find_table_classes(values: pd.Series, where: str, config: TableConfig) -> li
     classes = sorted(texts.unique())
     numbers = pd.to_numeric(pd.Series(classes), errors="coerce")
     if numbers.notna().all():
-        classes = [classes[place] for place in numbers.argsort()]
+        classes = [classes[n] for n in numbers.argsort()]
     is_amount = numbers.notna().all() and (numbers % 1 != 0).any()
     for_numbers = command("train_regression.py", config, [name])
     if is_amount and name not in config.categorical:
@@ -319,9 +319,9 @@ def split_and_learn(
         )
     folds = []
     if in_folds:  # equal rows are in one
-        kinds, kind = together[train].unique(return_inverse=True)
+        groups, group = together[train].unique(return_inverse=True)
         generator.manual_seed(config.data_seed)
-        folds = [torch.randperm(len(kinds), generator=generator)[kind] % NUM_FOLDS]
+        folds = [torch.randperm(len(groups), generator=generator)[group] % NUM_FOLDS]
     return TableSplit(train, test, folds, plan), learned
 
 
@@ -335,9 +335,9 @@ def hash_rows(
     """
     used = [column for column in (*learned.values(), *targets) if not column.problem]
     parsed = pd.DataFrame({column.name: parse_cells(table[column.name], column) for column in used})
-    kinds = math.prod(max(1, number) for number in parsed.nunique())
+    num_possible = math.prod(max(1, number) for number in parsed.nunique())
     hashes = pd.util.hash_pandas_object(parsed, index=False).to_numpy().view(np.int64)
-    return torch.from_numpy(hashes.copy()), kinds <= len(table)
+    return torch.from_numpy(hashes.copy()), num_possible <= len(table)
 
 
 def learn_columns(
@@ -354,23 +354,23 @@ def learn_columns(
 
 
 def standardise_columns(
-    kind: str, numbers: np.ndarray, split: TableSplit, config: TableConfig
+    name: str, numbers: np.ndarray, split: TableSplit, config: TableConfig
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return numbers with the mean 0 and the deviation 1 in the training rows, and metadata.
 
-    kind: feature or target.
+    name: feature or target.
     """
     rows = numbers[split.train]
     mean, std = rows.mean(0), rows.std(0)
     if not np.ptp(rows, axis=0).all():
-        raise UsageError(f"--data {config.data}: a {kind} is the same in all training rows")
+        raise UsageError(f"--data {config.data}: a {name} is the same in all training rows")
     if config.data is None:  # synthetic data are not standardised
         mean, std = np.zeros_like(mean), np.ones_like(std)
     facts = {
-        f"{kind}_range": np.stack((rows.min(0), rows.max(0)), 1).tolist(),
-        f"{kind}_whole": (rows == rows.round()).all(0).tolist(),
-        f"{kind}_mean": mean.tolist(),
-        f"{kind}_std": std.tolist(),
+        f"{name}_range": np.stack((rows.min(0), rows.max(0)), 1).tolist(),
+        f"{name}_whole": (rows == rows.round()).all(0).tolist(),
+        f"{name}_mean": mean.tolist(),
+        f"{name}_std": std.tolist(),
     }
     return torch.from_numpy((numbers - mean) / std).float(), facts
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.reading.pretrained_models import check_embedding, without_dropout
 from trainkit.reading.recall import describe_recall
 
 MAX_TOKENS = 128
@@ -46,7 +47,7 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
         from transformers import AutoConfig, AutoModel
     with as_usage_error(f"--base {config.base} cannot be read"):
         made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
-        made = _without_dropout(made)
+        made = without_dropout(made)
         tokenizer = load_tokenizer(config.base)
         values = plain(json.loads(made.to_json_string()) | {"model_type": made.model_type})
         with torch.device("meta"):
@@ -60,23 +61,10 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
 
 def check_tokens(encoder: dict[str, Any] | None, tokenizer: Any, sets: Sequence[list]) -> None:
     """Raise UsageError if the encoder has no embedding for a token of these samples."""
-    if not (size := (encoder or {}).get("vocab_size")):
-        return
-    tokens = (int(row.max()) for samples in sets for row, _ in samples if len(row))
-    highest = max(tokens, default=-1)
-    if highest >= size:
-        raise UsageError(
-            f"the embedding of --base has {size} tokens and its tokenizer {len(tokenizer)}, of "
-            f"which number {highest}, {tokenizer.convert_ids_to_tokens(highest)}, is in the data: "
-            f"save the model after model.resize_token_embeddings({len(tokenizer)})"
-        )
-
-
-def _without_dropout(config: Any) -> Any:
-    for part in (config, config.get_text_config()):
-        values = part.to_dict().items()
-        part.update({n: 0.0 for n, value in values if "drop" in n and isinstance(value, float)})
-    return config
+    if size := (encoder or {}).get("vocab_size"):
+        rows = (row for samples in sets for row, _ in samples)
+        remedy = f"save the model after model.resize_token_embeddings({len(tokenizer)})"
+        check_embedding(size, tokenizer, rows, remedy)
 
 
 def _num_positions(model: nn.Module) -> float:

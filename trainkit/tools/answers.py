@@ -25,14 +25,14 @@ def occlusion_map(predictor: Any, picture: torch.Tensor, answer: int) -> torch.T
     """
     size = picture.shape[-1]
     step = 2 if size < 64 else size // 8  # 28 pixels have 14 x 14 places, 224 have 8 x 8
-    places = torch.arange((step - 1) / 2, size, step)
-    near = (torch.arange(size) - places[:, None]).abs() <= 1.5 * step
+    centres = torch.arange((step - 1) / 2, size, step)
+    near = (torch.arange(size) - centres[:, None]).abs() <= 1.5 * step
     square = (near[:, None, :, None] & near[None, :, None, :]).view(-1, 1, size, size)
     colour = border_of(picture).median(1).values.view(-1, 1, 1)
     covered = torch.where(square, colour, picture)
     parts = [picture[None], *covered.split(32)]
     logs = torch.cat([predictor(part)[:, answer] for part in parts]).clamp(1e-9).log()
-    loss = (logs[0] - logs[1:]).view(1, 1, len(places), -1)
+    loss = (logs[0] - logs[1:]).view(1, 1, len(centres), -1)
     loss = F.interpolate(loss, (size, size), mode="bilinear")[0, 0]
     return loss / loss.abs().max().clamp(1e-4)
 
@@ -84,12 +84,12 @@ def draw_responses(
     outputs: maps values of the column to targets, (n, targets). name: of the column. span: the
     first and the last value that is drawn.
     """
-    places = np.linspace(*span, 120)
-    values = outputs(np.append(value, places))[:, :MAX_DRAWN]
+    points = np.linspace(*span, 120)
+    values = outputs(np.append(value, points))[:, :MAX_DRAWN]
     figure = curves.new_figure(5, 3.2 * values.shape[1])
     grid = figure.subplots(values.shape[1], squeeze=False).flat
     for axes, target, line in zip(grid, targets, values.T, strict=False):
-        axes.plot(places, line[1:], color=curves.COLOURS[4])
+        axes.plot(points, line[1:], color=curves.COLOURS[4])
         axes.plot(value, line[0], "o", color=curves.COLOURS[1], mec="white")
         axes.set(xlabel=fill(name, 40), ylabel=fill(target, 30))
     return figure

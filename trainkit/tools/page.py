@@ -142,9 +142,11 @@ def build_picture_page(page: Any, predictor: Any) -> None:
 def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float, float | None]:
     """Return a slider's first, last and initial value and its step, from the training rows."""
     number = metadata["features"].index(name)
-    low, high = metadata["feature_range"][number]
-    is_whole, mean = metadata["feature_whole"][number], metadata["feature_mean"][number]
-    return low, high, round(mean) if is_whole else float(f"{mean:.3g}"), 1.0 if is_whole else None
+    mean = metadata["feature_mean"][number]
+    start, step = float(f"{mean:.3g}"), None
+    if metadata["feature_whole"][number]:
+        start, step = round(mean), 1.0
+    return *metadata["feature_range"][number], start, step
 
 
 def answer_row(
@@ -155,13 +157,13 @@ def answer_row(
     columns = [Column(**column) for column in metadata["columns"]]
     values = dict(zip(names, cells, strict=True))
 
-    def outputs(places: np.ndarray, along: str = "") -> np.ndarray:
+    def outputs(points: np.ndarray, along: str = "") -> np.ndarray:
         """Map values of one column to targets; the others are as in the row."""
         blocks = [
             column.expand(
-                places
+                points
                 if column.name == along
-                else np.full(len(places), values[column.name], dtype=object)
+                else np.full(len(points), values[column.name], dtype=object)
             )
             for column in columns
         ]
@@ -182,7 +184,7 @@ def answer_row(
         return html, None
     along = touched if touched in spans else next(iter(spans))
     drawn = answers.draw_responses(
-        lambda places: outputs(places, along)[:, order],
+        lambda points: outputs(points, along)[:, order],
         float(values[along]),
         along,
         spans[along][:2],
@@ -320,7 +322,7 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
                 css_paths=[Path(__file__).with_name("page.css")],
             )
         except OSError as problem:
-            place = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
-            raise UsageError(f"{place}: {problem}") from problem
+            address = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
+            raise UsageError(f"{address}: {problem}") from problem
         print(f"{name}: {url} (Ctrl-C ends it)", flush=True)
         page.block_thread()
