@@ -59,18 +59,17 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     list_of_labels: a CSV file that names pictures and their classes; others are not read.
     """
     paths = list_paths(folder)
-    files = [path for path in paths if is_read(path.as_posix()) and (folder / path).is_file()]
-    chosen = [path for path in paths if is_picture(path) and (folder / path).is_file()]
-    listed = read_list(list_of_labels, chosen) if list_of_labels else {}
-    chosen = [*listed] or chosen
-    holders = [p for p in files if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
-    lists = [path for path in files if path.name in LISTS]
-    are_pictures = bool(listed) or len(chosen) > len(holders)
-    if listed:
-        lists = []
-    elif are_pictures:
-        check_splits(folder, chosen)
-    chosen = [*chosen, *lists] if are_pictures else holders
+    files = [path for path in paths if (folder / path).is_file()]
+    pictures = [path for path in files if is_picture(path)]
+    visible = [path for path in files if is_read(path.as_posix())]
+    holders = [p for p in visible if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
+    lists = [path for path in visible if path.name in LISTS]
+    classes = read_list(list_of_labels, pictures) if list_of_labels else {}
+    are_pictures = bool(classes) or len(pictures) > len(holders)
+    chosen = [*classes] or holders
+    if are_pictures and not classes:
+        check_splits(folder, pictures)
+        chosen = pictures + lists
     parts: dict[str, list[Path]] = {}
     for path in chosen:
         parts.setdefault(find_split(path, are_pictures), []).append(path)
@@ -88,9 +87,9 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     if not read:
         others = f" ({describe_unread(unread)})" * bool(unread)
         raise UsageError(f"--dataset {folder} cannot be read: it has no picture files{others}")
-    if not listed and not lists and are_pictures:
-        listed = classes_of_folders(folder, read, int({*parts} != {""}))
-    return Folder(splits, listed, unread)
+    if are_pictures and not classes and not lists:
+        classes = classes_of_folders(folder, read, int({*parts} != {""}))
+    return Folder(splits, classes, unread)
 
 
 def reason_unread(folder: Path, path: Path) -> str:

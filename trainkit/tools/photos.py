@@ -5,9 +5,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageOps
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.pictures.files import open_picture, resize, to_grey, to_values
@@ -111,11 +112,13 @@ def choose_groups(ink: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def frame_ink(ink: torch.Tensor, size: int) -> torch.Tensor:
     """Draw ink, 0 to 1, bright on black, uint8 (size, size), where MNIST has it."""
-    rows, columns = ((ink > 0.35).any(dim).nonzero()[:, 0] for dim in (1, 0))
-    ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    shape = [max(1, round(side * size * INK / max(ink.shape))) for side in ink.shape]
-    ink = F.interpolate(ink[None, None], shape, mode="bilinear", antialias=True)[0, 0]
-    ink = F.pad(ink * 255 / ink.max(), [size] * 4)
-    lines = ink.sum(1), ink.sum(0)  # the centre of mass lies in the pixel size / 2
-    y, x = (round(float((n * torch.arange(len(n))).sum() / n.sum() - size / 2)) for n in lines)
-    return ink[y : y + size, x : x + size].round().byte()
+    digit = Image.fromarray((255 * ink).byte().numpy())
+    digit = digit.crop(Image.fromarray((ink > 0.35).numpy()).getbbox())
+    sides = [max(1, round(side * size * INK / max(digit.size))) for side in digit.size]
+    digit = ImageOps.autocontrast(digit.resize(sides, Image.Resampling.BILINEAR))
+    lines = (np.asarray(digit).sum(axis) for axis in (0, 1))
+    # The centre of mass lies in the pixel size / 2.
+    x, y = (size / 2 - np.average(range(len(line)), weights=line) for line in lines)
+    framed = Image.new("L", (size, size))
+    framed.paste(digit, (round(x), round(y)))
+    return torch.from_numpy(np.array(framed))
