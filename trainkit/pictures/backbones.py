@@ -28,8 +28,8 @@ def make_network(metadata: dict[str, Any]) -> nn.Module:
 
     Raises UsageError for others: create_model would also read a folder, or the Hub.
     """
-    with as_usage_error("pictures need `pip install timm`"):
-        import timm
+    import timm
+
     name = metadata["model"]
     if not timm.is_model(name):
         raise UsageError(f"the run's metadata name a network that timm does not have: {name!r}")

@@ -1,6 +1,7 @@
 """Find which files of a folder are read, with their splits and classes, and hash their content."""
 
 import functools
+import hashlib
 import re
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
@@ -215,11 +216,8 @@ def hash_file(path: Path, *_: int) -> bytes:
 
     The other arguments, its size and times, make a process read it again only if they change.
     """
-    digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.digest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
 
 
 def hash_files(folder: Path, paths: list[Path]) -> str:

@@ -86,9 +86,11 @@ def load_split(
     problems, hashes = decoded.problems, decoded.hashes
     if problems and not skip_unreadable:
         text = f"{where}: {len(problems)} of {len(rows)} pictures cannot be read: "
-        command = f"\nThis works, without them: {shlex.join(['python', *sys.argv])} "
-        command = f"{command}--skip-unreadable" * (skip_unreadable is not None)
-        raise UsageError(text + "; ".join(problems.values()) + command)
+        text += "; ".join(problems.values())
+        if skip_unreadable is not None:
+            command = shlex.join(["python", *sys.argv, "--skip-unreadable"])
+            text += f"\nThis works, without them: {command}"
+        raise UsageError(text)
     chosen = torch.arange(len(rows))
     if not is_whole:
         chosen = hold_out_apart(labels, hashes, split, num_held_out)
@@ -197,8 +199,9 @@ def load_tables(folder: Path, contents: folders.Folder) -> dict[str, datasets.Da
     for path in [path for path in files_of_splits if path.suffix.lower() == ".zip"]:
         with zipfile.ZipFile(folder / path) as archive:
             inside = [Path(name) for name in archive.namelist()]
-        has_list = any(path.name in folders.LISTS for path in inside)
-        if not has_list and any(map(folders.is_picture, inside)):
+        if any(map(folders.is_picture, inside)) and not any(
+            x.name in folders.LISTS for x in inside
+        ):
             # datasets would take the folder that holds the archive for the class of them all.
             raise UsageError(f"--dataset {folder}: unpack {path}, for its folders to be classes")
     options: dict[str, Any] = {}

@@ -19,7 +19,6 @@ from trainkit.reading.pretrained_models import check_embedding, without_dropout
 from trainkit.reading.recall import describe_recall
 
 MAX_TOKENS = 128
-NEEDS = "--base needs `pip install transformers`"
 # Names of code and of other files, and what the model does not depend on.
 LEFT_OUT = {"auto_map", "quantization_config", "architectures", "id2label", "label2id", "dtype"}
 LEFT_OUT |= {"transformers_version", "_name_or_path", "problem_type", "torch_dtype"}
@@ -43,7 +42,7 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
     """
     if config.base is None:
         return None, None
-    with as_usage_error(NEEDS):
+    with as_usage_error("--base needs `pip install transformers`"):
         from transformers import AutoConfig, AutoModel
     with as_usage_error(f"--base {config.base} cannot be read"):
         made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
@@ -80,9 +79,9 @@ def _num_positions(model: nn.Module) -> float:
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Return the tokenizer of a folder or Hub id."""
-    with as_usage_error(NEEDS):
-        from transformers import AutoTokenizer
     with as_usage_error(f"the tokenizer of {folder} cannot be read"):
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -92,8 +91,8 @@ def make_encoder(config: dict[str, Any], base: str | None = None) -> tuple[nn.Mo
     base: where its weights are; None: they are random. It has no pooler, which would get no
     gradient. Raises UsageError, also if base lacks weights.
     """
-    with as_usage_error(NEEDS):
-        from transformers import CONFIG_MAPPING, AutoModel
+    from transformers import CONFIG_MAPPING, AutoModel
+
     made = CONFIG_MAPPING[config["model_type"]].from_dict(plain(config))
     options = {"config": made, "trust_remote_code": False}
     if base is None:
