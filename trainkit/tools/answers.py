@@ -1,6 +1,6 @@
 """Explain one prediction on the page: probabilities and pixels for a picture, curves for a row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from textwrap import fill
 from typing import Any
@@ -73,23 +73,18 @@ def describe_answer(
 
 
 def draw_responses(
-    outputs: Callable[[np.ndarray], np.ndarray],
-    value: float,
-    name: str,
-    span: tuple[float, float],
-    targets: Sequence[str],
+    points: np.ndarray, outputs: np.ndarray, name: str, targets: Sequence[str]
 ) -> Figure:
     """Draw each target along one column, whose own value a dot marks.
 
-    outputs: maps values of the column to targets, (n, targets). name: of the column. span: the
-    first and the last value that is drawn.
+    points: values of the column, of which the first is its own. outputs: the targets at these
+    points, (n, targets). name: of the column.
     """
-    points = np.linspace(*span, 120)
-    values = outputs(np.append(value, points))[:, :MAX_DRAWN]
-    figure = curves.new_figure(5, 3.2 * values.shape[1])
-    grid = figure.subplots(values.shape[1], squeeze=False).flat
-    for axes, target, line in zip(grid, targets, values.T, strict=False):
-        axes.plot(points, line[1:], color=curves.COLOURS[4])
-        axes.plot(value, line[0], "o", color=curves.COLOURS[1], mec="white")
+    lines = outputs.T[:MAX_DRAWN]
+    figure = curves.new_figure(5, 3.2 * len(lines))
+    grid = figure.subplots(len(lines), squeeze=False).flat
+    for axes, target, line in zip(grid, targets, lines, strict=False):
+        axes.plot(points[1:], line[1:], color=curves.COLOURS[4])
+        axes.plot(points[0], line[0], "o", color=curves.COLOURS[1], mec="white")
         axes.set(xlabel=fill(name, 40), ylabel=fill(target, 30))
     return figure

@@ -26,6 +26,7 @@ from trainkit.tools import answers, plots
 MAX_FILE = "32mb"  # of a picture file
 MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 or 48 million
 MAX_SHOWN = 20  # test pictures, one of each class
+NUM_POINTS = 120  # at which a curve is drawn
 # Where the name of a column says its unit: weight (kg), weight [kg], weight_kg, price_eur.
 UNIT = re.compile(
     r"[(\[]([^()\[\]]+)[)\]]\s*$|_([mck]?m|[mk]?g|lbs?|ml|ms|sec|min|hours|days|years|eur|usd|gbp"
@@ -154,43 +155,35 @@ def answer_row(
 ) -> tuple:
     """Return the targets of a row as HTML, and their curves along the number changed last."""
     metadata = predictor.metadata
-    columns = [Column(**column) for column in metadata["columns"]]
     values = dict(zip(names, cells, strict=True))
-
-    def outputs(points: np.ndarray, along: str = "") -> np.ndarray:
-        """Map values of one column to targets; the others are as in the row."""
-        blocks = [
-            column.expand(
-                points
-                if column.name == along
-                else np.full(len(points), values[column.name], dtype=object)
-            )
-            for column in columns
-        ]
-        return predictor(torch.from_numpy(np.concatenate(blocks, axis=1))).numpy()
-
-    numbers = outputs(np.zeros(1))[0]
+    along = touched if touched in spans else next(iter(spans), "")
+    points = np.zeros(1)
+    if spans:  # the first one is that of the row
+        low, high, *_ = spans[along]
+        points = np.append(float(values[along]), np.linspace(low, high, NUM_POINTS))
+    blocks = [
+        column.expand(
+            points
+            if column.name == along
+            else np.full(len(points), values[column.name], dtype=object)
+        )
+        for column in (Column(**column) for column in metadata["columns"])
+    ]
+    outputs = predictor(torch.from_numpy(np.concatenate(blocks, axis=1))).numpy()
     if "classes" in metadata:
-        html = f"<h2>{escape(predictor.describe(torch.from_numpy(numbers)))}</h2>"
+        html = f"<h2>{escape(predictor.describe(torch.from_numpy(outputs[0])))}</h2>"
         targets = metadata["classes"]
-        order = (-numbers).argsort()
+        order = (-outputs[0]).argsort()
     else:
         targets = metadata["targets"]
-        order = np.arange(len(numbers))
-        pairs = zip(targets, numbers, strict=True)
+        order = np.arange(len(targets))
+        pairs = zip(targets, outputs[0], strict=True)
         texts = (f"{target}: {with_unit(value, target, 6)}" for target, value in pairs)
         html = "".join(f"<h2>{escape(text)}</h2>" for text in texts)
     if not spans:
         return html, None
-    along = touched if touched in spans else next(iter(spans))
-    drawn = answers.draw_responses(
-        lambda points: outputs(points, along)[:, order],
-        float(values[along]),
-        along,
-        spans[along][:2],
-        [targets[number] for number in order],
-    )
-    return html, drawn
+    names = [targets[number] for number in order]
+    return html, answers.draw_responses(points, outputs[:, order], along, names)
 
 
 def build_table_page(page: Any, predictor: Any) -> None:
@@ -206,8 +199,7 @@ def build_table_page(page: Any, predictor: Any) -> None:
                 label = name + " (days since 1970)" * bool(column.get("days"))
                 if column["categories"] is None:
                     spans[name] = find_span(predictor.metadata, name)
-                    *ends_and_start, step = spans[name]
-                    fields[name] = gradio.Slider(*ends_and_start, step=step, label=label)
+                    fields[name] = gradio.Slider(*spans[name], label=label)
                 else:
                     fields[name] = gradio.Dropdown(column["categories"], label=label)
         with gradio.Column(min_width=320):
