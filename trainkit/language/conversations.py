@@ -54,7 +54,7 @@ def check_left(sets: Sequence[Sequence], num_rows: int, what: str, limit: str) -
 
 def make_chat_sets(
     tokenizer: Any,
-    source: str,
+    data: str,
     max_tokens: int,
     limit: int | None = None,
     system: str | None = None,
@@ -69,7 +69,7 @@ def make_chat_sets(
     left empty, or for a row that read_conversations or the chat template refuses, with its place.
     """
     size, limit_name = find_limit(max_tokens, limit)
-    rows, columns = read_conversations(source)
+    rows, columns = read_conversations(data)
     if system and not tokenizer.chat_template:
         raise UsageError("--system needs a chat template, and the tokenizer of --base has none")
     rows = [(where, with_system(row, system)) for where, row in rows]

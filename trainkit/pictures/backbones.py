@@ -41,7 +41,7 @@ def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[s
 
     --size and --resize are set if they are not given. Raises UsageError.
     """
-    network, source = load_weights(config.model, config.base, config.scratch)
+    network, origin = load_weights(config.model, config.base, config.scratch)
     if not isinstance(network.get_classifier(), nn.Linear):
         raise UsageError(
             f"{type(network).__name__} does not end in one linear layer: choose another"
@@ -56,7 +56,7 @@ def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[s
     metadata = {"input": "photo", "model": settings["architecture"], "freeze": config.freeze}
     metadata |= {"size": size, "resize": config.resize}
     metadata |= {name: [float(value) for value in settings[name]] for name in ("mean", "std")}
-    text = f"{settings['architecture']}, weights {source}"
+    text = f"{settings['architecture']}, weights {origin}"
     num_norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in network.modules())
     if config.freeze:
         text += ", frozen: its last layer alone is trained, on features that are computed first"
@@ -77,9 +77,9 @@ def load_weights(model: str | None, base: str | None, scratch: bool) -> tuple[nn
     with as_usage_error("pictures need `pip install timm`"):
         import timm
     if base is not None:
-        source = f"{'local-dir' if Path(base).is_dir() else 'hf-hub'}:{base}"
+        name = f"{'local-dir' if Path(base).is_dir() else 'hf-hub'}:{base}"
         with as_usage_error(f"--base {base} cannot be read"):
-            return timm.create_model(source, pretrained=True), base
+            return timm.create_model(name, pretrained=True), base
     model = model or SHIPPED
     with as_usage_error(f"--model {model} is none of those that timm.list_models() returns"):
         network = timm.create_model(model, pretrained=False)

@@ -228,12 +228,10 @@ def is_index(values: pd.Series) -> bool:
 
 def _unix_unit(numbers: pd.Series) -> Any:
     """Return the key of UNITS if whole numbers are Unix times, otherwise False."""
-    low, high = UNIX_SECONDS
-    lowest, highest = numbers.min(), numbers.max()
-    for name, unit in UNITS.items():
-        scale = unit / UNITS["unix"]
-        if low * scale <= lowest and highest <= high * scale:
-            return name if (numbers % 1 == 0).all() and numbers.nunique() > 1 else False
+    if (numbers % 1 == 0).all() and numbers.nunique() > 1:
+        for name, unit in UNITS.items():
+            if (numbers * (UNITS["unix"] / unit)).between(*UNIX_SECONDS).all():
+                return name
     return False
 
 

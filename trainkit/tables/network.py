@@ -42,20 +42,18 @@ class TabM(nn.Module):
         edges: for each feature those of its bins, as find_edges returns them.
     """
 
+    bins: Tensor  # the feature of each bin, and its two edges
     scale: Tensor
 
     def __init__(self, num_outputs: int, edges: list[list[float]]):
         super().__init__()
         bins = [(n, *pair) for n, limits in enumerate(edges) for pair in pairwise(limits)]
-        column, low, high = zip(*bins, strict=True) if bins else ((), (), ())
-        for name, values in (("low", low), ("high", high)):
-            self.register_buffer(name, torch.tensor(values), persistent=False)
-        self.register_buffer("column", torch.tensor(column, dtype=torch.int64), persistent=False)
+        self.register_buffer("bins", torch.tensor(bins).view(-1, 3), persistent=False)
         # Of the rows without each fold, which the members of a group add to; the last of all rows.
         self.register_buffer("weight", torch.zeros(NUM_FOLDS + 1, num_outputs, len(edges)))
         self.register_buffer("bias", torch.zeros(NUM_FOLDS + 1, num_outputs))
         self.register_buffer("scale", torch.zeros(()))
-        num_inputs = len(edges) + len(column)
+        num_inputs = len(edges) + len(bins)
         groups = NUM_FOLDS, NUM_MEMBERS, 1
         signs = torch.randint(0, 2, (*groups, num_inputs)).float() * 2 - 1
         self.signs = nn.Parameter(signs)  # of the inputs of each member, which makes them differ
@@ -73,7 +71,8 @@ class TabM(nn.Module):
 
         That is what the linear model and the members say who do not know the row, on average.
         """
-        position = (features[:, self.column] - self.low) / (self.high - self.low)
+        column, low, high = self.bins.T
+        position = (features[:, column.long()] - low) / (high - low)
         inputs = torch.cat((features, position.clamp(0, 1)), 1)
         states = inputs * self.signs  # (folds, members of a group, rows, inputs)
         for weight, bias, gain in zip(self.weights, self.biases, self.gains, strict=True):
@@ -136,7 +135,8 @@ def fit_logistic(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Te
         optimizer.zero_grad()
         logits = F.linear(features, weight, bias)
         loss = F.cross_entropy(logits, labels, reduction="sum") + weight.square().sum() / 2
-        (loss := loss / len(labels)).backward()
+        loss = loss / len(labels)
+        loss.backward()
         return loss
 
     optimizer.step(compute_loss)

@@ -104,8 +104,8 @@ def read_docstrings(packages: list[str], num: int | None) -> TextSets:
                 origin.setdefault(line, set()).add(label)
     # A line that occurs in two packages is left out.
     lines = [(line, min(ids)) for line, ids in sorted(origin.items()) if len(ids) == 1]
-    train, held_out = [line for n, line in enumerate(lines) if n % 5], lines[::5]
-    train, held_out = train[:num], held_out[:num]
+    train = [line for n, line in enumerate(lines) if n % 5][:num]
+    held_out = lines[::5][:num]
     return TextSets(train, held_out, packages, {}, describe_texts(train, held_out, packages))
 
 
