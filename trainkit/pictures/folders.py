@@ -59,7 +59,8 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
 
     list_of_labels: a CSV file that names pictures and their classes; others are not read.
     """
-    paths = list_paths(folder)
+    below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    paths = sorted((path.relative_to(folder) for path in below), key=str)
     files = [path for path in paths if (folder / path).is_file()]
     pictures = [path for path in files if is_picture(path)]
     visible = [path for path in files if is_read(path.as_posix())]
@@ -111,12 +112,6 @@ def describe_unread(unread: dict[Path, str]) -> str:
         paths.setdefault(reason, []).append(str(path))
     reasons = (f"{reason} ({len(names)}): {shorten(names)}" for reason, names in paths.items())
     return f"{len(unread)} not read: {'; '.join(reasons)}"
-
-
-def list_paths(folder: Path) -> list[Path]:
-    """Return all files and links below the folder: relative paths in the order of their names."""
-    below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
-    return sorted((path.relative_to(folder) for path in below), key=str)
 
 
 def is_picture(path: Path) -> bool:

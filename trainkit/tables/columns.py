@@ -107,10 +107,9 @@ def parse_cells(values: pd.Series, column: Column) -> pd.Series:
         if texts.isin(["true", "false"]).any():  # asked first, because replacing takes long
             texts = texts.replace({"true": "1", "false": "0"})
         values = pd.to_numeric(texts, errors="coerce")
-    numbers = values.to_numpy(float)
-    numbers = np.where(np.abs(numbers) <= 1e38, numbers, np.nan)  # float32 ends at 3.4e38
-    numbers = numbers / UNITS[column.days] if column.days else numbers
-    return pd.Series(numbers, values.index, name=values.name)
+    numbers = values.astype(float)
+    numbers = numbers.where(numbers.abs() <= 1e38)  # float32 ends at 3.4e38
+    return numbers / UNITS[column.days] if column.days else numbers
 
 
 def _read_dates(texts: pd.Series, form: Any) -> pd.Series:

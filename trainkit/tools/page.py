@@ -26,6 +26,8 @@ from trainkit.tools import answers, plots
 MAX_FILE = "32mb"  # of a picture file
 MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 or 48 million
 MAX_SHOWN = 20  # test pictures, one of each class
+# An answer follows each change without a sign that it is computed, and only the last one counts.
+QUICK: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
 NUM_POINTS = 120  # at which a curve is drawn
 # Where the name of a column says its unit: weight (kg), weight [kg], weight_kg, price_eur.
 UNIT = re.compile(
@@ -105,7 +107,6 @@ def build_picture_page(page: Any, predictor: Any) -> None:
     import gradio
 
     script = Path(__file__).with_name("page.js").read_text()
-    quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
     has_pad = predictor.metadata["input"] == "picture"
     with gradio.Row():
         with gradio.Column(min_width=320):
@@ -129,9 +130,9 @@ def build_picture_page(page: Any, predictor: Any) -> None:
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
             why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why")
     shown = [answer_box, shares, why]
-    file.change(partial(answer_file, predictor), file, shown, **quick)
+    file.change(partial(answer_file, predictor), file, shown, **QUICK)
     if has_pad:
-        pad.change(partial(answer_drawing, predictor), pad, shown, **quick)
+        pad.change(partial(answer_drawing, predictor), pad, shown, **QUICK)
         pad.clear(None, js=script)
         page.load(None, js=script)
     for label, shelf in find_shelves(predictor).items():
@@ -207,7 +208,7 @@ def build_table_page(page: Any, predictor: Any) -> None:
     inputs = [*fields.values()]
     for name, field in fields.items():
         answer = partial(answer_row, predictor, [*fields], spans, name)
-        field.change(answer, inputs, shown, show_progress="hidden", trigger_mode="always_last")
+        field.change(answer, inputs, shown, **QUICK)
     # For the values that the page shows at first.
     page.load(partial(answer_row, predictor, [*fields], spans, ""), inputs, shown)
 
@@ -261,10 +262,7 @@ def build_text_page(page: Any, predictor: Any) -> None:
         with gradio.Column(min_width=320):
             answer_box = gradio.HTML(elem_classes="said")
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
-    answer = partial(answer_text, predictor)
-    text.change(
-        answer, text, [answer_box, shares], show_progress="hidden", trigger_mode="always_last"
-    )
+    text.change(partial(answer_text, predictor), text, [answer_box, shares], **QUICK)
     add_confusions(predictor)
 
 
