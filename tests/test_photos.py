@@ -93,6 +93,7 @@ def test_digits_of_any_size_and_ink_are_framed_as_mnists_are(mnist_run):
     pages = [photograph(digit, kind, np.random.default_rng(0)) for kind in ("lined", "no contrast")]
     for side in (4, 8, 64, 2000):
         pages += [ImageOps.invert(digit.resize((side, side), Image.Resampling.BICUBIC))]
+    pages += [digit.resize((300, 300))]  # bright on dark
     for page in pages:
         pixels = photos.frame_ink(photos.choose_groups(photos.find_ink(page))[0], 28).float()
         rows, columns = ((pixels > 64).any(dim).nonzero()[:, 0] for dim in (1, 0))
