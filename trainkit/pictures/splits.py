@@ -94,8 +94,7 @@ def load_split(
     chosen = torch.arange(len(rows))
     if not is_whole:
         chosen = hold_out_apart(labels, hashes, split, num_held_out)
-    if problems:
-        chosen = chosen[~torch.isin(chosen, torch.tensor([*problems]))]
+    chosen = chosen[~torch.isin(chosen, torch.tensor([*problems], dtype=torch.int64))]
     samples = chosen, labels[chosen], hashes[chosen]
     return Split(decoded.path, cells, *samples, classes, decoded.forms, [*problems.values()])
 

@@ -218,14 +218,10 @@ def make_table_sets(
 ) -> TableSets:
     """Return sets whose rows are features, as standardised numbers, and targets.
 
-    The targets are standardised numbers too, or with `classes` the number of a class. What is
-    learned from rows (categories, means) is learned from the training rows alone. Raises a
-    UsageError that says of each column whether it can be used.
-
-    Args:
-        names: of the targets.
-        metadata: what load_table returns.
-        in_folds: see TableSplit.
+    The targets, `names`, are standardised numbers too, or with `classes` the number of a class.
+    What is learned from rows (categories, means) is learned from the training rows alone. Raises a
+    UsageError that says of each column whether it can be used. metadata: what load_table returns.
+    in_folds: see TableSplit.
     """
     targets = [Column(name, classes) for name in names]
     split, learned = split_and_learn(table, targets, config, in_folds)

@@ -128,7 +128,7 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> F
         predicted, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
         lines = f"predicted {predicted}, {share:.2%}", f"true {true}"
         # A title is not wider than its picture.
-        axes.set_title("\n".join(fill(line, 22) for line in lines), fontsize=8)
+        axes.set_title("\n".join(fill(line, 23) for line in lines), fontsize=7.5)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {len(worst)} most confident of " if len(worst) < all_mistakes else ""
     figure.suptitle(f"{shown}{all_mistakes} mistake{'s' * (all_mistakes != 1)}", fontsize=11)
