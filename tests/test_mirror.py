@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import fsspec
 import psutil
 import pytest
 import torch
+from conftest import wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 from test_checkpoint import Run, step
 from test_finetune import FLAGS, LORA, MODULES, make_flags
@@ -128,8 +130,13 @@ def test_what_only_the_local_folder_has_is_copied_when_the_run_goes_on(faulty, t
 
 
 def test_a_store_that_drops_calls_now_and_then_loses_nothing(faulty, tmp_path, capfd):
-    numbers = iter(range(10**6))
-    faulty.plan = staticmethod(lambda call, name: "drop" * (next(numbers) % 3 > 0))
+    tries = Counter[tuple[str, str]]()
+
+    def drop(call: str, name: str) -> str:
+        tries[call, name] += 1
+        return "drop" * (tries[call, name] % 3 > 0)
+
+    faulty.plan = staticmethod(drop)
     assert names(train(tmp_path, 2)) == [step(tmp_path, n).name for n in (1, 2)]
     assert "mirrored" not in capfd.readouterr().out
 
@@ -257,7 +264,8 @@ def test_the_training_waits_only_for_a_mirror_that_is_more_than_keep_checkpoints
 
     trainer = threading.Thread(target=training)
     trainer.start()
-    time.sleep(2)
+    wait_until(lambda: len(started) > 3)
+    time.sleep(1)
     assert started == [0, 1, 2, 3]
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(folder.iterdir()) == [step(tmp_path / "run", n) for n in (1, 2, 3)]

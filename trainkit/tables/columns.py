@@ -96,6 +96,19 @@ def list_counts(words: dict[str, int]) -> str:
     return f": {shorten(counts, MAX_SHOWN)}" * bool(counts)
 
 
+def read_numbers(values: pd.Series) -> pd.Series:
+    """Return texts that all are numbers as float64, which a table of thousands of columns needs.
+
+    Others stay texts: whole numbers and those with three decimals too, of which the plan may ask
+    whether . separates thousands, and those that float64 may not tell apart.
+    """
+    if values.dtype.kind in "biuf":
+        return values
+    numbers = pd.to_numeric(values, errors="coerce")
+    are_numbers = numbers.isna().equals(values.isna()) and numbers.abs().max() <= MAX_WHOLE
+    return numbers.astype(float) if are_numbers and (numbers * 1000 % 1 > 0).any() else values
+
+
 def parse_cells(values: pd.Series, column: Column) -> pd.Series:
     """Return the values as numbers, or as texts of a category; NaN where a value is neither."""
     if column.categories is not None:

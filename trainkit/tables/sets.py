@@ -34,6 +34,7 @@ from trainkit.tables.columns import (
     learn_column,
     list_counts,
     parse_cells,
+    read_numbers,
 )
 from trainkit.tables.network import NUM_FOLDS
 from trainkit.text import count, shorten
@@ -154,6 +155,8 @@ def load_table(
         )
     choose_columns(table, config.categorical, where)
     table = choose_columns(table, [*(config.features or table), *config.target], where)
+    features = table.columns.difference([*config.target, *config.categorical])
+    table = table.assign(**{name: read_numbers(table[name]) for name in features})
     if not predicts_classes:
         _check_targets(table, config)
     needed, what = (
