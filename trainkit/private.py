@@ -28,10 +28,22 @@ from accelerate.utils import (
     convert_outputs_to_fp32,
 )
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_map_with_path,
+)
 from torch.utils.data import DataLoader
 
-__all__ = ["tree_leaves", "tree_map_only"]
+__all__ = [
+    "keystr",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_map_with_path",
+]
 
 
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:

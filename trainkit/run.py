@@ -192,7 +192,7 @@ class Run:
         self.prepared.check_unchanged(progress.state)
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
-        self.step.mistakes.start_epoch(is_new=progress.batch == 0)
+        self.step.mistakes.start_epoch(is_new=progress.step_in_epoch == 0)
         with self.ema.trained_weights(), batches.read_by_run():
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
                 yield from self._steps_to_evaluation(loader, count)
@@ -294,7 +294,7 @@ class Run:
 
     def _finish_step(self) -> bool:
         progress, length, every = self.progress, self.length, self.config.save_every
-        progress.batch += 1
+        progress.step_in_epoch += 1
         if not self.step.finish():  # fp16 overflowed
             progress.num_skipped += 1
             return False
@@ -361,11 +361,11 @@ class Run:
         progress, length, every = self.progress, self.length, self.config.save_every
         predicted = check_predictions(predictions, metadata or {})
         num_done = length.num_done(progress)
-        if progress.batch == length.steps_per_epoch:
+        if progress.step_in_epoch == length.steps_per_epoch:
             progress.epoch += 1
-            progress.batch = 0
+            progress.step_in_epoch = 0
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
-        if progress.batch == 0:  # otherwise the epoch continues, perhaps after a resume
+        if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
             if note := self.step.mistakes.unmoved_schedules():
                 self.print(note)

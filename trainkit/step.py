@@ -86,7 +86,7 @@ class Step:
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""
         self.num_in_step = self.length.num_in_step(progress)
-        self.key = self.config.seed, progress.epoch, progress.batch
+        self.key = self.config.seed, progress.epoch, progress.step_in_epoch
         self.rates = learning_rates(self.optimizers)
         self.position = Position(progress.step + 1, self.rates["learning_rate"])
         self.num_before = 0
@@ -109,7 +109,7 @@ class Step:
         self.divisors.count_ahead(count, micro_batches, has_samples)
 
     def start_micro_batch(self, loader: DataLoader) -> None:
-        """Seed the random numbers of the next forward pass by its place in the step."""
+        """Seed the random numbers of the next forward pass by where it is in the step."""
         end_with_this_batch(loader, self.num_before + self.size >= self.num_in_step)
         start, self.num_samples = self.rows_of(self.accelerator.process_index, self.num_before)
         first = self.num_before + start
@@ -159,8 +159,8 @@ class Step:
         if not is_selected:
             self._check(CALL, values, len(self.losses))
             count = self.num_in_step * values.shape[1:].numel()
-        place = self.num_before // self.size, len(self.losses)
-        divisor = self.divisors.of(count, is_selected, over, place)
+        micro_batch = self.num_before // self.size
+        divisor = self.divisors.of(count, is_selected, over, micro_batch, len(self.losses))
         share = total.detach() / divisor
         self.losses.append(share)
         scale = self.accelerator.num_processes * self.config.accumulate / divisor
