@@ -23,7 +23,7 @@ LAYERS = [
     "shards",
     "fingerprint ema evaluation divisors",
     "checkpoint",
-    "step best reporter",
+    "step reporter",
     "results session",
     "run",
     "reading",

@@ -40,7 +40,7 @@ from accelerate import Accelerator
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, failing_together
 from trainkit.fingerprint import compare_sources, compare_worlds, read_same_run, world_facts
-from trainkit.launch.nodes import loaded_sources
+from trainkit.launch.nodes import hash_sources
 from trainkit.metrics import RunningMeans
 from trainkit.optim import keep_when_loading
 from trainkit.position import Progress
@@ -76,7 +76,7 @@ class Checkpoints:
         self.directory = config.run_dir / "checkpoints"
         self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
-        self.sources = loaded_sources()  # as this process has read them, whatever is edited later
+        self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.mirror = open_mirror(accelerator, config)
         self.commits = Commits(accelerator, tracker, config.keep, self.mirror)
         for optimizer in prepared_optimizers(accelerator):

@@ -89,7 +89,7 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
 
 
 def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
-    """Yield a sentence if source files differ: results of loaded_sources()."""
+    """Yield a sentence if source files differ: results of hash_sources()."""
     if changed := sorted(name for name in now if before.get(name, now[name]) != now[name]):
         yield (
             f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "

@@ -245,12 +245,6 @@ def named_weights(model: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Pa
         yield name.replace("_checkpoint_wrapped_module.", ""), weight
 
 
-def make_contiguous(model: nn.Module) -> None:
-    """Give all parameters the default memory layout."""
-    for weight in model.parameters():
-        weight.data = weight.data.contiguous()
-
-
 def compute_in(dtype: torch.dtype, device_type: str, model: nn.Module) -> None:
     """Let the forward pass autocast to this type and return float32, as Accelerate does for DDP."""
     forward = torch.autocast(device_type, dtype)(model.forward)

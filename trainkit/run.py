@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trainkit import evaluation
 
@@ -288,9 +288,6 @@ class Run:
         is_due = is_last and self._finish_step()
         self.stage = "must save" if is_due else "counted"
         return is_due
-
-    def must_save(self) -> NoReturn:
-        raise RuntimeError("run.must_save() is now called run.end_step()")
 
     def _finish_step(self) -> bool:
         progress, length, every = self.progress, self.length, self.config.save_every

@@ -40,7 +40,6 @@ from trainkit.private import (
     compute_in,
     copy_shards,
     keystr,
-    make_contiguous,
     named_weights,
     prepared_models,
     prepared_optimizers,
@@ -189,7 +188,8 @@ def get_ready(
     Without a fingerprint to fill, only the first process has the values of the model.
     """
     model.register_forward_hook(_share_buffers)
-    make_contiguous(model)  # FSDP2 does not support channels_last
+    for weight in model.parameters():
+        weight.data = weight.data.contiguous()  # FSDP2 does not support channels_last
     plugin = accelerator.state.fsdp_plugin
     if fingerprint is not None and not plugin.cpu_ram_efficient_loading:
         # Each process keeps some rows: if weights differed, the model would be a mixture.
@@ -487,10 +487,12 @@ def read_whole(accelerator: Accelerator, averages: Sequence[Tensors], folder: Pa
     for name, part in parts.items():
         if isinstance(part, dict):
             _load_tensors(part, files[name])
-        elif isinstance(part, torch.optim.Optimizer):
-            _load_optimizer(part, files[name])
-        else:
-            part.load_state_dict(files[name])
+            continue
+        if isinstance(part, torch.optim.Optimizer):
+            weights = weights_of(part)
+            for n, values in files[name]["state"].items():
+                values.update({kind: rows_of(weights[n], x) for kind, x in values.items()})
+        part.load_state_dict(files[name])
 
 
 def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
@@ -498,13 +500,6 @@ def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
     for name in tensors | saved:
         _check_shape(name, tensors, saved[name].shape)  # copy_ would broadcast a smaller tensor
         tensors[name].copy_(rows_of(tensors[name], saved[name]))
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    state = saved["state"].items()
-    weights = weights_of(optimizer)
-    rows = {i: {name: rows_of(weights[i], x) for name, x in of.items()} for i, of in state}
-    optimizer.load_state_dict(saved | {"state": rows})
 
 
 def _check_shape(name: str, tensors: Tensors, shape: Sequence[int] | None) -> None:

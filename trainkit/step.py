@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.checks.finite import FiniteGuard, Position
+from trainkit.checks.finite import FiniteGuard
 from trainkit.checks.mistakes import Mistakes
 from trainkit.checks.values import EqualSizes, check_rows, different_sizes
 from trainkit.config import TrainingConfig
@@ -37,7 +37,7 @@ class Step:
         seeds_host: making samples reseeds numpy and random, at times that depend on prefetching; so
             they are reseeded before every forward pass.
         rates: the learning rate of each optimizer in the step.
-        position: the number of the step and its learning rate, for error messages.
+        label: the number of the step and its learning rate, for error messages.
         num_in_step: samples in the step, over all processes and micro-batches.
         num_before: how many of them are in micro-batches before the current one.
         num_samples: samples of this process in the current micro-batch; 0: it has a stand-in.
@@ -69,7 +69,7 @@ class Step:
         # Samples per micro-batch, over all processes.
         self.size = config.batch_size // config.accumulate
         self.key: tuple[int, ...] = ()
-        self.position = Position()
+        self.label = ""
         self.rates: dict[str, float] = {}
         self.num_in_step = self.num_before = self.num_samples = 0
         self.losses: list[torch.Tensor] = []
@@ -88,7 +88,7 @@ class Step:
         self.num_in_step = self.length.num_in_step(progress)
         self.key = self.config.seed, progress.epoch, progress.step_in_epoch
         self.rates = learning_rates(self.optimizers)
-        self.position = Position(progress.step + 1, self.rates["learning_rate"])
+        self.label = f"step {progress.step + 1}, learning rate {self.rates['learning_rate']:.4g}"
         self.num_before = 0
         self.divisors.start(self.num_in_step)
         self.sizes = EqualSizes()
@@ -205,7 +205,7 @@ class Step:
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}
         self.mistakes.in_window = False
-        self.guard.check(norm, self._shares(), self.position)
+        self.guard.check(norm, self._shares(), self.label)
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""

@@ -7,10 +7,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 
-def check_rows(call: str, values: torch.Tensor, num_samples: int) -> None:
+def check_rows(call: str, values: torch.Tensor | list, num_samples: int) -> None:
     """Raise RuntimeError unless there is a row for each of the samples, or for the stand-in."""
-    if values.ndim == 0 or len(values) != max(1, num_samples):
-        rows = "a single number" if values.ndim == 0 else f"{len(values)} rows"
+    is_number = isinstance(values, torch.Tensor) and values.ndim == 0
+    if is_number or len(values) != max(1, num_samples):
+        rows = "a single number" if is_number else f"{len(values)} rows"
         raise RuntimeError(
             f"{call} got {rows} for a batch of {num_samples} samples: give it the values of each "
             'sample, as losses with reduction="none" are, or say which values count with mask='

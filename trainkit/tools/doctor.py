@@ -26,8 +26,8 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 
+from trainkit.cli.console import describe_world
 from trainkit.cli.parse import parse
-from trainkit.cli.world import describe_world
 from trainkit.errors import LoneFailure, failing_together
 from trainkit.launch import environment, nodes
 from trainkit.private import mesh_groups
