@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.checks.finite import FiniteGuard
 from trainkit.checks.mistakes import Mistakes
-from trainkit.checks.values import EqualSizes, check_rows, different_sizes
+from trainkit.checks.values import EqualSizes, check_rows
 from trainkit.config import TrainingConfig
 from trainkit.divisors import CountValues, Divisors
 from trainkit.errors import UsageError
@@ -91,7 +91,7 @@ class Step:
         self.label = f"step {progress.step + 1}, learning rate {self.rates['learning_rate']:.4g}"
         self.num_before = 0
         self.divisors.start(self.num_in_step)
-        self.sizes = EqualSizes()
+        self.sizes.start_step()
 
     @property
     def num_micro_batches(self) -> int:
@@ -197,8 +197,6 @@ class Step:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
-        if self.signals.differ:
-            raise different_sizes("run.step_mean(...) or run.add(...)")
         if (factor := self.divisors.factor()) is not None:
             fresh = (wrapped for wrapped in optimizers if wrapped.optimizer not in self.clipped)
             scale_gradients(factor, *fresh)
@@ -225,6 +223,8 @@ class Step:
         self.guard.count_skipped(skipped, self._shares())
         if self.clipped - self.stepped and not skipped:
             raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
+        if self.mistakes.num_left:
+            self.sizes.check_processes(self.accelerator)
         if not skipped:
             self.mistakes.finish_step(self.stepped)
         self.clipped.clear()
