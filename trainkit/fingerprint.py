@@ -54,13 +54,14 @@ def fingerprint_run(
         **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
         **hashes,
     }
-    frozen = run.frozen  # filled only if the run is sharded
     if started_from:
         fingerprint["start_from"] = started_from
-    if started_from or not frozen:  # --start-from may have replaced frozen weights
-        frozen = shards.fingerprint_frozen(run.models)
-    nodes.check_same(run.accelerator, fingerprint | frozen | run.frozen)
-    return fingerprint | frozen
+        shards.HASHED.clear()  # the file may have replaced frozen weights
+    for number, model in enumerate(run.models):
+        frozen = shards.HASHED.get(model) or shards.hash_frozen(model)
+        fingerprint |= {f"{name} of model {number}": value for name, value in frozen.items()}
+    nodes.check_same(run.accelerator, fingerprint)
+    return fingerprint
 
 
 def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from accelerate.utils import (
 )
 from torch import nn
 from torch.utils._pytree import (
-    keystr,
     tree_flatten_with_path,
     tree_leaves,
     tree_map_only,
@@ -38,7 +37,6 @@ from torch.utils._pytree import (
 from torch.utils.data import DataLoader
 
 __all__ = [
-    "keystr",
     "tree_flatten_with_path",
     "tree_leaves",
     "tree_map_only",

@@ -50,7 +50,6 @@ class Run:
     Attributes:
         stage: which calls may come next: see checks/calls.py.
         resources: what is cleaned up at the end.
-        frozen: the fingerprint of the frozen weights before they were sharded, by name.
         log: a Reporter, which writes metrics.jsonl and timing.jsonl.
         print: prints on the main process.
         sets: the training set and the evaluation set.
@@ -69,12 +68,11 @@ class Run:
         self.config, self.project = config, project
         self.stage = "new"
         self.resources = ExitStack()
-        self.frozen: dict[str, str] = {}
 
     def __enter__(self) -> "Run":
         need(self, "`with run`", "new")
         config = self.config
-        self.accelerator, self.log = start_accelerator(config, self.project, self.frozen)
+        self.accelerator, self.log = start_accelerator(config, self.project)
         self.print = self.log.print
         self.resources.callback(lambda: self.log.bar.close())
         self.signals = Signals(self.accelerator, timeout_of(config))

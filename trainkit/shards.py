@@ -22,6 +22,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -34,12 +35,11 @@ from torch import nn
 from trainkit.checks.content import hash_tensor
 from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch.environment import num_copies, shards_wanted
-from trainkit.launch.nodes import deadline
+from trainkit.launch.nodes import check_same, deadline
 from trainkit.optim import weights_of
 from trainkit.private import (
     compute_in,
     copy_shards,
-    keystr,
     named_weights,
     prepared_models,
     prepared_optimizers,
@@ -57,12 +57,12 @@ from trainkit.run_dir.weights import file_parts, numbered, separate
 
 Tensors = dict[str, torch.Tensor]
 
+# By model the hashes of its frozen weights, from before it was sharded: see hash_frozen.
+HASHED = WeakKeyDictionary[nn.Module, dict[str, str]]()
 
-def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
-    """Make accelerator.prepare(...) shard the model, if the launch asks for it. Call this first.
 
-    prepare then adds the hashes of this process's frozen weights before sharding to `fingerprint`.
-    """
+def shard(accelerator: Accelerator) -> None:
+    """Make accelerator.prepare(...) shard the model, if the launch asks for it. Call this first."""
     if not shards_wanted():
         return
     plugin = FullyShardedDataParallelPlugin()
@@ -86,7 +86,7 @@ def shard(accelerator: Accelerator, fingerprint: dict[str, str]) -> None:
             weights: list[tuple[torch.optim.Optimizer, int, list]] = []
             for item in (objects[n] for n in numbers):
                 if isinstance(item, nn.Module) and not is_sharded(item):
-                    get_ready(accelerator, item, fingerprint)
+                    get_ready(accelerator, item)
                 elif isinstance(item, torch.optim.Optimizer):
                     weights += ((item, n, [*g["params"]]) for n, g in enumerate(item.param_groups))
             with as_usage_error("the model cannot be sharded"):
@@ -137,7 +137,7 @@ def make(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:
     for value in _values_beside_weights(model):
         value.copy_(broadcast(value.to(device)))
     torch.set_rng_state(broadcast(torch.get_rng_state().to(device)).cpu())  # build() drew numbers
-    get_ready(accelerator, model)
+    get_ready(accelerator, model, is_whole=False)
     whole = model.state_dict() if main else {}
     with as_usage_error("the model cannot be sharded"):
         fsdp2_prepare_model(accelerator, model)
@@ -180,21 +180,20 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(weight, "full_tensor") for weight in model.parameters())
 
 
-def get_ready(
-    accelerator: Accelerator, model: nn.Module, fingerprint: dict[str, str] | None = None
-) -> None:
+def get_ready(accelerator: Accelerator, model: nn.Module, is_whole: bool = True) -> None:
     """Do what must be done to a model before Accelerate shards it: see shard.
 
-    Without a fingerprint to fill, only the first process has the values of the model.
+    is_whole: every process has the values of the model, not only the first one. Raises UsageError
+    if frozen ones differ.
     """
     model.register_forward_hook(_share_buffers)
     for weight in model.parameters():
         weight.data = weight.data.contiguous()  # FSDP2 does not support channels_last
     plugin = accelerator.state.fsdp_plugin
-    if fingerprint is not None and not plugin.cpu_ram_efficient_loading:
+    if is_whole and not plugin.cpu_ram_efficient_loading:
         # Each process keeps some rows: if weights differed, the model would be a mixture.
-        models = [*prepared_models(accelerator), model]
-        fingerprint.update(fingerprint_frozen(models) | fingerprint)
+        HASHED[model] = hash_frozen(model)
+        check_same(accelerator, HASHED[model])
         for value in state_of(model).values():  # as DDP does
             value.copy_(broadcast(value.to(accelerator.device.type)))
     if FullyShardedDataParallelPlugin().activation_checkpointing:
@@ -300,15 +299,11 @@ def state_of(model: nn.Module) -> Tensors:
     return {name: value for name, value in model.state_dict().items() if is_kept(name)}
 
 
-def fingerprint_frozen(models: Sequence[nn.Module]) -> dict[str, str]:
+def hash_frozen(model: nn.Module) -> dict[str, str]:
     """Hash all bytes of each frozen weight, and its scales. Every process must call this."""
-    hashes = {}
-    for number, model in enumerate(models):
-        kept = state_of(model)
-        for name, weight in model.state_dict().items():
-            if name not in kept:
-                hashes[f"the frozen weight {name} of model {number}"] = hash_tensor(weight)
-    return hashes
+    kept = state_of(model)
+    state = model.state_dict().items()
+    return {f"the frozen weight {n}": hash_tensor(w) for n, w in state if n not in kept}
 
 
 def parts_of(accelerator: Accelerator, averages: Sequence[Tensors]) -> dict[str, Any]:
@@ -367,12 +362,17 @@ def states_of(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def leaves_of(states: dict[str, Any]) -> dict[str, Any]:
-    """All tensors and numbers of states_of(...), by path: "['model.safetensors']['0.bias']".
+    """All tensors and numbers of states_of(...), by name, such as "optimizer.state.0.exp_avg".
 
     Without the Counter that MultiStepLR has of its milestones, which do not change.
     """
     leaves, _ = tree_flatten_with_path(states)
-    return {keystr(path): leaf for path, leaf in leaves if not isinstance(leaf, Counter)}
+    return {_name_of(path): leaf for path, leaf in leaves if not isinstance(leaf, Counter)}
+
+
+def _name_of(path: Sequence[Any]) -> str:
+    filename, *keys = (str(getattr(key, "key", getattr(key, "idx", ""))) for key in path)
+    return ".".join((filename.partition(".")[0], *keys))
 
 
 def writer(
@@ -438,7 +438,7 @@ def read(
     states = states_of(parts)
     for name, part in parts.items():
         if isinstance(part, torch.optim.Optimizer):
-            states[name]["state"] = _moments(name, weights_of(part), state, saved)
+            states[name]["state"] = _moments(name.partition(".")[0], weights_of(part), state, saved)
     leaves = leaves_of(states)
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     for name, value in saved.items():
@@ -454,7 +454,7 @@ def read(
     with warnings.catch_warnings(action="ignore"):  # that each process reads by itself
         load(tensors, storage_reader=reader, no_dist=True)
     others = {name: value for name, value in state.items() if name not in tensors}
-    states = tree_map_with_path(lambda path, leaf: others.get(keystr(path), leaf), states)
+    states = tree_map_with_path(lambda path, leaf: others.get(_name_of(path), leaf), states)
     for name, part in parts.items():
         if not isinstance(part, dict):
             part.load_state_dict(states[name])
@@ -469,7 +469,7 @@ def _moments(
     """
     moments = defaultdict[int, dict[str, Any]](dict)
     for path, value in state.items():
-        if match := re.fullmatch(rf"\['{name}'\]\['state'\]\[(\d+)\]\['(.+)'\]", path):
+        if match := re.fullmatch(rf"{name}\.state\.(\d+)\.(.+)", path):
             like = weights[int(match[1])]
             if tensor := saved.get(path):
                 if like.shape != tensor.size:  # a count of steps

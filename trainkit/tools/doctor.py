@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             mixed_precision=precision,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         )
-    shards.shard(accelerator, {})
+    shards.shard(accelerator)
     nodes.check_world(accelerator)
     accelerator.print(f"world: {describe_world(accelerator)}")
     nodes.check_same(accelerator, nodes.describe_node())
