@@ -14,13 +14,12 @@ from trainkit import shards
 import torch
 from accelerate import Accelerator
 
-from trainkit.checks.content import hash_fixed
-from trainkit.checks.data import fingerprint_tensors
+from trainkit.checks.content import hash_fixed, text_of
 from trainkit.cli.console import num_parameters
 from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch import nodes
 from trainkit.launch.environment import num_copies
-from trainkit.loaders import InMemory, batches_of
+from trainkit.loaders import batches_of
 from trainkit.mixing import NUM_HELD
 from trainkit.position import Progress
 from trainkit.private import prepared_loaders
@@ -44,7 +43,7 @@ def fingerprint_run(
     for batches in loaders:
         if batches.is_custom:
             order = batches.order(0, 0, min(batches.num_samples, NUM_HELD))
-            fingerprint_tensors(digest, InMemory(order))
+            digest.update(text_of(order).encode())
     fingerprint = {
         **run.config.experiment(),
         **{name: value for of in files for name, value in of.items()},

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import Dataset, default_collate
 
-from trainkit.checks.content import held_in_memory, sample_parts
+from trainkit.checks.content import held_in_memory, sample_parts, text_of
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
@@ -52,20 +52,14 @@ def makes_batches(dataset: Dataset, method: str) -> bool:
     return method == "make_batch" or (method == "__getitems__" and isinstance(dataset, InMemory))
 
 
-def fingerprint_tensors(digest: Any, dataset: InMemory) -> None:
-    """Add all bytes of the tensors to the digest."""
-    for tensor in dataset.tensors:
-        digest.update(np.ascontiguousarray(tensor.cpu().numpy()).view(np.uint8).data)
-
-
 def spread_indices(dataset: Dataset, num: int) -> torch.Tensor:
     """`num` indices of samples spread over the data set, several times if it has fewer."""
     return torch.from_numpy(np.linspace(0, len(dataset) - 1, num).astype(np.int64))
 
 
-def read_samples(dataset: Dataset, indices: torch.Tensor, seed: int = 0) -> Iterator[Any]:
+def read_samples(dataset: Dataset, indices: torch.Tensor) -> Iterator[Any]:
     """Make the samples at these indices one by one, each with its own seed."""
-    batches = WholeBatches(dataset, list, seed, torch.zeros((), dtype=torch.int64))
+    batches = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64))
     return chain.from_iterable(map(batches.make, indices.split(1)))
 
 
@@ -100,7 +94,7 @@ def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> None:
     the entries that are random.
     """
     if isinstance(dataset, InMemory):
-        return fingerprint_tensors(digest, dataset)
+        return digest.update(text_of(dataset.tensors).encode())
     if hasattr(dataset, "fingerprint"):
         return digest.update(repr(dataset.fingerprint()).encode())
     texts = held_in_memory(dataset)

@@ -207,13 +207,14 @@ def hash_sources() -> dict[str, str]:
     """
     script, kit = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
     loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
-    of_script = [script, *(Path(file) for file in loaded if "site-packages" not in file)]
+    inside = [
+        n for n in loaded if n.startswith(f"{script.parent}{os.sep}") and "site-packages" not in n
+    ]
     hashes = {}
-    for folder, paths in ((kit.parent, kit.rglob("*.py")), (script.parent, of_script)):
-        for path in paths:
-            if path.is_relative_to(folder) and path.is_file():
-                md5 = hashlib.md5(path.read_bytes(), usedforsecurity=False)
-                hashes[path.relative_to(folder).as_posix()] = md5.hexdigest()
+    for folder, names in ((kit.parent, kit.rglob("*.py")), (script.parent, [script, *inside])):
+        for path in filter(Path.is_file, map(Path, names)):
+            md5 = hashlib.md5(path.read_bytes(), usedforsecurity=False)
+            hashes[path.relative_to(folder).as_posix()] = md5.hexdigest()
     return hashes
 
 
