@@ -341,4 +341,4 @@ def test_a_killed_run_ends_with_equal_bytes_and_its_checkpoints_hold_nothing_fro
     for base, words in (("1", "belongs to another run: "), ("$RANK", "nodes of this run differ: ")):
         changed = train(nursery, tmp_path / "run", *args, **plan, env={"BASE": base}, codes=[2, 2])
         assert f"{words}the frozen weight base.0.weight " in changed.output
-        assert changed.output.count("\nerror:") == 1
+        assert changed.output.count("error:") == 1

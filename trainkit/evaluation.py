@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from trainkit.metrics import RunningMeans, select, sum_and_count
 from trainkit.private import prepared_models, tree_map_only
 
 EVALUATE, PREDICT = "run.evaluate(...)", "run.predict(...)"
+SENT_BYTES = 2**24  # of the rows of a process that are sent at a time
+SENT_OBJECTS = 2**12  # the same for what is no tensor
 
 
 @contextmanager
@@ -151,20 +154,30 @@ def kind_of(column: Any) -> Any:
 
 
 def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, Any]) -> None:
-    """Give every process the rows of all, a batch at a time. Every process must call this."""
+    """Give every process the rows of all, some at a time. Every process must call this."""
     kinds = {name: kind_of(column) for name, column in columns.items()}
     for others in gather_object([kinds]):
         if others != kinds:
             raise different_rows(kinds, others)
     batches = check_loader(accelerator, loader, PREDICT)
     world = accelerator.num_processes
-    for ranges in zip(*(samples_of(batches, world, rank) for rank in range(world)), strict=True):
-        own = ranges[accelerator.process_index]
-        rows = {name: column[own.start : own.stop] for name, column in columns.items()}
-        everybody = gather_object([tree_map_only(torch.Tensor, torch.clone, rows)])
-        for theirs, part in zip(ranges, everybody, strict=True):
-            for name, column in columns.items():
-                column[theirs.start : theirs.stop] = part[name]
+    samples = [
+        [n for part in samples_of(batches, world, rank) for n in part] for rank in range(world)
+    ]
+    for _, column in sorted(columns.items()):  # in one order on all processes
+        num = SENT_OBJECTS
+        if isinstance(column, torch.Tensor):
+            num = max(1, SENT_BYTES // max(1, column[0].nbytes))
+        for start in range(0, max(map(len, samples)), num):
+            parts = [theirs[start : start + num] for theirs in samples]
+            own = parts[accelerator.process_index]
+            if isinstance(column, torch.Tensor):
+                for part, rows in zip(parts, gather_object([column[own]]), strict=True):
+                    column[part] = rows
+            else:
+                gathered = gather_object([[column[n] for n in own]])
+                for n, cell in zip(chain(*parts), chain(*gathered), strict=True):
+                    column[n] = cell
 
 
 def different_rows(one: Any, other: Any) -> RuntimeError:

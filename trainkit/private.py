@@ -69,11 +69,6 @@ def fingerprint_of(rows: Any) -> str:
     return rows._fingerprint
 
 
-def indices_of(rows: Any) -> list[Any]:
-    """The Arrow table that says which rows a datasets.Dataset has, if it does not have all."""
-    return [] if rows._indices is None else [rows._indices.table]
-
-
 def attends_by_sdpa(model: Any) -> bool:
     """Does this transformers model attend by PyTorch's function, and let it be replaced?"""
     return model.config._attn_implementation == "sdpa" and model._supports_attention_backend
