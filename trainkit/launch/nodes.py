@@ -207,9 +207,8 @@ def hash_sources() -> dict[str, str]:
     """
     script, kit = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
     loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
-    inside = [
-        n for n in loaded if n.startswith(f"{script.parent}{os.sep}") and "site-packages" not in n
-    ]
+    above = f"{script.parent}{os.sep}"
+    inside = [name for name in loaded if name.startswith(above) and "site-packages" not in name]
     hashes = {}
     for folder, names in ((kit.parent, kit.rglob("*.py")), (script.parent, [script, *inside])):
         for path in filter(Path.is_file, map(Path, names)):
