@@ -33,6 +33,7 @@ from tyro.conf import Positional
 
 from trainkit.cli.parse import flag, parse
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.pictures.files import standardise
 from trainkit.run_dir import records
 from trainkit.text import printable
 from trainkit.tools.calibration import calibrate
@@ -69,11 +70,9 @@ class Predictor(nn.Module):
     def open(self, script: Any, run_dir: Path) -> None:
         """Load what else this kind of input needs, from the script or from the run folder."""
 
-    def keep(self, *names: str, shape: tuple[int, ...] = (-1,), scale: float = 1) -> None:
-        """Make numbers of the metadata attributes: tensors, which an exported model has inside."""
-        for name in names:
-            values = scale * torch.tensor(self.metadata[name], dtype=torch.float64)
-            self.register_buffer(name, values.view(shape), persistent=False)
+    def numbers(self, name: str) -> torch.Tensor:
+        """Return numbers of the metadata, float64."""
+        return torch.tensor(self.metadata[name], dtype=torch.float64)
 
 
 class Classifier(Predictor):
@@ -88,7 +87,6 @@ class Classifier(Predictor):
     def __init__(self, *run: Any):
         super().__init__(*run)
         self.calibration = {"temperature": 1.0, "threshold": 0.0}
-        self.calibration |= self.metadata.get("calibration", {})
         if "logits" in self.evaluated:
             self.calibration = calibrate(self.evaluated["logits"], self.evaluated["target"])
 
@@ -116,17 +114,12 @@ class Classifier(Predictor):
 class PixelClassifier(Classifier):
     """Classifies pictures, uint8 (n, channels, size, size)."""
 
-    def __init__(self, *run: Any):
-        super().__init__(*run)
-        self.keep("mean", "std", shape=(-1, 1, 1), scale=255)
-
     def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs = ((inputs - self.mean) / self.std).float()
-        return inputs.contiguous(memory_format=torch.channels_last)
+        return standardise(inputs, self.metadata)
 
     def example_inputs(self) -> torch.Tensor:
-        size = self.metadata["size"]
-        return torch.randint(0, 256, (4, len(self.mean), size, size), dtype=torch.uint8)
+        channels, size = self.numbers("mean").numel(), self.metadata["size"]
+        return torch.randint(0, 256, (4, channels, size, size), dtype=torch.uint8)
 
 
 class PicturePredictor(PixelClassifier):
@@ -137,10 +130,10 @@ class PicturePredictor(PixelClassifier):
     @cached_property
     def framing(self) -> dict[str, Any]:
         """What the evaluated pictures have in common."""
-        framing = {"border": [0.0, 1.0], "framed": False} | self.metadata["pictures"]
-        if "logits" in self.evaluated:
-            framing |= learn_framing(self.evaluated["image"])
-        return framing
+        learned = {"border": [0.0, 1.0], "framed": False}
+        if "image" in self.evaluated:
+            learned = learn_framing(self.evaluated["image"])
+        return self.metadata["pictures"] | learned
 
     def read(self, path: Path | BytesIO, as_is: bool = False) -> tuple[torch.Tensor, str]:
         return read_photo(path, self.metadata["size"], self.framing, as_is)
@@ -169,15 +162,12 @@ class TableRows(Predictor):
     options = ("encoding",)
     answer_rows: Callable[[torch.Tensor], dict[str, Any]]
 
-    def __init__(self, *run: Any):
-        super().__init__(*run)
-        self.keep("feature_mean", "feature_std")
-
     def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
-        return ((inputs - self.feature_mean) / self.feature_std).float()
+        return ((inputs - self.numbers("feature_mean")) / self.numbers("feature_std")).float()
 
     def example_inputs(self) -> torch.Tensor:
-        return torch.randn(64, len(self.feature_mean)) * self.feature_std + self.feature_mean
+        mean, std = self.numbers("feature_mean"), self.numbers("feature_std")
+        return torch.randn(64, len(mean)) * std + mean
 
     def predict_file(self, path: Path, **options: Any) -> str:
         """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows."""
@@ -189,13 +179,9 @@ class TableRows(Predictor):
 class TablePredictor(TableRows):
     """Maps features to targets, (n, targets), in their own units."""
 
-    def __init__(self, *run: Any):
-        super().__init__(*run)
-        self.keep("target_mean", "target_std")
-
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = self.model(self.prepare(inputs))
-        return (outputs * self.target_std + self.target_mean).to(inputs.dtype)
+        return outputs * self.numbers("target_std") + self.numbers("target_mean")
 
     def answer_rows(self, inputs: torch.Tensor) -> dict[str, Any]:
         outputs = zip(self.metadata["targets"], self(inputs).numpy().T, strict=True)
@@ -227,11 +213,9 @@ class TextPredictor(Classifier):
         if self.metadata["encoder"] is None:
             self.tokenize = partial(bags.make_bags, num_bits=self.metadata["num_bits"])
         else:
-            tokenizer, most = (
-                encoders.load_tokenizer(run_dir / "tokenizer"),
-                self.metadata["max_tokens"],
-            )
-            self.tokenize = partial(texts.tokenize, max_tokens=most, tokenizer=tokenizer)
+            options = {"max_tokens": self.metadata["max_tokens"]}
+            options["tokenizer"] = encoders.load_tokenizer(run_dir / "tokenizer")
+            self.tokenize = partial(texts.tokenize, **options)
 
     def forward(self, inputs: Any) -> torch.Tensor:
         logits = self.model(inputs.tokens, inputs.lengths)
@@ -289,11 +273,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
     with as_usage_error(f"{path} is not a model of these scripts"):
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {})["trainkit"])
-        evaluated, more = records.load_predictions(run_dir / records.PREDICTIONS)
-        metadata |= {name: more[name] for name in more if name == "calibration"}
-        for name, input_kind in (("pictures", "picture"), ("columns", "table")):
-            if name in metadata:
-                metadata.setdefault("input", input_kind)  # runs of earlier versions do not say it
+        evaluated, _ = records.load_predictions(run_dir / records.PREDICTIONS)
         script = load_script(script_path or find_script(metadata["script"]))
         kind = KINDS.get(metadata.get("input", ""))
         if hasattr(script, "answer"):

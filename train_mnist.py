@@ -26,7 +26,6 @@ from trainkit import (
     make_loaders,
     make_optimizer,
     make_scheduler,
-    shorten,
     startup,
 )
 
@@ -164,13 +163,13 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     sampled = sample((train_set, train), (eval_set, held_out))
     pictures = describe_pictures(SIZE, sampled)
     plan = {
-        "data": f"{config.dataset}, {len(classes)} classes: {shorten(classes)}",
+        "data": config.dataset,
         "pictures": pictures["read_as"],
     }
     for_colour = f"python examples/pictures.py --dataset {shlex.quote(config.dataset)}"
-    if is_photo := are_photos(sampled.kinds):
+    if is_photo := are_photos(sampled.forms):
         plan["pictures"] += f"; for their colour: {for_colour}"
-    if (num_read := train.kinds.total()) > len(train_set):
+    if (num_read := train.forms.total()) > len(train_set):
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
     plan |= describe_values(sampled) | describe_evaluation(train, held_out)
     plan |= fit_to_size(config, len(train_set), LARGE, SMALL)

@@ -135,7 +135,7 @@ def make_synthetic(config: Config) -> tuple[pd.DataFrame, list[str], dict[str, A
     targets = features @ truth[:, :-1].T + truth[:, -1] + noise
     x = pd.DataFrame(features.numpy()).add_prefix("x")
     y = pd.DataFrame(targets.numpy()).add_prefix("y")
-    return x.join(y), [*y], {"data": "synthetic", "truth": truth.tolist()}
+    return x.join(y), [*y], {"truth": truth.tolist(), "plan": {"data": "synthetic"}}
 
 
 def load_data(config: Config) -> sets.TableSets:

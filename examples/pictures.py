@@ -19,7 +19,8 @@ from torch import nn
 
 from trainkit.config import Schedule, Share, parse
 from trainkit.pictures import backbones, photos
-from trainkit.pictures.photos import Batch, Photos, standardise
+from trainkit.pictures.files import standardise
+from trainkit.pictures.photos import Batch, Photos
 
 make_model = backbones.make_network  # for predict.py, which loads the weights into it
 NUM_SEEN = 12_000  # by default at least so many are trained on, unless 20 epochs have fewer

@@ -27,6 +27,7 @@ from trainkit.language import preferences, pretrained, token_losses
 from trainkit.language.conversations import read_tokenizer
 from trainkit.language.templates import first_day
 from trainkit.orders import by_length
+from trainkit.reading.pretrained_models import without_dropout
 
 Smoothing = Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")]
 
@@ -78,7 +79,7 @@ def make_model(config: Config) -> torch.nn.Module:
     from transformers import AutoConfig
 
     # Dropout would pass for a change of the model.
-    settings = pretrained.without_dropout(AutoConfig.from_pretrained(config.base))
+    settings = without_dropout(AutoConfig.from_pretrained(config.base))
     model = pretrained.load_base(config, config=settings)
     model.config = AutoConfig.from_pretrained(config.base)  # to be written; its layers have theirs
     token_losses.allow_parts(model)

@@ -1,6 +1,5 @@
 """The page in a real browser: what is drawn is framed, read and shown, and nobody else is asked."""
 
-import importlib.util
 import io
 import re
 import shutil
@@ -233,6 +232,6 @@ def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnis
 def test_what_is_missing_is_asked_for_by_name(mnist_run, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="absent is not a finished run"):
         app.main([str(tmp_path / "absent")])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(UsageError, match="pip install gradio"):
-        page.serve(None, mnist_run, None, None)
+        app.main([str(mnist_run)])

@@ -35,10 +35,10 @@ from trainkit.launch import startup
 
 decode_all = decoding.decode
 
-def decode(pictures, *args):
+def decode(blocks, *args):
     with open(Path(os.environ["HF_HOME"], "decoded"), "a") as file:
-        file.write(f"{{len(pictures)}} {{os.environ['RANK']}}\\n")
-    return decode_all(pictures, *args)
+        file.write(f"{{len(blocks.cells)}} {{os.environ['RANK']}}\\n")
+    return decode_all(blocks, *args)
 
 decoding.decode = decode
 startup.run(train_mnist.main)

@@ -93,6 +93,7 @@ def test_digits_of_any_size_and_ink_are_framed_as_mnists_are(mnist_run):
     pages = [photograph(digit, kind, np.random.default_rng(0)) for kind in ("lined", "no contrast")]
     for side in (4, 8, 64, 2000):
         pages += [ImageOps.invert(digit.resize((side, side), Image.Resampling.BICUBIC))]
+    pages += [digit.resize((300, 300))]  # bright on dark
     for page in pages:
         pixels = photos.frame_ink(photos.choose_groups(photos.find_ink(page))[0], 28).float()
         rows, columns = ((pixels > 64).any(dim).nonzero()[:, 0] for dim in (1, 0))
@@ -101,7 +102,7 @@ def test_digits_of_any_size_and_ink_are_framed_as_mnists_are(mnist_run):
         assert centre.item() == pytest.approx(14, abs=0.6) and photos.border_of(pixels).max() == 0
         if page.width > 4:
             far = (pixels - images[0, 0]).abs().mean() / images[0, 0].float().mean()
-            assert far < 0.75, (page.size, far)
+            assert far < 0.85, (page.size, far)
 
 
 def test_calibration_finds_the_temperature_of_exact_probabilities():

@@ -12,7 +12,6 @@ from PIL import Image, ImageOps
 
 import predict
 from trainkit.errors import UsageError
-from trainkit.run_dir import records
 from trainkit.run_dir.weights import write_tensors
 
 
@@ -130,18 +129,6 @@ def test_a_script_of_ones_own_says_what_is_printed_for_a_file(mnist_run, tmp_pat
     assert capsys.readouterr().out == "1 2 3: 10 False\n"
     with pytest.raises(UsageError, match="does not apply to a model whose input is a file that"):
         predict.main([str(mnist_run), "--script", str(script), "--as-is", str(path)])
-
-
-def test_a_run_of_an_earlier_version_is_told_of(mnist_run, tmp_path):
-    """It did not say its kind, and had the calibration and the framing in the metadata."""
-    framing = {"read_as": "", "shape": [28, 28], "border": [0, 0]}
-    old = forge(mnist_run, tmp_path / "old", input=None, pictures=framing)
-    said = {"classes": [*"0123456789"], "calibration": {"temperature": 0.5, "threshold": 0.25}}
-    write_tensors(old / records.PREDICTIONS, {"probability": torch.ones(3)}, said)
-    predictor = predict.load_run(old)
-    assert predictor.calibration == said["calibration"] and not predictor.framing["framed"]
-    Image.effect_noise((28, 28), 100).save(tmp_path / "noise.png")
-    assert predictor.predict_file(tmp_path / "noise.png")
 
 
 @pytest.mark.parametrize(

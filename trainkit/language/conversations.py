@@ -54,7 +54,7 @@ def check_left(sets: Sequence[Sequence], num_rows: int, what: str, limit: str) -
 
 def make_chat_sets(
     tokenizer: Any,
-    source: str,
+    data: str,
     max_tokens: int,
     limit: int | None = None,
     system: str | None = None,
@@ -69,10 +69,10 @@ def make_chat_sets(
     left empty, or for a row that read_conversations or the chat template refuses, with its place.
     """
     size, limit_name = find_limit(max_tokens, limit)
-    rows, columns = read_conversations(source)
+    rows, columns = read_conversations(data)
     if system and not tokenizer.chat_template:
         raise UsageError("--system needs a chat template, and the tokenizer of --base has none")
-    rows = [(place, with_system(row, system)) for place, row in rows]
+    rows = [(where, with_system(row, system)) for where, row in rows]
     chat = Chat(tokenizer, today)
     if not any(row.turns for _, row in rows):
         chat.end = tokenizer.eos_token_id
@@ -94,11 +94,11 @@ def _encode_rows(
     sets: tuple[list[Sample], list[Sample]] = ([], [])
     ask: list[int] = []
     notes = Notes()
-    for number, (place, row) in enumerate(rows):
+    for number, (where, row) in enumerate(rows):
         conversation = chat.without_marks(row)
         notes.add("marked", conversation != row)
         notes.add("empty", _has_empty_answer(conversation))
-        with as_usage_error(f"{place} cannot be tokenized"):
+        with as_usage_error(f"{where} cannot be tokenized"):
             encoded = chat.encode(conversation, size)
         notes.add("lost", encoded.lost)
         notes.add("untrained", encoded.untrained)

@@ -73,40 +73,40 @@ class Conversation(NamedTuple):
     text: str | None = None
 
 
-def read_conversation_rows(source: str) -> Iterator[tuple[str, Any]]:
+def read_conversation_rows(data: str) -> Iterator[tuple[str, Any]]:
     """Yield each row and its place.
 
-    source: a JSON lines, JSON or Parquet file, a folder that `datasets` can load, or a Hub id.
+    data: a JSON lines, JSON or Parquet file, a folder that `datasets` can load, or a Hub id.
     Blank lines are skipped. Raises a UsageError that names the line if a line is not JSON.
     """
-    path = Path(source)
+    path = Path(data)
     if path.suffix == ".parquet" and path.is_file():
         rows = pq.read_table(path).to_pylist()
     elif path.is_file():
-        data = path.read_bytes()
-        rows = _read_json(data) if path.suffix == ".json" else None
+        content = path.read_bytes()
+        rows = _read_json(content) if path.suffix == ".json" else None
         if rows is None:
-            for number, line in enumerate(data.splitlines(), 1):
-                place = f"line {number} of {path}"
+            for number, line in enumerate(content.splitlines(), 1):
+                where = f"line {number} of {path}"
                 if line.strip():
-                    with as_usage_error(f"{place} is not JSON, and only JSON and Parquet are read"):
+                    with as_usage_error(f"{where} is not JSON, and only JSON and Parquet are read"):
                         row = json.loads(line)
-                    yield place, row
+                    yield where, row
             return
     else:
         import datasets
 
         saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-        rows = datasets.load_from_disk(path) if saved else datasets.load_dataset(source)
+        rows = datasets.load_from_disk(path) if saved else datasets.load_dataset(data)
         rows = rows["train"] if isinstance(rows, dict) else rows
     for number, row in enumerate(rows, 1):
-        yield f"row {number} of {source}", row
+        yield f"row {number} of {data}", row
 
 
-def _read_json(data: bytes) -> list[Any] | None:
+def _read_json(content: bytes) -> list[Any] | None:
     """Return the rows of a file that is a list, or one row; None if each line is a value."""
     try:
-        rows = json.loads(data)
+        rows = json.loads(content)
     except json.JSONDecodeError as problem:
         if problem.msg != "Extra data":
             raise
@@ -114,38 +114,38 @@ def _read_json(data: bytes) -> list[Any] | None:
     return rows if isinstance(rows, list) else [rows]
 
 
-def read_conversations(source: str) -> tuple[list[tuple[str, Conversation]], str]:
-    """Return the conversations of a source, each with its place, and the columns they come from.
+def read_conversations(data: str) -> tuple[list[tuple[str, Conversation]], str]:
+    """Return all conversations, each with its place, and the columns they come from.
 
     Raises a UsageError that names the first row that lacks such columns, or has no texts in them.
     """
     conversations: list[tuple[str, Conversation]] = []
     formats: dict[str, None] = {}
-    for place, row in read_conversation_rows(source):
+    for where, row in read_conversation_rows(data):
         columns = {*row} if isinstance(row, dict) else set()
         kind = next((kind for kind in FORMATS if columns.issuperset(kind.columns)), None)
         if kind is None:
             column_names = "; ".join(" and ".join(kind.columns) for kind in FORMATS)
             raise UsageError(
-                f"{place} has no columns of a known format, but "
+                f"{where} has no columns of a known format, but "
                 f"{shorten(sorted(columns)) or 'none'}: rename them to one of {column_names}"
             )
         name = " and ".join(kind.columns)
-        with naming_row(place, f"text, or no turns, in {name}"):
-            conversations.append((place, _read_conversation(kind, row)))
+        with naming_row(where, f"text, or no turns, in {name}"):
+            conversations.append((where, _read_conversation(kind, row)))
         formats[name] = None
     return conversations, "; ".join(formats)
 
 
 @contextlib.contextmanager
-def naming_row(place: str, lacks: str) -> Iterator[None]:
+def naming_row(where: str, lacks: str) -> Iterator[None]:
     """Raise a UsageError that names the place if a row cannot be read, or lacks something."""
     try:
         yield
     except UsageError as problem:
-        raise UsageError(f"{place}: {problem}") from problem
+        raise UsageError(f"{where}: {problem}") from problem
     except (TypeError, KeyError, AttributeError, ValueError) as problem:
-        raise UsageError(f"{place} has no {lacks}") from problem
+        raise UsageError(f"{where} has no {lacks}") from problem
 
 
 def _read_conversation(kind: Format, row: dict[str, Any]) -> Conversation:
@@ -177,10 +177,11 @@ def join_prompt(
 
     The answer may repeat the prompt, or its last turns, also after earlier turns or a system turn.
     A repetition is recognised by its turns, without regard to white space. num_shared is the number
-    of turns that two answers have in common. Raises UsageError if the answer has another prompt.
+    of turns that two answers have in common, which are the prompt if there is no other. Raises
+    UsageError if the answer has another prompt.
     """
     if not prompt:
-        return answer, 0
+        return answer, num_shared
     continues = not answer or answer[0]["role"] not in (*PREAMBLES, "user")
     turns, wanted = comparable(answer), comparable(prompt)
     has_system = any(turn["role"] in PREAMBLES for turn in answer)

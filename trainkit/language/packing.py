@@ -32,11 +32,11 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # what is free in each row, and its number, sorted
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        place = bisect_left(rooms, (lengths[index], 0))
-        if place == len(rooms):
+        fitting = bisect_left(rooms, (lengths[index], 0))
+        if fitting == len(rooms):
             rooms.append((size, len(rows)))
             rows.append([])
-        room, row = rooms.pop(place)
+        room, row = rooms.pop(fitting)
         rows[row].append(index)
         insort(rooms, (room - lengths[index], row))
     return rows
@@ -129,30 +129,27 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    num = len(query)
     length = query.shape[2]
     if (
         position_ids is None
         or attention_mask is None
-        or position_ids.shape != (num, length)
+        or position_ids.shape != (len(query), length)
         or attention_mask.shape[2:] != (length, length)
-        or not (num and key.shape[2] == length and query.device.type == "cpu")
+        or not (len(query) and key.shape[2] == length and query.device.type == "cpu")
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
     # The mask also says what a sample may see of itself, which may be only the last few tokens.
-    mask = attention_mask.expand(num, *attention_mask.shape[1:])
+    mask = attention_mask.expand(len(query), *attention_mask.shape[1:])
     rows = []
     for row, positions in enumerate(position_ids):
-        starts = positions == 0
-        starts[1:] &= positions[:-1] != 0  # the padding, whose positions are 0, is one part
-        sizes = torch.diff(starts.nonzero()[:, 0], append=torch.tensor([length])).tolist()
-        parts = (x[row : row + 1].split(sizes, dim=2) for x in (query, key, value, mask))
-        done = 0
+        # Each sample begins with 0. The padding, whose positions are all 0, is one part.
+        is_start = (positions[1:] == 0) & (positions[:-1] != 0)
+        starts = 1 + is_start.nonzero()[:, 0]
+        parts = (x[row : row + 1].tensor_split(starts, dim=2) for x in (query, key, value, mask))
         outputs = []
-        for q, k, v, m in zip(*parts, strict=True):
-            here = m[..., done : done + q.shape[2]]
-            outputs.append(sdpa_attention_forward(module, q, k, v, here, **how)[0])
-            done += q.shape[2]
+        for number, (q, k, v, m) in enumerate(zip(*parts, strict=True)):
+            own = m.tensor_split(starts, dim=3)[number]
+            outputs.append(sdpa_attention_forward(module, q, k, v, own, **how)[0])
         rows.append(torch.cat(outputs, dim=1))
     return torch.cat(rows), None
 

@@ -24,7 +24,7 @@ from trainkit.language.formats import (
     read_prompt,
     with_context,
 )
-from trainkit.language.templates import Chat, Encoded, Sample, show_sample
+from trainkit.language.templates import Chat, Encoded, Sample, num_equal, show_sample
 from trainkit.reading.kept import compute_once
 
 NUM_AT_ONCE = 8  # pairs of a batch
@@ -59,32 +59,27 @@ def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     if not prompt and isinstance(row["chosen"], str):
         raise TypeError
     answers = [as_turns(row[name], "assistant") for name in ("chosen", "rejected")]
-    pairs = zip(*map(comparable, answers), strict=False)
-    num_shared = [*(one == other for one, other in pairs), False].index(False)
-    chosen, rejected = (join_prompt(prompt, turns, num_shared) for turns in answers)
-    turns, num_prompt = chosen
-    if not prompt:
-        num_prompt = num_shared
-        rejected = (rejected[0], num_shared)
-    lead = turns[:num_prompt]
-    others = rejected[0][rejected[1] :]
-    differs = comparable(lead) != comparable(rejected[0][: rejected[1]])
-    starts = [part[0]["role"] for part in (turns[num_prompt:], others) if part]
-    if differs or "user" in starts or "system" in starts:
+    num_shared = num_equal(*map(comparable, answers))
+    (chosen, num), (rejected, num_rejected) = (
+        join_prompt(prompt, turns, num_shared) for turns in answers
+    )
+    differs = comparable(chosen[:num]) != comparable(rejected[:num_rejected])
+    ends = chosen[num:], rejected[num_rejected:]
+    if differs or any(end and end[0]["role"] in ("user", "system") for end in ends):
         raise UsageError("chosen and rejected have different prompts: give both the same one")
-    return with_context(turns, num_prompt, row), with_context(lead + others, num_prompt, row)
+    return with_context(chosen, num, row), with_context(chosen[:num] + ends[1], num, row)
 
 
 def make_pairs(
     tokenizer: Any,
-    source: str,
+    data: str,
     max_tokens: int,
     limit: int | None = None,
     today: date | None = None,
 ) -> Pairs:
     """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
 
-    source: see read_conversation_rows. Conversations are cut to max_tokens, or to `limit` if that
+    data: see read_conversation_rows. Conversations are cut to max_tokens, or to `limit` if that
     is less. Pairs of which one answer is cut away, or both are equal, are dropped and counted. A
     chat template that writes the date writes `today`. Raises UsageError if a set is left empty, or
     for a row that cannot be read, with its place.
@@ -94,13 +89,13 @@ def make_pairs(
     chat = Chat(tokenizer, today)
     notes = Notes()
     num_rows = 0
-    for number, (place, row) in enumerate(read_conversation_rows(source)):
+    for number, (where, row) in enumerate(read_conversation_rows(data)):
         num_rows += 1
-        with naming_row(place, "chosen and rejected, as lists of turns, or as texts and a prompt"):
+        with naming_row(where, "chosen and rejected, as lists of turns, or as texts and a prompt"):
             both = read_pair(row)
         unmarked = [chat.without_marks(conversation) for conversation in both]
         notes.add("marked", unmarked != [*both])
-        with as_usage_error(f"{place} cannot be tokenized"):
+        with as_usage_error(f"{where} cannot be tokenized"):
             encoded = [chat.encode(conversation, size) for conversation in unmarked]
             samples = [_only_sample(one) for one in encoded]
         notes.add("untrained", encoded[0].untrained)

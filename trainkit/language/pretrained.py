@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from trainkit.config import Count, MayChange, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.launch.startup import keep_memory
+from trainkit.reading.pretrained_models import check_embedding
 from trainkit.run_dir.records import read_run_json
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by the YAML's mixed_precision
@@ -71,14 +72,6 @@ def load_base(config: LanguageConfig, /, **options: Any) -> Any:
     return model
 
 
-def without_dropout(config: Any) -> Any:
-    """Set all probabilities of dropout in the config of a transformers model to 0; return it."""
-    for part in (config, config.get_text_config()):
-        values = part.to_dict().items()
-        part.update({n: 0.0 for n, value in values if "drop" in n and isinstance(value, float)})
-    return config
-
-
 def add_adapter(model: Any, rank: int) -> Any:
     """Freeze a model and put matrices of this rank beside all its linear layers (LoRA)."""
     with as_usage_error("--lora needs `pip install peft`"):
@@ -107,15 +100,11 @@ def resize_embeddings(model: Any, base: str, is_frozen: bool) -> None:
 
 def check_vocabulary(model: Any, tokenizer: Any, tokens: Iterable[torch.Tensor]) -> None:
     """Raise UsageError if the embedding has no row for one of these tokens, int64."""
-    size = len(model.get_input_embeddings().weight)
-    highest = max((int(part.max()) for part in tokens if len(part)), default=0)
-    if highest >= size:
-        name = tokenizer.convert_ids_to_tokens(highest)
-        raise UsageError(
-            f"the embedding of --base has {size} tokens and its tokenizer {len(tokenizer)}, of "
-            f"which number {highest}, {name}, is in the data: take a tokenizer without it, or give "
-            "examples/finetune.py --resize-embeddings, which trains rows for the new tokens"
-        )
+    remedy = (
+        "take a tokenizer without it, or give examples/finetune.py --resize-embeddings, which "
+        "trains rows for the new tokens"
+    )
+    check_embedding(len(model.get_input_embeddings().weight), tokenizer, tokens, remedy)
 
 
 def dtype_of(base: str) -> torch.dtype | None:

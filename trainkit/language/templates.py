@@ -183,8 +183,8 @@ class Chat:
         else:  # what two answers have in common before they begin
             pair = ([{"role": turn["role"], "content": word}] for word in "xy")
             one, other = (self.render(answer, tools) for answer in pair)
-            ask = one[: _num_equal(one, other)]
-        same = text[: _num_equal(ask, text)]
+            ask = one[: num_equal(one, other)]
+        same = text[: num_equal(ask, text)]
         prompt = before[-1]["content"] if before else ""
         # Some templates write the end of a prompt differently if an answer follows it.
         if not _missing(ask, prompt) and _missing(same, prompt):
@@ -199,7 +199,7 @@ class Chat:
         parts = [part["content"] for part in before if part["role"] not in ("assistant", "tool")]
         parts += [turn["content"], turn.get("reasoning_content", ""), *tool_names]
         lost = _missing(text, *parts) or _missing(text[len(same) :], *call_names)
-        span = (_num_equal(asked, tokens), len(tokens))
+        span = (num_equal(asked, tokens), len(tokens))
         return _Answer(tokens, span, lost, ask[len(same) :].strip() and ask[len(same) :], asked)
 
     def _with_written_calls(self, conversation: Conversation) -> Conversation:
@@ -282,16 +282,13 @@ def is_learned(turn: Turn) -> bool:
 
 def _with_texts(turn: Turn) -> Turn:
     """Return a turn in which the arguments of its calls are texts."""
-    if "tool_calls" not in turn:
-        return turn
-    functions = [call["function"] for call in turn["tool_calls"]]
-    functions = [
-        function | {"arguments": _to_json(function["arguments"])}
-        if not isinstance(function.get("arguments", ""), str)
-        else function
-        for function in functions
-    ]
-    return turn | {"tool_calls": [{"type": "function", "function": value} for value in functions]}
+    calls = []
+    for call in turn.get("tool_calls", ()):
+        function = dict(call["function"])
+        if not isinstance(function.get("arguments", ""), str):
+            function["arguments"] = _to_json(function["arguments"])
+        calls.append(call | {"function": function})
+    return turn | {"tool_calls": calls} if calls else turn
 
 
 def _to_json(value: Any) -> str:
@@ -310,7 +307,7 @@ def _strip(text: str, begin: Any, end: Any) -> str:
     return text
 
 
-def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
+def num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return how many items at the start of both are the same."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
+from trainkit.checks.content import text_of
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.pictures.photos import Batch, PhotoConfig, Photos, standardise
+from trainkit.pictures.files import standardise
+from trainkit.pictures.photos import Batch, PhotoConfig, Photos
 from trainkit.reading.kept import compute_once
 from trainkit.reading.recall import describe_recall
 
@@ -26,8 +28,8 @@ def make_network(metadata: dict[str, Any]) -> nn.Module:
 
     Raises UsageError for others: create_model would also read a folder, or the Hub.
     """
-    with as_usage_error("pictures need `pip install timm`"):
-        import timm
+    import timm
+
     name = metadata["model"]
     if not timm.is_model(name):
         raise UsageError(f"the run's metadata name a network that timm does not have: {name!r}")
@@ -39,7 +41,7 @@ def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[s
 
     --size and --resize are set if they are not given. Raises UsageError.
     """
-    network, source = load_weights(config.model, config.base, config.scratch)
+    network, origin = load_weights(config.model, config.base, config.scratch)
     if not isinstance(network.get_classifier(), nn.Linear):
         raise UsageError(
             f"{type(network).__name__} does not end in one linear layer: choose another"
@@ -54,7 +56,7 @@ def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[s
     metadata = {"input": "photo", "model": settings["architecture"], "freeze": config.freeze}
     metadata |= {"size": size, "resize": config.resize}
     metadata |= {name: [float(value) for value in settings[name]] for name in ("mean", "std")}
-    text = f"{settings['architecture']}, weights {source}"
+    text = f"{settings['architecture']}, weights {origin}"
     num_norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in network.modules())
     if config.freeze:
         text += ", frozen: its last layer alone is trained, on features that are computed first"
@@ -75,9 +77,9 @@ def load_weights(model: str | None, base: str | None, scratch: bool) -> tuple[nn
     with as_usage_error("pictures need `pip install timm`"):
         import timm
     if base is not None:
-        source = f"{'local-dir' if Path(base).is_dir() else 'hf-hub'}:{base}"
+        name = f"{'local-dir' if Path(base).is_dir() else 'hf-hub'}:{base}"
         with as_usage_error(f"--base {base} cannot be read"):
-            return timm.create_model(source, pretrained=True), base
+            return timm.create_model(name, pretrained=True), base
     model = model or SHIPPED
     with as_usage_error(f"--model {model} is none of those that timm.list_models() returns"):
         network = timm.create_model(model, pretrained=False)
@@ -128,14 +130,10 @@ class Features(Dataset):
         The processes share the work, and the results are the same for any number of them.
         """
         photos = self.photos
-        last = network.get_classifier()
         used = {name: metadata[name] for name in ("model", "size", "mean", "std")}
-        key = xxhash.xxh3_128(f"{photos.fingerprint()} {used} {accelerator.device.type}".encode())
-        key.update(torch.__version__.encode())
-        last_weights = {id(weight) for weight in last.parameters()}
-        for name, value in network.state_dict(keep_vars=True).items():
-            if id(value) not in last_weights:
-                key.update(name.encode() + value.detach().cpu().numpy().tobytes())
+        used |= {"torch": torch.__version__, "device": accelerator.device.type}
+        _, body = split_last(network)
+        key = xxhash.xxh3_128_hexdigest(text_of([photos.fingerprint(), used, body]).encode())
         network.to(accelerator.device, memory_format=torch.channels_last).eval()
 
         def compute_part(part: slice) -> torch.Tensor:
@@ -143,10 +141,20 @@ class Features(Dataset):
             hidden = network.forward_features(standardise(images, metadata))
             return network.forward_head(hidden, pre_logits=True)
 
-        name = f"features/{key.hexdigest()}"
+        last = network.get_classifier()
         shape = (len(photos), last.in_features)
-        self.values = compute_once(accelerator, name, shape, FEATURE_BATCH, compute_part)
+        self.values = compute_once(
+            accelerator, f"features/{key}", shape, FEATURE_BATCH, compute_part
+        )
         last.train()
+
+
+def split_last(network: nn.Module) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return the name of the last layer, and the weights of all others."""
+    last = network.get_classifier()
+    name = next(name for name, layer in network.named_modules() if layer is last)
+    weights = network.state_dict()
+    return name, {n: weights[n] for n in weights if not n.startswith(f"{name}.")}
 
 
 def write_timm_folder(run: Any, network: nn.Module, metadata: dict[str, Any]) -> None:
@@ -164,13 +172,10 @@ def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -
     from timm.models import save_for_hf
 
     weights = load_file(run_dir / "model.safetensors")
-    last = network.get_classifier()
-    classes = metadata["classes"]
     size = metadata["size"]
     folder = run_dir / "pretrained"
     if metadata["freeze"]:
-        name = next(name for name, layer in network.named_modules() if layer is last)
-        body = {n: w for n, w in network.state_dict().items() if not n.startswith(f"{name}.")}
+        name, body = split_last(network)
         weights = body | {f"{name}.{n}": weight for n, weight in weights.items()}
     # A new one: this one may lie on another device, or be spread over the processes.
     whole = make_network(metadata)
@@ -178,6 +183,6 @@ def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -
     settings = {"input_size": (3, size, size), "crop_pct": size / metadata["resize"]}
     settings |= {"mean": metadata["mean"], "std": metadata["std"], "interpolation": "bicubic"}
     whole.pretrained_cfg.update(settings)
-    save_for_hf(whole, str(folder), {"label_names": classes}, safe_serialization=True)
+    save_for_hf(whole, str(folder), {"label_names": metadata["classes"]}, safe_serialization=True)
     print(describe_recall(run_dir))
     print(f"for timm.create_model: local-dir:{folder}", flush=True)

@@ -1,18 +1,11 @@
 """Decode pictures once, with all cores, into a file of uint8 values."""
 
 import json
-import multiprocessing
+import math
 import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import (
-    BrokenExecutor,
-    Executor,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-)
 from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +15,7 @@ import datasets
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from trainkit.errors import as_usage_error, first_sentence
@@ -29,12 +23,11 @@ from trainkit.launch.signals import outlive_signals
 from trainkit.reading.kept import no_bar
 from trainkit.run_dir.files import replacing
 
-NUM_BLOCKS, LARGEST = 100, 256  # of pictures, which a worker decodes at a time
+NUM_BLOCKS, LARGEST = 100, 64  # of pictures, which a worker decodes at a time
 NUM_ALONE = 256  # below this, starting workers costs more than it saves
 
-# read(file) returns the values of a picture, uint8, and its size and mode in words.
-Read = Callable[[BytesIO | Path], tuple[np.ndarray, str]]
-Block = tuple[dict[int, str], Counter[str], str]  # its problems by row, kinds, hashes in hex
+# read(file, side) returns a square of a picture, uint8, and its form: its size and mode in words.
+Read = Callable[[BytesIO | Path, int], tuple[np.ndarray, str]]
 
 
 class Decoded(NamedTuple):
@@ -43,13 +36,13 @@ class Decoded(NamedTuple):
     Attributes:
         path: the file (.npy) of the values of all rows.
         problems: what is wrong with the rows that cannot be read.
-        kinds: how many pictures are of which size and mode.
+        forms: how many pictures are of which size and mode.
         hashes: of the values of each row, int64, equal for equal pictures.
     """
 
     path: Path
     problems: dict[int, str]
-    kinds: Counter[str]
+    forms: Counter[str]
     hashes: torch.Tensor
 
 
@@ -75,103 +68,82 @@ def decode_once(
         with as_usage_error(f"{path} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             prefix = f"{os.getpid()}-"  # another run may be writing the same
-            with replacing(path, prefix) if stored else nullcontext() as file:
-                try:
-                    report = join_blocks(decode(cells, shape, read, file))
-                except BrokenExecutor:
-                    raise MemoryError("a worker was killed: is memory full?") from None
-                except OSError as problem:  # of a worker, whose whole traceback is its cause
-                    raise problem from None
+            with replacing(path, prefix) if stored else nullcontext(os.devnull) as file:
+                report = decode(Blocks(cells, shape, read), file)
                 with replacing(report_path, prefix) as temporary:
                     temporary.write_text(json.dumps(report))
     report = json.loads(report_path.read_text())
     problems = {int(row): problem for row, problem in report["problems"].items()}
     hashes = np.frombuffer(bytearray.fromhex(report["hashes"]), np.int64)
-    return Decoded(path, problems, Counter(report["kinds"]), torch.from_numpy(hashes))
+    return Decoded(path, problems, Counter(report["forms"]), torch.from_numpy(hashes))
 
 
-def decode(
-    cells: datasets.Dataset, shape: tuple[int, ...], read: Read, file: Path | None
-) -> list[Block]:
-    """Decode all pictures into a file (.npy), if one is named; return the blocks in their order.
+class Blocks(Dataset):
+    """The pictures by blocks: the bytes of their values, and problems, forms and hashes of them."""
 
-    The file is written, not mapped: on a full disk that would kill a worker without a word.
-    """
-    (column,) = cells.column_names
-    # Large blocks cost less for each picture, small ones keep all workers busy to the end.
-    size = min(LARGEST, 1 + len(cells) // NUM_BLOCKS)
-    empty = np.zeros(shape, np.uint8)
-    if file:
-        whole = np.lib.format.open_memmap(file, "w+", np.uint8, (len(cells), *shape))
+    def __init__(self, cells: datasets.Dataset, shape: tuple[int, ...], read: Read):
+        self.cells, self.shape, self.read = cells, shape, read
+        # Large blocks cost less for each picture, small ones keep all workers busy to the end.
+        self.size = min(LARGEST, 1 + len(cells) // NUM_BLOCKS)
 
-    def decode_block(start: int) -> Block:
+    def __len__(self) -> int:
+        return math.ceil(len(self.cells) / self.size)
+
+    def __getitem__(self, number: int) -> tuple[bytes, dict[int, str], Counter[str], str]:
+        start = number * self.size
+        (cells,) = self.cells[start : start + self.size].values()
+        block, hashes = [], ""
         problems: dict[int, str] = {}
-        kinds, hashes = Counter[str](), ""
-        with open(file, "r+b", 2**18) if file else nullcontext() as into:  # few writes
-            if into:
-                into.seek(whole.offset + start * empty.nbytes)
-            for row, cell in enumerate(cells[start : start + size][column], start):
+        forms = Counter[str]()
+        with warnings.catch_warnings(action="ignore"):  # Pillow warns of the same for each file
+            for row, cell in enumerate(cells, start):
                 try:
-                    pixels, kind = read(source_of(cell))
-                    kinds[kind] += 1
+                    pixels, form = self.read(source_of(cell), self.shape[1])
+                    forms[form] += 1
                 except Exception as problem:  # Pillow raises many kinds, and all are listed
                     name = f" ({cell['path']})" if cell and cell.get("path") else ""
                     problems[row] = f"row {row + 1}{name}: {first_sentence(problem)}"
-                    pixels = empty
-                values = pixels.tobytes()
+                    pixels = np.zeros(self.shape, np.uint8)
+                block.append(pixels.tobytes())
                 # A picture that cannot be read is equal to no other one.
-                hashes += xxhash.xxh3_64_hexdigest(problems.get(row, "").encode() or values)
-                if into:
-                    into.write(values)
-        return problems, kinds, hashes
-
-    blocks, starts = [], range(0, len(cells), size)
-    with (
-        warnings.catch_warnings(action="ignore"),  # Pillow warns of the same thing for each file
-        make_pool(decode_block, len(cells)) as pool,
-        tqdm(total=len(cells), desc="decoding", leave=False, disable=no_bar(), delay=1) as bar,
-    ):
-        for block in pool.map(run_block, starts):
-            blocks.append(block)
-            bar.update(size)
-    return blocks
+                hashes += xxhash.xxh3_64_hexdigest(problems.get(row, "").encode() or block[-1])
+        return b"".join(block), problems, forms, hashes
 
 
-def join_blocks(blocks: list[Block]) -> dict[str, Any]:
-    """Return the problems, kinds and hashes of all blocks, as JSON."""
-    kinds = sum((kinds for _, kinds, _ in blocks), Counter[str]())
-    return {
-        "problems": {row: text for problems, *_ in blocks for row, text in problems.items()},
-        "kinds": dict(kinds.most_common()),
-        "hashes": "".join(hashes for *_, hashes in blocks),
-    }
+def decode(blocks: Blocks, path: Path | str) -> dict[str, Any]:
+    """Decode all pictures into a file (.npy); return problems, forms and hashes, as JSON.
 
-
-BLOCK_TASKS: list[Callable[[int], Any]] = []  # the last one is what the workers of a pool do
-
-
-def run_block(start: int) -> Any:
-    return BLOCK_TASKS[-1](start)
-
-
-def start_worker(task: Callable[[int], Any], is_process: bool) -> None:
-    BLOCK_TASKS.append(task)
-    if is_process:
-        outlive_signals(0)
-        torch.set_num_threads(1)  # the threads of the parent are not there
-
-
-def make_pool(task: Callable[[int], Any], number: int) -> Executor:
-    """Make a pool for run_block: of forked processes, which share memory, or else of threads.
-
-    Unlike multiprocessing.Pool it notices if a process was killed, and does not wait for ever.
+    The file is written, not mapped: on a full disk that would kill this process without a word.
     """
-    if sys.platform == "linux" and number > NUM_ALONE:
-        fork = multiprocessing.get_context("fork")
-        num_cores = len(os.sched_getaffinity(0))
-        return ProcessPoolExecutor(num_cores, fork, start_worker, (task, True))
-    num_threads = (os.cpu_count() or 1) if number > NUM_ALONE else 1
-    return ThreadPoolExecutor(num_threads, "decoding", start_worker, (task, False))
+    num_pictures = len(blocks.cells)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    loader = DataLoader(
+        blocks,
+        batch_size=None,
+        num_workers=(num_cores or 1) if num_pictures > NUM_ALONE else 0,
+        collate_fn=tuple,  # as a block is: the default would convert it
+        worker_init_fn=outlive_signals,
+        generator=torch.Generator(),  # else the seeds of the workers would be drawn from torch's
+    )
+    problems: dict[int, str] = {}
+    forms = Counter[str]()
+    hashes = ""
+    header = {"descr": "|u1", "fortran_order": False, "shape": (num_pictures, *blocks.shape)}
+    with (
+        open(path, "wb") as file,
+        tqdm(total=num_pictures, desc="decoding", leave=False, disable=no_bar(), delay=1) as bar,
+    ):
+        np.lib.format.write_array_header_1_0(file, header)
+        try:
+            for values, *report in loader:
+                file.write(values)
+                problems |= report[0]
+                forms += report[1]
+                hashes += report[2]
+                bar.update(blocks.size)
+        except RuntimeError:  # of torch, which says no more
+            raise MemoryError("a worker was killed: is memory full?") from None
+    return {"problems": problems, "forms": dict(forms.most_common()), "hashes": hashes}
 
 
 def source_of(cell: dict[str, Any] | None) -> BytesIO | Path:

@@ -10,6 +10,7 @@ import math
 import warnings
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL
@@ -117,14 +118,14 @@ def resize(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
-    """Return the centre square of a picture in colour, uint8 (side, side, 3), and its kind.
+    """Return the centre square of a picture in colour, uint8 (side, side, 3), and its form.
 
     Of an animation the first picture is taken. Raises an exception that says what is wrong with the
     picture.
     """
     with open_file(file) as picture:
         width, height = picture.size
-        kind = f"{width} x {height} {picture.mode}"
+        form = f"{width} x {height} {picture.mode}"
         picture.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
         ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode[0] in RANGES:  # Pillow would cut them off
@@ -138,7 +139,7 @@ def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
     if picture.mode == "RGBA":
         white = Image.new("RGBA", picture.size, "white")  # as a page or a browser shows it
         picture = Image.alpha_composite(white, picture).convert("RGB")
-    return np.array(picture), kind
+    return np.array(picture), form
 
 
 def read_photo_pixels(file: Path | BytesIO, side: int, size: int) -> torch.Tensor:
@@ -152,12 +153,29 @@ def cut_centre(pictures: torch.Tensor, size: int) -> torch.Tensor:
     return pictures[..., top : top + size, left : left + size]
 
 
+def standardise(images: torch.Tensor, metadata: dict[str, Any]) -> torch.Tensor:
+    """Cut out the centre and scale colours 0 to 255 to what the network was trained on.
+
+    Features of photos, which have no height and width, are returned as they are.
+
+    Args:
+        images: (n, channels, height, width).
+        metadata: has "size", "mean" and "std".
+    """
+    if images.ndim == 2:
+        return images
+    images = cut_centre(images, metadata["size"]).float()
+    shift, scale = (images.new_tensor(metadata[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    images = (images - 255 * shift) / (255 * scale)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
 def read_square(file: Path | BytesIO, size: int) -> tuple[np.ndarray, str]:
     """Return the grey values of a picture, uint8 (1, size, size), and its size and mode."""
     picture = open_picture(file)
     width, height = picture.size
-    kind = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
-    if kind == f"{size} x {size} L" and not picture.has_transparency_data:
+    form = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
+    if form == f"{size} x {size} L" and not picture.has_transparency_data:
         # As it is: digits come by ten thousands. np.asarray(picture) would take longer.
-        return np.frombuffer(picture.tobytes(), np.uint8).reshape(1, size, size), kind
-    return resize(to_grey(picture), size)[None], kind
+        return np.frombuffer(picture.tobytes(), np.uint8).reshape(1, size, size), form
+    return resize(to_grey(picture), size)[None], form

@@ -1,6 +1,7 @@
 """Find which files of a folder are read, with their splits and classes, and hash their content."""
 
 import functools
+import hashlib
 import re
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
@@ -58,19 +59,19 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
 
     list_of_labels: a CSV file that names pictures and their classes; others are not read.
     """
-    paths = list_paths(folder)
-    files = [path for path in paths if is_read(path.as_posix()) and (folder / path).is_file()]
-    chosen = [path for path in paths if is_picture(path) and (folder / path).is_file()]
-    listed = read_list(list_of_labels, chosen) if list_of_labels else {}
-    chosen = [*listed] or chosen
-    holders = [p for p in files if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
-    lists = [path for path in files if path.name in LISTS]
-    are_pictures = bool(listed) or len(chosen) > len(holders)
-    if listed:
-        lists = []
-    elif are_pictures:
-        check_splits(folder, chosen)
-    chosen = [*chosen, *lists] if are_pictures else holders
+    below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    paths = sorted((path.relative_to(folder) for path in below), key=str)
+    files = [path for path in paths if (folder / path).is_file()]
+    pictures = [path for path in files if is_picture(path)]
+    visible = [path for path in files if is_read(path.as_posix())]
+    holders = [p for p in visible if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
+    lists = [path for path in visible if path.name in LISTS]
+    classes = read_list(list_of_labels, pictures) if list_of_labels else {}
+    are_pictures = bool(classes) or len(pictures) > len(holders)
+    chosen = [*classes] or holders
+    if are_pictures and not classes:
+        check_splits(folder, pictures)
+        chosen = pictures + lists
     parts: dict[str, list[Path]] = {}
     for path in chosen:
         parts.setdefault(find_split(path, are_pictures), []).append(path)
@@ -88,9 +89,9 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     if not read:
         others = f" ({describe_unread(unread)})" * bool(unread)
         raise UsageError(f"--dataset {folder} cannot be read: it has no picture files{others}")
-    if not listed and not lists and are_pictures:
-        listed = classes_of_folders(folder, read, int({*parts} != {""}))
-    return Folder(splits, listed, unread)
+    if are_pictures and not classes and not lists:
+        classes = classes_of_folders(folder, read, int({*parts} != {""}))
+    return Folder(splits, classes, unread)
 
 
 def reason_unread(folder: Path, path: Path) -> str:
@@ -111,12 +112,6 @@ def describe_unread(unread: dict[Path, str]) -> str:
         paths.setdefault(reason, []).append(str(path))
     reasons = (f"{reason} ({len(names)}): {shorten(names)}" for reason, names in paths.items())
     return f"{len(unread)} not read: {'; '.join(reasons)}"
-
-
-def list_paths(folder: Path) -> list[Path]:
-    """Return all files and links below the folder: relative paths in the order of their names."""
-    below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
-    return sorted((path.relative_to(folder) for path in below), key=str)
 
 
 def is_picture(path: Path) -> bool:
@@ -142,24 +137,24 @@ def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
         for name in {str(picture), picture.as_posix(), picture.name, picture.stem}:
             named_so.setdefault(name, []).append(picture)
     columns = [*table.columns]
-    hits = {name: sum(cell in named_so for cell in table[name]) for name in columns}
-    named = max(columns, key=lambda name: hits[name], default="")
-    if len(columns) < 2 or not hits[named]:
+    hits = [table[name].isin(named_so.keys()).sum() for name in columns]
+    if len(columns) < 2 or not any(hits):
         raise UsageError(
             f"{where}: no column of {columns} has the names of pictures of the folder, such as "
             f"{pictures[0].name if pictures else 'a.jpg'}; another must have their classes"
         )
-    place = columns.index(named)
-    label = columns[place + 1 if place + 1 < len(columns) else place - 1]
+    named = hits.index(max(hits))
+    label = named + 1 if named + 1 < len(columns) else named - 1
     classes: dict[Path, str] = {}
     problems = []
-    for name, text in zip(table[named], table[label], strict=True):
+    for name, text in zip(table[columns[named]], table[columns[label]], strict=True):
         candidates = named_so.get(name, [])
-        if len(candidates) != 1 or not text or classes.get(candidates[0], text) != text:
-            kind = "is not a picture" if not candidates else "means several pictures"
-            problems.append(f"{name} {kind if len(candidates) != 1 else 'has no single class'}")
-        else:
-            classes[candidates[0]] = text
+        if not candidates:
+            problems.append(f"{name} is not a picture")
+        elif len(candidates) > 1:
+            problems.append(f"{name} means several pictures")
+        elif classes.setdefault(candidates[0], text) != text or not text:
+            problems.append(f"{name} has no single class")
     if problems:
         raise UsageError(f"{where}: {shorten(problems)}")
     return dict(sorted(classes.items(), key=lambda item: str(item[0])))
@@ -216,11 +211,8 @@ def hash_file(path: Path, *_: int) -> bytes:
 
     The other arguments, its size and times, make a process read it again only if they change.
     """
-    digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.digest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
 
 
 def hash_files(folder: Path, paths: list[Path]) -> str:

@@ -1,6 +1,5 @@
 """Small grey pictures, of files of any size and mode, as one uint8 tensor."""
 
-import functools
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -22,11 +21,11 @@ class Sampled(NamedTuple):
 
     Attributes:
         pixels: of some of them, uint8 (n, size * size).
-        kinds: how many of all files have which size and mode.
+        forms: how many of all files have which size and mode.
     """
 
     pixels: torch.Tensor
-    kinds: Counter[str]
+    forms: Counter[str]
 
 
 def load_images(name: str, split: str, size: int, *options: Any) -> tuple[InMemory, Split]:
@@ -35,8 +34,7 @@ def load_images(name: str, split: str, size: int, *options: Any) -> tuple[InMemo
     Pictures are decoded once and cached; they are decoded again if a file's content or the way of
     decoding changes. For the options see splits.read_split. Raises UsageError.
     """
-    read = functools.partial(files.read_square, size=size)
-    part = load_split(name, split, read, (1, size, size), str(size), *options)
+    part = load_split(name, split, files.read_square, (1, size, size), *options)
     pixels = torch.from_numpy(np.load(part.path, mmap_mode="r")[part.rows.numpy()])
     return InMemory(pixels, part.labels), part
 
@@ -44,8 +42,8 @@ def load_images(name: str, split: str, size: int, *options: Any) -> tuple[InMemo
 def sample(*sets: tuple[InMemory, Split]) -> Sampled:
     """Look at some pictures of each set that load_images returned."""
     pixels = [images.tensors[0][:: len(images) // NUM_CHECKED + 1] for images, _ in sets]
-    kinds = sum((part.kinds for _, part in sets), Counter[str]())
-    return Sampled(torch.cat(pixels).flatten(1), kinds)
+    forms = sum((part.forms for _, part in sets), Counter[str]())
+    return Sampled(torch.cat(pixels).flatten(1), forms)
 
 
 def describe_pictures(size: int, sampled: Sampled) -> dict[str, Any]:
@@ -59,25 +57,25 @@ def describe_pictures(size: int, sampled: Sampled) -> dict[str, Any]:
             "every picture has a single grey value, so there is nothing in it (16 bit "
             "files must use 0 to 65535, float ones 0 to 1)"
         )
-    kinds = [kind for kind, _ in sampled.kinds.most_common()]
-    shapes = {tuple(map(int, kind.split()[:3:2])) for kind in kinds}
-    others = f" and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
+    forms = [form for form, _ in sampled.forms.most_common()]
+    shapes = {tuple(map(int, form.split()[:3:2])) for form in forms}
+    others = f" and {len(forms) - 1} other kinds" * (len(forms) > 1)
     grey = f"{size} x {size} grey"
-    kind = f"{kinds[0]}{others}"
+    is_grey = forms == [f"{size} x {size} L"]
     return {
-        "read_as": grey if kind == f"{size} x {size} L" else f"{kind} read as {grey}",
+        "read_as": grey if is_grey else f"{forms[0]}{others} read as {grey}",
         "shape": [*shapes.pop()] if len(shapes) == 1 else None,
     }
 
 
-def are_photos(kinds: Counter[str]) -> bool:
+def are_photos(forms: Counter[str]) -> bool:
     """Return whether more than half of the files are in colour and have sides above 64 pixels."""
     num_photos = 0
-    for kind, number in kinds.items():
-        width, _, height, mode = kind.split()[:4]
+    for form, number in forms.items():
+        width, _, height, mode = form.split()[:4]
         large = min(int(width), int(height)) > MOST_SMALL
         num_photos += number * (large and mode in IN_COLOUR)
-    return num_photos * 2 > kinds.total()
+    return num_photos * 2 > forms.total()
 
 
 def describe_values(sampled: Sampled) -> dict[str, str]:
@@ -86,8 +84,8 @@ def describe_values(sampled: Sampled) -> dict[str, str]:
     narrow = sampled.pixels[high - low < 32]  # an eighth of the range
     if len(narrow) * 10 < len(sampled.pixels):
         return {}
-    kinds = " ".join(sampled.kinds)
-    deep = [values for values in files.RANGES.values() if values in kinds]
+    forms = " ".join(sampled.forms)
+    deep = [values for values in files.RANGES.values() if values in forms]
     remedy = "spread their values over the whole range"
     if deep:
         remedy = f"files of {' and '.join(deep)} must use that range: save 8 bit values as 8 bits"

@@ -4,7 +4,6 @@ A batch maps the file into memory for as long as it takes to copy its rows, so t
 more memory for more pictures. A set whose file would be too large is decoded for each batch.
 """
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,13 +140,11 @@ def load_photos(
     leaves them out. For the other arguments see splits.read_split.
     """
     side = config.resize
-    read = functools.partial(files.read_centre, side=side)
     part = load_split(
         config.dataset,
         split,
-        read,
+        files.read_centre,
         (side, side, 3),
-        f"{side} centre",
         label=config.label,
         classes=classes,
         list_of_labels=config.labels,
@@ -178,29 +175,8 @@ def load_sets(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
             f"--dataset {config.dataset}: all {len(train)} pictures look the same, or are too few "
             "to hold some out: pictures are put on white, so give white drawings another ground"
         )
-    counts = held_out.labels.bincount()
-    number = int(counts.argmax())
-    share = f"{100 * counts[number].item() / len(held_out):.1f} % of the pictures to evaluate on"
-    plan = {"data": f"{config.dataset}, {len(classes)} classes: {shorten(classes)}"} | plan | more
-    plan["largest"] = f"{classes[number]}, {share}"
+    plan = {"data": config.dataset} | plan | more
     return train, held_out, plan | describe_evaluation(train.split, held_out.split)
-
-
-def standardise(images: torch.Tensor, metadata: dict[str, Any]) -> torch.Tensor:
-    """Cut out the centre and scale colours 0 to 255 to what the network was trained on.
-
-    Features of photos, which have no height and width, are returned as they are.
-
-    Args:
-        images: (n, 3, height, width).
-        metadata: has "size", "mean" and "std".
-    """
-    if images.ndim == 2:
-        return images
-    images = files.cut_centre(images, metadata["size"]).float()
-    shift, scale = (images.new_tensor(metadata[name]).view(3, 1, 1) for name in ("mean", "std"))
-    images = (images - 255 * shift) / (255 * scale)
-    return images.contiguous(memory_format=torch.channels_last)
 
 
 def recolour(images: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -212,29 +188,32 @@ def recolour(images: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def mix_photos(
-    kind: str,
+    method: str,
     first: tuple[torch.Tensor, torch.Tensor],
     second: tuple[torch.Tensor, torch.Tensor],
     numbers: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Put a second picture into each; return them, and the shares of the classes.
 
-    mixup blends the two (Zhang et al. 2018, arXiv:1710.09412), cutmix pastes a square of the second
-    (Yun et al. 2019, arXiv:1905.04899). The share of the first picture is at least a half.
+    The share of the first picture is at least a half.
 
     Args:
+        method: mixup blends the two (Zhang et al. 2018, arXiv:1710.09412), cutmix pastes a square
+            of the second (Yun et al. 2019, arXiv:1905.04899).
         first: pictures (n, 3, size, size), and the shares of the classes in each (n, classes).
         second: the same of the second pictures.
         numbers: for each picture, three in [0, 1), which decide.
     """
     share = 1 - numbers[:, 0] / 2
     weight = share.view(-1, 1, 1, 1)
-    if kind == "cutmix":
+    if method == "cutmix":
         size = first[0].shape[-1]
         side = (1 - share).sqrt()[:, None]
-        places = (torch.arange(size, device=share.device) + 0.5) / size
+        centres = (torch.arange(size, device=share.device) + 0.5) / size
         starts = numbers[:, 1:] * (1 - side)
-        y, x = ((places >= at[:, None]) & (places < at[:, None] + side) for at in starts.unbind(1))
+        y, x = (
+            (centres >= at[:, None]) & (centres < at[:, None] + side) for at in starts.unbind(1)
+        )
         weight = 1 - (y[:, None, :, None] & x[:, None, None]).float()
         share = weight.mean((1, 2, 3))
     images = second[0] + weight * (first[0] - second[0])

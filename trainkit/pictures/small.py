@@ -8,7 +8,7 @@ SMALL_SET = 10_000  # with fewer pictures, the values for a large set make too f
 
 
 def fit_to_size(
-    config: Any, num_train: int, large: dict[str, float], small: dict[str, float] | None = None
+    config: Any, num_train: int, large: dict[str, float], small: dict[str, float]
 ) -> dict[str, str]:
     """Set the values that are UNSET by the number of training pictures; return a line of the plan.
 
@@ -17,12 +17,11 @@ def fit_to_size(
     `small`. Values that the user typed stay. If the user chose --batch-size or --drop-last, no data
     set counts as small. The line of the plan is returned for a small set only.
     """
-    is_chosen = any(getattr(config, name) is not None for name in ("batch_size", "drop_last"))
-    is_small = num_train < SMALL_SET and not is_chosen
+    is_small = num_train < SMALL_SET and config.batch_size is None and config.drop_last is None
     values = large
     if is_small:
         epochs = max(3, 16384 // max(1, num_train))
-        values = large | {"batch_size": 32, "epochs": epochs, "drop_last": False} | (small or {})
+        values = large | {"batch_size": 32, "epochs": epochs, "drop_last": False} | small
     chosen = {name: value for name, value in values.items() if getattr(config, name) is None}
     vars(config).update(chosen)
     flags = [

@@ -25,9 +25,7 @@ from trainkit.orders import hold_out, split_equal_samples
 from trainkit.pictures import files, folders
 from trainkit.pictures.decoding import Read, decode_once
 from trainkit.private import fingerprint_of
-from trainkit.text import shorten
-
-NUM_RARE = 5  # pictures to evaluate on: with fewer of a class its recall says little
+from trainkit.reading.recall import describe_classes
 
 
 class Split(NamedTuple):
@@ -40,7 +38,7 @@ class Split(NamedTuple):
         labels: its class, int64.
         hashes: of its values, int64, equal for equal pictures.
         classes: the names of the classes.
-        kinds: how many pictures of all rows are of which size and mode.
+        forms: how many pictures of all rows are of which size and mode.
         problems: what is wrong with the rows that were left out.
     """
 
@@ -50,7 +48,7 @@ class Split(NamedTuple):
     labels: torch.Tensor
     hashes: torch.Tensor
     classes: list[str]
-    kinds: Counter[str]
+    forms: Counter[str]
     problems: list[str]
 
 
@@ -59,7 +57,6 @@ def load_split(
     split: str,
     read: Read,
     shape: tuple[int, ...],
-    way: str,
     label: str | None = None,
     classes: list[str] | None = None,
     num_held_out: int = 0,
@@ -74,8 +71,8 @@ def load_split(
 
     Args:
         split: "train" or "test"; see read_split for this and the options that are not named here.
-        read: decodes a picture to uint8 values of this shape.
-        way: names how `read` decodes, apart from the code of files.py.
+        read: decodes a picture to uint8 values of this shape: (1, side, side), or (side, side, 3)
+            in colour.
         skip_unreadable: leave out the pictures that cannot be read. None: the script has no such
             flag.
         max_bytes: if the values would take more, no file is written.
@@ -84,21 +81,22 @@ def load_split(
     rows, labels, classes, is_whole, where = read_split(name, split, *options)
     (image,) = rows.column_names
     cells = rows.cast_column(image, datasets.Image(decode=False))
-    key = f"{fingerprint_of(rows)} {way} ".encode() + files.READER
+    key = f"{fingerprint_of(rows)} {shape} ".encode() + files.READER
     decoded = decode_once(cells, shape, read, key, len(rows) * math.prod(shape) <= max_bytes)
     problems, hashes = decoded.problems, decoded.hashes
     if problems and not skip_unreadable:
         text = f"{where}: {len(problems)} of {len(rows)} pictures cannot be read: "
-        command = f"\nThis works, without them: {shlex.join(['python', *sys.argv])} "
-        command = f"{command}--skip-unreadable" * (skip_unreadable is not None)
-        raise UsageError(text + "; ".join(problems.values()) + command)
+        text += "; ".join(problems.values())
+        if skip_unreadable is not None:
+            command = shlex.join(["python", *sys.argv, "--skip-unreadable"])
+            text += f"\nThis works, without them: {command}"
+        raise UsageError(text)
     chosen = torch.arange(len(rows))
     if not is_whole:
         chosen = hold_out_apart(labels, hashes, split, num_held_out)
-    if problems:
-        chosen = chosen[~torch.isin(chosen, torch.tensor([*problems]))]
+    chosen = chosen[~torch.isin(chosen, torch.tensor([*problems], dtype=torch.int64))]
     samples = chosen, labels[chosen], hashes[chosen]
-    return Split(decoded.path, cells, *samples, classes, decoded.kinds, [*problems.values()])
+    return Split(decoded.path, cells, *samples, classes, decoded.forms, [*problems.values()])
 
 
 def hold_out_apart(
@@ -119,23 +117,14 @@ def hold_out_apart(
 
 
 def describe_evaluation(train: Split, held_out: Split) -> dict[str, str]:
-    """Return the lines of the plan about classes and pictures whose evaluation says little."""
-    plan = {}
-    number = len(held_out.labels)
-    counts = held_out.labels.bincount(minlength=len(held_out.classes)).tolist()
-    pairs = sorted(zip(counts, held_out.classes, strict=True))
-    if rare := [f"{name} {count}" for count, name in pairs if count < NUM_RARE]:
-        of = f"{len(rare)} of {len(pairs)} classes"
-        plan["rare"] = f"{of} have fewer than {NUM_RARE} pictures to evaluate on: {shorten(rare)}"
+    """Return the lines of the plan about the classes, and pictures whose evaluation says little."""
+    plan = describe_classes(train.labels, held_out.labels, train.classes, "picture")
     if twice := int(torch.isin(held_out.hashes, train.hashes).sum()):
+        number = len(held_out.labels)
         plan["twice"] = f"{twice} of {number} pictures to evaluate on are also trained on"
-    labels = torch.cat((train.labels, held_out.labels))
-    _, group = torch.cat((train.hashes, held_out.hashes)).unique(return_inverse=True)
-    lowest, highest = (
-        labels.clone().scatter_reduce(0, group, labels, way, include_self=False)[group]
-        for way in ("amin", "amax")
-    )
-    if unlike := int((lowest != highest).sum()):
+    labels = pd.Series(torch.cat((train.labels, held_out.labels)).numpy())
+    alike = labels.groupby(torch.cat((train.hashes, held_out.hashes)).numpy())
+    if unlike := int((alike.transform("nunique") > 1).sum()):
         plan["unlike"] = f"{unlike} of {len(labels)} pictures look as one of another class"
     return plan
 
@@ -209,8 +198,9 @@ def load_tables(folder: Path, contents: folders.Folder) -> dict[str, datasets.Da
     for path in [path for path in files_of_splits if path.suffix.lower() == ".zip"]:
         with zipfile.ZipFile(folder / path) as archive:
             inside = [Path(name) for name in archive.namelist()]
-        has_list = any(path.name in folders.LISTS for path in inside)
-        if not has_list and any(map(folders.is_picture, inside)):
+        if any(map(folders.is_picture, inside)) and not any(
+            x.name in folders.LISTS for x in inside
+        ):
             # datasets would take the folder that holds the archive for the class of them all.
             raise UsageError(f"--dataset {folder}: unpack {path}, for its folders to be classes")
     options: dict[str, Any] = {}

@@ -9,30 +9,28 @@ from trainkit.run_dir.records import PREDICTIONS, load_predictions
 from trainkit.text import shorten
 
 NUM_WORST = 5  # classes that are named
-RARE = 5  # samples: with fewer of a class, none may be left to evaluate on
+RARE = 5  # samples to evaluate on: with fewer of a class its recall says little
 
 
 def describe_classes(
     labels: Tensor, held_out: Tensor, classes: Sequence[str], noun: str
 ) -> dict[str, str]:
-    """Return lines of the plan: the classes, the largest one, and which are rare or missing.
+    """Return lines of the plan: the classes, the largest one, which are rare, and not trained on.
 
     labels, held_out: of what is trained and evaluated on. noun: what a sample is called.
     """
     trained, tested = (part.bincount(minlength=len(classes)) for part in (labels, held_out))
-    share = f"{100 * tested.max().item() / len(held_out):.1f} %"
+    share = f"{100 * tested.max().item() / max(1, len(held_out)):.1f} %"
     plan = {
         "classes": f"{len(classes)}: {shorten(classes, 10)}",
         "largest class": f"{classes[int(tested.argmax())]}, {share} of the {noun}s to evaluate on",
     }
-    groups = {
-        f"no {noun} to train on": trained == 0,
-        f"no {noun} to evaluate on": tested == 0,
-        f"fewer than {RARE} {noun}s": trained + tested < RARE,
-    }
-    for text, of in groups.items():
-        if of.any():
-            plan[text] = shorten([classes[n] for n in of.nonzero().flatten()], 10)
+    counts = sorted(zip(tested.tolist(), classes, strict=True))
+    if rare := [f"{name} {number}" for number, name in counts if number < RARE]:
+        few = f"fewer than {RARE} {noun}s to evaluate on: {shorten(rare)}"
+        plan["rare"] = f"{len(rare)} of {len(classes)} classes have {few}"
+    if unknown := [classes[n] for n in (trained == 0).nonzero().flatten()]:
+        plan["not trained"] = f"no {noun} to train on is {shorten(unknown)}"
     return plan
 
 

@@ -130,15 +130,15 @@ class ParquetRows(Dataset):
         for path, (version, kept) in self.footers.items():
             footer = pq.read_metadata(kept)
             has = pq.read_schema(kept)
-            kinds = [has.field(x).type if has.names.count(x) == 1 else None for x in columns]
-            schema = schema or kinds
-            if kinds != schema or None in kinds:
+            types = [has.field(x).type if has.names.count(x) == 1 else None for x in columns]
+            schema = schema or types
+            if types != schema or None in types:
                 held = shorten([f"{column.name} ({column.type})" for column in has], 30)
                 raise UsageError(
                     f"{shown(path)}: {', '.join(columns)} must be among its columns, once and "
                     f"of one type in all files: it has {held}"
                     + f", the first file {schema}"
-                    * (kinds != schema)
+                    * (types != schema)
                 )
             for within in range(footer.num_row_groups):
                 self.groups.append((path, version, kept, within))
@@ -176,10 +176,10 @@ class ParquetRows(Dataset):
             batch.append(default_collate(values))
         return batch
 
-    def _columns(self, places: torch.Tensor) -> Iterator[tuple]:
+    def _columns(self, indices: torch.Tensor) -> Iterator[tuple]:
         """Yield these samples' values of each column: mapped tensors, or Python objects."""
-        groups = torch.searchsorted(self.ends, places, right=True)
-        numbers, rows = groups.tolist(), (places - self.ends[groups]).tolist()
+        groups = torch.searchsorted(self.ends, indices, right=True)
+        numbers, rows = groups.tolist(), (indices - self.ends[groups]).tolist()
         held = self._request(groups)
         parts = {number: held[number].get() for number in {*numbers}}
         for _ in range(WINDOW):  # only now, or the first batch would wait for these as well

@@ -46,6 +46,7 @@ class Column:
         words: texts that counted as missing values, including "", and how many cells held each.
         cycles: names from CYCLES; each becomes the sine and the cosine of its phase.
         num_numbers: how many cells of a column of texts read as numbers.
+        problem: why it is left out, or "".
     """
 
     name: str
@@ -55,6 +56,7 @@ class Column:
     words: dict[str, int] | None = None
     cycles: list[str] = field(default_factory=list)
     num_numbers: int = 0
+    problem: str = ""
 
     def feature_names(self) -> list[str]:
         """Return the names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
@@ -75,6 +77,8 @@ class Column:
         return np.stack(parts, axis=1)
 
     def __str__(self) -> str:
+        if self.problem:
+            return self.problem
         kind = "date, as days since 1970" if self.days else "number"
         if self.cycles:
             kind += f" and {', '.join(self.cycles)}"
@@ -103,10 +107,9 @@ def parse_cells(values: pd.Series, column: Column) -> pd.Series:
         if texts.isin(["true", "false"]).any():  # asked first, because replacing takes long
             texts = texts.replace({"true": "1", "false": "0"})
         values = pd.to_numeric(texts, errors="coerce")
-    numbers = values.to_numpy(float)
-    numbers = np.where(np.abs(numbers) <= 1e38, numbers, np.nan)  # float32 ends at 3.4e38
-    numbers = numbers / UNITS[column.days] if column.days else numbers
-    return pd.Series(numbers, values.index, name=values.name)
+    numbers = values.astype(float)
+    numbers = numbers.where(numbers.abs() <= 1e38)  # float32 ends at 3.4e38
+    return numbers / UNITS[column.days] if column.days else numbers
 
 
 def _read_dates(texts: pd.Series, form: Any) -> pd.Series:
@@ -120,16 +123,16 @@ def _read_dates(texts: pd.Series, form: Any) -> pd.Series:
 
 def learn_column(
     values: pd.Series, train: np.ndarray, categorical: Sequence[str], missing: str | None
-) -> Column | str:
-    """Learn from its training rows how a feature is encoded, or return why it is left out.
+) -> Column:
+    """Learn from its training rows how a feature is encoded, or why it is left out.
 
     A missing number becomes the mean, a missing category the most frequent one: with `missing`
     "impute", and also with None if the column lacks a value. In a column of numbers or dates the
     words of MISSING count as missing values. Words without a digit do too, if at most one cell in
     ten holds one.
     """
-    column = find_kind(values, values.name in categorical)
-    if isinstance(column, str):
+    column = find_kind(values, categorical)
+    if column.problem:
         return column
     parsed = parse_cells(values, column)
     present = parsed.iloc[train]
@@ -141,13 +144,15 @@ def learn_column(
         column.words = odd.value_counts().to_dict()
     counts = present.value_counts().sort_index()
     if len(counts) == 1 or not len(counts) + len(others):
-        return "left out: always the same"
+        column.problem = "left out: always the same"
+        return column
     if column.categories is None:
         fill = float(present.mean())
     elif hardly_repeats(len(counts), present.count()):
+        column.problem = f"left out: {len(counts)} different texts in {len(train)} training rows"
         if counts.index.to_series().str.fullmatch(LIKE_A_DATE).mean() > 0.5:
-            return "left out: dates in a form that is not read, so write 2020-01-31"
-        return f"left out: {len(counts)} different texts in {len(train)} training rows"
+            column.problem = "left out: dates in a form that is not read, so write 2020-01-31"
+        return column
     else:
         # Of equally frequent texts the first in the alphabet, which is the same on every machine.
         column.categories = [*counts.index]
@@ -166,16 +171,16 @@ def hardly_repeats(num_different: int, num_cells: int) -> bool:
     return num_different > min(most, MAX_CATEGORIES)
 
 
-def find_kind(values: pd.Series, is_category: bool) -> Column | str:
-    """Return a column of numbers, of dates, or of texts (without the texts), or why not.
+def find_kind(values: pd.Series, categorical: Sequence[str]) -> Column:
+    """Return a column of numbers, of dates, or of texts (without the texts).
 
-    It holds texts if is_category says so, or if most values read neither as numbers nor as dates
-    and do not look like numbers with a unit. Whole numbers that float64 cannot tell apart are texts
-    too: they are ids.
+    It holds texts if it is named in `categorical`, or if most values read neither as numbers nor as
+    dates and do not look like numbers with a unit. Whole numbers that float64 cannot tell apart are
+    texts too: they are ids.
     """
     column = Column(str(values.name))
     cells = values[values.notna() & ~values.isin(MISSING)]
-    if is_category or not len(cells):
+    if column.name in categorical or not len(cells):
         column.categories = []
         return column
     numbers = parse_cells(cells, column).dropna()
@@ -191,7 +196,8 @@ def find_kind(values: pd.Series, is_category: bool) -> Column | str:
     read = [_read_dates(sample, form).notna().mean() for form in DATES]
     if max(read) > 0.5 and len(others) > len(numbers):
         if read.count(max(read)) > 1:
-            return "left out: dates, but the day or the month may come first, so write 2020-01-31"
+            asked = "the day or the month may come first"
+            column.problem = f"left out: dates, but {asked}, so write 2020-01-31"
         column.days = DATES[int(np.argmax(read))]
     elif 2 * distinct.isin(others).sum() > len(distinct) and not _have_a_unit(others):
         column.categories = []
@@ -221,12 +227,10 @@ def is_index(values: pd.Series) -> bool:
 
 def _unix_unit(numbers: pd.Series) -> Any:
     """Return the key of UNITS if whole numbers are Unix times, otherwise False."""
-    low, high = UNIX_SECONDS
-    lowest, highest = numbers.min(), numbers.max()
-    for name, unit in UNITS.items():
-        scale = unit / UNITS["unix"]
-        if low * scale <= lowest and highest <= high * scale:
-            return name if (numbers % 1 == 0).all() and numbers.nunique() > 1 else False
+    if (numbers % 1 == 0).all() and numbers.nunique() > 1:
+        for name, unit in UNITS.items():
+            if (numbers * (UNITS["unix"] / unit)).between(*UNIX_SECONDS).all():
+                return name
     return False
 
 

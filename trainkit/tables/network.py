@@ -42,20 +42,18 @@ class TabM(nn.Module):
         edges: for each feature those of its bins, as find_edges returns them.
     """
 
+    bins: Tensor  # the feature of each bin, and its two edges
     scale: Tensor
 
     def __init__(self, num_outputs: int, edges: list[list[float]]):
         super().__init__()
         bins = [(n, *pair) for n, limits in enumerate(edges) for pair in pairwise(limits)]
-        column, low, high = zip(*bins, strict=True) if bins else ((), (), ())
-        for name, values in (("low", low), ("high", high)):
-            self.register_buffer(name, torch.tensor(values), persistent=False)
-        self.register_buffer("column", torch.tensor(column, dtype=torch.int64), persistent=False)
+        self.register_buffer("bins", torch.tensor(bins).view(-1, 3), persistent=False)
         # Of the rows without each fold, which the members of a group add to; the last of all rows.
         self.register_buffer("weight", torch.zeros(NUM_FOLDS + 1, num_outputs, len(edges)))
         self.register_buffer("bias", torch.zeros(NUM_FOLDS + 1, num_outputs))
         self.register_buffer("scale", torch.zeros(()))
-        num_inputs = len(edges) + len(column)
+        num_inputs = len(edges) + len(bins)
         groups = NUM_FOLDS, NUM_MEMBERS, 1
         signs = torch.randint(0, 2, (*groups, num_inputs)).float() * 2 - 1
         self.signs = nn.Parameter(signs)  # of the inputs of each member, which makes them differ
@@ -73,7 +71,8 @@ class TabM(nn.Module):
 
         That is what the linear model and the members say who do not know the row, on average.
         """
-        position = (features[:, self.column] - self.low) / (self.high - self.low)
+        column, low, high = self.bins.T
+        position = (features[:, column.long()] - low) / (high - low)
         inputs = torch.cat((features, position.clamp(0, 1)), 1)
         states = inputs * self.signs  # (folds, members of a group, rows, inputs)
         for weight, bias, gain in zip(self.weights, self.biases, self.gains, strict=True):
@@ -95,8 +94,8 @@ class TabM(nn.Module):
 
 def find_edges(features: Tensor) -> list[list[float]]:
     """Return for each feature the edges of bins with equally many rows, or none for two values."""
-    places = torch.linspace(0, 1, NUM_BINS + 1, dtype=torch.float64)
-    quantiles = [column.double().quantile(places).float().unique() for column in features.T]
+    shares = torch.linspace(0, 1, NUM_BINS + 1, dtype=torch.float64)
+    quantiles = [column.double().quantile(shares).float().unique() for column in features.T]
     return [edges.tolist() if len(edges) > 2 else [] for edges in quantiles]
 
 
@@ -136,7 +135,8 @@ def fit_logistic(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Te
         optimizer.zero_grad()
         logits = F.linear(features, weight, bias)
         loss = F.cross_entropy(logits, labels, reduction="sum") + weight.square().sum() / 2
-        (loss := loss / len(labels)).backward()
+        loss = loss / len(labels)
+        loss.backward()
         return loss
 
     optimizer.step(compute_loss)
@@ -163,19 +163,19 @@ def set_scale(
     standard error. Every process must call this.
     """
     num = len(train_set)
-    places = torch.linspace(0, num - 1, min(num, NUM_JUDGED), dtype=torch.float64).long()
-    features, targets, fold = (tensor[places] for tensor in train_set.tensors)
+    judged = torch.linspace(0, num - 1, min(num, NUM_JUDGED), dtype=torch.float64).long()
+    features, targets, fold = (tensor[judged] for tensor in train_set.tensors)
     model.eval()
     parts = []
-    for rows in torch.arange(len(places)).split(256):
+    for rows in torch.arange(len(judged)).split(256):
         batch = (tensor[rows].to(accelerator.device) for tensor in (features, fold))
         parts.append([part.float().cpu() for part in model(*batch)])
     model.train()
     linear, added = map(torch.cat, zip(*parts, strict=True))
     losses = [loss(linear + scale * added, targets, reduction="none") for scale in SCALES]
-    means = torch.stack([values.double().view(len(places), -1).mean(1) for values in losses])
+    means = torch.stack([values.double().view(len(judged), -1).mean(1) for values in losses])
     worse = means - means[means.mean(1).argmin()]
-    error = worse.std(1, correction=0) / len(places) ** 0.5
+    error = worse.std(1, correction=0) / len(judged) ** 0.5
     accelerator.unwrap_model(model).scale.fill_(SCALES[worse.mean(1) <= error / 2].min())
 
 

@@ -8,7 +8,6 @@ import io
 import math
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -50,12 +49,12 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for line in lines for name in line if name.strip()]
 
 
-def comma_separated(kind: type) -> PrimitiveConstructorSpec[list]:
+def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
     """Tell tyro how a flag that is one word, a,b, becomes a list of this type."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="A,B",
-        instance_from_str=lambda words: [kind(name) for name in split_names(words[0])],
+        instance_from_str=lambda words: [item_type(name) for name in split_names(words[0])],
         is_instance=lambda value: isinstance(value, list),
         str_from_instance=lambda value: [",".join(map(str, value))],
     )
@@ -110,12 +109,12 @@ class TableConfig(TrainingConfig):
 class TableSplit(NamedTuple):
     """Positions of the rows to train and to evaluate on, int64, folds, and lines of the plan.
 
-    fold: of each row to train on, for network.py; None: it is not used.
+    folds: one tensor, the fold of each row to train on, for network.py; or none.
     """
 
     train: np.ndarray
     test: np.ndarray
-    fold: torch.Tensor | None
+    folds: list[torch.Tensor]
     plan: dict[str, str]
 
 
@@ -133,15 +132,16 @@ class TableSets(NamedTuple):
 def load_table(
     config: TableConfig, predicts_classes: bool = False
 ) -> tuple[pd.DataFrame, list[str], dict[str, Any]]:
-    """Return the table of --data without dropped rows, the targets, and how the table was read.
+    """Return the table of --data without dropped rows, the targets, and metadata.
 
-    The index of the table holds row numbers from 0. Raises UsageError.
+    The index of the table holds row numbers from 0. The metadata have the options to read such a
+    table with, and lines of the plan. Raises UsageError.
     """
     assert config.data is not None
     where = f"--data {config.data}"
     options = {"separator": config.separator, "encoding": config.encoding}
     table = read_table(config.data, where, **options)
-    files, question = table.attrs.get("files", ""), table.attrs.get("question", "")
+    attributes = table.attrs
     if table.shape[1] == 1:
         raise UsageError(
             f"{where}: there is one column, {table.columns[0]!r}, and two are needed: if it is "
@@ -159,29 +159,25 @@ def load_table(
     needed, what = (
         (table, "value") if config.missing == "drop" else (table[config.target], "target")
     )
-    kinds = [find_kind(needed[name], name in config.categorical) for name in needed]
-    numbers = [isinstance(kind, Column) and kind.categories is None for kind in kinds]
+    columns = [find_kind(needed[name], config.categorical) for name in needed]
+    numbers = [column.categories is None for column in columns]
     missing = needed.isna() | (needed.isin(MISSING) & numbers)
     used = table[~missing.any(axis=1)]
-    words = needed.astype(object).fillna("").where(missing).stack().value_counts().to_dict()
-    dropped = f", {count(len(table) - len(used), 'row')} dropped: no {what}{list_counts(words)}"
-    metadata = {
-        "data": Path(config.data).name + files,
-        "read_options": options,
-        "dropped": dropped * (len(used) < len(table)),
-        "question": question,
-        "truth": None,
-    }
-    return used, config.target, metadata
+    plan = {"data": f"{Path(config.data).name}{attributes.get('files', '')}"}
+    if num_dropped := len(table) - len(used):
+        words = needed.astype(object).fillna("").where(missing).stack().value_counts().to_dict()
+        plan["data"] += f", {count(num_dropped, 'row')} dropped: no {what}{list_counts(words)}"
+    if "question" in attributes:
+        plan["names"] = attributes["question"]
+    return used, config.target, {"read_options": options, "truth": None, "plan": plan}
 
 
 def _check_targets(table: pd.DataFrame, config: TableConfig) -> None:
     """Raise a UsageError that names the script for classes if the target holds texts."""
     for name in config.target or []:
-        kind = find_kind(table[name], name in config.categorical)
-        is_category = isinstance(kind, Column) and kind.categories is not None
-        if is_category and table[name].notna().any():
-            texts = sorted(parse_cells(table[name], Column(name, [])).dropna().unique())
+        column = find_kind(table[name], config.categorical)
+        if column.categories is not None and table[name].notna().any():
+            texts = sorted(parse_cells(table[name], column).dropna().unique())
             raise UsageError(
                 f"--data {config.data}: column {name!r} holds texts, such as "
                 f"{shorten([*map(repr, texts)])}, and this script predicts numbers. For the class "
@@ -201,233 +197,192 @@ def command(script: str, config: TableConfig, target: list[str]) -> str:
     return " ".join(words)
 
 
+def make_class_sets(
+    table: pd.DataFrame, names: list[str], metadata: dict[str, Any], config: TableConfig
+) -> TableSets:
+    """Return make_table_sets of a table with one target, whose values are classes, in folds."""
+    where = f"--data {config.data}"
+    if len(names) > 1:
+        raise UsageError(f"{where}: --target {typed(*names)}: choose one column of classes")
+    classes = find_table_classes(table[names[0]], where, config)
+    return make_table_sets(table, names, metadata, config, in_folds=True, classes=classes)
+
+
 def make_table_sets(
     table: pd.DataFrame,
     names: list[str],
     metadata: dict[str, Any],
     config: TableConfig,
     in_folds: bool = False,
+    classes: list[str] | None = None,
 ) -> TableSets:
-    """Return sets whose rows are features and targets, both as standardised numbers.
+    """Return sets whose rows are features, as standardised numbers, and targets.
 
-    names: the targets. metadata: what load_table returns. in_folds: see TableSplit. What is
-    learned from rows (categories, means) is learned from the training rows alone. Raises a
-    UsageError that says of each column whether it can be used.
+    The targets, `names`, are standardised numbers too, or with `classes` the number of a class.
+    What is learned from rows (categories, means) is learned from the training rows alone. Raises a
+    UsageError that says of each column whether it can be used. metadata: what load_table returns.
+    in_folds: see TableSplit.
     """
-    targets = [Column(name) for name in names]
+    targets = [Column(name, classes) for name in names]
     split, learned = split_and_learn(table, targets, config, in_folds)
-    features, facts = encode_features(table, targets, learned, split, config)
-    features, numbers = np.split(features, [-len(names)], axis=1)
-    inputs, more = standardise_columns("feature", facts["features"], features, split, config)
-    outputs, facts["target"] = standardise_columns("target", names, numbers, split, config)
-    facts |= more | facts.pop("target")
-    facts["baseline"] = numbers[split.train].mean(0).tolist()
-    metadata = metadata | facts
-    metadata["plan"] = make_plan(metadata, learned, table, split)
-    return take_parts((inputs, outputs), table, split, metadata)
-
-
-def make_class_sets(
-    table: pd.DataFrame, names: list[str], metadata: dict[str, Any], config: TableConfig
-) -> TableSets:
-    """Return sets whose rows are features, as standardised numbers, and the number of a class.
-
-    names: the one target. metadata: what load_table returns; the names of the classes are added to
-    it. Raises UsageError for a table that cannot be used.
-    """
-    where = f"--data {config.data}"
-    if len(names) > 1:
-        raise UsageError(f"{where}: --target {typed(*names)}: choose one column of classes")
-    classes, labels = find_table_classes(table[names[0]], where, config)
-    target = Column(names[0], classes)
-    split, learned = split_and_learn(table, [target], config, in_folds=True)
-    features, facts = encode_features(table, [target], learned, split, config)
-    inputs, more = standardise_columns(
-        "feature", facts["features"], features[:, : -len(classes)], split, config
+    columns = [column for column in learned.values() if not column.problem]
+    values, problems = encode(table, [*columns, *targets])
+    if problems or not columns:
+        raise UsageError(_judge(learned, problems, table, config))
+    features, numbers = np.split(values, [-len(classes or names)], axis=1)
+    inputs, facts = standardise_columns("feature", features, split, config)
+    facts |= {
+        "columns": [*map(vars, columns)],
+        "left_out": [name for name, column in learned.items() if column.problem],
+        "features": [name for column in columns for name in column.feature_names()],
+        "targets": names,
+    }
+    if classes:
+        outputs = torch.from_numpy(numbers.argmax(1))
+        parts = outputs[split.train], outputs[split.test]
+        split.plan.update(describe_classes(*parts, classes, "row"))
+        facts["classes"] = classes
+    else:
+        outputs, more = standardise_columns("target", numbers, split, config)
+        facts |= more | {"baseline": numbers[split.train].mean(0).tolist()}
+    plan = metadata["plan"] | make_plan(facts, learned, table, split)
+    rows = torch.from_numpy(table.index.to_numpy(copy=True))
+    return TableSets(
+        InMemory(inputs[split.train], outputs[split.train], *split.folds),
+        InMemory(inputs[split.test], outputs[split.test], rows[split.test]),
+        metadata | facts | {"plan": plan},
     )
-    facts |= more | {"classes": classes, "targets": names}
-    metadata = metadata | facts
-    plan = make_plan(metadata, learned, table, split)
-    metadata["plan"] = plan | describe_classes(
-        labels[split.train], labels[split.test], classes, "row"
-    )
-    return take_parts((inputs, labels), table, split, metadata)
 
 
-def find_table_classes(
-    values: pd.Series, where: str, config: TableConfig
-) -> tuple[list[str], torch.Tensor]:
-    """Return the names of the classes in a column, and the number of the class of each row.
+def find_table_classes(values: pd.Series, where: str, config: TableConfig) -> list[str]:
+    """Return the names of the classes in a column, in their order.
 
     Raises UsageError if its values are amounts, or all alike, or all different.
     """
-    texts = parse_cells(values, Column(str(values.name), []))
+    name = str(values.name)
+    texts = parse_cells(values, Column(name, []))
     classes = sorted(texts.unique())
     numbers = pd.to_numeric(pd.Series(classes), errors="coerce")
     if numbers.notna().all():
-        classes = [classes[place] for place in numbers.argsort()]
+        classes = [classes[n] for n in numbers.argsort()]
     is_amount = numbers.notna().all() and (numbers % 1 != 0).any()
-    if is_amount and values.name not in config.categorical:
+    for_numbers = command("train_regression.py", config, [name])
+    if is_amount and name not in config.categorical:
         raise UsageError(
-            f"{where}: column {values.name!r} holds numbers that are not whole, such as "
-            f"{shorten(classes)}. To predict a number: "
-            f"{command('train_regression.py', config, [str(values.name)])}"
+            f"{where}: column {name!r} holds numbers that are not whole, such as "
+            f"{shorten(classes)}. To predict a number: {for_numbers}"
         )
     if len(classes) < 2 or len(classes) > max(2, len(texts) // 2):
         raise UsageError(
-            f"{where}: column {values.name!r} has {count(len(classes), 'different value')} in "
+            f"{where}: column {name!r} has {count(len(classes), 'different value')} in "
             f"{count(len(texts), 'row')}, which are not classes: choose another --target, or to "
-            f"predict a number: {command('train_regression.py', config, [str(values.name)])}"
+            f"predict a number: {for_numbers}"
         )
-    number = {name: place for place, name in enumerate(classes)}
-    return classes, torch.tensor([number[text] for text in texts])
+    return classes
 
 
 def split_and_learn(
     table: pd.DataFrame, targets: list[Column], config: TableConfig, in_folds: bool
-) -> tuple[TableSplit, dict[str, Column | str]]:
-    """Split the rows, with equal ones on one side; learn each column, or why it is left out."""
-    train, test = split_rows(len(table), config)
+) -> tuple[TableSplit, dict[str, Column]]:
+    """Split the rows, with equal ones on one side, and learn each column. Raises UsageError."""
+    num_rows = len(table)
+    generator = torch.Generator().manual_seed(config.data_seed)
+    order = torch.randperm(num_rows, generator=generator)
+    held_out = torch.zeros(num_rows, dtype=torch.bool)
+    held_out[order[: round(config.test_fraction * num_rows)]] = True
+    train, test = ((held_out == side).nonzero().flatten().numpy() for side in (False, True))
     learned = learn_columns(table, targets, train, config)
     hashes, must_repeat = hash_rows(table, targets, learned)
-    together = torch.arange(len(table)) if must_repeat else hashes
+    together = torch.arange(num_rows) if must_repeat else hashes
     plan: dict[str, str] = {}
     if config.test_fraction:
-        held_out = torch.zeros(len(table), dtype=torch.bool)
-        held_out[test] = True
         parts = [part.numpy() for part in split_equal_samples(held_out, together)]
         if all(map(len, parts)) and not np.array_equal(parts[0], train):
             train, test = parts
             learned = learn_columns(table, targets, train, config)
         num_both = int(torch.isin(hashes[test], hashes[train]).sum())
-        num_equal = len(hashes) - len(hashes.unique())
+        num_equal = num_rows - len(hashes.unique())
         if num_both:
             plan["equal rows"] = f"{num_both} of {len(test)} to evaluate on are also trained on"
         elif num_equal:
             plan["equal rows"] = f"{num_equal} repeat another one: equal rows are in one part"
-    check_parts(len(train), len(test), config)
-    fold = None
+    else:
+        test = train
+    if not (len(train) and len(test)):
+        raise UsageError(
+            f"--data {config.data or 'synthetic'}: of {num_rows} rows {len(train)} are left to "
+            f"train on and {len(test)} to evaluate on (--test-fraction {config.test_fraction})"
+        )
+    folds = []
     if in_folds:  # equal rows are in one
-        kinds, kind = together[train].unique(return_inverse=True)
-        generator = torch.Generator().manual_seed(config.data_seed)
-        fold = torch.randperm(len(kinds), generator=generator)[kind] % NUM_FOLDS
-    return TableSplit(train, test, fold, plan), learned
+        groups, group = together[train].unique(return_inverse=True)
+        generator.manual_seed(config.data_seed)
+        folds = [torch.randperm(len(groups), generator=generator)[group] % NUM_FOLDS]
+    return TableSplit(train, test, folds, plan), learned
 
 
 def hash_rows(
-    table: pd.DataFrame, targets: list[Column], learned: dict[str, Column | str]
+    table: pd.DataFrame, targets: list[Column], learned: dict[str, Column]
 ) -> tuple[torch.Tensor, bool]:
     """Return a hash of what is used of each row, int64, and whether rows must be equal.
 
     They must be if the columns can only make fewer different rows than there are: a row is then a
     kind of thing, and not one that was copied.
     """
-    used = [column for column in learned.values() if isinstance(column, Column)]
+    used = [column for column in (*learned.values(), *targets) if not column.problem]
     parsed = pd.DataFrame({column.name: parse_cells(table[column.name], column) for column in used})
-    for column in targets:
-        parsed[column.name] = parse_cells(table[column.name], column)
-    kinds = math.prod(max(1, parsed[name].nunique()) for name in parsed)
+    num_possible = math.prod(max(1, number) for number in parsed.nunique())
     hashes = pd.util.hash_pandas_object(parsed, index=False).to_numpy().view(np.int64)
-    return torch.from_numpy(hashes.copy()), kinds <= len(table)
+    return torch.from_numpy(hashes.copy()), num_possible <= len(table)
 
 
 def learn_columns(
     table: pd.DataFrame, targets: list[Column], train: np.ndarray, config: TableConfig
-) -> dict[str, Column | str]:
+) -> dict[str, Column]:
     """Learn from its training rows how each feature is encoded, or why it is left out."""
-    predicted = [column.name for column in targets]
     learned = {}
-    for name in table:
-        if name not in predicted:
-            is_named = bool(config.features)
-            learned[name] = (
-                "left out: an index"
-                if is_index(table[name]) and not is_named
-                else learn_column(table[name], train, config.categorical, config.missing)
-            )
+    for name in table.columns.drop([column.name for column in targets]):
+        if is_index(table[name]) and not config.features:
+            learned[name] = Column(name, problem="left out: an index")
+        else:
+            learned[name] = learn_column(table[name], train, config.categorical, config.missing)
     return learned
 
 
-def encode_features(
-    table: pd.DataFrame,
-    targets: list[Column],
-    learned: dict[str, Column | str],
-    split: TableSplit,
-    config: TableConfig,
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return features and targets as float64, and the metadata of the columns.
-
-    Raises UsageError if a row has a problem, or no column is left.
-    """
-    columns = [column for column in learned.values() if isinstance(column, Column)]
-    values, problems = encode(table, [*columns, *targets])
-    if problems or not columns:
-        refused = {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
-        raise UsageError(_judge({**learned, **refused}, table, config))
-    facts = {
-        "columns": [*map(vars, columns)],
-        "left_out": [name for name, column in learned.items() if isinstance(column, str)],
-        "features": [name for column in columns for name in column.feature_names()],
-    }
-    return values, facts
-
-
 def standardise_columns(
-    kind: str, names: list[str], part: np.ndarray, split: TableSplit, config: TableConfig
+    name: str, numbers: np.ndarray, split: TableSplit, config: TableConfig
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return numbers with the mean 0 and the deviation 1 in the training rows, and metadata."""
-    rows = part[split.train]
+    """Return numbers with the mean 0 and the deviation 1 in the training rows, and metadata.
+
+    name: feature or target.
+    """
+    rows = numbers[split.train]
     mean, std = rows.mean(0), rows.std(0)
     if not np.ptp(rows, axis=0).all():
-        raise UsageError(f"--data {config.data}: a {kind} is the same in all training rows")
+        raise UsageError(f"--data {config.data}: a {name} is the same in all training rows")
     if config.data is None:  # synthetic data are not standardised
         mean, std = np.zeros_like(mean), np.ones_like(std)
     facts = {
-        f"{kind}s": names,
-        f"{kind}_range": np.stack((rows.min(0), rows.max(0)), 1).tolist(),
-        f"{kind}_whole": (rows == rows.round()).all(0).tolist(),
-        f"{kind}_mean": mean.tolist(),
-        f"{kind}_std": std.tolist(),
+        f"{name}_range": np.stack((rows.min(0), rows.max(0)), 1).tolist(),
+        f"{name}_whole": (rows == rows.round()).all(0).tolist(),
+        f"{name}_mean": mean.tolist(),
+        f"{name}_std": std.tolist(),
     }
-    return torch.from_numpy((part - mean) / std).float(), facts
-
-
-def take_parts(
-    tensors: Sequence[torch.Tensor],
-    table: pd.DataFrame,
-    split: TableSplit,
-    metadata: dict[str, Any],
-) -> TableSets:
-    """Return the sets of the rows that a split has; those to evaluate on have row numbers."""
-    numbers = torch.from_numpy(table.index.to_numpy(copy=True))
-    evaluated = InMemory(*(tensor[split.test] for tensor in (*tensors, numbers)))
-    train = [tensor[split.train] for tensor in tensors]
-    train += [] if split.fold is None else [split.fold]
-    return TableSets(InMemory(*train), evaluated, metadata)
+    return torch.from_numpy((numbers - mean) / std).float(), facts
 
 
 def make_plan(
-    metadata: dict[str, Any],
-    learned: dict[str, Column | str],
-    table: pd.DataFrame,
-    split: TableSplit,
+    facts: dict[str, Any], learned: dict[str, Column], table: pd.DataFrame, split: TableSplit
 ) -> dict[str, str]:
-    """Return the lines of the plan that say how the table is used.
-
-    What only the plan needs, such as the file's name, is taken out of the metadata: a resume
-    compares them, and the file may have another name by then.
-    """
+    """Return the lines of the plan that say how the table is used."""
     texts = {name: f"{learned.get(name, 'number')}{_doubt(table[name])}" for name in table}
     special = [f"{name} ({text})" for name, text in texts.items() if text != "number"]
-    num_features, num_rows = len(metadata["features"]), len(split.train)
+    num_features, num_rows = len(facts["features"]), len(split.train)
     plan = {
-        "data": f"{metadata.pop('data')}{metadata.pop('dropped', '')}",
-        "features": f"{num_features}, from {count(len(metadata['columns']), 'column')}",
+        "features": f"{num_features}, from {count(len(facts['columns']), 'column')}",
         "columns": shorten(special, MAX_SHOWN) or "numbers",
-        "targets": ", ".join(metadata["targets"]),
+        "targets": ", ".join(facts["targets"]),
     }
-    if question := metadata.pop("question", ""):
-        plan["names"] = question
     if num_rows < 2 * num_features:
         plan["few rows"] = (
             f"{num_rows} to train on for {num_features} features: another split may give a very "
@@ -446,35 +401,25 @@ def _doubt(values: pd.Series) -> str:
     return asked * ({*decimals} == {0, 3})
 
 
-def _judge(learned: dict[str, Any], table: pd.DataFrame, config: TableConfig) -> str:
+def _judge(
+    learned: dict[str, Column],
+    problems: list[tuple[int, str, str]],
+    table: pd.DataFrame,
+    config: TableConfig,
+) -> str:
     """Return a list of all columns, the refused ones first, and a command that works."""
-    good = [name for name, column in learned.items() if isinstance(column, Column)]
-    lines = [f"  {name}: {learned[name]}" for name in sorted(learned, key=good.__contains__)]
+    texts = {name: str(column) for name, column in learned.items()}
+    texts |= {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
+    refused = {name for _, name, _ in problems}
+    good = [name for name in learned if not learned[name].problem and name not in refused]
+    lines = [f"  {name}: {texts[name]}" for name in sorted(texts, key=good.__contains__)]
     text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
-    if not good or {*(config.target or [])} & learned.keys():
+    if not good or refused - learned.keys():
         return (
             f"{text}\nWrite numbers like 1234.5, with a decimal point, without currency, unit, % "
             "or thousands separator"
         )
-    refused = [name for name in learned if "is not a number" in str(learned[name])]
-    if kinds := [name for name in refused if table[name].nunique() <= MAX_CATEGORIES]:
+    no_numbers = [name for name in texts if "is not a number" in texts[name]]
+    if kinds := [name for name in no_numbers if table[name].nunique() <= MAX_CATEGORIES]:
         text += f"\nIf their values are kinds, not amounts, add --categorical {typed(*kinds)}"
     return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
-
-
-def split_rows(num_rows: int, config: TableConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of the training and test rows."""
-    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(config.data_seed))
-    parts = order.tensor_split([round(config.test_fraction * num_rows)])
-    test, train = (part.sort().values.numpy() for part in parts)
-    return train, test if config.test_fraction else train
-
-
-def check_parts(num_train: int, num_test: int, config: TableConfig) -> None:
-    """Raise UsageError if a part of the rows is empty."""
-    if not num_train * num_test:
-        raise UsageError(
-            f"--data {config.data or 'synthetic'}: of {num_train + num_test} rows {num_train} are "
-            f"left to train on and {num_test} to evaluate on (--test-fraction "
-            f"{config.test_fraction})"
-        )

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.reading.pretrained_models import check_embedding, without_dropout
 from trainkit.reading.recall import describe_recall
 
 MAX_TOKENS = 128
-NEEDS = "--base needs `pip install transformers`"
 # Names of code and of other files, and what the model does not depend on.
 LEFT_OUT = {"auto_map", "quantization_config", "architectures", "id2label", "label2id", "dtype"}
 LEFT_OUT |= {"transformers_version", "_name_or_path", "problem_type", "torch_dtype"}
@@ -42,11 +42,11 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
     """
     if config.base is None:
         return None, None
-    with as_usage_error(NEEDS):
+    with as_usage_error("--base needs `pip install transformers`"):
         from transformers import AutoConfig, AutoModel
     with as_usage_error(f"--base {config.base} cannot be read"):
         made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
-        made = _without_dropout(made)
+        made = without_dropout(made)
         tokenizer = load_tokenizer(config.base)
         values = plain(json.loads(made.to_json_string()) | {"model_type": made.model_type})
         with torch.device("meta"):
@@ -60,23 +60,10 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
 
 def check_tokens(encoder: dict[str, Any] | None, tokenizer: Any, sets: Sequence[list]) -> None:
     """Raise UsageError if the encoder has no embedding for a token of these samples."""
-    if not (size := (encoder or {}).get("vocab_size")):
-        return
-    tokens = (int(row.max()) for samples in sets for row, _ in samples if len(row))
-    highest = max(tokens, default=-1)
-    if highest >= size:
-        raise UsageError(
-            f"the embedding of --base has {size} tokens and its tokenizer {len(tokenizer)}, of "
-            f"which number {highest}, {tokenizer.convert_ids_to_tokens(highest)}, is in the data: "
-            f"save the model after model.resize_token_embeddings({len(tokenizer)})"
-        )
-
-
-def _without_dropout(config: Any) -> Any:
-    for part in (config, config.get_text_config()):
-        values = part.to_dict().items()
-        part.update({n: 0.0 for n, value in values if "drop" in n and isinstance(value, float)})
-    return config
+    if size := (encoder or {}).get("vocab_size"):
+        rows = (row for samples in sets for row, _ in samples)
+        remedy = f"save the model after model.resize_token_embeddings({len(tokenizer)})"
+        check_embedding(size, tokenizer, rows, remedy)
 
 
 def _num_positions(model: nn.Module) -> float:
@@ -92,9 +79,9 @@ def _num_positions(model: nn.Module) -> float:
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Return the tokenizer of a folder or Hub id."""
-    with as_usage_error(NEEDS):
-        from transformers import AutoTokenizer
     with as_usage_error(f"the tokenizer of {folder} cannot be read"):
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -104,8 +91,8 @@ def make_encoder(config: dict[str, Any], base: str | None = None) -> tuple[nn.Mo
     base: where its weights are; None: they are random. It has no pooler, which would get no
     gradient. Raises UsageError, also if base lacks weights.
     """
-    with as_usage_error(NEEDS):
-        from transformers import CONFIG_MAPPING, AutoModel
+    from transformers import CONFIG_MAPPING, AutoModel
+
     made = CONFIG_MAPPING[config["model_type"]].from_dict(plain(config))
     options = {"config": made, "trust_remote_code": False}
     if base is None:

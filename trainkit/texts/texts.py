@@ -104,8 +104,8 @@ def read_docstrings(packages: list[str], num: int | None) -> TextSets:
                 origin.setdefault(line, set()).add(label)
     # A line that occurs in two packages is left out.
     lines = [(line, min(ids)) for line, ids in sorted(origin.items()) if len(ids) == 1]
-    train, held_out = [line for n, line in enumerate(lines) if n % 5], lines[::5]
-    train, held_out = train[:num], held_out[:num]
+    train = [line for n, line in enumerate(lines) if n % 5][:num]
+    held_out = lines[::5][:num]
     return TextSets(train, held_out, packages, {}, describe_texts(train, held_out, packages))
 
 
@@ -119,23 +119,22 @@ def read_sets(config: TextConfig) -> TextSets:
     encoding = config.encoding
     table = frames.read_table(str(config.data), where, encoding=encoding)
     text, label = choose_text_and_label(table, config.text, config.label, where)
-    texts, labels, dropped = labelled_texts(table, text, label, where)
-    classes = find_text_classes(labels, label, where)
+    rows, dropped = labelled_texts(table, text, label, where)
+    classes = find_text_classes([name for _, name in rows], label, where)
     number = {name: n for n, name in enumerate(classes)}
-    pairs = [(words, number[name]) for words, name in zip(texts, labels, strict=True)]
-    plan = {"data": f"{config.data}, {len(pairs)} texts{dropped}"}
+    train = [(words, number[name]) for words, name in rows]
+    plan = {"data": f"{config.data}, {len(rows)} texts{dropped}"}
     plan["columns"] = f"text {text!r}, label {label!r}"
     if config.eval_data is None:
-        train, held_out = split(pairs)
+        train, held_out = split(train)
     else:
         where = f"--eval-data {config.eval_data}"
         table = frames.read_table(config.eval_data, where, encoding=encoding)
-        texts, labels, dropped = labelled_texts(table, text, label, where)
-        if unknown := sorted({*labels} - {*classes}):
+        rows, dropped = labelled_texts(table, text, label, where)
+        if unknown := sorted({name for _, name in rows} - {*classes}):
             raise UsageError(f"{where}: --data has no class {shorten([*map(repr, unknown)])}")
-        train = pairs
-        held_out = [(a, number[b]) for a, b in zip(texts, labels, strict=True)]
-        plan["evaluated on"] = f"{config.eval_data}, {len(held_out)} texts{dropped}"
+        held_out = [(words, number[name]) for words, name in rows]
+        plan["evaluated on"] = f"{config.eval_data}, {len(rows)} texts{dropped}"
     if not train or not held_out:
         raise UsageError(
             f"{where}: {len(train)} texts are left to train on and {len(held_out)} to evaluate "
@@ -196,24 +195,21 @@ def make_samples(
 
     Without a tokenizer the tokens are the pieces of a bag, numbers of num_bits.
     """
-    both = (sets.train, sets.held_out)
+    num_train = len(sets.train)
+    texts, labels = zip(*sets.train, *sets.held_out, strict=True)
     plan = sets.plan
     num_bits = None
-    lines = [[text for text, _ in part] for part in both]
     if tokenizer is None:
-        bags_of = [[bags.number_pieces(line) for line in part] for part in lines]
-        num_bits = bags.find_num_bits(bags_of[0], len(sets.classes))
-        tokens = [[bags.make_bag(bag, num_bits) for bag in part] for part in bags_of]
+        pieces = [bags.number_pieces(text) for text in texts]
+        num_bits = bags.find_num_bits(pieces[:num_train], len(sets.classes))
+        tokens = [bags.make_bag(bag, num_bits) for bag in pieces]
     else:
-        tokens = [tokenize(part, max_tokens, tokenizer) for part in lines]
-        if full := sum(len(row) == max_tokens for row in tokens[0]):
-            cut = f"{full} of {len(lines[0])} texts have --max-tokens {max_tokens} or more"
+        tokens = tokenize(texts, max_tokens, tokenizer)
+        if full := sum(len(row) == max_tokens for row in tokens[:num_train]):
+            cut = f"{full} of {num_train} texts have --max-tokens {max_tokens} or more"
             plan = plan | {"cut": f"{cut}, and are cut"}
-    train, held_out = (
-        [(row, label) for row, (_, label) in zip(*part, strict=True)]
-        for part in zip(tokens, both, strict=True)
-    )
-    return train, held_out, num_bits, plan
+    samples = [*zip(tokens, labels, strict=True)]
+    return samples[:num_train], samples[num_train:], num_bits, plan
 
 
 def choose_text_and_label(
@@ -281,16 +277,17 @@ def _prose(values: pd.Series) -> int:
 
 def labelled_texts(
     table: pd.DataFrame, text: str, label: str, where: str
-) -> tuple[list[str], list[str], str]:
-    """Return texts and labels of the rows that have both, and how many were left out."""
+) -> tuple[list[tuple[str, str]], str]:
+    """Return text and label of the rows that have both, and how many were left out."""
     rows = frames.choose_columns(table, [text, label], where)
     texts = [_clean(cell) for cell in rows[text]]
-    labels = [frames.as_text(cell).strip() if pd.notna(cell) else "" for cell in rows[label]]
-    kept = [n for n, pair in enumerate(zip(texts, labels, strict=True)) if all(pair)]
-    empty, unnamed = texts.count(""), labels.count("")
-    dropped = f", {count(empty, 'row')} dropped: no text" * bool(empty)
-    dropped += f", {count(unnamed, 'row')} dropped: no label" * bool(unnamed)
-    return [texts[n] for n in kept], [labels[n] for n in kept], dropped
+    labels = ["" if pd.isna(cell) else frames.as_text(cell) for cell in rows[label]]
+    dropped = "".join(
+        f", {count(cells.count(''), 'row')} dropped: no {what}"
+        for cells, what in ((texts, "text"), (labels, "label"))
+        if "" in cells
+    )
+    return [pair for pair in zip(texts, labels, strict=True) if all(pair)], dropped
 
 
 def _clean(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Explain one prediction on the page: probabilities and pixels for a picture, curves for a row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from textwrap import fill
 from typing import Any
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 
 from trainkit.tools import curves, plots
+from trainkit.tools.photos import border_of
 
 FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of curves.COLOURS
 MAX_DRAWN = 4  # targets, one below the other
@@ -24,14 +25,14 @@ def occlusion_map(predictor: Any, picture: torch.Tensor, answer: int) -> torch.T
     """
     size = picture.shape[-1]
     step = 2 if size < 64 else size // 8  # 28 pixels have 14 x 14 places, 224 have 8 x 8
-    places = torch.arange((step - 1) / 2, size, step)
-    near = (torch.arange(size) - places[:, None]).abs() <= 1.5 * step
+    centres = torch.arange((step - 1) / 2, size, step)
+    near = (torch.arange(size) - centres[:, None]).abs() <= 1.5 * step
     square = (near[:, None, :, None] & near[None, :, None, :]).view(-1, 1, size, size)
-    edge = torch.cat((picture[:, [0, -1]].flatten(1), picture[:, :, [0, -1]].flatten(1)), 1)
-    covered = torch.where(square, edge.median(1).values.view(-1, 1, 1), picture)
+    colour = border_of(picture).median(1).values.view(-1, 1, 1)
+    covered = torch.where(square, colour, picture)
     parts = [picture[None], *covered.split(32)]
     logs = torch.cat([predictor(part)[:, answer] for part in parts]).clamp(1e-9).log()
-    loss = (logs[0] - logs[1:]).view(1, 1, len(places), -1)
+    loss = (logs[0] - logs[1:]).view(1, 1, len(centres), -1)
     loss = F.interpolate(loss, (size, size), mode="bilinear")[0, 0]
     return loss / loss.abs().max().clamp(1e-4)
 
@@ -72,23 +73,18 @@ def describe_answer(
 
 
 def draw_responses(
-    outputs: Callable[[np.ndarray], np.ndarray],
-    value: float,
-    name: str,
-    span: tuple[float, float],
-    targets: Sequence[str],
+    points: np.ndarray, outputs: np.ndarray, name: str, targets: Sequence[str]
 ) -> Figure:
     """Draw each target along one column, whose own value a dot marks.
 
-    outputs: maps values of the column to targets, (n, targets). name: of the column. span: the
-    first and the last value that is drawn.
+    points: values of the column, of which the first is its own. outputs: the targets at these
+    points, (n, targets). name: of the column.
     """
-    places = np.linspace(*span, 120)
-    values = outputs(np.append(value, places))[:, :MAX_DRAWN]
-    figure = curves.new_figure(5, 3.2 * values.shape[1])
-    grid = figure.subplots(values.shape[1], squeeze=False).flat
-    for axes, target, line in zip(grid, targets, values.T, strict=False):
-        axes.plot(places, line[1:], color=curves.COLOURS[4])
-        axes.plot(value, line[0], "o", color=curves.COLOURS[1], mec="white")
+    lines = outputs.T[:MAX_DRAWN]
+    figure = curves.new_figure(5, 3.2 * len(lines))
+    grid = figure.subplots(len(lines), squeeze=False).flat
+    for axes, target, line in zip(grid, targets, lines, strict=False):
+        axes.plot(points[1:], line[1:], color=curves.COLOURS[4])
+        axes.plot(points[0], line[0], "o", color=curves.COLOURS[1], mec="white")
         axes.set(xlabel=fill(name, 40), ylabel=fill(target, 30))
     return figure

@@ -43,8 +43,10 @@ def compare_runs(run_dirs: Sequence[Path]) -> str:
     name = next((name for name in names if metric_and_direction(name)[1]), None)
     if name and all(name in row for row in rows):
         is_max = metric_and_direction(name)[1] == "max"
-        order = sorted(range(len(rows)), key=lambda n: rows[n][name], reverse=is_max)
-        run_dirs, rows = [run_dirs[n] for n in order], [rows[n] for n in order]
+        pairs = zip(run_dirs, rows, strict=True)
+        run_dirs, rows = zip(
+            *sorted(pairs, key=lambda pair: pair[1][name], reverse=is_max), strict=True
+        )
     settings = pd.json_normalize([read_run_json(run_dir) for run_dir in run_dirs]).map(_text)
     settings.columns = settings.columns.str.removeprefix("arguments.")
     settings = settings.loc[:, settings.nunique() > 1].drop(

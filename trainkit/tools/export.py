@@ -119,22 +119,22 @@ def write_example(predictor: Any, folder: Path) -> str:
     """Write an evaluated sample, and return what the code of the card prints for it."""
     metadata = predictor.metadata
     evaluated = predictor.evaluated
-    if metadata["input"] in ("table", "table_class"):
-        inputs = evaluated.get("feature", predictor.example_inputs())[:1]
+    inputs = predictor.example_inputs()
+    if "features" in metadata:
+        inputs = evaluated.get("feature", inputs)[:1]
         row = dict(zip(metadata["features"], inputs[0].tolist(), strict=True))
         write_json(folder / "example.json", row)
-        if "classes" in metadata:
-            share, number = predictor(inputs)[0].max(0)
-            return f"{metadata['classes'][number]} {share:.2%}"
-        answers = zip(metadata["targets"], predictor(inputs)[0], strict=True)
-        return " ".join(f"{name} {value:,.6g}" for name, value in answers)
-    # Of photos the last one has the smallest loss.
-    *_, pixels = [*plots.saved_pictures(evaluated).values()] or predictor.example_inputs()
-    Image.fromarray(plots.to_array(pixels)).save(folder / "example.png")
-    is_photo = metadata["input"] == "photo"
-    inputs = predictor.read(folder / "example.png")[0] if is_photo else pixels[None]
-    share, number = predictor(inputs)[0].max(0)
-    return f"{metadata['classes'][number]} {share:.2%}"
+    else:  # of photos the last one has the smallest loss
+        *_, pixels = [*plots.saved_pictures(evaluated).values()] or inputs
+        Image.fromarray(plots.to_array(pixels)).save(folder / "example.png")
+        is_photo = metadata["input"] == "photo"
+        inputs = predictor.read(folder / "example.png")[0] if is_photo else pixels[None]
+    outputs = predictor(inputs)[0]
+    if "classes" in metadata:
+        share, number = outputs.max(0)
+        return f"{metadata['classes'][number]} {share:.2%}"
+    answers = zip(metadata["targets"], outputs, strict=True)
+    return " ".join(f"{name} {value:,.6g}" for name, value in answers)
 
 
 def write_card(facts: dict[str, Any], license: str | None, path: Path) -> None:

@@ -4,7 +4,6 @@ Nothing is loaded from another machine. What is sent to the page is kept in a te
 is removed when the server ends.
 """
 
-import importlib.util
 import io
 import os
 import re
@@ -20,13 +19,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, as_usage_error
 from trainkit.tables.columns import Column
 from trainkit.tools import answers, plots
 
 MAX_FILE = "32mb"  # of a picture file
 MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 or 48 million
 MAX_SHOWN = 20  # test pictures, one of each class
+# An answer follows each change without a sign that it is computed, and only the last one counts.
+QUICK: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
+NUM_POINTS = 120  # at which a curve is drawn
 # Where the name of a column says its unit: weight (kg), weight [kg], weight_kg, price_eur.
 UNIT = re.compile(
     r"[(\[]([^()\[\]]+)[)\]]\s*$|_([mck]?m|[mk]?g|lbs?|ml|ms|sec|min|hours|days|years|eur|usd|gbp"
@@ -38,6 +40,8 @@ UNIT = re.compile(
 def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
     """Return evaluated pictures to choose from, number and caption: one per class, mistakes."""
     tensors = predictor.evaluated
+    if "prediction" not in tensors:
+        return {}
     classes = predictor.metadata["classes"]
     predicted, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
     last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
@@ -88,21 +92,14 @@ def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: l
     gallery.select(choose, None, shown, show_progress="hidden")
 
 
-def add_evaluated(predictor: Any, shown: list) -> None:
-    """Add the pictures to choose from, and what was taken for what."""
-    for label, shelf in find_shelves(predictor).items():
-        if shelf:
-            add_shelf(predictor, label, shelf, shown)
-    add_confusions(predictor)
-
-
 def add_confusions(predictor: Any) -> None:
-    """Add what was taken for what among the evaluated samples."""
+    """Add what was taken for what among the evaluated samples, if there are any."""
     import gradio
 
-    with gradio.Accordion("confusions", open=False):
-        classes = predictor.metadata["classes"]
-        gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
+    if "prediction" in predictor.evaluated:
+        with gradio.Accordion("confusions", open=False):
+            classes = predictor.metadata["classes"]
+            gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
 
 
 def build_picture_page(page: Any, predictor: Any) -> None:
@@ -110,9 +107,7 @@ def build_picture_page(page: Any, predictor: Any) -> None:
     import gradio
 
     script = Path(__file__).with_name("page.js").read_text()
-    quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
     has_pad = predictor.metadata["input"] == "picture"
-    why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why", render=False)
     with gradio.Row():
         with gradio.Column(min_width=320):
             if has_pad:
@@ -130,29 +125,30 @@ def build_picture_page(page: Any, predictor: Any) -> None:
                     brush=brush,
                 )
             file = gradio.File(file_types=["image"], elem_id="file", label="a picture file")
-            if not has_pad:
-                why.render()
         with gradio.Column(min_width=320):
             answer_box = gradio.HTML(elem_classes="said")
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
-            if has_pad:
-                why.render()
+            why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why")
     shown = [answer_box, shares, why]
-    file.change(partial(answer_file, predictor), file, shown, **quick)
+    file.change(partial(answer_file, predictor), file, shown, **QUICK)
     if has_pad:
-        pad.change(partial(answer_drawing, predictor), pad, shown, **quick)
+        pad.change(partial(answer_drawing, predictor), pad, shown, **QUICK)
         pad.clear(None, js=script)
         page.load(None, js=script)
-    if "prediction" in predictor.evaluated:
-        add_evaluated(predictor, shown)
+    for label, shelf in find_shelves(predictor).items():
+        if shelf:
+            add_shelf(predictor, label, shelf, shown)
+    add_confusions(predictor)
 
 
 def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float, float | None]:
     """Return a slider's first, last and initial value and its step, from the training rows."""
     number = metadata["features"].index(name)
-    low, high = metadata["feature_range"][number]
-    is_whole, mean = metadata["feature_whole"][number], metadata["feature_mean"][number]
-    return low, high, round(mean) if is_whole else float(f"{mean:.3g}"), 1.0 if is_whole else None
+    mean = metadata["feature_mean"][number]
+    start, step = float(f"{mean:.3g}"), None
+    if metadata["feature_whole"][number]:
+        start, step = round(mean), 1.0
+    return *metadata["feature_range"][number], start, step
 
 
 def answer_row(
@@ -160,43 +156,35 @@ def answer_row(
 ) -> tuple:
     """Return the targets of a row as HTML, and their curves along the number changed last."""
     metadata = predictor.metadata
-    columns = [Column(**column) for column in metadata["columns"]]
     values = dict(zip(names, cells, strict=True))
-
-    def outputs(places: np.ndarray, along: str = "") -> np.ndarray:
-        """Map values of one column to targets; the others are as in the row."""
-        blocks = [
-            column.expand(
-                places
-                if column.name == along
-                else np.full(len(places), values[column.name], dtype=object)
-            )
-            for column in columns
-        ]
-        return predictor(torch.from_numpy(np.concatenate(blocks, axis=1))).numpy()
-
-    numbers = outputs(np.zeros(1))[0]
+    along = touched if touched in spans else next(iter(spans), "")
+    points = np.zeros(1)
+    if spans:  # the first one is that of the row
+        low, high, *_ = spans[along]
+        points = np.append(float(values[along]), np.linspace(low, high, NUM_POINTS))
+    blocks = [
+        column.expand(
+            points
+            if column.name == along
+            else np.full(len(points), values[column.name], dtype=object)
+        )
+        for column in (Column(**column) for column in metadata["columns"])
+    ]
+    outputs = predictor(torch.from_numpy(np.concatenate(blocks, axis=1))).numpy()
     if "classes" in metadata:
-        html = f"<h2>{escape(predictor.describe(torch.from_numpy(numbers)))}</h2>"
+        html = f"<h2>{escape(predictor.describe(torch.from_numpy(outputs[0])))}</h2>"
         targets = metadata["classes"]
-        order = (-numbers).argsort()
+        order = (-outputs[0]).argsort()
     else:
         targets = metadata["targets"]
-        order = np.arange(len(numbers))
-        pairs = zip(targets, numbers, strict=True)
+        order = np.arange(len(targets))
+        pairs = zip(targets, outputs[0], strict=True)
         texts = (f"{target}: {with_unit(value, target, 6)}" for target, value in pairs)
         html = "".join(f"<h2>{escape(text)}</h2>" for text in texts)
     if not spans:
         return html, None
-    along = touched if touched in spans else next(iter(spans))
-    drawn = answers.draw_responses(
-        lambda places: outputs(places, along)[:, order],
-        float(values[along]),
-        along,
-        spans[along][:2],
-        [targets[number] for number in order],
-    )
-    return html, drawn
+    names = [targets[number] for number in order]
+    return html, answers.draw_responses(points, outputs[:, order], along, names)
 
 
 def build_table_page(page: Any, predictor: Any) -> None:
@@ -212,8 +200,7 @@ def build_table_page(page: Any, predictor: Any) -> None:
                 label = name + " (days since 1970)" * bool(column.get("days"))
                 if column["categories"] is None:
                     spans[name] = find_span(predictor.metadata, name)
-                    *ends_and_start, step = spans[name]
-                    fields[name] = gradio.Slider(*ends_and_start, step=step, label=label)
+                    fields[name] = gradio.Slider(*spans[name], label=label)
                 else:
                     fields[name] = gradio.Dropdown(column["categories"], label=label)
         with gradio.Column(min_width=320):
@@ -221,7 +208,7 @@ def build_table_page(page: Any, predictor: Any) -> None:
     inputs = [*fields.values()]
     for name, field in fields.items():
         answer = partial(answer_row, predictor, [*fields], spans, name)
-        field.change(answer, inputs, shown, show_progress="hidden", trigger_mode="always_last")
+        field.change(answer, inputs, shown, **QUICK)
     # For the values that the page shows at first.
     page.load(partial(answer_row, predictor, [*fields], spans, ""), inputs, shown)
 
@@ -275,12 +262,8 @@ def build_text_page(page: Any, predictor: Any) -> None:
         with gradio.Column(min_width=320):
             answer_box = gradio.HTML(elem_classes="said")
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
-    answer = partial(answer_text, predictor)
-    text.change(
-        answer, text, [answer_box, shares], show_progress="hidden", trigger_mode="always_last"
-    )
-    if "prediction" in predictor.evaluated:
-        add_confusions(predictor)
+    text.change(partial(answer_text, predictor), text, [answer_box, shares], **QUICK)
+    add_confusions(predictor)
 
 
 # How each kind of input is shown: the "input" of the metadata, and what builds its page.
@@ -299,8 +282,6 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
     predictor: what predict.load_run returns for run_dir. port: None means the first free one from
     7860 on.
     """
-    if importlib.util.find_spec("gradio") is None:
-        raise UsageError("app.py needs gradio, which is not installed: pip install gradio")
     if predictor.metadata["input"] not in BUILDERS:
         raise UsageError(
             f"app.py cannot show a model whose input is a {predictor.metadata['input']}: give its "
@@ -309,7 +290,8 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
-        import gradio  # here: it takes seconds, and reads the variables above once
+        with as_usage_error("app.py needs `pip install gradio`"):
+            import gradio  # here: it takes seconds, and reads the variables above once
 
         Image.MAX_IMAGE_PIXELS = MAX_PIXELS
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -330,7 +312,7 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
                 css_paths=[Path(__file__).with_name("page.css")],
             )
         except OSError as problem:
-            place = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
-            raise UsageError(f"{place}: {problem}") from problem
+            address = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
+            raise UsageError(f"{address}: {problem}") from problem
         print(f"{name}: {url} (Ctrl-C ends it)", flush=True)
         page.block_thread()

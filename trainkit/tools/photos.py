@@ -5,15 +5,15 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageOps
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.pictures.files import open_picture, resize, to_grey, to_values
 
-SIDE, COARSE = 120, 40  # pixels of the longer side of the copies in which ink and paper are found
-WIDE, WIDER = 17, 27  # pixels of the coarse copy: wider than strokes, and than half of a digit
+SIDE, WIDE = 64, 27  # pixels: of the copy in which ink is found, and wider than strokes in it
 INK = 20 / 28  # the longer side of MNIST's ink, as a share of the picture
 NUM_LOOKED_AT = 2000  # pictures from which the framing of all is learned
 
@@ -77,24 +77,19 @@ def read_photo(
 def find_ink(picture: Image.Image) -> torch.Tensor:
     """Return how much each place differs from the paper, 0 to 1; all 0 if nothing does.
 
-    Paper is what a filter wider than strokes leaves, and ink is dark or bright. Of red, green and
-    blue the one is used in which it differs most from the median around it: red on green paper.
+    Paper is what a filter wider than strokes leaves. Of red, green and blue and their negatives the
+    one is used in which some places are most below the median: dark or bright ink of any colour.
     """
     values = torch.from_numpy(to_values(picture, "RGB")).float()[None]
-    values = torch.cat((values, -values), 1)  # in the one half dark ink is dark, in the other light
-    shares = torch.tensor(values.shape[2:]) / max(values.shape[2:])
-    sizes = ((shares * side).ceil().int().tolist() for side in (SIDE, COARSE))
-    fine, coarse = (F.interpolate(values, s, mode="bilinear", antialias=True) for s in sizes)
-    around = F.unfold(F.pad(coarse, [WIDER // 2] * 4, mode="replicate"), WIDER)
-    around = around.view(6, WIDER**2, -1).median(1).values.view(coarse.shape)
-    paper = F.pad(coarse, [WIDE] * 4, mode="replicate")
+    values = torch.cat((values, -values), 1)
+    size = [math.ceil(side * SIDE / max(picture.size)) for side in values.shape[2:]]
+    values = F.interpolate(values, size, mode="bilinear", antialias=True)
+    paper = F.pad(values, [WIDE] * 4, mode="replicate")
     for sign in (1, -1):
         paper = sign * F.max_pool2d(sign * paper, WIDE, 1, WIDE // 2)
-    paper = paper[..., WIDE:-WIDE, WIDE:-WIDE]
-    off = paper - coarse
-    contrast = (off * (around - coarse)).sum((0, 2, 3)) / off.sum((0, 2, 3)).clamp(1)
-    fine = F.avg_pool2d(fine, 3, 1, 1, count_include_pad=False)
-    ink = (F.interpolate(paper, fine.shape[2:], mode="bilinear") - fine)[0, contrast.argmax()]
+    below = values.flatten(2).median(2).values[..., None, None] - values
+    used = below.pow(3).mean((0, 2, 3)).argmax()
+    ink = (paper[..., WIDE:-WIDE, WIDE:-WIDE] - values)[0, used]
     return (2 * ink / ink.max().clamp(1) - 0.5).clamp(0, 1) * (ink.max() > 20)  # less is noise
 
 
@@ -117,11 +112,13 @@ def choose_groups(ink: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def frame_ink(ink: torch.Tensor, size: int) -> torch.Tensor:
     """Draw ink, 0 to 1, bright on black, uint8 (size, size), where MNIST has it."""
-    rows, columns = ((ink > 0.35).any(dim).nonzero()[:, 0] for dim in (1, 0))
-    ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    shape = [max(1, round(n * size * INK / max(ink.shape))) for n in ink.shape]
-    ink = F.interpolate(ink[None, None], shape, mode="bilinear", antialias=True)[0, 0]
-    ink = F.pad(ink * 255 / ink.max(), [size] * 4)
-    lines = ink.sum(1), ink.sum(0)  # the centre of mass lies in the pixel size / 2
-    y, x = (round(float((n * torch.arange(len(n))).sum() / n.sum() - size / 2)) for n in lines)
-    return ink[y : y + size, x : x + size].round().byte()
+    digit = Image.fromarray((255 * ink).byte().numpy())
+    digit = digit.crop(Image.fromarray((ink > 0.35).numpy()).getbbox())
+    sides = [max(1, round(side * size * INK / max(digit.size))) for side in digit.size]
+    digit = ImageOps.autocontrast(digit.resize(sides, Image.Resampling.BILINEAR))
+    lines = (np.asarray(digit).sum(axis) for axis in (0, 1))
+    # The centre of mass lies in the pixel size / 2.
+    x, y = (size / 2 - np.average(range(len(line)), weights=line) for line in lines)
+    framed = Image.new("L", (size, size))
+    framed.paste(digit, (round(x), round(y)))
+    return torch.from_numpy(np.array(framed))

@@ -120,16 +120,15 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> F
     pictures = saved_pictures(tensors)
     worst, probability = worst_mistakes(tensors)
     rows = max(1, math.ceil(len(worst) / 6))
-    is_long = max(map(len, classes)) >= 6
-    figure = new_figure(9, 0.4 + (2.4 if is_long else 1.9) * rows)
-    font, width = (7, 24) if is_long else (9, 40)  # of a title, which is as wide as its picture
+    figure = new_figure(9, 0.4 + 2.2 * rows)
     for axes in figure.subplots(rows, 6, squeeze=False).flat:
         axes.set_axis_off()
     for axes, index, share in zip(figure.axes, worst.tolist(), probability, strict=False):
         axes.imshow(to_array(pictures[index]), cmap="gray", vmin=0, vmax=255)
         predicted, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
         lines = f"predicted {predicted}, {share:.2%}", f"true {true}"
-        axes.set_title("\n".join(fill(line, width) for line in lines), fontsize=font)
+        # A title is not wider than its picture.
+        axes.set_title("\n".join(fill(line, 23) for line in lines), fontsize=7.5)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {len(worst)} most confident of " if len(worst) < all_mistakes else ""
     figure.suptitle(f"{shown}{all_mistakes} mistake{'s' * (all_mistakes != 1)}", fontsize=11)
