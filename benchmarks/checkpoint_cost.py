@@ -44,7 +44,7 @@ def save_when_asked(run_dir: Path, width: int, layers: int) -> None:
     The other version runs this too.
     """
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-    shards.shard(accelerator, {})
+    shards.shard(accelerator)
     main = accelerator.is_main_process
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -5,8 +5,6 @@ import re
 from dataclasses import dataclass
 from typing import get_args, get_type_hints
 
-from trainkit import best
-
 import pytest
 
 import train_mnist
@@ -14,6 +12,7 @@ import train_regression
 from trainkit.config import TrainingConfig, parse
 from trainkit.errors import UsageError
 from trainkit.position import Progress
+from trainkit.results import update_best
 
 # What is typed, and a part of the sentence that answers it.
 SLIPS = {
@@ -116,9 +115,9 @@ def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(metric, dire
     if direction:
         name = metric.removesuffix(f":{direction}")
         progress = Progress(metrics={name: 1.0}, best=2.0, best_name=f"{name}:{direction}")
-        assert best.update_best(config, progress) == (direction == "min")
+        assert update_best(config, progress) == (direction == "min")
         progress.metrics[name] = 3.0
-        assert best.update_best(config, progress) == (direction == "max")
+        assert update_best(config, progress) == (direction == "max")
 
 
 def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():

@@ -190,7 +190,7 @@ for precision in ("no", "fp16"):
     step = Step(accelerator, config, signals, [], range(10), Length(config, 10))
     print(precision)
     for batch in range(2):
-        step.start(Progress(step=batch, batch=batch))
+        step.start(Progress(step=batch, step_in_epoch=batch))
         step.start_micro_batch(SimpleNamespace())
         accelerator.backward(step.mean(weight, None, None))
         step.clip_and_check(optimizer)

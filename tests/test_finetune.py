@@ -26,7 +26,7 @@ from trainkit.errors import UsageError
 from trainkit.language import conversations, formats, pretrained
 from trainkit.loaders import EpochBatches
 from trainkit.orders import by_length
-from trainkit.shards import fingerprint_frozen
+from trainkit.shards import hash_frozen
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
@@ -200,11 +200,11 @@ def test_numbers_of_4_bits_are_trained_beside_as_their_values_and_a_resume_is_ex
     opened = peft.PeftModel.from_pretrained(base, tmp_path / "whole/pretrained")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole/merged")
     torch.testing.assert_close(logits(merged), logits(opened), atol=1e-5, rtol=0)
-    before = fingerprint_frozen([model])
+    before = hash_frozen(model)
     for name, value in model.state_dict().items():
         if name.endswith("nested_absmax"):
             value.mul_(2)
-    assert fingerprint_frozen([model]) != before  # twice as large, and the same numbers of 4 bits
+    assert hash_frozen(model) != before  # twice as large, and the same numbers of 4 bits
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
     assert made[0] == (False, SCALE / 2) and num_skipped >= 1  # skipped, and halved
     assert any(later > sooner for (_, sooner), (_, later) in itertools.pairwise(made))
     assert progress["step"] == scheduler["last_epoch"] == LAST
-    assert progress["num_skipped"] == num_skipped == progress["batch"] - LAST
+    assert progress["num_skipped"] == num_skipped == progress["step_in_epoch"] - LAST
     assert scaler["scale"] == made[-1][1]
     logged = rows(run_dir, "steps")
     assert [row["step"] for row in logged] == [*range(1, LAST + 1)]

@@ -113,7 +113,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_newest_checkpoint_and_keeps_a
         if kept:
             (tmp_path / kept).rename(tmp_path / "run")
         run = Run(tmp_path / "run", 2, mirror=URL)
-        assert run.checkpoints.resume("auto") == Progress(step=5, batch=5)
+        assert run.checkpoints.resume("auto") == Progress(step=5, step_in_epoch=5)
         assert all(map(torch.equal, run.weights(), weights))
         assert run.tracker.path.read_bytes() == log
     run.checkpoints.resume(str(step(tmp_path / "run", 3)))

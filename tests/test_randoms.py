@@ -22,7 +22,7 @@ from trainkit.checks.data import check_data, random_collation, random_parts
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.fingerprint import compare_sources
-from trainkit.launch.nodes import loaded_sources
+from trainkit.launch.nodes import hash_sources
 from trainkit.loaders import InMemory, make_loaders
 from trainkit.rng import keyed_normal, keyed_uniform
 
@@ -224,8 +224,8 @@ def test_the_sources_of_a_run_are_the_script_what_lies_beside_it_and_the_kit(tmp
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "mine.py")])
     __import__("beside_mine")
-    before = loaded_sources()
+    before = hash_sources()
     assert {"mine.py", "beside_mine.py", "trainkit/rng.py"} <= before.keys()
     (tmp_path / "beside_mine.py").write_text("x = 2")
-    assert {name for name, _ in before.items() ^ loaded_sources().items()} == {"beside_mine.py"}
+    assert {name for name, _ in before.items() ^ hash_sources().items()} == {"beside_mine.py"}
     assert not [*compare_sources({}, before)]  # a checkpoint from before this was noted

@@ -167,14 +167,14 @@ def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_ru
     train(
         f"--run-dir {tmp_path}/run --accumulate 2",
         first=lambda: nn.Sequential(nn.Linear(2, 4), layer),
-        body=lambda run, number: places.append(tuple(layer.place.tolist())),
+        body=lambda run, number: places.append(tuple(layer.key_and_first.tolist())),
     )
     # Per epoch 5 steps of 4 + 4 samples and one of 3; each step has a key of its own.
     assert [first for _, first in places] == [*([0, 4] * 5), 0] * 2
     keys = [key for key, first in places if first == 0]
     assert len({*keys}) == 12
     assert [key for key, first in places if first == 4] == keys[:5] + keys[6:11]
-    assert layer.place is None
+    assert layer.key_and_first is None
 
 
 def test_the_first_weights_depend_on_the_seed(tmp_path):
@@ -419,9 +419,6 @@ MISTAKES = r"""
 + run.add(other=torch.ones(4, number(run)))
 ! run.add\(other=...\) got .*sizes differ
 - body(run, next(numbers))
-+ run.must_save()
-! now called run.end_step\(\)
-- body(run, next(numbers))
 + run.add(mask={'los': torch.ones(4) > 0}, loss=torch.ones(4))
 ! mask= for 'los', but
 - metrics =
@@ -594,7 +591,7 @@ def test_a_resume_of_something_else_is_refused_and_leaves_the_run_as_it_was(tmp_
 def test_a_resume_names_the_sources_that_have_changed(tmp_path, monkeypatch, capfd):
     for content in "ab":
         now = {"mine.py": content, "same.py": "c"}
-        monkeypatch.setattr("trainkit.checkpoint.loaded_sources", lambda now=now: now)
+        monkeypatch.setattr("trainkit.checkpoint.hash_sources", lambda now=now: now)
         train("--run-dir", tmp_path, "--resume", "auto")
     notice = "\nmine.py differs from what wrote this checkpoint: the run continues with the code as"
     assert capfd.readouterr().out.count(notice) == 1

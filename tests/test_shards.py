@@ -62,7 +62,8 @@ def train(
     outcome = nursery.run(script, *args, "--run-dir", where, world=world, env=variables, **plan)
     assert outcome.codes == (codes or [0] * world), outcome.output
     world_line = outcome.output.splitlines()[0]
-    assert f"{world} process" in world_line and ("sharded" in world_line) == (kind is not None)
+    if not world_line.startswith("error: the nodes of this run differ"):  # before the plan
+        assert f"{world} process" in world_line and ("sharded" in world_line) == (kind is not None)
     assert (f", {copies} copies, each sharded over 2" in world_line) == (copies > 1)
     return outcome
 
@@ -263,7 +264,7 @@ def test_what_would_silently_train_something_else_is_refused(monkeypatch, change
         monkeypatch.setenv(key, given)
     launched = SimpleNamespace(**{"num_processes": 2, "mixed_precision": "no"} | world)
     with pytest.raises(UsageError, match="sharded weights need fsdp_version: 2, several"):
-        shards.shard(launched, {})
+        shards.shard(launched)
 
 
 def test_optimizers_in_another_order_than_their_models_are_refused():
@@ -339,5 +340,5 @@ def test_a_killed_run_ends_with_equal_bytes_and_its_checkpoints_hold_nothing_fro
         assert not any(weight.startswith("base.") for weight in saved(tmp_path / "run", name)[0])
     for base, words in (("1", "belongs to another run: "), ("$RANK", "nodes of this run differ: ")):
         changed = train(nursery, tmp_path / "run", *args, **plan, env={"BASE": base}, codes=[2, 2])
-        assert f"{words}the frozen weight base.0.weight of model 0 is" in changed.output
-        assert changed.output.count("\nerror:") == 1
+        assert f"{words}the frozen weight base.0.weight " in changed.output
+        assert changed.output.count("error:") == 1

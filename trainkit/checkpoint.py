@@ -40,9 +40,9 @@ from accelerate import Accelerator
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, failing_together
 from trainkit.fingerprint import compare_sources, compare_worlds, read_same_run, world_facts
-from trainkit.launch.nodes import loaded_sources
+from trainkit.launch.nodes import hash_sources
 from trainkit.metrics import RunningMeans
-from trainkit.optim import keeping_kernels
+from trainkit.optim import keep_when_loading
 from trainkit.position import Progress
 from trainkit.private import count_micro_batches_anew, prepared_optimizers, without_loss_scale
 from trainkit.rng import seed_host
@@ -76,9 +76,11 @@ class Checkpoints:
         self.directory = config.run_dir / "checkpoints"
         self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
-        self.sources = loaded_sources()  # as this process has read them, whatever is edited later
+        self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.mirror = open_mirror(accelerator, config)
         self.commits = Commits(accelerator, tracker, config.keep, self.mirror)
+        for optimizer in prepared_optimizers(accelerator):
+            keep_when_loading(optimizer.optimizer)
         self.saved_step = -1  # the step of the newest checkpoint
         written = averages if accelerator.is_main_process else ()
         accelerator.register_save_state_pre_hook(partial(shards.before_save, written))
@@ -164,21 +166,18 @@ class Checkpoints:
 
     def _load_state(self, folder: Path, state: dict[str, Any] | None) -> None:
         accelerator = self.accelerator
-        with keeping_kernels(prepared_optimizers(accelerator)):
-            if state is not None:  # a sharded run saved it
-                shards.read(accelerator, self.averages, folder, state)
-                return
-            if accelerator.is_fsdp2:
-                shards.read_whole(accelerator, self.averages, folder)
-                return
-            is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
-            with without_loss_scale(accelerator, hide=is_new_scale):
-                accelerator.load_state(
-                    folder.resolve(),  # load_state would expand a ~
-                    load_kwargs={"mmap": True, "weights_only": True},
-                    map_location="cpu",  # else a GPU would hold all optimizer state twice
-                    strict=False,  # checkpoints leave out frozen weights
-                )
+        if state is not None:  # a sharded run saved it
+            return shards.read(accelerator, self.averages, folder, state)
+        if accelerator.is_fsdp2:
+            return shards.read_whole(accelerator, self.averages, folder)
+        is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
+        with without_loss_scale(accelerator, hide=is_new_scale):
+            accelerator.load_state(
+                folder.resolve(),  # load_state would expand a ~
+                load_kwargs={"mmap": True, "weights_only": True},
+                map_location="cpu",  # else a GPU would hold all optimizer state twice
+                strict=False,  # checkpoints leave out frozen weights
+            )
         seed_host(0)  # replaces what random_states_*.pkl set
 
 

@@ -57,7 +57,7 @@ class TrainingConfig:
     """The shared flags; a script changes a default by declaring the field again.
 
     A field must have the same value on all nodes and when a run is resumed. A MayChange field may
-    change when it is resumed. If a script adds it, such as the place of the data, whose content is
+    change when it is resumed. If a script adds it, such as where the data are, whose content is
     compared instead, it may differ between the nodes too.
     """
 

@@ -78,7 +78,12 @@ class Divisors:
         self.miscounted = {name: self.miscounted.get(name, 0 * totals[0]) for name in names}
 
     def of(
-        self, count: int | torch.Tensor, is_selected: bool, over: str | None, place: tuple[int, int]
+        self,
+        count: int | torch.Tensor,
+        is_selected: bool,
+        over: str | None,
+        micro_batch: int,
+        num_means: int,
     ) -> int | torch.Tensor:
         """Return what the sum of a mean is divided by before backward.
 
@@ -86,18 +91,18 @@ class Divisors:
             count: of this process's values; of the whole step if is_selected is false.
             is_selected: the mean has a mask or weights.
             over: the name by which count= gives its count.
-            place: the number of the micro-batch, and that of the mean in it.
+            micro_batch: its number in the step.
+            num_means: how many means this micro-batch had before this one.
         """
         if is_selected and over is None and self.accumulate > 1:
-            number, num_means = place
-            if num_means > 0 or (self.late is None) != (number == 0):
+            if num_means > 0 or (self.late is None) != (micro_batch == 0):
                 raise self._need_counts()
             self.late = count if self.late is None else self.late + count
             return self.num_in_step
         if self.late is not None:
             raise self._need_counts()
         if over is not None:
-            return self._counted_ahead(over, count, place[0], is_selected)
+            return self._counted_ahead(over, count, micro_batch, is_selected)
         return at_least_one(self._sum(count)) if is_selected else count
 
     def factor(self) -> torch.Tensor | None:

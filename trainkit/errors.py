@@ -1,17 +1,12 @@
 """Errors for the user: one sentence and one exit code, the same on all processes."""
 
-import multiprocessing
 import os
 import re
 import signal
-import sys
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
@@ -27,7 +22,6 @@ EXIT_INTERRUPTED = 130
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 SIGNALS = tuple(getattr(signal, name) for name in STOPPING if hasattr(signal, name))
 
-LATE_START_SECONDS = 60.0
 # Messages of torch, safetensors, gloo, NCCL and the system when something happens to one process
 # only, and what they mean. Each pattern is searched in the exception's type and message.
 FAILURES = {
@@ -130,21 +124,3 @@ def raise_together(
     for kind, error in errors:
         if error is not None:
             raise kind(error)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process without waiting for peers that may never come."""
-    sys.stdout.flush()
-    workers = multiprocessing.active_children()
-    for worker in workers:
-        worker.kill()
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if workers or distributed:
-        # A normal exit would wait for the loader workers, one of which may hang, and for
-        # communication threads, which wait for the other processes.
-        os._exit(code)
-    if code == EXIT_USAGE and not is_main_rank():
-        # The main process may still be importing modules. If this process ended first, the
-        # launcher would end the main process before it could print the message.
-        time.sleep(LATE_START_SECONDS)
-    sys.exit(code)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,8 +21,6 @@ EVALUATE, PREDICT = "run.evaluate(...)", "run.predict(...)"
 SENT_BYTES = 2**24  # of the rows of a process that are sent at a time
 SENT_OBJECTS = 2**12  # the same for what is no tensor
 
-Column: TypeAlias = torch.Tensor | list
-
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
@@ -35,8 +33,8 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
         layer.training = mode
 
 
-def places_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator[range]:
-    """Yield the places in the set that a process has of each batch; none for a stand-in."""
+def samples_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator[range]:
+    """Yield the samples of the set that a process has of each batch; none for a stand-in."""
     size = batches.batch_size
     slots = batches.batch_size // num_processes
     for first in range(0, batches.num_used, size):
@@ -48,15 +46,15 @@ def places_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator[
 def shares_of(
     accelerator: Accelerator, loader: DataLoader, call: str
 ) -> Iterator[tuple[Any, range]]:
-    """Yield this process's share of each batch, without gradients, and its places in the set.
+    """Yield this process's share of each batch, without gradients, and which samples it is.
 
     The models are in evaluation mode meanwhile. Every process must call this.
     """
     batches = check_loader(accelerator, loader, call)
-    rank_places = places_of(batches, accelerator.num_processes, accelerator.process_index)
+    indices = samples_of(batches, accelerator.num_processes, accelerator.process_index)
     # Not inference_mode: FSDP could not train with its tensors afterwards.
     with torch.no_grad(), evaluating(prepared_models(accelerator)), batches.read_by_run():
-        yield from zip(loader, rank_places, strict=True)
+        yield from zip(loader, indices, strict=True)
 
 
 def evaluate(
@@ -76,16 +74,16 @@ def evaluate(
     """
     means = RunningMeans(accelerator)
     sizes = EqualSizes()
-    for batch, places in shares_of(accelerator, loader, EVALUATE):
+    for batch, indices in shares_of(accelerator, loader, EVALUATE):
         values = dict(compute_losses(batch))
         mask, weights = values.pop("mask", None), values.pop("weights", None)
         for name, value, selection in select(EVALUATE, values, mask, weights):
             call = f"{EVALUATE}, for {name},"
             if not selection:
-                check_rows(call, value, len(places))
-                if places:
+                check_rows(call, value, len(indices))
+                if indices:
                     sizes.check(call, value)
-            means.add(name, *sum_and_count(call, value, **selection, is_stand_in=not places))
+            means.add(name, *sum_and_count(call, value, **selection, is_stand_in=not indices))
         if stopping():
             return {}
     sizes.check_processes(accelerator)
@@ -113,9 +111,9 @@ def predict(
 
     Raises RuntimeError if there is not one row for each sample, or if rows differ in size.
     """
-    columns: dict[str, Column] = {}
+    columns: dict[str, Any] = {}  # tensors or lists
     is_dict = False
-    for batch, places in shares_of(accelerator, loader, PREDICT):
+    for batch, indices in shares_of(accelerator, loader, PREDICT):
         result = function(batch)
         is_dict = isinstance(result, dict)
         if isinstance(result, tuple):
@@ -124,7 +122,7 @@ def predict(
         if columns and named.keys() != columns.keys():
             raise different_rows([*columns], [*named])
         for name, rows in named.items():
-            columns[name] = put(columns.get(name), rows, places, len(loader.dataset))
+            columns[name] = put(columns.get(name), rows, indices, len(loader.dataset))
         if stopping():
             return None
     if accelerator.num_processes > 1:
@@ -132,35 +130,30 @@ def predict(
     return columns if is_dict else columns[""]
 
 
-def put(column: Column | None, rows: Any, places: range, num_samples: int) -> Column:
-    """Write the rows of these places, on the CPU, into a column; None: into a new one."""
-    rank_slice = slice(places.start, places.stop)
-    if column is not None and isinstance(column, list) != isinstance(rows, list):
-        raise different_rows(kind_of(column), type(rows))
+def put(column: Any, rows: Any, indices: range, num_samples: int) -> Any:
+    """Write the rows of these samples, on the CPU, into a column; None: into a new one."""
     if isinstance(rows, list):
-        check_rows(PREDICT, torch.empty(len(rows), 0), len(places))
         # Cloned, because pickling a view of a batch sends the whole batch.
-        cells = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), rows)
-        objects = [None] * num_samples if column is None else column
-        objects[rank_slice] = cells[: len(places)]  # not the stand-in
-        return objects
-    rows = torch.as_tensor(rows).detach()
-    check_rows(PREDICT, rows, len(places))
-    if column is None:
-        column = torch.zeros(num_samples, *rows.shape[1:], dtype=rows.dtype)
-    tensor = torch.as_tensor(column)
-    if kind_of(tensor) != kind_of(rows):
-        raise different_rows(kind_of(tensor), kind_of(rows))
-    tensor[rank_slice] = rows[: len(places)].cpu()
-    return tensor
+        rows = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), rows)
+    else:
+        rows = torch.as_tensor(rows).detach().cpu()
+    check_rows(PREDICT, rows, len(indices))
+    if column is None and isinstance(rows, list):
+        column = [None] * num_samples
+    elif column is None:
+        column = rows.new_zeros(num_samples, *rows.shape[1:])
+    if kind_of(column) != kind_of(rows):
+        raise different_rows(kind_of(column), kind_of(rows))
+    column[indices.start : indices.stop] = rows[: len(indices)]  # not the stand-in
+    return column
 
 
-def kind_of(column: Column) -> Any:
+def kind_of(column: Any) -> Any:
     """What the rows of a column have in common: dtype and sizes, or that they are anything."""
     return list if isinstance(column, list) else (column.dtype, *column.shape[1:])
 
 
-def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, Column]) -> None:
+def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, Any]) -> None:
     """Give every process the rows of all, some at a time. Every process must call this."""
     kinds = {name: kind_of(column) for name, column in columns.items()}
     for others in gather_object([kinds]):
@@ -168,15 +161,15 @@ def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, Co
             raise different_rows(kinds, others)
     batches = check_loader(accelerator, loader, PREDICT)
     world = accelerator.num_processes
-    places = [
-        [n for part in places_of(batches, world, rank) for n in part] for rank in range(world)
+    samples = [
+        [n for part in samples_of(batches, world, rank) for n in part] for rank in range(world)
     ]
     for _, column in sorted(columns.items()):  # in one order on all processes
         num = SENT_OBJECTS
         if isinstance(column, torch.Tensor):
             num = max(1, SENT_BYTES // max(1, column[0].nbytes))
-        for start in range(0, max(map(len, places)), num):
-            parts = [theirs[start : start + num] for theirs in places]
+        for start in range(0, max(map(len, samples)), num):
+            parts = [theirs[start : start + num] for theirs in samples]
             own = parts[accelerator.process_index]
             if isinstance(column, torch.Tensor):
                 for part, rows in zip(parts, gather_object([column[own]]), strict=True):

@@ -14,13 +14,12 @@ from trainkit import shards
 import torch
 from accelerate import Accelerator
 
-from trainkit.checks.content import hash_fixed
-from trainkit.checks.data import fingerprint_tensors
+from trainkit.checks.content import hash_fixed, text_of
 from trainkit.cli.console import num_parameters
 from trainkit.errors import UsageError, as_usage_error, failing_together
 from trainkit.launch import nodes
 from trainkit.launch.environment import num_copies
-from trainkit.loaders import InMemory, batches_of
+from trainkit.loaders import batches_of
 from trainkit.mixing import NUM_HELD
 from trainkit.position import Progress
 from trainkit.private import prepared_loaders
@@ -44,7 +43,7 @@ def fingerprint_run(
     for batches in loaders:
         if batches.is_custom:
             order = batches.order(0, 0, min(batches.num_samples, NUM_HELD))
-            fingerprint_tensors(digest, InMemory(order))
+            digest.update(text_of(order).encode())
     fingerprint = {
         **run.config.experiment(),
         **{name: value for of in files for name, value in of.items()},
@@ -54,13 +53,14 @@ def fingerprint_run(
         **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
         **hashes,
     }
-    frozen = run.frozen  # filled only if the run is sharded
     if started_from:
         fingerprint["start_from"] = started_from
-    if started_from or not frozen:  # --start-from may have replaced frozen weights
-        frozen = shards.fingerprint_frozen(run.models)
-    nodes.check_same(run.accelerator, fingerprint | frozen | run.frozen)
-    return fingerprint | frozen
+        shards.HASHED.clear()  # the file may have replaced frozen weights
+    for number, model in enumerate(run.models):
+        frozen = shards.HASHED.get(model) or shards.hash_frozen(model)
+        fingerprint |= {f"{name} of model {number}": value for name, value in frozen.items()}
+    nodes.check_same(run.accelerator, fingerprint)
+    return fingerprint
 
 
 def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
 
 
 def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
-    """Yield a sentence if source files differ: results of loaded_sources()."""
+    """Yield a sentence if source files differ: results of hash_sources()."""
     if changed := sorted(name for name in now if before.get(name, now[name]) != now[name]):
         yield (
             f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "

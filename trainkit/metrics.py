@@ -127,9 +127,6 @@ def select(
 
     Raises RuntimeError if such a dict has a name that is not among the values.
     """
-    if mask is None and weights is None:
-        yield from ((name, value, {}) for name, value in values.items())
-        return
     chosen: dict[str, dict[str, torch.Tensor]] = {name: {} for name in values}
     for kind, selection in (("mask", mask), ("weights", weights)):
         if isinstance(selection, torch.Tensor):

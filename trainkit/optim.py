@@ -1,8 +1,7 @@
 """Make torch's own optimizers and learning rate schedules from the flags of config.py."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -149,40 +148,36 @@ def _make_schedule(
     return lr_scheduler.LambdaLR(optimizer, factor)
 
 
-@contextmanager
-def keeping_kernels(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Keep the kernels of these optimizers while their state is loaded in the body.
+def keep_when_loading(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer keep its kernels, and the layout of its state, when a state is loaded.
 
     A saved parameter group also records whether it was fused, which depends on the precision of the
     run that saved it.
     """
-
-    def groups() -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        return [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-
-    wanted = [{name: group[name] for name in KERNEL if name in group} for _, group in groups()]
-    yield
-    for (optimizer, group), kernel in zip(groups(), wanted, strict=True):
-        group.update(kernel)
-        for weight in group["params"]:
-            fit_state(optimizer.state.get(weight, {}), weight, kernel)
+    optimizer.register_load_state_dict_pre_hook(_keep_kernels)
+    optimizer.register_load_state_dict_post_hook(_fit_state)
 
 
-def fit_state(state: dict[str, Any], weight: torch.Tensor, kernel: dict[str, Any]) -> None:
-    """Give loaded state the memory layout of its weight, and put "step" on the right device.
+def _keep_kernels(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        saved.update({name: group[name] for name in KERNEL if name in group})
+
+
+def _fit_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give loaded state the memory layout of its weight.
 
     Raises UsageError if shapes differ and the kernel is fused: a fused kernel does not check
     shapes, and would read beyond the end of the state.
     """
-    for name, value in state.items():
-        shape = getattr(value, "shape", ())
-        if shape == weight.shape:
-            state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-        elif kernel.get("fused") and shape:
-            raise UsageError(
-                f"{name} of an optimizer is {tuple(shape)}, but its weight is {tuple(weight.shape)}"
-            )
-    if isinstance(state.get("step"), torch.Tensor):
-        # Kept on the CPU unless the kernel needs it: reading it from a GPU makes the host wait.
-        on_device = kernel.get("fused") or kernel.get("capturable")
-        state["step"] = state["step"].to(weight.device if on_device else "cpu")
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            state = optimizer.state.get(weight, {})
+            for name, value in state.items():
+                shape = getattr(value, "shape", ())
+                if shape == weight.shape:
+                    state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+                elif group.get("fused") and shape:
+                    raise UsageError(
+                        f"{name} of an optimizer is {tuple(shape)}, but its weight is "
+                        f"{tuple(weight.shape)}"
+                    )

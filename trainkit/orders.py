@@ -82,7 +82,7 @@ def split_equal_samples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices to train and to evaluate on; equal samples are on the side of the first.
 
-    If a sample has more copies than the evaluation set has places, all of them are trained on. A
+    If a sample has more copies than the evaluation set has samples, all of them are trained on. A
     split without equal samples is not changed.
 
     Args:
@@ -90,7 +90,7 @@ def split_equal_samples(
         hashes: int64, (samples,), equal for samples that are equal.
     """
     _, group, sizes = hashes.unique(return_inverse=True, return_counts=True)
-    places = torch.arange(len(hashes))
-    first = torch.full_like(sizes, len(hashes)).scatter_reduce(0, group, places, "amin")
+    indices = torch.arange(len(hashes))
+    first = torch.full_like(sizes, len(hashes)).scatter_reduce(0, group, indices, "amin")
     held_out = (held_out[first] & (sizes <= held_out.sum()))[group]
     return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()

@@ -15,8 +15,8 @@ class Progress:
     Attributes:
         step: optimizer steps since the start of the run.
         epoch: epochs completed.
-        batch: batches of --batch-size samples done in this epoch.
-        num_skipped: batches without an optimizer step because their fp16 gradients overflowed.
+        step_in_epoch: steps of this epoch that are done, with those that fp16 skipped.
+        num_skipped: steps, not counted in `step`, that fp16 skipped as their gradients overflowed.
         metrics: the metrics of the last evaluation.
         metrics_step: the step of that evaluation.
         best, best_step: the best value of the metric of --keep-best, and its step.
@@ -28,7 +28,7 @@ class Progress:
 
     step: int = 0
     epoch: int = 0
-    batch: int = 0
+    step_in_epoch: int = 0
     num_skipped: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_step: int = 0
@@ -60,7 +60,7 @@ class Length:
 
     def num_done(self, progress: Progress) -> int:
         """The number of samples trained on so far in this epoch."""
-        return min(progress.batch * self.config.batch_size, self.num_used)
+        return min(progress.step_in_epoch * self.config.batch_size, self.num_used)
 
     def num_in_step(self, progress: Progress) -> int:
         """The number of samples of the step that comes next."""
@@ -74,6 +74,8 @@ class Length:
     def must_evaluate(self, progress: Progress) -> bool:
         """Is an evaluation due before the next step, and was it not done before a resume?"""
         every = self.config.eval_every
-        due = progress.batch == self.steps_per_epoch or (every and progress.step % every == 0)
+        due = progress.step_in_epoch == self.steps_per_epoch or (
+            every and progress.step % every == 0
+        )
         due = due or self.is_over(progress)  # the last one, also if it was interrupted
         return bool(due) and progress.step > progress.metrics_step

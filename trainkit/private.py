@@ -28,10 +28,20 @@ from accelerate.utils import (
     convert_outputs_to_fp32,
 )
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_map_with_path,
+)
 from torch.utils.data import DataLoader
 
-__all__ = ["tree_leaves", "tree_map_only"]
+__all__ = [
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_map_with_path",
+]
 
 
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
@@ -57,11 +67,6 @@ def prepared_loaders(accelerator: Accelerator) -> list[DataLoader]:
 def fingerprint_of(rows: Any) -> str:
     """The fingerprint of a datasets.Dataset: two with the same fingerprint have the same rows."""
     return rows._fingerprint
-
-
-def indices_of(rows: Any) -> list[Any]:
-    """The Arrow table that says which rows a datasets.Dataset has, if it does not have all."""
-    return [] if rows._indices is None else [rows._indices.table]
 
 
 def attends_by_sdpa(model: Any) -> bool:
@@ -231,12 +236,6 @@ def named_weights(model: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Pa
     """model.named_parameters(...) with the names of state_dict(), also after recompute_layers."""
     for name, weight in model.named_parameters(**options):
         yield name.replace("_checkpoint_wrapped_module.", ""), weight
-
-
-def make_contiguous(model: nn.Module) -> None:
-    """Give all parameters the default memory layout."""
-    for weight in model.parameters():
-        weight.data = weight.data.contiguous()
 
 
 def compute_in(dtype: torch.dtype, device_type: str, model: nn.Module) -> None:

@@ -114,7 +114,9 @@ class Reporter:
         progress.metrics = {"epoch": progress.epoch, **means, **metrics}
         progress.metrics_step = progress.step
         num_trained = num_done - self.num_before
-        done = progress.epoch + progress.batch / length.steps_per_epoch  # epochs, with fractions
+        done = (
+            progress.epoch + progress.step_in_epoch / length.steps_per_epoch
+        )  # epochs, with fractions
         eval_seconds = time.perf_counter() - self.started_at - self.train_seconds
         self.accelerator.log(progress.metrics, step=progress.step)
         self.tracker.log_timing(
@@ -128,5 +130,5 @@ class Reporter:
         epoch = f"{round(done, 2):g}/{self.config.epochs}"
         rate = num_trained / self.train_seconds
         is_rest = progress.epoch > 1 and progress.epoch % math.ceil(self.config.epochs / NUM_LINES)
-        if progress.batch or not is_rest or length.is_over(progress):
+        if progress.step_in_epoch or not is_rest or length.is_over(progress):
             self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))

@@ -1,27 +1,57 @@
-"""Write the files that a run leaves: run.json, weights, predictions, DONE and pictures."""
+"""Write the files that a run leaves: run.json, weights, predictions, DONE and pictures.
 
+Also best.safetensors of --keep-best, the weights that the first model had at the best evaluation.
+"""
+
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from trainkit import best, shards
+from trainkit import shards
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from trainkit.checks.prepared import Predictions
-from trainkit.cli.console import show_best
-from trainkit.cli.world import describe_run
+from trainkit.cli.console import describe_run, show, show_best
+from trainkit.cli.directions import metric_and_direction
 from trainkit.config import TrainingConfig
 from trainkit.ema import EMA
-from trainkit.errors import RunFailure, UsageError, failing_together
+from trainkit.errors import RunFailure, UsageError, as_usage_error, failing_together
 from trainkit.position import Progress
 from trainkit.run_dir import records
-from trainkit.run_dir.files import write_durably, write_json
+from trainkit.run_dir.files import rename_free, write_durably, write_json
+from trainkit.run_dir.manifest import step_name
 from trainkit.run_dir.mirror import Mirror
 from trainkit.run_dir.weights import layout, numbered, write_tensors
 from trainkit.text import check_json, count, first_sentence
+
+
+def update_best(config: TrainingConfig, progress: Progress) -> bool:
+    """Return whether this evaluation is the best so far, and record it in `progress`.
+
+    Evaluations without an improvement are counted; the run ends after --patience of them in a row.
+    """
+    name, direction = metric_and_direction(config.keep_best or "")
+    if name not in progress.metrics:
+        return False
+    if progress.best_name != f"{name}:{direction}":  # --keep-best was changed on a resume
+        progress.best = None
+        progress.num_worse = 0
+        progress.best_name = f"{name}:{direction}"
+    value, best = progress.metrics[name], progress.best
+    better = best is None or (value < best if direction == "min" else value > best)
+    if better and math.isfinite(value):
+        progress.best = value
+        progress.best_step = progress.step
+        progress.num_worse = 0
+        return True
+    progress.num_worse += 1
+    progress.ended |= config.patience is not None and progress.num_worse >= config.patience
+    return False
 
 
 class Results:
@@ -62,10 +92,13 @@ class Results:
 
         The second value is an error if the evaluation lacks that metric.
         """
-        is_best = best.update_best(self.config, progress)
+        wanted, metrics = self.config.keep_best, progress.metrics
+        is_best = update_best(self.config, progress)
         if is_best:
             self._write_model("best.safetensors", self.models[0], {"step": progress.step})
-        return is_best, best.unknown_metric(self.config, progress)
+        if not wanted or metric_and_direction(wanted)[0] in metrics:
+            return is_best, None
+        return is_best, UsageError(f"--keep-best {wanted}: there are only {', '.join(metrics)}")
 
     def write_predictions(self, predictions: Predictions | None) -> None:
         """Write predictions.safetensors, if there are predictions."""
@@ -118,7 +151,7 @@ class Results:
             except Exception as problem:  # no matplotlib, no memory, no disk
                 messages += f"the pictures were not drawn: {first_sentence(problem)}\n"
         if config.keep_best:
-            messages += f"{best.describe_best(self.accelerator, config, progress)}\n"
+            messages += f"{self._describe_best(progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
         say(
             f"{messages}done: {count(progress.step, 'step')}, {measured}; in "
@@ -131,6 +164,35 @@ class Results:
         with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
             if self.accelerator.is_main_process:
                 write_durably(self.run_dir / "DONE", b"")
+
+    def _describe_best(self, progress: Progress) -> str:
+        """One sentence that says which evaluation was the best and where its weights are."""
+        step = progress.best_step
+        name, direction = metric_and_direction(self.config.keep_best or "")
+        if progress.best is None or progress.best_name != f"{name}:{direction}":
+            return f"no evaluation gave a finite {name}: nothing was kept for it"
+        checkpoint = f"checkpoints/{step_name(step)}"
+        where = "no longer on disk"
+        if self._has_best_of(step):
+            where = "in best.safetensors"
+        elif (self.run_dir / checkpoint).exists():
+            where = f"in {checkpoint}"
+        value = show(name, progress.best)
+        return f"{name} was best at step {step}, {value}: those weights are {where}"
+
+    def _has_best_of(self, step: int) -> bool:
+        """Was best.safetensors written at this step? If it was not, rename it.
+
+        It is from another step if the run was resumed from a checkpoint that is older than the
+        file.
+        """
+        path = self.run_dir / "best.safetensors"
+        if path.exists() and self.accelerator.is_main_process:
+            with suppress(UsageError), as_usage_error(f"{path} cannot be read"):
+                if records.read_metadata(path)["step"] == step:
+                    return True
+            rename_free(path, f"abandoned-{path.name}")
+        return False
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
         path = self.run_dir / name

@@ -67,22 +67,22 @@ def _key_of(kind: str, seed: int, epoch: int, num: int, stream: str | int | None
 class Dropout(nn.Dropout):
     """nn.Dropout with the same masks for any number of processes and micro-batches.
 
-    In a model that Run trains, a mask depends on seed, epoch, step and the sample's place in the
-    step, whichever process has the sample. Elsewhere this is nn.Dropout. Inputs are (samples, ...),
-    with the same sizes on all processes, or torch.cat of k such inputs, as the views of a sample
-    are: k blocks with a row for each sample in each. Rows that stand sample by sample instead need
-    `.unflatten(0, (-1, k))` before this layer. It may be called once per micro-batch. Raises
-    RuntimeError for another number of rows, or if it is called again, as gradient checkpointing
-    does: use nn.Dropout there.
+    In a model that Run trains, a mask depends on seed, epoch, step and the number of
+    the sample in the step, whichever process has it. Elsewhere this is nn.Dropout. Inputs are
+    (samples, ...), with the same sizes on all processes, or torch.cat of k such inputs, as the
+    views of a sample are: k blocks with a row for each sample in each. Rows that stand sample by
+    sample instead need `.unflatten(0, (-1, k))` before this layer. It may be called once per
+    micro-batch. Raises RuntimeError for another number of rows, or if it is called again, as
+    gradient checkpointing does: use nn.Dropout there.
     """
 
-    # In a run: the key of step and layer, and the first sample's place in the step; int64 (2,).
-    place: torch.Tensor | None = None
+    # In a run: the key of step and layer, and the number of the first sample in the step; int64.
+    key_and_first: torch.Tensor | None = None
     num_samples: int | None = None  # of this process in the micro-batch
     drawn = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.place is None or not self.training or self.p == 1:
+        if self.key_and_first is None or not self.training or self.p == 1:
             return super().forward(inputs)
         if self.drawn:
             raise RuntimeError(
@@ -96,8 +96,8 @@ class Dropout(nn.Dropout):
                 f"trainkit's Dropout got {len(inputs)} rows for a batch of {num} samples: it needs "
                 "as many rows for each sample, as torch.cat(views) has, or use nn.Dropout there"
             )
-        samples = self.place[1] + torch.arange(num, device=inputs.device)
-        numbers = _bits(self.place[0], samples, inputs.numel() // num).float() / 2**24
+        samples = self.key_and_first[1] + torch.arange(num, device=inputs.device)
+        numbers = _bits(self.key_and_first[0], samples, inputs.numel() // num).float() / 2**24
         kept = (numbers >= self.p).view(num, len(inputs) // num, *inputs.shape[1:])
         return inputs * kept.transpose(0, 1).reshape(inputs.shape) / (1 - self.p)
 
@@ -109,9 +109,9 @@ def seed_dropout(
     *position: int,
     num_samples: int | None = None,
 ) -> None:
-    """Seed the random numbers of a forward pass by seed, epoch, batch of the epoch and `first`.
+    """Seed the random numbers of a forward pass by seed, epoch, step of the epoch and `first`.
 
-    `first` is the place in the step of this process's first sample, of num_samples (None: as many
+    `first` is the number in the step of this process's first sample, of num_samples (None: as many
     as the layers get rows). The masks of these layers are the same for any number of processes and
     micro-batches. All other random numbers, those of nn.Dropout too, depend on `first` and so on
     both numbers.
@@ -121,9 +121,9 @@ def seed_dropout(
     where = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
     where.manual_seed(key(*position, first))
     for number, layer in enumerate(layers):
-        if layer.place is None:
-            layer.place = torch.zeros(2, dtype=torch.int64, device=device)
-        layer.place[0], layer.place[1] = key(*position, number), first
+        if layer.key_and_first is None:
+            layer.key_and_first = torch.zeros(2, dtype=torch.int64, device=device)
+        layer.key_and_first[0], layer.key_and_first[1] = key(*position, number), first
         # A process without a sample is given one that does not count.
         layer.num_samples = 1 if num_samples == 0 else num_samples
         layer.drawn = False
@@ -132,7 +132,7 @@ def seed_dropout(
 def release_dropout(layers: Sequence[Dropout]) -> None:
     """Make these layers behave like nn.Dropout again."""
     for layer in layers:
-        layer.place = None
+        layer.key_and_first = None
 
 
 def _bits(offset: int | torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trainkit import evaluation
 
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import Tensor, nn
@@ -33,8 +32,7 @@ from trainkit.ema import EMA
 from trainkit.fingerprint import fingerprint_run
 from trainkit.launch.signals import Signals
 from trainkit.metrics import RunningMeans, Selection
-from trainkit.position import Length, Progress
-from trainkit.reporter import Reporter
+from trainkit.position import Length
 from trainkit.results import Results
 from trainkit.run_dir.files import open_run
 from trainkit.session import leave_processes, leave_stopped, start_accelerator, timeout_of
@@ -48,39 +46,33 @@ class Run:
     ends, signal handlers are restored and the run folder is released. There may be one model and
     optimizer or several, with their schedules; all must go through accelerator.prepare.
     --start-from and --keep-best apply to the first model. Trackers show the run under `project`.
-    """
 
-    config: TrainingConfig
-    stage: str  # which calls may come next: see checks/calls.py
-    resources: ExitStack  # cleaned up at the end
-    frozen: dict[str, str]  # fingerprint of the frozen weights before they were sharded
-    accelerator: Accelerator
-    log: Reporter  # writes metrics.jsonl and timing.jsonl
-    print: Callable[[str], None]  # on the main process
-    signals: Signals
-    sets: tuple[Any, Any]  # the training set and the evaluation set
-    data_fingerprint: str
-    data_plan: dict[str, str]  # lines about random numbers that do not follow from the seed
-    length: Length  # of the run in steps, and when it evaluates
-    prepared: Prepared  # what went through accelerator.prepare
-    models: list[nn.Module]  # without the wrappers of DDP and torch.compile
-    results: Results  # the files that a run leaves
-    progress: Progress  # where the run stands: progress.step, and progress.epoch, completed ones
-    step: Step  # the current one
-    means: RunningMeans  # of the values given to run.add
-    ema: EMA
-    checkpoints: Checkpoints
+    Attributes:
+        stage: which calls may come next: see checks/calls.py.
+        resources: what is cleaned up at the end.
+        log: a Reporter, which writes metrics.jsonl and timing.jsonl.
+        print: prints on the main process.
+        sets: the training set and the evaluation set.
+        data_fingerprint: the md5 of both.
+        data_plan: lines about random numbers that do not follow from the seed.
+        length: how long the run is in steps, and when it evaluates.
+        prepared: what went through accelerator.prepare.
+        models: the models without the wrappers of DDP and torch.compile.
+        results: writes the files that the run leaves.
+        progress: where the run stands: progress.step, and progress.epoch, completed ones.
+        step: the current Step.
+        means: of the values given to run.add.
+    """
 
     def __init__(self, config: TrainingConfig, project: str):
         self.config, self.project = config, project
         self.stage = "new"
         self.resources = ExitStack()
-        self.frozen = {}
 
     def __enter__(self) -> "Run":
         need(self, "`with run`", "new")
         config = self.config
-        self.accelerator, self.log = start_accelerator(config, self.project, self.frozen)
+        self.accelerator, self.log = start_accelerator(config, self.project)
         self.print = self.log.print
         self.resources.callback(lambda: self.log.bar.close())
         self.signals = Signals(self.accelerator, timeout_of(config))
@@ -192,7 +184,7 @@ class Run:
         self.prepared.check_unchanged(progress.state)
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
-        self.step.mistakes.start_epoch(is_new=progress.batch == 0)
+        self.step.mistakes.start_epoch(is_new=progress.step_in_epoch == 0)
         with self.ema.trained_weights(), batches.read_by_run():
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
                 yield from self._steps_to_evaluation(loader, count)
@@ -289,12 +281,9 @@ class Run:
         self.stage = "must save" if is_due else "counted"
         return is_due
 
-    def must_save(self) -> NoReturn:
-        raise RuntimeError("run.must_save() is now called run.end_step()")
-
     def _finish_step(self) -> bool:
         progress, length, every = self.progress, self.length, self.config.save_every
-        progress.batch += 1
+        progress.step_in_epoch += 1
         if not self.step.finish():  # fp16 overflowed
             progress.num_skipped += 1
             return False
@@ -308,8 +297,7 @@ class Run:
         if length.is_over(progress):
             return False
         due = every and progress.step % every == 0 and not length.must_evaluate(progress)
-        has_failed = self.checkpoints.commits.failed()
-        return self.signals.requested(has_failed, self.step.sizes.number) or bool(due)
+        return self.signals.requested(self.checkpoints.commits.failed()) or bool(due)
 
     @allowed("must save", then="counted")
     def save(self) -> None:
@@ -361,11 +349,11 @@ class Run:
         progress, length, every = self.progress, self.length, self.config.save_every
         predicted = check_predictions(predictions, metadata or {})
         num_done = length.num_done(progress)
-        if progress.batch == length.steps_per_epoch:
+        if progress.step_in_epoch == length.steps_per_epoch:
             progress.epoch += 1
-            progress.batch = 0
+            progress.step_in_epoch = 0
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
-        if progress.batch == 0:  # otherwise the epoch continues, perhaps after a resume
+        if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
             if note := self.step.mistakes.unmoved_schedules():
                 self.print(note)

@@ -29,13 +29,10 @@ def timeout_of(config: TrainingConfig) -> timedelta:
     return timedelta(seconds=max(1, config.timeout))
 
 
-def start_accelerator(
-    config: TrainingConfig, project: str, frozen: dict[str, str]
-) -> tuple[Accelerator, Reporter]:
+def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator, Reporter]:
     """Connect to the other processes and check that all were started as asked for, and alike.
 
-    Every process must call this. Raises UsageError on all of them. In a sharded run,
-    accelerator.prepare fills `frozen` later: see shards.shard.
+    Every process must call this. Raises UsageError on all of them.
     """
     refuse_pickled_code()
     compute_float32_in_full()
@@ -51,7 +48,7 @@ def start_accelerator(
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout_of(config))],
             log_with=make_trackers(config, tracker, project),
         )
-    shards.shard(accelerator, frozen)
+    shards.shard(accelerator)
     share_frozen_weights(accelerator, shards.frozen)
     nodes.check_world(accelerator)
     nodes.check_nodes(accelerator, config)

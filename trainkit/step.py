@@ -11,9 +11,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.checks.finite import FiniteGuard, Position
+from trainkit.checks.finite import FiniteGuard
 from trainkit.checks.mistakes import Mistakes
-from trainkit.checks.values import EqualSizes, check_rows, different_sizes
+from trainkit.checks.values import EqualSizes, check_rows
 from trainkit.config import TrainingConfig
 from trainkit.divisors import CountValues, Divisors
 from trainkit.errors import UsageError
@@ -37,7 +37,7 @@ class Step:
         seeds_host: making samples reseeds numpy and random, at times that depend on prefetching; so
             they are reseeded before every forward pass.
         rates: the learning rate of each optimizer in the step.
-        position: the number of the step and its learning rate, for error messages.
+        label: the number of the step and its learning rate, for error messages.
         num_in_step: samples in the step, over all processes and micro-batches.
         num_before: how many of them are in micro-batches before the current one.
         num_samples: samples of this process in the current micro-batch; 0: it has a stand-in.
@@ -69,7 +69,7 @@ class Step:
         # Samples per micro-batch, over all processes.
         self.size = config.batch_size // config.accumulate
         self.key: tuple[int, ...] = ()
-        self.position = Position()
+        self.label = ""
         self.rates: dict[str, float] = {}
         self.num_in_step = self.num_before = self.num_samples = 0
         self.losses: list[torch.Tensor] = []
@@ -86,12 +86,12 @@ class Step:
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""
         self.num_in_step = self.length.num_in_step(progress)
-        self.key = self.config.seed, progress.epoch, progress.batch
+        self.key = self.config.seed, progress.epoch, progress.step_in_epoch
         self.rates = learning_rates(self.optimizers)
-        self.position = Position(progress.step + 1, self.rates["learning_rate"])
+        self.label = f"step {progress.step + 1}, learning rate {self.rates['learning_rate']:.4g}"
         self.num_before = 0
         self.divisors.start(self.num_in_step)
-        self.sizes = EqualSizes()
+        self.sizes.start_step()
 
     @property
     def num_micro_batches(self) -> int:
@@ -109,7 +109,7 @@ class Step:
         self.divisors.count_ahead(count, micro_batches, has_samples)
 
     def start_micro_batch(self, loader: DataLoader) -> None:
-        """Seed the random numbers of the next forward pass by its place in the step."""
+        """Seed the random numbers of the next forward pass by where it is in the step."""
         end_with_this_batch(loader, self.num_before + self.size >= self.num_in_step)
         start, self.num_samples = self.rows_of(self.accelerator.process_index, self.num_before)
         first = self.num_before + start
@@ -159,8 +159,8 @@ class Step:
         if not is_selected:
             self._check(CALL, values, len(self.losses))
             count = self.num_in_step * values.shape[1:].numel()
-        place = self.num_before // self.size, len(self.losses)
-        divisor = self.divisors.of(count, is_selected, over, place)
+        micro_batch = self.num_before // self.size
+        divisor = self.divisors.of(count, is_selected, over, micro_batch, len(self.losses))
         share = total.detach() / divisor
         self.losses.append(share)
         scale = self.accelerator.num_processes * self.config.accumulate / divisor
@@ -197,15 +197,13 @@ class Step:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
-        if self.signals.differ:
-            raise different_sizes("run.step_mean(...) or run.add(...)")
         if (factor := self.divisors.factor()) is not None:
             fresh = (wrapped for wrapped in optimizers if wrapped.optimizer not in self.clipped)
             scale_gradients(factor, *fresh)
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}
         self.mistakes.in_window = False
-        self.guard.check(norm, self._shares(), self.position)
+        self.guard.check(norm, self._shares(), self.label)
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
@@ -225,6 +223,8 @@ class Step:
         self.guard.count_skipped(skipped, self._shares())
         if self.clipped - self.stepped and not skipped:
             raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
+        if self.mistakes.num_left:
+            self.sizes.check_processes(self.accelerator)
         if not skipped:
             self.mistakes.finish_step(self.stepped)
         self.clipped.clear()

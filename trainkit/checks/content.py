@@ -17,7 +17,6 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from trainkit.errors import UsageError
 from trainkit.loaders import has_transform
-from trainkit.private import indices_of
 from trainkit.run_dir.manifest import hash_of
 
 AT_ONCE = 100  # samples of a list, or 100 times as many rows of a table
@@ -121,29 +120,29 @@ def _table_texts(dataset: Any) -> Iterator[str] | None:
     import pyarrow as pa  # datasets has imported it
     import pyarrow.compute as pc
 
-    columns: dict[str, Any] = {}
-    for name in dataset.format["columns"]:
-        column = dataset.data.table[name]
-        if str(column.type) == MEDIA and not pc.struct_field(column, "bytes").null_count:
-            column = pc.struct_field(column, "bytes")  # the path differs between machines
-        elif MEDIA in str(column.type):
+    names = dataset.format["columns"]
+    table = dataset.data.table.select(names)
+    media = [field.name for field in table.schema if MEDIA in str(field.type)]
+    for name in media:
+        column = table[name]
+        if str(column.type) != MEDIA or pc.struct_field(column, "bytes").null_count:
             return None
-        columns[name] = column
-    table = pa.table(columns)
     if table.nbytes > MAX_TABLE_BYTES:
         return None
-    first = text_of([repr(dataset.features), dataset.format["type"], len(dataset)])
-    tables = [table, *indices_of(dataset)]
+    rows = dataset.with_format("arrow", columns=names)
 
     def texts() -> Iterator[str]:
-        yield first
-        for source in tables:
-            for start in range(0, len(source), 100 * AT_ONCE):
-                part = source.slice(start, 100 * AT_ONCE).combine_chunks().replace_schema_metadata()
-                sink = pa.BufferOutputStream()
-                with pa.ipc.new_stream(sink, part.schema) as writer:
-                    writer.write_table(part)
-                yield xxhash.xxh3_128_hexdigest(memoryview(sink.getvalue()))
+        yield text_of([repr(dataset.features), dataset.format["type"], len(dataset)])
+        for start in range(0, len(dataset), 100 * AT_ONCE):
+            part = rows[start : start + 100 * AT_ONCE]
+            columns = {name: part[name] for name in names}
+            for name in media:  # the path differs between machines
+                columns[name] = pc.struct_field(part[name], "bytes")
+            part = pa.table(columns).combine_chunks()
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, part.schema) as writer:
+                writer.write_table(part)
+            yield xxhash.xxh3_128_hexdigest(memoryview(sink.getvalue()))
 
     return texts()
 

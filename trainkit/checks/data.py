@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import Dataset, default_collate
 
-from trainkit.checks.content import held_in_memory, sample_parts
+from trainkit.checks.content import held_in_memory, sample_parts, text_of
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import nodes
@@ -52,21 +52,15 @@ def makes_batches(dataset: Dataset, method: str) -> bool:
     return method == "make_batch" or (method == "__getitems__" and isinstance(dataset, InMemory))
 
 
-def fingerprint_tensors(digest: Any, dataset: InMemory) -> None:
-    """Add all bytes of the tensors to the digest."""
-    for tensor in dataset.tensors:
-        digest.update(np.ascontiguousarray(tensor.cpu().numpy()).view(np.uint8).data)
-
-
-def places_in(dataset: Dataset, num: int) -> torch.Tensor:
+def spread_indices(dataset: Dataset, num: int) -> torch.Tensor:
     """`num` indices of samples spread over the data set, several times if it has fewer."""
     return torch.from_numpy(np.linspace(0, len(dataset) - 1, num).astype(np.int64))
 
 
-def read_samples(dataset: Dataset, places: torch.Tensor, seed: int = 0) -> Iterator[Any]:
+def read_samples(dataset: Dataset, indices: torch.Tensor) -> Iterator[Any]:
     """Make the samples at these indices one by one, each with its own seed."""
-    batches = WholeBatches(dataset, list, seed, torch.zeros((), dtype=torch.int64))
-    return chain.from_iterable(map(batches.make, places.split(1)))
+    batches = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64))
+    return chain.from_iterable(map(batches.make, indices.split(1)))
 
 
 def random_parts(dataset: Dataset) -> set[str]:
@@ -79,10 +73,10 @@ def random_parts(dataset: Dataset) -> set[str]:
         return set()
     # Samples of a set with a fingerprint may lie far away: the first ones are in one file.
     near = torch.arange(min(len(dataset), NUM_COLLATED))
-    places = near if hasattr(dataset, "fingerprint") else places_in(dataset, NUM_TWICE)
-    once = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64)).make(places)
+    indices = near if hasattr(dataset, "fingerprint") else spread_indices(dataset, NUM_TWICE)
+    once = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64)).make(indices)
     pairs = zip(
-        map(sample_parts, once), map(sample_parts, read_samples(dataset, places)), strict=True
+        map(sample_parts, once), map(sample_parts, read_samples(dataset, indices)), strict=True
     )
     return set(chain.from_iterable(differing(*pair) for pair in pairs))
 
@@ -100,7 +94,7 @@ def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> None:
     the entries that are random.
     """
     if isinstance(dataset, InMemory):
-        return fingerprint_tensors(digest, dataset)
+        return digest.update(text_of(dataset.tensors).encode())
     if hasattr(dataset, "fingerprint"):
         return digest.update(repr(dataset.fingerprint()).encode())
     texts = held_in_memory(dataset)
@@ -108,7 +102,7 @@ def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> None:
         digest.update(text.encode())
     if texts is None or has_transform(dataset):
         digest.update(f"{len(dataset)} without {sorted(drawn)}".encode())
-        for sample in read_samples(dataset, places_in(dataset, NUM_HASHED).unique()):
+        for sample in read_samples(dataset, spread_indices(dataset, NUM_HASHED).unique()):
             parts = sample_parts(sample).items()
             kept = [part for part in parts if part[0] not in drawn and "" not in drawn]
             digest.update(repr(kept).encode())
@@ -138,11 +132,11 @@ def random_collation(accelerator: Accelerator) -> dict[str, str]:
         # Samples of a set with a fingerprint may lie far away: only the first are read.
         ends = {0} if hasattr(whole.dataset, "fingerprint") else {0, len(whole) - num}
         for first in ends:
-            places = torch.arange(first, first + num)
+            indices = torch.arange(first, first + num)
             with keeping_host_seeds():
                 batches = []
                 for seed in (1, 2):  # made twice, because a collate_fn may change its samples
-                    samples = [*read_samples(whole.dataset, places)]
+                    samples = [*read_samples(whole.dataset, indices)]
                     texts = [*map(sample_parts, samples)]
                     seed_host(seed)
                     batches.append((texts, sample_parts(whole.collate_fn(samples))))

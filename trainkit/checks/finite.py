@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -17,17 +16,6 @@ DIFFERENT = 1e-5  # relative difference of norms; equal GPUs give equal bits, ot
 REMEDY = "try a smaller --learning-rate, a longer --warmup or --clip-norm 1"
 
 
-@dataclass
-class Position:
-    """The current step and its learning rate, for error messages."""
-
-    step: int = 0
-    learning_rate: float = 0.0
-
-    def __str__(self) -> str:
-        return f"step {self.step}, learning rate {self.learning_rate:.4g}"
-
-
 class FiniteGuard:
     """Stops all processes at the first step whose gradient is not finite.
 
@@ -39,37 +27,35 @@ class FiniteGuard:
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.position = Position()
+        self.step = "step 0"  # the last one, with its learning rate
         # Norms and losses being copied to the host, an event for the end of each copy, the step.
-        self.pending: list[tuple[torch.Tensor, torch.Event, Position]] = []
+        self.pending: list[tuple[torch.Tensor, torch.Event, str]] = []
         self.num_skipped = 0  # in a row, under fp16
 
-    def check(
-        self, grad_norm: torch.Tensor, losses: Sequence[torch.Tensor], position: Position
-    ) -> None:
+    def check(self, grad_norm: torch.Tensor, losses: Sequence[torch.Tensor], step: str) -> None:
         """Call between backward and optimizer.step(), in every process, when gradients are synced.
 
         `losses` are this process's shares; error messages give their sums over the processes.
-        Raises RunFailure on all processes.
+        `step` is a text that is another one in each step. Raises RunFailure on all processes.
         """
-        self._read_pending(before=position.step)
-        self.position = position
+        self._read_pending(before=step)
+        self.step = step
         if self.accelerator.scaler is not None:
             return
         if grad_norm.device.type == "cpu":
             if not math.isfinite(grad_norm.item()):
-                self._fail(torch.stack((grad_norm.detach(), *losses)), position)
+                self._fail(torch.stack((grad_norm.detach(), *losses)), step)
             return
         numbers = torch.stack((grad_norm.detach().float(), *(loss.float() for loss in losses)))
         event = torch.Event(device=numbers.device)
-        self.pending.append((numbers.to("cpu", non_blocking=True), event, position))
+        self.pending.append((numbers.to("cpu", non_blocking=True), event, step))
         event.record()
 
     def count_skipped(self, skipped: bool, losses: Sequence[torch.Tensor]) -> None:
         """Raise RunFailure on all processes if fp16 skipped MAX_SKIPPED steps in a row."""
         self.num_skipped = self.num_skipped + 1 if skipped else 0
         if self.num_skipped == MAX_SKIPPED:
-            self._fail(torch.stack((torch.full_like(losses[0], math.inf), *losses)), self.position)
+            self._fail(torch.stack((torch.full_like(losses[0], math.inf), *losses)), self.step)
 
     def finish(self, *optimizers: AcceleratedOptimizer) -> None:
         """Check the norms still being copied, and the weights. Call before a checkpoint."""
@@ -81,31 +67,31 @@ class FiniteGuard:
             norms = numbers[0].tolist()
             if not math.isfinite(sum(norms)):
                 raise RunFailure(
-                    f"the weights are not finite after {self.position}: their norm is "
+                    f"the weights are not finite after {self.step}: their norm is "
                     f"{norms[0]:.4g}; the checkpoints are untouched: try a smaller --learning-rate"
                 )
             lowest, highest = numbers.aminmax(dim=1)
             if (highest - lowest > DIFFERENT * highest).any():
                 raise RunFailure(
                     f"the weights or learning rates differ between the processes after "
-                    f"{self.position}, norms of the weights {min(norms):.4g} to {max(norms):.4g}: "
+                    f"{self.step}, norms of the weights {min(norms):.4g} to {max(norms):.4g}: "
                     "change them in the same way on every process"
                 )
 
-    def _read_pending(self, before: int | None = None) -> None:
-        while self.pending and self.pending[0][2].step != before:
-            numbers, event, position = self.pending.pop(0)
+    def _read_pending(self, before: str | None = None) -> None:
+        while self.pending and self.pending[0][2] != before:
+            numbers, event, step = self.pending.pop(0)
             event.synchronize()
             if not math.isfinite(numbers[0].item()):
-                self._fail(numbers, position)
+                self._fail(numbers, step)
 
-    def _fail(self, numbers: torch.Tensor, position: Position) -> NoReturn:
+    def _fail(self, numbers: torch.Tensor, step: str) -> NoReturn:
         # All processes come here in the same step, so they may communicate.
         norm = numbers[0].item()
         shares = numbers[1:].float().to(self.accelerator.device)
         losses = self.accelerator.reduce(shares, reduction="sum").tolist()
         raise RunFailure(
-            f"loss or gradient is not finite at {position}: loss "
+            f"loss or gradient is not finite at {step}: loss "
             f"{' and '.join(f'{loss:.4g}' for loss in losses)}, gradient norm {norm:.4g}; the "
             f"checkpoints are untouched: {REMEDY}"
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trainkit.optim import BY_STEP
+from trainkit.optim import BY_STEP, weights_of
 from trainkit.private import prepared_optimizers, prepared_schedulers, unwatch, watch
 
 NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
@@ -38,7 +38,7 @@ class Mistakes:
         watch(accelerator, "backward", self._note_backward)
         for prepared in prepared_optimizers(accelerator):
             optimizer = prepared.optimizer
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            weights = weights_of(optimizer)
             trained = [weight for weight in weights if weight.requires_grad] or weights
             self.smallest[optimizer] = min(trained, key=torch.numel)
             watch(optimizer, "zero_grad", partial(self._note_zeroed, optimizer))

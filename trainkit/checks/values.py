@@ -7,10 +7,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 
-def check_rows(call: str, values: torch.Tensor, num_samples: int) -> None:
+def check_rows(call: str, values: torch.Tensor | list, num_samples: int) -> None:
     """Raise RuntimeError unless there is a row for each of the samples, or for the stand-in."""
-    if values.ndim == 0 or len(values) != max(1, num_samples):
-        rows = "a single number" if values.ndim == 0 else f"{len(values)} rows"
+    is_number = isinstance(values, torch.Tensor) and values.ndim == 0
+    if is_number or len(values) != max(1, num_samples):
+        rows = "a single number" if is_number else f"{len(values)} rows"
         raise RuntimeError(
             f"{call} got {rows} for a batch of {num_samples} samples: give it the values of each "
             'sample, as losses with reduction="none" are, or say which values count with mask='
@@ -26,6 +27,12 @@ class EqualSizes:
 
     def __init__(self):
         self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.history = 0  # a hash of those of earlier steps
+
+    def start_step(self) -> None:
+        """Let the sizes be others from here on: each step has means of its own."""
+        self.history = zlib.crc32(repr(self.sizes).encode(), self.history)
+        self.sizes.clear()
 
     def check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
         """Raise RuntimeError if earlier values had other sizes; number: of equal calls."""
@@ -33,16 +40,17 @@ class EqualSizes:
         if sizes and self.sizes.setdefault((call, number), sizes) != sizes:
             raise different_sizes(call)
 
-    def number(self) -> int | None:
-        """A number below 2**20, equal on all processes if the sizes are; None: there are none."""
-        return zlib.crc32(repr(self.sizes).encode()) >> 12 if self.sizes else None
-
     def check_processes(self, accelerator: Accelerator) -> None:
         """Raise RuntimeError if other processes had other sizes. Every process must call this."""
-        for other in gather_object([self.sizes]) if accelerator.num_processes > 1 else ():
-            for (call, number), sizes in other.items():
-                if self.sizes.get((call, number), sizes) != sizes:
-                    raise different_sizes(call)
+        if accelerator.num_processes > 1:
+            for history, sizes in gather_object([(self.history, self.sizes)]):
+                for (call, number), other in sizes.items():
+                    if self.sizes.get((call, number), other) != other:
+                        raise different_sizes(call)
+                if history != self.history:
+                    raise different_sizes("run.step_mean(...) or run.add(...)")
+        self.history = 0
+        self.sizes.clear()  # a process that has a stand-in in this step has none
 
 
 def different_sizes(call: str) -> RuntimeError:

@@ -186,9 +186,7 @@ def gather_rows(rows: torch.Tensor, nums: Sequence[int]) -> torch.Tensor:
 
 def describe_node() -> dict[str, str]:
     """What must be equal on all nodes for any script: launch, versions and source files."""
-    source = hashlib.md5(usedforsecurity=False)  # works without git and covers uncommitted edits
-    for path in [Path(sys.argv[0]), *sorted(Path(__file__).parents[1].rglob("*.py"))]:
-        source.update(path.read_bytes() if path.is_file() else b"")
+    sources = repr(sorted(hash_sources().items())).encode()
     return {
         "processes per node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         # What the launcher read from the YAML, such as mixed_precision.
@@ -198,21 +196,24 @@ def describe_node() -> dict[str, str]:
             if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_DP_"))
         },
         **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
-        "md5 of the source files": source.hexdigest(),
+        "md5 of the source files": hashlib.md5(sources, usedforsecurity=False).hexdigest(),
     }
 
 
-def loaded_sources() -> dict[str, str]:
-    """The md5 of the script, and of each module of its folder or of the kit that is imported."""
-    script = Path(sys.argv[0]).resolve()
-    folders = str(Path(__file__).resolve().parents[2]), str(script.parent)
-    files = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
+def hash_sources() -> dict[str, str]:
+    """The md5 of each file of the kit, of the script, and of what it has imported from its folder.
+
+    This works without git and covers edits that are not committed.
+    """
+    script, kit = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+    above = f"{script.parent}{os.sep}"
+    inside = [name for name in loaded if name.startswith(above) and "site-packages" not in name]
     hashes = {}
-    for file in files | {str(script)}:
-        top = next((folder for folder in folders if file.startswith(folder + os.sep)), None)
-        if top and "site-packages" not in file and (path := Path(file)).is_file():
-            name = path.relative_to(top).as_posix()
-            hashes[name] = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    for folder, names in ((kit.parent, kit.rglob("*.py")), (script.parent, [script, *inside])):
+        for path in filter(Path.is_file, map(Path, names)):
+            md5 = hashlib.md5(path.read_bytes(), usedforsecurity=False)
+            hashes[path.relative_to(folder).as_posix()] = md5.hexdigest()
     return hashes
 
 

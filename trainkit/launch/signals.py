@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
 
@@ -40,35 +39,25 @@ class Signals:
         if accelerator.num_processes > 1:
             with deadline(timeout):
                 self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        self.sums = torch.zeros(4, dtype=torch.float64)  # see requested()
-        self.differ = False  # the numbers that processes gave to requested() were not equal
+        self.num_asked = torch.zeros(1)  # how many processes were, before their last step
         self.stopping = False  # what requested() returned last
         self.stepping = False  # true from the first step on, when there is something to save
         self.previous = {n: signal.signal(n, self._on_signal) for n in SIGNALS if not by_nohup(n)}
 
-    def requested(
-        self, failed: bool = False, number: Callable[[], int | None] = lambda: None
-    ) -> bool:
+    def requested(self, failed: bool = False) -> bool:
         """True on all processes or on none. Every process must call this after every step.
 
         `failed` says that this process has lost a checkpoint, which stops the run like a signal.
         With one process the result is current; with several it is from the previous call.
-
-        number: returns one of at least 0 and below 2**20, equal on all processes where it is not
-            None: if it is not, `differ` is true after the next wait().
         """
         self.stepping = True
         if self.group is None:
             self.stopping = self.signal_name is not None or failed
             return self.stopping
         self.wait()
-        self.stopping = self.sums[0].item() > 0
-        must_stop = self.signal_name is not None or failed
-        powers = (0, 0, 0)
-        if (mine := number()) is not None:
-            powers = (1, mine, mine * mine)
-        self.sums = torch.tensor((must_stop, *powers), dtype=torch.float64)
-        self.pending = torch.distributed.all_reduce(self.sums, group=self.group, async_op=True)
+        self.stopping = self.num_asked.item() > 0
+        self.num_asked = torch.tensor([float(self.signal_name is not None or failed)])
+        self.pending = torch.distributed.all_reduce(self.num_asked, group=self.group, async_op=True)
         return self.stopping
 
     def wait(self) -> None:
@@ -79,8 +68,6 @@ class Signals:
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
-            num, total, squares = self.sums[1:].tolist()
-            self.differ = num * squares != total * total  # equal numbers have no variance
 
     def barrier(self) -> None:
         """Wait until all processes have reached this call. Every process must call this.

@@ -5,10 +5,10 @@ compute_float32_in_full, are applied by Run, so that they also hold in a noteboo
 each setting saves, run `python -m benchmarks.time_to_accuracy --compare startup`.
 """
 
-import atexit
 import contextlib
 import ctypes
 import importlib.util
+import multiprocessing
 import os
 import signal
 import sys
@@ -22,6 +22,7 @@ import torch
 from trainkit.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
+    EXIT_USAGE,
     SIGNALS,
     LoneFailure,
     RunFailure,
@@ -29,7 +30,6 @@ from trainkit.errors import (
     UsageError,
     explain,
     is_main_rank,
-    leave,
 )
 from trainkit.launch.environment import by_accelerate, shards_wanted
 from trainkit.private import run_exit_functions, skip_the_compiler
@@ -38,6 +38,7 @@ from trainkit.text import printable
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # <malloc.h>
 M_ARENA_MAX = -8
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+LATE_START_SECONDS = 60.0
 
 
 def run(main: Callable[[], Any]) -> None:
@@ -52,7 +53,6 @@ def run(main: Callable[[], Any]) -> None:
     skip_the_compiler()
     fork_at_rest()
     skip_searches()
-    atexit.register(_ignore_signals)  # a signal in the teardown would change the exit code
     try:
         end_with_launcher()
         main()
@@ -75,11 +75,6 @@ def run(main: Callable[[], Any]) -> None:
             reason is not None,
         )
     finish(code)
-
-
-def _ignore_signals() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def finish(code: int) -> NoReturn:
@@ -161,6 +156,24 @@ def keep_memory(return_blocks: bool = False) -> None:
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         for name, value in (*mapped, (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
             libc.mallopt(name, value)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without waiting for peers that may never come."""
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        worker.kill()
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if workers or distributed:
+        # A normal exit would wait for the loader workers, one of which may hang, and for
+        # communication threads, which wait for the other processes.
+        sys.stdout.flush()
+        os._exit(code)
+    if code == EXIT_USAGE and not is_main_rank():
+        # The main process may still be importing modules. If this process ended first, the
+        # launcher would end the main process before it could print the message.
+        time.sleep(LATE_START_SECONDS)
+    finish(code)
 
 
 def _end(text: str, code: int, loud: bool) -> NoReturn:

@@ -16,7 +16,7 @@ from trainkit.run_dir.files import rename_free, sync
 
 # Of manifests with this hash, which finds damage. It cannot find forgery, because whoever changes a
 # file can change the manifest too; that is why nothing in a checkpoint can execute.
-FORMAT, HASH = 5, "xxh3_128"
+FORMAT, HASH = 6, "xxh3_128"
 STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(

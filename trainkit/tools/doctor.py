@@ -26,8 +26,8 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 
+from trainkit.cli.console import describe_world
 from trainkit.cli.parse import parse
-from trainkit.cli.world import describe_world
 from trainkit.errors import LoneFailure, failing_together
 from trainkit.launch import environment, nodes
 from trainkit.private import mesh_groups
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             mixed_precision=precision,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         )
-    shards.shard(accelerator, {})
+    shards.shard(accelerator)
     nodes.check_world(accelerator)
     accelerator.print(f"world: {describe_world(accelerator)}")
     nodes.check_same(accelerator, nodes.describe_node())
