@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,17 @@ def run(
         output, errors = process.communicate()
         pytest.fail(f"{' '.join(process.args)} hung\n{output}\n{errors}")
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+@contextlib.contextmanager
+def refused(words: str) -> Iterator[pytest.ExceptionInfo]:
+    """What a person gave is refused, in one sentence that has these words (a pattern)."""
+    from trainkit.errors import UsageError
+
+    with pytest.raises(UsageError, match=words) as raised:
+        yield raised
+    sentence = str(raised.value)
+    assert sentence.isprintable() and len(sentence) < 1000, sentence
 
 
 def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -16,13 +16,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import linux_only
+from conftest import linux_only, refused
 from PIL import Image, PngImagePlugin
 from test_pictures import BAD_FILES, NAMES, TURNED, colour_folder, dataset, parquet
 
 from examples import pictures
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.pictures import backbones, decoding, files, photos, splits
 from trainkit.pictures.files import read_photo_pixels
 from trainkit.pictures.grey import are_photos
@@ -135,7 +134,7 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(tmp_
     bad = {name: save for name, (save, _) in BAD_FILES.items() if name != "moving.gif"}
     for name, save in bad.items():
         save(tmp_path / "a" / name)
-    with pytest.raises(UsageError, match=r"4 of 14 pictures cannot be read: ") as refusal:
+    with refused(r"4 of 14 pictures cannot be read: ") as refusal:
         load(tmp_path)
     problems, command = str(refusal.value).split("\n")
     assert all(name in problems for name in bad) and command.endswith(" --skip-unreadable")
@@ -170,13 +169,13 @@ def test_a_network_with_layer_norm_comes_from_the_hub_and_its_result_is_another_
     flags += ["--run-dir", tmp_path / "run", "--base"]
     for more in (["owner/name", "--mix=mixup"], [tmp_path / "run/pretrained", "--freeze"]):
         assert run_main("examples.pictures", *flags, *more)["eval_samples"] == 8
-    with pytest.raises(UsageError, match="leave out --mix"):
+    with refused("leave out --mix"):
         run_main("examples.pictures", *flags, tmp_path, "--freeze", "--mix=mixup")
 
 
 def test_a_single_class_is_one_sentence(tmp_path):
     fill(tmp_path, "a/0.png", "a/1.png")
-    with pytest.raises(UsageError, match=r"of one class, a: .* --labels$"):
+    with refused(r"of one class, a: .* --labels$"):
         photos.load_sets(parse(pictures.Config, ["--dataset", str(tmp_path), "--resize", "16"]))
 
 
@@ -196,7 +195,7 @@ def test_pictures_that_say_nothing_and_what_is_in_two_classes_are_named(tmp_path
     train, _, plan = photos.load_sets(parse(pictures.Config, sets[0]))
     assert plan["unlike"] == "2 of 15 pictures look as one of another class"
     assert 3 in train.labels  # the only one of its class is trained on
-    with pytest.raises(UsageError, match=r"all 12 pictures look the same.* another ground$"):
+    with refused(r"all 12 pictures look the same.* another ground$"):
         photos.load_sets(parse(pictures.Config, sets[1]))
 
 
@@ -219,7 +218,7 @@ def test_a_list_of_names_and_classes_takes_the_place_of_folders(table, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    "table, said",
     [
         ("file,kind\n0.png,x\n", "0.png means several pictures"),
         ("file,kind\na/0.png,x\nc/9.png,x\n", "c/9.png is not a picture"),
@@ -229,7 +228,7 @@ def test_a_list_of_names_and_classes_takes_the_place_of_folders(table, tmp_path)
     ],
 )
 def test_a_list_that_cannot_be_meant_is_one_sentence(table, said, tmp_path):
-    with pytest.raises(UsageError, match=said):
+    with refused(said):
         load_listed(tmp_path, table)
 
 
@@ -250,7 +249,7 @@ FAULTS = {
 
 
 @linux_only  # elsewhere threads decode
-@pytest.mark.parametrize(("meet", "said"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("meet, said", FAULTS.values(), ids=FAULTS)
 def test_a_fault_of_a_worker_is_one_sentence_and_leaves_no_part_of_a_file(
     tmp_path, monkeypatch, meet, said
 ):
@@ -258,7 +257,7 @@ def test_a_fault_of_a_worker_is_one_sentence_and_leaves_no_part_of_a_file(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     start = decoding.start_worker
     monkeypatch.setattr(decoding, "start_worker", lambda *given: (start(*given), meet()))
-    with pytest.raises(UsageError, match=rf"npy cannot be written: .*{re.escape(said)}"):
+    with refused(rf"npy cannot be written: .*{re.escape(said)}"):
         load(tmp_path / "data")
     assert not [*(tmp_path / "cache/pictures").iterdir()]
 
@@ -308,7 +307,7 @@ def test_the_worst_classes_are_named_and_what_an_accuracy_is_worth(tmp_path):
 def test_a_network_of_one_size_takes_no_other():
     pytest.importorskip("timm")
     flags = "--dataset photos --model test_vit --scratch --size 32"
-    with pytest.raises(UsageError, match="--size 32: this network takes only pictures of size 160"):
+    with refused("--size 32: this network takes only pictures of size 160"):
         pictures.load_data(parse(pictures.Config, flags.split()))
 
 
@@ -354,7 +353,7 @@ def test_balance_draws_all_classes_equally_often(tmp_path, run_main, monkeypatch
 def test_a_run_folder_can_only_name_a_network_of_timm():
     pytest.importorskip("timm")
     for name in ("local-dir:.", "hf-hub:owner/name"):
-        with pytest.raises(UsageError, match=f"does not have: '{name}'"):
+        with refused(f"does not have: '{name}'"):
             pictures.make_model({"model": name, "classes": ["a", "b"]})
 
 

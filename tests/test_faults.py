@@ -133,7 +133,7 @@ class Sweep:
         self.run_dir = run_dir
 
 
-@pytest.mark.parametrize(("world", "stride"), [(1, 17), (2, 29)])
+@pytest.mark.parametrize("world, stride", [(1, 17), (2, 29)])
 def test_a_fault_inside_a_save_loses_nothing(nursery, arguments, tmp_path, world, stride):
     sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], world, tmp_path)
     rows = sweep.break_each_save(stride=stride)
@@ -149,7 +149,7 @@ LOST = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "world", "steps"), LOST)
+@pytest.mark.parametrize("fault, world, steps", LOST)
 def test_a_checkpoint_that_is_lost_ends_all_processes_at_once_and_no_signal_hides_it(
     nursery, arguments, tmp_path, fault, world, steps
 ):

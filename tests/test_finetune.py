@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bytes, rows
+from conftest import assert_same_bytes, refused, rows
 from datasets import Dataset
 from double import SAME
 from plain import logged_losses, plain_losses, quick
@@ -22,7 +22,6 @@ from test_shards import KINDS, train
 
 from examples import finetune
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.language import conversations, formats, pretrained
 from trainkit.loaders import EpochBatches
 from trainkit.orders import by_length
@@ -117,7 +116,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize(
-    ("lora", "way", "accumulate", "packed"),
+    "lora, way, accumulate, packed",
     quick(WAYS, [([], KINDS[0], 4, []), (LORA, 2, 4, PACKED)]),
 )
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
@@ -148,12 +147,12 @@ def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypa
     flags = [*flags, "--run-dir", f"{tmp_path}/run", "--resume", "auto", "--stop-after-steps"]
     run_main("examples.finetune", *flags, "2")
     monkeypatch.setattr(finetune, "row_size", lambda *_: (0, {}))
-    with pytest.raises(UsageError, match=r"metadata\[shared rows\] is '512' there and '0' here"):
+    with refused(r"metadata\[shared rows\] is '512' there and '0' here"):
         run_main("examples.finetune", *flags, "3")
 
 
 @pytest.mark.parametrize(
-    ("lora", "way"),
+    "lora, way",
     quick([*itertools.product(([], LORA), (2, *KINDS)), (FOUR_BITS, 2)], [(LORA, KINDS[1])]),
 )
 def test_a_kill_changes_no_byte_and_with_a_mirror_a_lost_folder_neither(start, tmp_path, lora, way):
@@ -208,7 +207,7 @@ def test_numbers_of_4_bits_are_trained_beside_as_their_values_and_a_resume_is_ex
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    "more, message",
     [
         ([], "give --lora a rank"),
         (LORA, "shards cannot divide"),
@@ -219,7 +218,7 @@ def test_numbers_of_4_bits_need_lora_a_whole_model_and_a_package(flags, monkeypa
     state = SimpleNamespace(is_fsdp2="shards" in message, mixed_precision="no")
     monkeypatch.setattr(pretrained, "AcceleratorState", lambda: state)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         finetune.make_model(parse(finetune.Config, [*flags, *more, "--load-4bit"]))
 
 
@@ -347,7 +346,7 @@ def tokenizer(flags):
     return made
 
 
-@pytest.mark.parametrize(("template", "given", "learned", "said"), CASES)
+@pytest.mark.parametrize("template, given, learned, said", CASES)
 def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said(
     tokenizer, tmp_path, template, given, learned, said
 ):
@@ -356,7 +355,7 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
         tokenizer.eos_token = tokenizer.pad_token = None
     path.write_text("".join(f"{json.dumps(row)}\n" for row in given * 3))
     if isinstance(said, str):
-        with pytest.raises(UsageError, match=said):
+        with refused(said):
             conversations.make_chat_sets(tokenizer, str(path), 64)
         return
     Dataset.from_list(given * 3).save_to_disk(tmp_path / "saved")
@@ -408,7 +407,7 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
 
 
 @pytest.mark.parametrize(
-    ("template", "end", "prompt"), [("chatml", "<end>", "say"), ("none", "<|im_end|>", "lora")]
+    "template, end, prompt", [("chatml", "<end>", "say"), ("none", "<|im_end|>", "lora")]
 )
 def test_an_answer_stops_where_those_that_were_learned_end(
     run_main, tokenizer, tmp_path, template, end, prompt
@@ -445,11 +444,11 @@ def test_a_line_that_is_no_json_is_named_and_blank_lines_are_skipped(tmp_path):
     path.write_text(f"{json.dumps(SHORT)}\n \n\n")
     assert len(formats.read_conversations(str(path))[0]) == 1
     path.write_text(f"{json.dumps(SHORT)}\n{{\n")
-    with pytest.raises(UsageError, match=f"^line 2 of {path} is not JSON"):
+    with refused(f"^line 2 of {path} is not JSON"):
         formats.read_conversations(str(path))
 
 
-@pytest.mark.parametrize(("indent", "rows"), [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])
+@pytest.mark.parametrize("indent, rows", [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])
 def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows):
     path = tmp_path / "pairs.json"
     path.write_text(json.dumps(rows, indent=1) if indent else "\n".join(map(json.dumps, rows)))
@@ -460,11 +459,11 @@ def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows)
 def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatch):
     args = parse(finetune.Config, [*flags, *LORA])
     for name, call in (("peft", finetune.make_model), ("transformers", finetune.load_data)):
-        with monkeypatch.context() as without, pytest.raises(UsageError, match=f"install {name}`"):
+        with monkeypatch.context() as without, refused(f"install {name}`"):
             without.setitem(sys.modules, name, None)
             call(args)
     args.base = "nobody/nothing"
-    with pytest.raises(UsageError, match="--base nobody/nothing cannot be read"):
+    with refused("--base nobody/nothing cannot be read"):
         finetune.load_data(args)
 
 

@@ -14,14 +14,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, refused
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image, ImageOps
 
 import train_mnist
 from examples.pictures import Config
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
 from trainkit.pictures import files as picture_files
 from trainkit.pictures import grey as pictures
@@ -124,7 +123,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "negative"),
+    "layout, negative",
     [*((layout, False) for layout in LAYOUTS), ("ClassLabel", True), ("transparent", True)],
 )
 def test_a_layout_is_read_as_it_was_meant_and_its_files_alike_by_predict(
@@ -179,9 +178,9 @@ def test_a_bad_file_is_one_sentence_with_its_name(name, tmp_path):
     path = tmp_path / "data" / "train" / "one" / name
     save(path)
     for read in (lambda: load(tmp_path / "data"), lambda: photos.read_photo(path, 28, {})):
-        with pytest.raises(UsageError, match=message) as raised:
+        with refused(message) as raised:
             read()
-        assert name in str(raised.value) and "\n" not in str(raised.value)
+        assert name in str(raised.value)
 
 
 def with_cell(name: str, value: object, kind: str = "ClassLabel", split: str = "train") -> Callable:
@@ -270,9 +269,9 @@ BAD_LAYOUTS = {
 def test_a_layout_that_cannot_be_meant_is_one_sentence(layout, tmp_path):
     make, message = BAD_LAYOUTS[layout]
     make(tmp_path / "data")
-    with pytest.raises(UsageError, match=message) as raised:
+    with refused(message) as raised:
         load(tmp_path / "data")
-    assert str(tmp_path / "data") in str(raised.value) and "\n" not in str(raised.value)
+    assert f"{tmp_path}/data" in str(raised.value)
 
 
 # What it is called; its files, and of which split and class each is. "": counted as not read.
@@ -339,7 +338,7 @@ def test_other_pixels_and_another_decoder_are_other_data(kind, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("scale", "kind", "said"),
+    "scale, kind, said",
     [
         (1, np.uint16, "I of 0 to 65535 must .* as 8 bits"),
         (1 / 255, np.uint8, r".*\(0 to 1\), .* spread"),
@@ -385,7 +384,7 @@ def test_what_is_learned_of_pictures_is_theirs_alone():
     described = pictures.describe_pictures(28, Sampled(pixels, mixed))
     assert described["shape"] is None
     assert described["read_as"] == "28 x 28 L and 2 other kinds read as 28 x 28 grey"
-    with pytest.raises(UsageError, match="a single grey value"):
+    with refused("a single grey value"):
         pictures.describe_pictures(28, Sampled(pixels[2:], kinds))
 
 
@@ -479,7 +478,7 @@ def test_equal_pictures_are_on_one_side_and_what_an_evaluation_cannot_tell_is_in
 
 
 @pytest.mark.parametrize(
-    ("num", "typed", "sizes"),
+    "num, typed, sizes",
     [
         (100, "--epochs 5 --max-turn 90", (5, 32, False, 3, 90)),  # no batch of 128 could be filled
         (100, "--batch-size 128", (3, 128, True, 1, 5)),

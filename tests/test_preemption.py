@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
-from conftest import kill_all, linux_only, processes, start, wait_for_step, wait_until
+from conftest import kill_all, linux_only, processes, refused, start, wait_for_step, wait_until
 
-from trainkit.errors import Stopped, UsageError
+from trainkit.errors import Stopped
 from trainkit.launch.signals import Signals
 
 if os.name != "posix":
@@ -43,7 +43,7 @@ def test_sigterm_to_loader_workers_too_saves_and_a_second_run_is_refused(
     started, run_main, tiny_mnist, tmp_path
 ):
     process = started("--num-workers", 2, start_new_session=True)
-    with pytest.raises(UsageError, match="in use by another process"):
+    with refused("in use by another process"):
         run_main("train_mnist", f"--dataset {tiny_mnist} --run-dir {tmp_path}/run")
     wait_until(lambda: len(processes(process)) >= 3, process)
     for each in processes(process)[::-1]:  # workers first, as pkill -f may have it

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bytes, rows
+from conftest import assert_same_bytes, refused, rows
 from double import SAME
 from plain import logged_losses, quick
 from test_finetune import ASK, FOUR_BITS, GPT, HUMAN, LORA, losses_by_length, make_flags, start_run
@@ -20,7 +20,6 @@ from test_shards import KINDS
 
 from examples import preference
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.language import preferences, pretrained
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
@@ -75,7 +74,7 @@ def plain(flags, lora):
 
 
 @pytest.mark.parametrize(
-    ("lora", "way", "accumulate"), quick(WAYS, [([], 1, 1), ([], KINDS[0], 2), (LORA, 2, 2)])
+    "lora, way, accumulate", quick(WAYS, [([], 1, 1), ([], KINDS[0], 2), (LORA, 2, 2)])
 )
 def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate
@@ -96,7 +95,7 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
 
 
-@pytest.mark.parametrize(("lora", "way"), quick(itertools.product(([], LORA), (1, 2)), [([], 2)]))
+@pytest.mark.parametrize("lora, way", quick(itertools.product(([], LORA), (1, 2)), [([], 2)]))
 def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     kill = {"signal": [8, signal.SIGKILL]}
     killed = [-signal.SIGKILL, 1][:way]
@@ -125,7 +124,7 @@ def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
         ("max_tokens", "--max-tokens", 40),
     )
     for number, (name, *more) in enumerate(others, 2):
-        with pytest.raises(UsageError, match=f"belongs to another run: ({name}|data is)"):
+        with refused(f"belongs to another run: ({name}|data is)"):
             run_main("examples.preference", *flags, "--resume", "latest", *more)
         assert len([*kept.parent.iterdir()]) == number
 
@@ -152,9 +151,9 @@ def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
 def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refused():
     plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
     state = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    with pytest.raises(UsageError, match=r"fsdp_cpu_ram_efficient_loading: true .* to false"):
+    with refused(r"fsdp_cpu_ram_efficient_loading: true .* to false"):
         preferences.add_reference(state, torch.nn.Linear(1, 1), [], list, list)
-    with pytest.raises(UsageError, match=r"--label-smoothing 0.5 .* below 0.5"):
+    with refused(r"--label-smoothing 0.5 .* below 0.5"):
         parse(preference.Config, ["--label-smoothing", "0.5"]).validate(1)
 
 
@@ -205,12 +204,12 @@ def test_what_is_cut_or_dropped_is_counted(make):
 def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(make):
     row = TEXTS | {"system": "be"}
     assert make(row, row).plan["chosen"].startswith("<system>be<end><user>2?")
-    with pytest.raises(UsageError, match=r"line 1 of .* leaves out or changes 'f'"):
+    with refused(r"line 1 of .* leaves out or changes 'f'"):
         make(row | {"tools": [{"name": "f"}]})
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    "row, said",
     [
         (TEXTS | {"prompt": LONG}, "none of the pairs to train on .* 64: .* larger --max-tokens"),
         (TEXTS | {"rejected": "4"}, "none of the pairs to train on has two different answers"),
@@ -220,5 +219,5 @@ def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(mak
     ],
 )
 def test_what_cannot_be_learned_is_refused(make, row, said):
-    with pytest.raises(UsageError, match=said):
+    with refused(said):
         make(row, row, row)

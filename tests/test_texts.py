@@ -11,13 +11,12 @@ import signal
 import pandas as pd
 import pytest
 import torch
-from conftest import assert_same_bytes, finish, rows
+from conftest import assert_same_bytes, finish, refused, rows
 from double import SAME
 
 import predict
 from examples import text
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.texts import bags, encoders, texts
 from trainkit.tools.export import write_export
 
@@ -109,7 +108,7 @@ def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):
     assert "food " in first.partition("(")[0] and "sport " in second.partition("(")[0]
     assert "art " in predictor.predict_file(tmp_path / "new.jsonl").partition("(")[0]
     assert predictor.calibration["temperature"] == 1  # all 26 were right: nothing to learn from
-    with pytest.raises(UsageError, match="--export cannot take a model whose input is a text"):
+    with refused("--export cannot take a model whose input is a text"):
         write_export(predictor, folder)
 
 
@@ -181,14 +180,14 @@ def test_nothing_that_a_configuration_names_is_fetched_or_run():
     }
 
 
-@pytest.mark.parametrize(("kind", "most"), [("roberta", 38), ("bert", 40)])
+@pytest.mark.parametrize("kind, most", [("roberta", 38), ("bert", 40)])
 def test_as_many_tokens_are_taken_as_the_encoder_has_positions_for(base, tmp_path, kind, most):
     folder = shutil.copytree(base, tmp_path / "base")
     transformers.CONFIG_MAPPING[kind](max_position_embeddings=40).save_pretrained(folder)
     config = parse(text.Config, ["--base", str(folder), "--max-tokens", "64"])
     tokenizer = folder / "tokenizer_config.json"
     tokenizer.write_text(tokenizer.read_text().replace("40", "64"))
-    with pytest.raises(UsageError, match=f"takes at most {most}"):
+    with refused(f"takes at most {most}"):
         encoders.read_encoder(config)
 
 
@@ -200,9 +199,7 @@ def test_a_token_without_a_row_in_the_embedding_is_named(base, tmp_path):
     ]
     path.write_text("\n".join(lines))
     config = parse(text.Config, ["--base", str(base), "--data", str(path)])
-    with pytest.raises(
-        UsageError, match=r"has \d+ tokens and its .* \[MASK\], is .*save the model"
-    ):
+    with refused(r"has \d+ tokens and its .* \[MASK\], is .*save the model"):
         text.load_data(config)
 
 
@@ -211,7 +208,7 @@ def test_weights_that_are_missing_are_named(base, tmp_path):
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
     encoder, _ = encoders.read_encoder(parse(text.Config, ["--base", str(folder)]))
-    with pytest.raises(UsageError, match=r"has no weights for 16 parts: encoder\.layer\.1"):
+    with refused(r"has no weights for 16 parts: encoder\.layer\.1"):
         encoders.make_encoder(encoder, str(folder))
 
 
@@ -249,7 +246,7 @@ def read(flags) -> texts.TextSets:
     return texts.read_sets(parse(text.Config, flags.split()))
 
 
-@pytest.mark.parametrize(("columns", "flags", "said"), CASES)
+@pytest.mark.parametrize("columns, flags, said", CASES)
 def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
     path = tmp_path / "lines.jsonl"
     path.write_text(
@@ -257,7 +254,7 @@ def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
     )
     flags = f"--data {path} {flags.format(path=path)}"
     if not said[0].isdigit():
-        with pytest.raises(UsageError, match=said):
+        with refused(said):
             read(flags)
         return
     sets = read(flags)
@@ -274,14 +271,14 @@ def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_
         given.to_parquet(f"{name}.parquet")
     sets = read("--data a.parquet --eval-data b.parquet")
     assert len(sets.train) == 20 and len(sets.held_out) == 16
-    with pytest.raises(UsageError, match=r"--eval-data .*c.parquet: --data has no class 'z'"):
+    with refused(r"--eval-data .*c.parquet: --data has no class 'z'"):
         read("--data a.parquet --eval-data c.parquet")
     path = tmp_path / "d.txt"
     path.write_bytes("na\u00efve".encode("cp1252"))
-    with pytest.raises(UsageError, match=r"not in UTF-8, .* --encoding cp1252"):
+    with refused(r"not in UTF-8, .* --encoding cp1252"):
         texts.read_texts(path, None, None)
     assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
-    with pytest.raises(UsageError, match="--text and --label: name the file"):
+    with refused("--text and --label: name the file"):
         parse(text.Config, ["--text", "a", "--label", "b"]).validate(1)
 
 
