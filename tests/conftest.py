@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -388,3 +390,31 @@ def arguments(tiny_mnist):
         "train_mnist": ["--dataset", tiny_mnist, "--model", "wide", *shared],
         "train_regression": ["--num-samples", 375, "--model", "mlp", *shared],
     }
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """moto's server, with a bucket; answer(number, request) is called before each answer."""
+    pytest.importorskip("s3fs")
+    import fsspec
+
+    moto = pytest.importorskip("moto.moto_server.threaded_moto_server")
+    application, numbers = moto.DomainDispatcherApplication, itertools.count()
+    call = application.__call__
+    server = SimpleNamespace(answer=lambda number, request: None, numbers=numbers)
+
+    def answering(self, request, start_response):
+        server.answer(next(server.numbers), request)
+        return call(self, request, start_response)
+
+    monkeypatch.setattr(application, "__call__", answering)
+    running = moto.ThreadedMotoServer(port=0)
+    running.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*running.get_host_and_port()))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    server.store = fsspec.filesystem("s3", skip_instance_cache=True)
+    server.store.makedirs("bucket", exist_ok=True)
+    server.env = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    yield server
+    running.stop()

@@ -244,6 +244,8 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
         if hasattr(script, "Wide"):
             script.MODELS |= {"wide": _narrow, "normed": normed}
             script.Config.__annotations__["model"] = str
+        if hasattr(script, "write_sample"):  # of 300 letters, for each of which the model is called
+            script.range = lambda *ends: range(20) if ends == (300,) else range(*ends)
         if "indices" in request:
             _log_indices(script, f"{request['indices']}.{rank}")
         _install(script, fault if rank == fault.get("rank", 0) else {}, rank)

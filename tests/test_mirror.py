@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 from trainkit import stores
 
@@ -396,32 +395,6 @@ def test_a_mirror_that_fails_ends_the_run_with_0_and_its_sentence_last_or_with_1
     must = lost.run("--mirror-must")
     assert must.codes == [1] and not (lost.run_dir / "DONE").exists(), must.output
     assert must.stderr.startswith(f"error: --mirror {lost.url} lacks some of this run")
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    """moto's server, with a bucket; answer(number, request) is called before each answer."""
-    pytest.importorskip("s3fs")
-    moto = pytest.importorskip("moto.moto_server.threaded_moto_server")
-    application, numbers = moto.DomainDispatcherApplication, itertools.count()
-    call = application.__call__
-    server = SimpleNamespace(answer=lambda number, request: None, numbers=numbers)
-
-    def answering(self, request, start_response):
-        server.answer(next(server.numbers), request)
-        return call(self, request, start_response)
-
-    monkeypatch.setattr(application, "__call__", answering)
-    running = moto.ThreadedMotoServer(port=0)
-    running.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*running.get_host_and_port()))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "secret")
-    server.store = fsspec.filesystem("s3", skip_instance_cache=True)
-    server.store.makedirs("bucket", exist_ok=True)
-    server.env = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
-    yield server
-    running.stop()
 
 
 def test_a_bucket_is_a_mirror_also_if_connections_are_dropped(s3, tmp_path, capfd, monkeypatch):

@@ -86,28 +86,16 @@ def test_the_order_has_each_row_once_and_is_the_same_in_parts(server, batch_size
 
 
 @pytest.fixture
-def s3(server, monkeypatch):
+def bucket(server, s3):
     """The same files in bucket/data; the plan drops connections."""
-    pytest.importorskip("s3fs")
-    moto = pytest.importorskip("moto.moto_server.threaded_moto_server")
-    answer = moto.DomainDispatcherApplication.__call__
+    s3.store.put(f"{server.folder}/", "bucket/data/", recursive=True)
 
-    def breaking(self, request, start_response):
+    def breaking(_, request):
         if server.plan(next(server.numbers)):
             request["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
-        return answer(self, request, start_response)
 
-    monkeypatch.setattr(moto.DomainDispatcherApplication, "__call__", breaking)
-    running = moto.ThreadedMotoServer(port=0)
-    running.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*running.get_host_and_port()))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "secret")
-    store = fsspec.filesystem("s3", skip_instance_cache=True)
-    store.makedirs("bucket", exist_ok=True)
-    store.put(f"{server.folder}/", "bucket/data/", recursive=True)
-    yield store
-    running.stop()
+    s3.answer = breaking
+    return s3.store
 
 
 @pytest.fixture
@@ -175,7 +163,7 @@ def test_a_run_with_a_fault_ends_right_or_with_its_sentence(
     """And then goes on; a third of them on S3, half of them in two processes."""
     files, folder, url = fsspec.filesystem("file"), str(server.folder), server.url
     if place % 3 == 2:
-        files, folder, url = request.getfixturevalue("s3"), "bucket/data", "s3://bucket/data"
+        files, folder, url = request.getfixturevalue("bucket"), "bucket/data", "s3://bucket/data"
     train, world = request.getfixturevalue("train"), 1 + place % 2
     train("whole", str(server.folder), world=world)
     file, away, other = f"{folder}/1.parquet", f"{folder}/away", tmp_path / "other"
