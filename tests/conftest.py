@@ -137,7 +137,7 @@ def processes(started: subprocess.Popen) -> list[psutil.Process]:
     return found
 
 
-def kill_all(started: subprocess.Popen) -> None:
+def kill_all(started: subprocess.Popen):
     """SIGKILL to all of them. (The N-process launcher puts each rank in a session of its own.)"""
     while alive := processes(started):
         for process in alive:
@@ -193,13 +193,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
 
 
-def assert_same_bytes(one: Path, other: Path, *more: str) -> None:
+def assert_same_bytes(one: Path, other: Path, *more: str):
     """Their logs and weights are equal, and these files too."""
     for name in ("metrics.jsonl", "model.safetensors", *more):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def assert_same_numbers(one: Path, other: Path) -> None:
+def assert_same_numbers(one: Path, other: Path):
     """Two runs in float64 have the same rows, but for the rounding of sums in another order."""
     from double import SAME  # it imports torch, which reads OMP_NUM_THREADS
 
@@ -211,7 +211,7 @@ def assert_same_numbers(one: Path, other: Path) -> None:
             assert row.get(exact) == same.get(exact)
 
 
-def forget_accelerator() -> None:
+def forget_accelerator():
     """Let the next Accelerator of this process be a new one: its state outlives the object."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -263,7 +263,7 @@ def table_run(tmp_path_factory, run_main):
     return folder / "houses"
 
 
-def assert_num_processes(output: str, number: int) -> None:
+def assert_num_processes(output: str, number: int):
     """The plan of a run says how many processes it has."""
     device = next((line for line in output.splitlines() if line.startswith("device ")), "")
     assert f"{number} process{'es' * (number > 1)} on cpu" in device, output
@@ -288,7 +288,7 @@ def typed(start: str) -> list[str]:
     return shlex.split(re.search(rf"^{start} .*", text, re.MULTILINE)[0], comments=True)
 
 
-def wait_until(condition: Callable[[], Any], launched: subprocess.Popen | None = None) -> None:
+def wait_until(condition: Callable[[], Any], launched: subprocess.Popen | None = None):
     """Until it is true; fails after two minutes, or when what was launched ends before."""
     deadline = time.monotonic() + 120
     while not condition():
@@ -297,7 +297,7 @@ def wait_until(condition: Callable[[], Any], launched: subprocess.Popen | None =
         time.sleep(0.02)
 
 
-def wait_for_step(run_dir: Path, step: int, launched: subprocess.Popen | None = None) -> None:
+def wait_for_step(run_dir: Path, step: int, launched: subprocess.Popen | None = None):
     """Until this step is saved."""
     name = f"step-{step:010}"
     saved = run_dir / "checkpoints"

@@ -69,7 +69,7 @@ class Nursery:
         )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object):
         self.process.stdin.close()
         self.process.wait(60)  # on a busy machine leaving takes long
 
@@ -146,7 +146,7 @@ def acknowledged(run_dir: Path) -> int:
 # What follows runs in the nursery and in its children.
 
 
-def _serve() -> None:
+def _serve():
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     # torch imports the first of these at the first optimizer and the first DDP, and others are
@@ -209,7 +209,7 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
-def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, int]) -> None:
+def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, int]):
     """Be one process of a run, then exit."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
@@ -293,7 +293,7 @@ def normed(num_classes: int) -> Any:
     )
 
 
-def _log_indices(script: Any, path: str) -> None:
+def _log_indices(script: Any, path: str):
     augment = script.augment
 
     def logging(images, indices, epoch: int, args):
@@ -304,7 +304,7 @@ def _log_indices(script: Any, path: str) -> None:
     script.augment = logging
 
 
-def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
+def _install(script: Any, fault: dict[str, Any], rank: int):
     """Write down each save that is durable; let one fault happen in this process.
 
     fault: save (which save of the process, from 1), event (which I/O event of it, from 1) and how:
@@ -421,7 +421,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         script.F.cross_entropy = adding
 
 
-def _kill_in_call(number: int) -> None:
+def _kill_in_call(number: int):
     """Kill this process halfway through what a call writes to a --mirror that is a folder.
 
     number: how many such calls come before it.
@@ -430,7 +430,7 @@ def _kill_in_call(number: int) -> None:
 
     calls = itertools.count()
 
-    def watch(name: str, half: Callable[..., Any]) -> None:
+    def watch(name: str, half: Callable[..., Any]):
         original = getattr(LocalFileSystem, name)
 
         def called(self, *args: Any, **kwargs: Any) -> Any:
@@ -441,12 +441,12 @@ def _kill_in_call(number: int) -> None:
 
         setattr(LocalFileSystem, name, called)
 
-    def half_a_file(source: str, target: str) -> None:
+    def half_a_file(source: str, target: str):
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         content = Path(source).read_bytes()
         Path(target).write_bytes(content[: len(content) // 2])
 
-    def half_a_folder(path: str, *_: Any) -> None:
+    def half_a_folder(path: str, *_: Any):
         for file in sorted(Path(path).rglob("*"))[::2]:
             if file.is_file():
                 file.unlink()

@@ -57,7 +57,7 @@ class Run:
         )
         self.progress = Progress()
 
-    def train(self, num_steps: int) -> None:
+    def train(self, num_steps: int):
         for _ in range(num_steps):
             loss = self.model(torch.randn(4, 50)).square().mean()
             self.accelerator.backward(loss)
@@ -95,7 +95,7 @@ def step(run_dir: Path, number: int) -> Path:
     return run_dir / "checkpoints" / f"step-{number:010d}"
 
 
-def reforge(path: Path) -> None:
+def reforge(path: Path):
     """Make the manifest say that the folder as it is now is what was saved."""
     write_manifest(path, list_files(path))
 
@@ -117,7 +117,7 @@ def test_a_process_whose_part_is_taken_at_once_does_not_miss_the_folder(tmp_path
     folder, final, replace = tmp_path / ".tmp-step", tmp_path / "step-0000000001", os.replace
     folder.mkdir()
 
-    def replace_late(source: Path, target: Path) -> None:
+    def replace_late(source: Path, target: Path):
         replace(source, target)
         while "part-" in Path(target).name and not final.exists():
             time.sleep(0.01)
@@ -253,7 +253,7 @@ class Payload:
         return os.system, (f"touch {self.path}",)
 
 
-def write_hostile(file: Path, kind: str, mark: Path) -> None:
+def write_hostile(file: Path, kind: str, mark: Path):
     if kind == "raw":
         file.write_bytes(pickle.dumps(Payload(mark)))
     else:

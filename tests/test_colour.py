@@ -65,7 +65,7 @@ DEEP = Image.fromarray(np.asarray(GREY, np.uint16) * 257)
 AS_IT_IS, ON_WHITE, BLACK_AND_WHITE = [RED, GREEN], [WHITE, GREEN], [(0,) * 3, WHITE]
 MOVING = {"save_all": True, "append_images": [Image.new("RGB", (60, 40))]}
 # File name, the picture, the colours of the upper and the lower half, and how it is saved.
-KINDS: dict[str, tuple] = {
+KINDS = {
     **{
         f"photo.{kind}": (COLOUR, AS_IT_IS)
         for kind in ["png", "webp", "avif", "heic", "bmp", "tiff", "gif", "jp2", "ppm"]
@@ -114,7 +114,7 @@ def test_a_file_of_any_kind_has_its_colours(name, tmp_path):
     assert torch.equal(pixels.permute(1, 2, 0), torch.from_numpy(values)[4:28, 4:28].byte())
 
 
-def fill(folder: Path, *names: str) -> None:
+def fill(folder: Path, *names: str):
     for n, name in enumerate(names):  # each is darker than the one before
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         darker = photo((70 + len(name), 80)).point(lambda value, n=n: value * 200 // (200 + n))

@@ -33,14 +33,14 @@ class Row:
     different: int = 0  # resumed runs whose final bytes are not those of an undisturbed run
     hung: int = 0
 
-    def look(self, run_dir: Path) -> None:
+    def look(self, run_dir: Path):
         self.incomplete += len(incomplete(run_dir))
         self.lost += newest(run_dir) < acknowledged(run_dir)
 
     def good(self) -> bool:
         return self.tried > 0 and not (self.lost or self.incomplete or self.different or self.hung)
 
-    def show(self) -> None:
+    def show(self):
         print("| " + " | ".join(f"{name} {value}" for name, value in vars(self).items()) + " |")
 
 
@@ -65,7 +65,7 @@ class Sweep:
         self.start_seconds = self.seconds - (done - begun)
         self.finished: set[int] = set()
 
-    def clear(self) -> None:
+    def clear(self):
         shutil.rmtree(self.run_dir, ignore_errors=True)
         Path(f"{self.run_dir}.saved").unlink(missing_ok=True)
 
@@ -77,12 +77,12 @@ class Sweep:
         row.look(self.run_dir)
         return outcome
 
-    def finish(self, row: Row) -> None:
+    def finish(self, row: Row):
         outcome = self.run(row)
         assert outcome.codes == [0] * self.world, outcome.output
         row.different += digests(self.run_dir) != self.expected
 
-    def fill_the_disk(self, row: Row, event: int, rank: int) -> None:
+    def fill_the_disk(self, row: Row, event: int, rank: int):
         """One fresh run that finds the disk full at an I/O event of its fourth save; its resume."""
         self.clear()
         fault = {"rank": rank, "save": SAVE, "event": event, "how": "enospc"}
@@ -119,7 +119,7 @@ class Sweep:
             row.show()
         return rows if num_events else []
 
-    def finish_copy(self, row: Row, folder: Path, resume: bool) -> None:
+    def finish_copy(self, row: Row, folder: Path, resume: bool):
         """Look at a folder that a kill would leave so, and resume from it; each content once."""
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         content = hash(tuple((path.relative_to(folder), path.read_bytes()) for path in paths))
@@ -133,11 +133,11 @@ class Sweep:
         self.run_dir = run_dir
 
 
-@pytest.mark.parametrize("world, stride", [(1, 17), (2, 29)])
+@pytest.mark.parametrize("world, stride", [(1, 17), (2, 41)])
 def test_a_fault_inside_a_save_loses_nothing(nursery, arguments, tmp_path, world, stride):
     sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], world, tmp_path)
     rows = sweep.break_each_save(stride=stride)
-    for event in (2, 5, 8) * (world - 1):  # without copies, which the first process would change
+    for event in (2, 8) * (world - 1):  # without copies, which the first process would change
         sweep.fill_the_disk(rows[-1], event, rank=1)
     assert len(rows) == 3 and all(row.good() for row in rows), rows
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_is_refused(nursery, arguments, tmp_path
 
 def strike_at_random_times(
     sweep: Sweep, row: Row, num_strikes: int, number: int, rank: int | None = None
-) -> None:
+):
     """Send a signal to a run again and again, let it finish every sixth time, compare."""
     generator = random.Random(0)
     sweep.clear()

@@ -31,7 +31,7 @@ transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
 MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.generation"]
 # 270 pairs: 11 steps of 24 and one of 6, which leaves some processes without a sample.
-FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 20 --log-every 1 --learning-rate 3e-3"
+FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 14 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
 LORA = ["--lora", "4"]
 FOUR_BITS = [*LORA, "--load-4bit"]
@@ -130,7 +130,7 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True, **plan).output
     losses = logged_losses(tmp_path)
     assert losses == pytest.approx(plain(*make_model(in_double, lora, *packed)), abs=SAME)
-    assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (6 if packed else 4)
+    assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (4 if packed else 3)
     args, model = make_model(in_double, lora)
     before, folder = logits(model), tmp_path / "pretrained"
     missing = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
@@ -156,8 +156,8 @@ def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypa
     quick([*itertools.product(([], LORA), (2, *KINDS)), (FOUR_BITS, 2)], [(LORA, KINDS[1])]),
 )
 def test_a_kill_changes_no_byte_and_with_a_mirror_a_lost_folder_neither(start, tmp_path, lora, way):
-    kill, packed = {"signal": [14, signal.SIGKILL]}, [] if lora else PACKED
-    more = [*packed, "--resume", "auto", "--mirror", tmp_path / "mirror"]
+    kill, packed = {"signal": [13, signal.SIGKILL]}, [] if lora else PACKED
+    more = [*packed, "--save-every", 6, "--resume", "auto", "--mirror", tmp_path / "mirror"]
     start(tmp_path / "killed", lora, way, *more, fault=kill, codes=[-signal.SIGKILL, 1])
     shutil.rmtree(tmp_path / "killed")
     assert "copied step-" in start(tmp_path / "killed", lora, way, *more).stdout

@@ -192,9 +192,7 @@ def test_what_is_started_trains_what_it_announces_or_says_one_sentence(
     assert_trains_or_refuses(result, outcome, tmp_path / "run")
 
 
-def assert_trains_or_refuses(
-    result: subprocess.CompletedProcess, outcome: str, run_dir: Path
-) -> None:
+def assert_trains_or_refuses(result: subprocess.CompletedProcess, outcome: str, run_dir: Path):
     if outcome[0].isdigit() or outcome.startswith("compiled"):
         assert result.returncode == 0, result.stderr
         assert outcome in result.stdout and result.stdout.count("done: ") == 1, result.stdout

@@ -248,7 +248,7 @@ def test_the_training_waits_only_for_a_mirror_that_is_more_than_keep_checkpoints
     run = Run(tmp_path / "run", 2, mirror=URL)
     run.checkpoints.resume(None)
 
-    def training() -> None:
+    def training():
         for _ in range(5):
             started.append(run.progress.step)
             run.train(1)
@@ -319,7 +319,7 @@ class Lost:
         assert None not in outcome.codes, outcome.output
         return outcome
 
-    def lose(self) -> None:
+    def lose(self):
         shutil.rmtree(self.run_dir)
 
     def finish(self) -> str:
@@ -419,7 +419,7 @@ def test_sigkill_at_each_request_of_a_bucket(s3, nursery, quick_args, tmp_path, 
     args = [*quick_args, "--save-every", 5]
     lost = Lost(nursery, "train_regression", args, tmp_path, world, url, env=s3.env)
 
-    def kill(number: int, request: dict) -> None:
+    def kill(number: int, request: dict):
         if number == tried:
             for child in psutil.Process(nursery.process.pid).children():
                 child.kill()

@@ -73,13 +73,13 @@ def dataset(
     return made
 
 
-def parquet(folder: Path, made: dict) -> None:
+def parquet(folder: Path, made: dict):
     folder.mkdir(exist_ok=True)
     for split, rows in made.items():
         rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
 
 
-def save_in(folder: Path, ending: str, pictures: list[Image.Image], **options: object) -> None:
+def save_in(folder: Path, ending: str, pictures: list[Image.Image], **options: object):
     """Save digits in the folders of their classes."""
     for n, picture in enumerate(pictures):
         path = folder / NAMES[n % 3] / f"{n}{ending}"
@@ -99,7 +99,7 @@ def changed(change: Callable = lambda picture: picture, kind: str = "ClassLabel"
 def ending(name: str, **options: object) -> Callable:
     """A layout: a folder of files of one kind in the folder of each class."""
 
-    def make(folder: Path, negative: bool = False) -> None:
+    def make(folder: Path, negative: bool = False):
         for split, number in NUMBERS.items():
             save_in(folder / split, name, digits(number, negative), **options)
 
@@ -150,11 +150,11 @@ def read_cells(folder: Path, split: str) -> tuple:
     return as_they_are[:][rows.column_names[0]], *others
 
 
-def save_large(path: Path) -> None:
+def save_large(path: Path):
     Image.new("1", (20_000, 20_000)).save(path, compress_level=1)
 
 
-def save_truncated(path: Path) -> None:
+def save_truncated(path: Path):
     Image.effect_noise((64, 64), 99).save(path)
     path.write_bytes(path.read_bytes()[:1500])
 
@@ -186,7 +186,7 @@ def test_a_bad_file_is_one_sentence_with_its_name(name, tmp_path):
 def with_cell(name: str, value: object, kind: str = "ClassLabel", split: str = "train") -> Callable:
     """A layout with another value in row 8 of a split."""
 
-    def make(folder: Path) -> None:
+    def make(folder: Path):
         made = dataset(kind)
         rows = made[split].cast_column("picture", datasets.Image(decode=False)).to_dict()
         rows[name][7] = value
@@ -206,7 +206,7 @@ def with_rows(change: Callable[[Dataset], Dataset], kind: str = "int") -> Callab
 two_columns = with_rows(lambda rows: rows.add_column("id", [*range(len(rows))]))
 
 
-def two_minds(folder: Path) -> None:
+def two_minds(folder: Path):
     parquet(folder, dataset())
     part = dataset()["test"].cast_column("kind", ClassLabel(names=sorted(NAMES)))
     part.to_parquet(folder / "train-00001-of-00002.parquet")
@@ -215,7 +215,7 @@ def two_minds(folder: Path) -> None:
 def holding(*paths: str) -> Callable[[Path], None]:
     """A layout: files at these paths, each with a row of its own: a picture, or its class too."""
 
-    def make(folder: Path) -> None:
+    def make(folder: Path):
         for path in paths:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             picture = Image.new("L", (8, 8), len(path))
@@ -231,7 +231,7 @@ def holding(*paths: str) -> Callable[[Path], None]:
     return make
 
 
-def zipped(folder: Path, *paths: str) -> None:
+def zipped(folder: Path, *paths: str):
     holding(*paths)(folder.parent / "inside")
     folder.mkdir()
     shutil.make_archive(str(folder / "train"), "zip", folder.parent / "inside")
@@ -275,7 +275,7 @@ def test_a_layout_that_cannot_be_meant_is_one_sentence(layout, tmp_path):
 
 
 # What it is called; its files, and of which split and class each is. "": counted as not read.
-FOLDERS: dict[str, dict[str, str | None]] = {
+FOLDERS = {
     "words": {"airport/my train 0.png": "train/airport", "airport/test_3.png": "train/airport",
               "train station/0.png": "train/train station", "val/d/0.png/.0.png": ""},
     "splits": {"train/test/val.png": "train/test", "train/test/a/b/0.png": "train/test",
@@ -418,7 +418,7 @@ def test_floats_and_32_bits_are_read_by_one_rule_for_all_pictures():
                 picture_files.to_grey(Image.fromarray(values))
 
 
-def colour_folder(folder: Path, number: int) -> None:
+def colour_folder(folder: Path, number: int):
     """So many red threes, gold ones and purple twos on white, in folders of their own."""
     inks = "red", "gold", "purple"
     coloured = [

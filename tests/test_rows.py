@@ -104,9 +104,9 @@ def train(server, tmp_path, nursery):
 
     None: with any.
     """
-    words = "--epochs 3 --layers 1 --width 32 --batch-size 24 --eval-every 60 --save-every 4"
+    words = "--epochs 2 --layers 1 --width 32 --batch-size 24 --save-every 12"
     order = ParquetRows(str(server.folder), "id").order(24, 0)
-    batches = [batch.tolist() for epoch in range(3) for batch in order(epoch).split(24)]
+    batches = [batch.tolist() for epoch in range(2) for batch in order(epoch).split(24)]
 
     def run(name, url, *more, world=1, code=0, **plan) -> faults.Outcome:
         logs = [Path(f"{tmp_path}/ids.{rank}") for rank in range(world)]

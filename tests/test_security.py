@@ -7,7 +7,6 @@ the script), test_pictures.py (pictures), test_tables.py (formulas for a spreads
 import json
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,7 @@ def test_what_a_link_names_is_neither_removed_nor_written(tmp_path, outside):
 
 
 # What a reader of foreign files is given, and the reader.
-READERS: dict[str, Callable[[Path], object]] = {
+READERS = {
     "weights.safetensors": lambda path: read_weights(path, torch.nn.Linear(1, 1)),
     "pytorch_model.bin": lambda path: read_weights(path, torch.nn.Linear(1, 1)),
     "predictions.safetensors": records.load_predictions,

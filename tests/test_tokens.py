@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import weighted
 from conftest import assert_same_bytes, finish, refused, rows, saved
 from plain import logged_losses, plain_losses, quick
 from test_fp16 import Still, scaled_float32
@@ -24,9 +23,8 @@ import trainkit.session
 from examples import gpt, two_towers
 from trainkit.config import parse
 from trainkit.loaders import EpochBatches, make_loaders
-from trainkit.orders import weighted as drawn_by_weight
 
-WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 20, 24
+WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 14, 24
 TINY = f"--layers 1 --width 32 --epochs 5 --batch-size {BATCH} --eval-batch-size 7 --log-every 1"
 TINY += " --no-pictures --timeout 60 --learning-rate 3e-3 --min-learning-rate 3e-4"
 MODES = {
@@ -194,45 +192,6 @@ def test_a_loss_that_couples_samples_sees_those_of_all_processes(
     evaluations = rows(tmp_path, "epochs")
     assert [row["eval_samples"] for row in evaluations] == [101, 101]
     assert 0.02 < evaluations[-1]["eval_accuracy"] < 1
-
-
-def test_weighted_draws_and_losses_are_equal_at_any_number_of_processes_and_after_a_kill(
-    nursery, tmp_path
-):
-    torch.manual_seed(0)
-    model, (x, y) = torch.nn.Linear(1, 3), weighted.SAMPLES
-
-    def loss_of(these):
-        return F.cross_entropy(model(x[these]), y[these], weighted.OF_CLASSES)
-
-    order = drawn_by_weight(weighted.WEIGHTS, len(x), 0)
-    drawn = order(0, 0, 10_000).bincount(minlength=len(x))
-    assert drawn / 10_000 == pytest.approx(weighted.WEIGHTS / weighted.WEIGHTS.sum(), abs=0.007)
-    assert not drawn[weighted.WEIGHTS == 0].any()
-    batches = EpochBatches(len(x), 12, seed=0, order=order)
-    adam = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    losses = plain_losses(batches, adam, range(2), loss_of)
-    expected = loss_of(slice(None)).item()
-    losses += plain_losses(batches, adam, range(2, 5), loss_of)
-    nums_steps = set()
-    for world, accumulate in ((1, 2), (2, 1), (3, 2)):
-        run_dir = tmp_path / f"{world}"
-        flags = ["--accumulate", accumulate, "--run-dir", run_dir]
-        finish(nursery, "weighted", *flags, world=world)
-        found = logged_losses(run_dir)
-        assert found[:NUM_STEPS] == pytest.approx(losses, abs=1e-6)
-        evaluated = rows(run_dir, "epochs")[1]["eval_loss"]
-        assert evaluated == pytest.approx(expected, abs=1e-6)
-        nums_steps.add(len(found))
-    assert len(nums_steps) == 1 and max(nums_steps) < 80  # all stopped
-    flags = ["--save-every", 5, "--resume", "auto", "--run-dir", tmp_path / "killed"]
-    fault = {"signal": [19, signal.SIGKILL]}
-    killed = nursery.run("weighted", *flags, world=2, fault=fault)
-    assert 0 not in killed.codes, killed.output
-    finish(nursery, "weighted", *flags, world=2)
-    assert_same_bytes(tmp_path / "killed", tmp_path / "2")
-    other = nursery.run("weighted", *flags, "--power", 2, world=2)
-    assert other.codes == [2, 2] and "weights= or order=" in other.output, other.output
 
 
 def test_weights_that_are_none_are_refused_in_a_sentence(accelerator):

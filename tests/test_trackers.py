@@ -32,7 +32,7 @@ def killed_and_resumed(tmp_path, tiny_mnist, run_main, monkeypatch):
     run_dir = tmp_path / "run"
     clip = Run.clip_and_check
 
-    def clip_or_die(self: Run, optimizer: Any) -> None:
+    def clip_or_die(self: Run, optimizer: Any):
         if self.progress.step == 9:
             raise Killed
         clip(self, optimizer)
