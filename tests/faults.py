@@ -12,6 +12,7 @@ import errno
 import faulthandler
 import fcntl
 import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -155,6 +156,7 @@ def _serve():
     modules += " evaluate pandas pyarrow.parquet matplotlib.figure matplotlib.backends.backend_agg"
     for name in (*SCRIPTS, *modules.split()):
         importlib.import_module(name)
+    gc.freeze()  # or each child copies what its collector looks at
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(_start(json.loads(line))), file=replies, flush=True)

@@ -97,7 +97,9 @@ def test_a_bag_is_used_with_the_run_folder_alone_and_counts_rare_pieces(start, t
     assert rows(tmp_path / "run")[-1]["eval_accuracy"] > 0.95
     rarity = predictor.model.rarity
     (word,), (never,) = (bags.make_bags([x], predictor.metadata["num_bits"]) for x in ("and", "Q"))
-    assert rarity[word].max() == pytest.approx(1) and rarity[never].max() > 4  # in each text, in none
+    assert (
+        rarity[word].max() == pytest.approx(1) and rarity[never].max() > 4
+    )  # in each text, in none
     (tmp_path / "new.txt").write_text("and SOUP\n" + "\n" * 50 + "teamball\n")
     first, none, second = predictor.predict_file(tmp_path / "new.txt").splitlines()
     assert "food " in first.partition("(")[0] and none.endswith("new.txt:2: no text")

@@ -7,6 +7,7 @@ so of three processes one or two have none. any_batch.py has in its batches what
 import functools
 import re
 import signal
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ RUNS = {
     "classes": ("examples.table_classes", f"{TABLE} kind", 27),
 }
 NUM_STEPS, KILLED_AT, SAVE_EVERY = 12, 11, 5
-MODULES = ["transformers.models.bert.modeling_bert"]
+BERT = "transformers.models.bert.modeling_bert"
+MODULES = [BERT, "transformers.tokenization_utils_base", *["timm"] * bool(find_spec("timm"))]
 
 
 @pytest.fixture(scope="session")
