@@ -116,8 +116,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize(
-    "lora, way, accumulate, packed",
-    quick(WAYS, [([], KINDS[0], 4, []), (LORA, 2, 4, PACKED)]),
+    "lora, way, accumulate, packed", quick(WAYS, [([], KINDS[0], 4, []), (LORA, 2, 4, PACKED)])
 )
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate, packed
@@ -208,11 +207,7 @@ def test_numbers_of_4_bits_are_trained_beside_as_their_values_and_a_resume_is_ex
 
 @pytest.mark.parametrize(
     "more, message",
-    [
-        ([], "give --lora a rank"),
-        (LORA, "shards cannot divide"),
-        (LORA, "install bitsandbytes`"),
-    ],
+    [([], "give --lora a rank"), (LORA, "shards cannot divide"), (LORA, "install bitsandbytes`")],
 )
 def test_numbers_of_4_bits_need_lora_a_whole_model_and_a_package(flags, monkeypatch, more, message):
     state = SimpleNamespace(is_fsdp2="shards" in message, mixed_precision="no")
@@ -252,10 +247,7 @@ CALL = {"name": "f", "arguments": '{"n": 1}'}
 TOOL = SAY | {"content": None, "tool_calls": [{"function": CALL}]}
 CALLED = '[{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}]'
 ODD, PART = "\u00e9 e\u0301 \u4f60\U0001f468\u200d\U0001f469 \u202e", {"type": "text", "text": "4"}
-FOUR, NOT_LEFT = (
-    "4<|im_end|>\n",
-    "on has an answer, or a token of one .* 64: .* larger",
-)
+FOUR, NOT_LEFT = ("4<|im_end|>\n", "on has an answer, or a token of one .* 64: .* larger")
 
 
 def chat(*turns) -> dict:
@@ -285,19 +277,11 @@ OF_CHATML = [
     ([{"question": "2?", "response": "4"}], [FOUR], {}),
     ([SHORT | {"label": False}], [], "line 1 of .* its label is false"),
     ([SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
-    (
-        [{"instruction": "+", "input": "2", "output": "4"}],
-        [FOUR],
-        {"first": r"\+\\n.n2"},
-    ),
+    ([{"instruction": "+", "input": "2", "output": "4"}], [FOUR], {"first": r"\+\\n.n2"}),
     ([{"instruction": "", "input": "2", "output": "4"}], [FOUR], {"first": "r.n2<"}),
     ([{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
     ([chat(ASK)], [], f"train {NOT_LEFT}"),
-    (
-        [chat(ASK | {"content": ""}, SAY | {"content": " "})],
-        [" <|im_end|>\n"],
-        {"empty": "3 of 3"},
-    ),
+    ([chat(ASK | {"content": ""}, SAY | {"content": " "})], [" <|im_end|>\n"], {"empty": "3 of 3"}),
     (
         [chat(*each) for each in (TALK, [], [SAY | {"role": "system"}])],
         [FOUR],
@@ -305,16 +289,8 @@ OF_CHATML = [
     ),
     ([chat(ASK, SAY | {"content": ODD})], [f"{ODD}<|im_end|>\n"], {}),
     ([chat(*TALK), chat(*TALK * 5000)], [FOUR * 3], {"cut": "3 of 6"}),
-    (
-        [chat(ASK | {"content": [PART]}, SAY | {"content": [PART, PART]})],
-        [f"44{FOUR[1:]}"],
-        {},
-    ),
-    (
-        [chat(ASK | {"content": [PART, {"type": "image"}]}, SAY)],
-        [],
-        "line 1 of .* holds image",
-    ),
+    ([chat(ASK | {"content": [PART]}, SAY | {"content": [PART, PART]})], [f"44{FOUR[1:]}"], {}),
+    ([chat(ASK | {"content": [PART, {"type": "image"}]}, SAY)], [], "line 1 of .* holds image"),
     ([{"question": "2?"}], [], "line 1 of .* has no columns of a known"),
     ([SHORT | {"answer": None}], [], "line 1 of .* has no text"),
     ([[1]], [], "line 1 of .* has no columns of a known"),

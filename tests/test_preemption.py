@@ -131,10 +131,7 @@ def test_under_nohup_a_run_goes_on_without_its_terminal(watching):
 @linux_only  # elsewhere nothing tells a process that its launcher died
 @pytest.mark.parametrize(
     "config, number",
-    [
-        ("1cpu_bf16", signal.SIGKILL),
-        pytest.param("2cpu", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    [("1cpu_bf16", signal.SIGKILL), pytest.param("2cpu", signal.SIGTERM, marks=pytest.mark.slow)],
 )
 def test_a_dead_launcher_leaves_a_saved_run_and_no_process(started, tmp_path, config, number):
     process = started(config=config)

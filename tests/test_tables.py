@@ -306,8 +306,7 @@ def test_what_is_no_feature_comes_back_as_it_was_written(name, model):
 
 
 @pytest.mark.parametrize(
-    "name, texts",
-    [("commas.csv", ["TRUE", "FALSE", "unknown"]), ("lines.jsonl", [1.0, 2.0, 2.5])],
+    "name, texts", [("commas.csv", ["TRUE", "FALSE", "unknown"]), ("lines.jsonl", [1.0, 2.0, 2.5])]
 )
 def test_a_category_is_known_again_in_a_table_that_lacks_another(name, texts):
     table = pd.DataFrame({"k": texts * 8, "y": [1.0, 2, 3] * 8})
