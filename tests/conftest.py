@@ -150,9 +150,10 @@ def run(
     *args: object,
     config: str | Path | None = None,
     timeout: float = 120,
+    code: int | None = 0,
     **options: Any,
 ) -> subprocess.CompletedProcess:
-    """Run a script to its end, whatever that is; a run that hangs fails the test."""
+    """Run a script to its end, which is this exit code (None: any); one that hangs fails too."""
     process = start(script, *args, config=config, **options)
     try:
         output, errors = process.communicate(timeout=timeout)
@@ -160,6 +161,7 @@ def run(
         kill_all(process)
         output, errors = process.communicate()
         pytest.fail(f"{' '.join(process.args)} hung\n{output}\n{errors}")
+    assert code in (None, process.returncode), output + errors
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
@@ -334,14 +336,20 @@ def nursery(datasets_cache):
 
 
 @pytest.fixture(scope="session")
-def fork_main(nursery):
+def fork_main(nursery, tmp_path_factory):
     """`run` without the start: main(argv) of a script in forked processes, for a tenth of its time.
+
+    script: its path, or its text.
 
     What comes back has returncode, stdout and stderr; a main that hangs fails the test. See
     faults.Nursery.run for the names that may follow. For tests that are not about the start.
     """
 
     def call(script: str, *args: object, **plan: Any) -> Any:
+        if "\n" in script:
+            path = tmp_path_factory.mktemp("script") / "given.py"
+            path.write_text(script)
+            script = path.as_posix()
         outcome = nursery.run(script, *words_of(script, args), **plan)
         assert None not in outcome.codes, f"{script} hung\n{outcome.output}"
         return outcome

@@ -60,6 +60,13 @@ class Outcome:
         """All that the processes printed."""
         return self.stdout + self.stderr
 
+    def error(self, code: int) -> str:
+        """The one line of stderr; all processes ended with this code, and one printed why."""
+        assert {*self.codes} == {code}, f"{self.codes}\n{self.output}"
+        (line,) = self.stderr.splitlines()
+        assert line.startswith("error: "), line
+        return line
+
 
 class Nursery:
     """The process that forks a child per run; a context manager."""

@@ -28,11 +28,13 @@ from trainkit.orders import by_length
 from trainkit.shards import fingerprint_frozen
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
+open_model = transformers.AutoModelForCausalLM.from_pretrained
+open_tokenizer = transformers.AutoTokenizer.from_pretrained
 
 MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.generation"]
 # 270 pairs: 11 steps of 24 and one of 6, which leaves some processes without a sample.
 FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 14 --log-every 1 --learning-rate 3e-3"
-FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
+FLAGS += " --schedule constant --warmup 0 --clip-norm inf --no-pictures"
 LORA = ["--lora", "4"]
 FOUR_BITS = [*LORA, "--load-4bit"]
 PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
@@ -110,6 +112,14 @@ def losses_by_length(args, model, lengths, loss_of):
     return plain_losses(batches, adam, range(args.epochs), loss_of)
 
 
+def open_end(folder, base, lora=True):
+    """The model of a folder pretrained/, which is an adapter for the base or the whole model."""
+    model = open_model(base if lora else folder)
+    tokenizer = open_tokenizer(folder)
+    assert tokenizer.eos_token == "<end>"
+    return peft.PeftModel.from_pretrained(model, folder) if lora else model
+
+
 @torch.no_grad()
 def logits(model):
     return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
@@ -129,16 +139,13 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True, **plan).output
     losses = logged_losses(tmp_path)
     assert losses == pytest.approx(plain(*make_model(in_double, lora, *packed)), abs=SAME)
-    assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (4 if packed else 3)
+    assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == 2
     args, model = make_model(in_double, lora)
     before, folder = logits(model), tmp_path / "pretrained"
     missing = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert not missing.unexpected_keys and (lora or not missing.missing_keys)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(args.base if lora else folder)
-    if lora:
-        opened = peft.PeftModel.from_pretrained(opened, folder)
+    opened = open_end(folder, args.base, lora)
     assert torch.equal(logits(opened), logits(model)) and not torch.equal(before, logits(model))
-    assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
     assert "| seed | 0 |" in (folder / "README.md").read_text()
 
 
@@ -194,9 +201,8 @@ def test_numbers_of_4_bits_are_trained_beside_as_their_values_and_a_resume_is_ex
     assert expected[-1] < expected[0] - 0.01
     for name in ("2", "whole"):
         assert logged_losses(tmp_path / name) == pytest.approx(expected, abs=1e-5)
-    base = transformers.AutoModelForCausalLM.from_pretrained(args.base)
-    opened = peft.PeftModel.from_pretrained(base, tmp_path / "whole/pretrained")
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole/merged")
+    opened = open_end(tmp_path / "whole/pretrained", args.base)
+    merged = open_model(tmp_path / "whole/merged")
     torch.testing.assert_close(logits(merged), logits(opened), atol=1e-5, rtol=0)
     before = fingerprint_frozen([model])
     for name, value in model.state_dict().items():
@@ -317,7 +323,7 @@ CASES = [
 
 @pytest.fixture
 def tokenizer(flags):
-    made = transformers.AutoTokenizer.from_pretrained(flags[-1])
+    made = open_tokenizer(flags[-1])
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return made
 
@@ -360,7 +366,7 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
     run_main, tokenizer, tmp_path, capfd
 ):
     tokenizer.chat_template = TEMPLATES["chatml"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
+    model = open_model(tokenizer.name_or_path)
     model.resize_token_embeddings(len(tokenizer))
     model.to(torch.bfloat16)
     more = ["--merge", "--pack", "--checkpointing", "--system", "be", "--prompt", "say", "more"]
@@ -370,9 +376,8 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
     assert output.count("\nsay: ") == output.count("\nmore: ") == 5
     assert "first       <|im_start|>system\\nbe<|im_end|>\\n<|im_start|>user" in output
     with torch.no_grad():
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        whole = peft.PeftModel.from_pretrained(base, adapter)
+        merged = open_model(tmp_path / "merged")
+        whole = open_end(adapter, tmp_path / "base")
         assert merged.dtype == torch.bfloat16
         assert (logits(merged) - logits(whole)).abs().max() < 0.05
     for folder in (adapter, tmp_path / "merged"):
@@ -388,14 +393,14 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
 def test_an_answer_stops_where_those_that_were_learned_end(
     run_main, tokenizer, tmp_path, template, end, prompt
 ):
-    model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
+    model = open_model(tokenizer.name_or_path)
     model.resize_token_embeddings(len(tokenizer))  # its settings name <end> and no other
     tokenizer.chat_template, tokenizer.eos_token = TEMPLATES[template], end
     folder = train_on(run_main, tmp_path, tokenizer, model, prompt)
     settings = transformers.GenerationConfig.from_pretrained(folder)
     assert tokenizer.decode(settings.eos_token_id) == "<end><|im_end|>"
     if prompt == "say":
-        opened = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        opened = open_model(folder)
         ask = "<|im_start|>user\nsay<|im_end|>\n<|im_start|>assistant\n"
         found = opened.generate(tokenizer(ask, return_tensors="pt").input_ids, max_new_tokens=30)
         assert tokenizer.decode(found[0]) == f"{ask}yes<|im_end|>"

@@ -13,7 +13,19 @@ import torch
 from conftest import assert_same_bytes, refused, rows
 from double import SAME
 from plain import logged_losses, quick
-from test_finetune import ASK, FOUR_BITS, GPT, HUMAN, LORA, losses_by_length, make_flags, start_run
+from test_finetune import (
+    ASK,
+    FOUR_BITS,
+    GPT,
+    HUMAN,
+    LORA,
+    losses_by_length,
+    make_flags,
+    open_end,
+    open_model,
+    open_tokenizer,
+    start_run,
+)
 from test_finetune import SAY as GOOD
 from test_finetune import in_double as in_double
 from test_shards import KINDS
@@ -22,7 +34,7 @@ from examples import preference
 from trainkit.config import parse
 from trainkit.language import preferences, pretrained
 
-transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
+transformers = pytest.importorskip("transformers")
 
 # 45 pairs: 5 steps of 8 and one of 5, which leaves a process with fewer pairs.
 FLAGS = "--batch-size 8 --eval-batch-size 8 --epochs 2 --log-every 1 --learning-rate 3e-3"
@@ -88,11 +100,7 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     assert last["train_margin"] == pytest.approx(sum(margins) / len(margins), abs=SAME)
     assert last["train_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
     assert {"eval_loss", "eval_margin", "eval_accuracy"} <= last.keys()
-    folder = tmp_path / "pretrained"
-    opened = transformers.AutoModelForCausalLM.from_pretrained(in_double[-1] if lora else folder)
-    if lora:
-        opened = peft.PeftModel.from_pretrained(opened, folder)
-    assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
+    open_end(tmp_path / "pretrained", in_double[-1], lora)
 
 
 @pytest.mark.parametrize("lora, way", quick(itertools.product(([], LORA), (1, 2)), [([], 2)]))
@@ -115,7 +123,7 @@ def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
     before = kept.stat().st_mtime_ns
     run_main("examples.preference", *flags, "--stop-after-steps", 3, "--resume", "latest")
     assert [kept] == list(kept.parent.iterdir()) and kept.stat().st_mtime_ns == before
-    model = transformers.AutoModelForCausalLM.from_pretrained(flags[flags.index("--base") + 1])
+    model = open_model(flags[flags.index("--base") + 1])
     model.lm_head.weight.data.mul_(2)
     for each in (model, preference.load_data(parse(preference.Config, flags))[-1]):
         each.save_pretrained(tmp_path / "other")
@@ -169,7 +177,7 @@ LONG = "x = 1 ; " * 90
 def make(flags, tmp_path):
     def call(*rows: dict) -> preferences.Pairs:
         (tmp_path / "given.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(flags[-1])
+        tokenizer = open_tokenizer(flags[-1])
         return preferences.make_pairs(tokenizer, str(tmp_path / "given.jsonl"), 64)
 
     return call

@@ -116,7 +116,7 @@ def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsh
     nursery, arguments, tmp_path
 ):
     """On other numbers of processes and copies, too."""
-    flags = "--ema 0.8 --accumulate 2 --clip-norm 0.05 --keep-best eval_loss --eval-every 1 "
+    flags = "--ema 0.8 --accumulate 2 --clip-norm 0.05 --keep-best eval_loss --eval-every 2 "
     flags += "--resume auto --batch-size 72"
     args = [*arguments["train_regression"], *flags.split()]
     copies = {"world": 4, "copies": 2}
@@ -203,7 +203,7 @@ def test_layers_that_cannot_be_computed_twice_are_refused(nursery, arguments, tm
     ):
         plan = {"world": 2, "env": env(KINDS[1], **TWICE)}
         outcome = nursery.run(script, *args, "--run-dir", tmp_path / "run", **plan)
-        assert outcome.codes == [2, 2] and words in outcome.output, outcome.output
+        assert words in outcome.error(2)
 
 
 def test_a_model_made_by_the_first_process_is_that_of_an_unsharded_run(nursery, tmp_path):
@@ -222,8 +222,7 @@ def test_a_model_that_reads_its_weights_while_it_is_built_is_refused_in_one_sent
 ):
     args, variables = [*SMALL, "--run-dir", tmp_path], env(KINDS[1], READS="1")
     outcome = nursery.run("made", *args, world=2, env=variables)
-    assert outcome.codes == [2, 2], outcome.output
-    assert outcome.output.count("error: shards.make(...) cannot build this model") == 1
+    assert "shards.make(...) cannot build this model" in outcome.error(2)
 
 
 def test_the_file_of_weights_is_that_of_the_library(tmp_path):
@@ -301,7 +300,7 @@ def test_two_copies_save_each_row_once_and_a_process_killed_in_one_ends_the_othe
     nursery, tmp_path
 ):
     """Resumed, they end with equal bytes, although the first copy and the second were not alike."""
-    args = [*SMALL, "--ema", 0.9]
+    args = [*SMALL, "--ema", 0.9, "--save-every", 5]
     plan = {"script": "adapted", "kind": KINDS[1], "world": 4, "copies": 2}
     fault, codes = {"rank": 3, "signal": [7, signal.SIGKILL]}, [1, 1, 1, -signal.SIGKILL]
     ended = train(nursery, tmp_path / "run", *args, **plan, fault=fault, codes=codes)
