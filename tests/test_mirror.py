@@ -19,6 +19,8 @@ import torch
 from conftest import refused
 from fsspec.implementations.memory import MemoryFileSystem
 from test_checkpoint import Run, step
+from test_finetune import FLAGS, LORA, MODULES, make_flags
+from test_shards import KINDS, env
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, UsageError
@@ -340,7 +342,8 @@ class Lost:
         """One run killed halfway through this call of the store, and the one that goes on."""
         shutil.rmtree(self.run_dir, ignore_errors=True)
         shutil.rmtree(self.url, ignore_errors=True)
-        outcome = self.run(fault={"call": call, "rank": rank})
+        # If the other process waited for this one as long as --timeout says, it would not end.
+        outcome = self.run("--timeout", 300, fault={"call": call, "rank": rank}, timeout=90)
         if outcome.codes == [0] * self.world:
             return False
         assert outcome.codes[rank] == -signal.SIGKILL, outcome.output
@@ -453,12 +456,20 @@ def test_sigkill_in_each_call_that_writes_to_a_folder(nursery, quick_args, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_a_sharded_run_goes_on_in_an_empty_folder(nursery, tmp_path, kind):
-    from test_shards import env
-
+@pytest.mark.parametrize(("kind", "copies"), [(KINDS[0], 1), (KINDS[1], 1), (KINDS[1], 2)])
+def test_a_sharded_run_goes_on_in_an_empty_folder(nursery, tmp_path, kind, copies):
     args = "--num-lines 60 --batch-size 12 --epochs 2 --save-every 2 --timeout 20".split()  # noqa: SIM905
-    lost = Lost(nursery, "examples.text", args, tmp_path, 2, env=env(kind))
+    plan = {"world": 2 * copies, "env": env(kind, copies)}
+    lost = Lost(nursery, "examples.text", args, tmp_path, **plan)
     # With FULL_STATE_DICT the second process saves nothing.
-    calls = [(0, 5), (0, 14)] + [(1, 0)] * (kind == "SHARDED_STATE_DICT")
+    calls = [(0, 5), (0, 14)] + [(1, 0)] * (kind == KINDS[1])
     assert all(lost.kill_in_call(call, rank) for rank, call in calls)
+
+
+@pytest.mark.slow
+def test_an_adapter_goes_on_in_an_empty_folder(nursery, tmp_path):
+    flags = make_flags(nursery, tmp_path, FLAGS, "pairs", 120)
+    plan = {"modules": MODULES, "world": 2, "env": {"HF_DATASETS_CACHE": f"{tmp_path}/cache"}}
+    args = [*flags, *LORA, "--save-every", 3]
+    lost = Lost(nursery, "examples/finetune.py", args, tmp_path, **plan)
+    assert all(lost.kill_in_call(call, rank) for rank, call in [(0, 5), (0, 14), (1, 0)])

@@ -11,6 +11,7 @@ from conftest import ROOT, rows, run
 @pytest.fixture(scope="module")
 def site_dir(tmp_path_factory):
     """A folder into which pip has installed the wheel of this repository, and nothing else."""
+    pytest.importorskip("setuptools", minversion="77")  # as pyproject.toml wants it
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"  # setuptools writes beside its sources
     shutil.copytree(ROOT / "trainkit", source / "trainkit")

@@ -129,7 +129,7 @@ class Commits:
         if wait(self.jobs, LAST_SECONDS).not_done or self.failed():
             self.leaving.set()
         if self.mirror:
-            self.mirror.close()
+            self.mirror.close(LAST_SECONDS)
         self.leaving.set()
         self.thread.shutdown()
         for problem in filter(None, [job.exception() for job in self.jobs][-1:]):

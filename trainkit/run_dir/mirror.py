@@ -109,6 +109,7 @@ class Mirror:
         self.listed = defaultdict[str, dict[str, int]](dict)  # what _list() returned last
         # By the names of checkpoints what copies them, in order: each waits for the one before.
         self.jobs: dict[str, Future] = {}
+        self.own: list[Future] = []  # what copies this process's files of the newest checkpoint
         self.problem = ""  # why something of the newest checkpoint or of the end was not copied
         self.is_late = False
 
@@ -143,7 +144,7 @@ class Mirror:
             self._remove(f"checkpoints/{name}/MANIFEST.json")  # first: what is left is not whole
             self._remove(f"checkpoints/{name}")
 
-    def _list(self) -> dict[str, dict[str, int]]:
+    def _list(self) -> defaultdict[str, dict[str, int]]:
         """By the names of checkpoints the sizes of their files by name; "" has all other files."""
 
         def find() -> dict[str, dict[str, Any]]:
@@ -262,15 +263,21 @@ class Mirror:
 
     def add(self, folder: Path, best: str) -> None:
         """Copy a checkpoint as soon as it has its name. Every process must call this."""
-        earlier, rank = [*self.jobs.values()][-1:], self.accelerator.process_index
+        own_before, before = self.own, [*self.jobs.values()][-1:]
+        rank = self.accelerator.process_index
         parts = folder.with_name(f".tmp-mirror-{folder.name}")
 
-        def copy() -> None:
-            wait(earlier)
+        def copy_own() -> str | None:
+            wait(own_before)
             while not folder.exists():
                 if self.leaving.wait(0.01):
-                    return
-            problem = _failure(self._copy_own, folder)
+                    return None
+            return _failure(self._copy_own, folder)
+
+        def copy() -> None:
+            wait(before)
+            if (problem := own.result()) is None:
+                return
             if rank != 0:
                 parts.mkdir(exist_ok=True)
                 write_part(parts, rank, {"problem": problem})
@@ -288,7 +295,8 @@ class Mirror:
             if parts.exists():
                 remove_tree(parts)
 
-        self.jobs[folder.name] = background(copy)
+        own = background(copy_own)
+        self.own, self.jobs[folder.name] = [own], background(copy)
 
     def _copy_own(self, folder: Path) -> None:
         for name in read_manifest(folder):
@@ -350,18 +358,23 @@ class Mirror:
         """Wait until all processes have copied all. Every process must call this."""
         wait_together(self.accelerator, [*self.jobs.values()], seconds)
 
-    def close(self) -> None:
+    def close(self, seconds_for_others: float) -> None:
         """Wait until all is copied: for --timeout at most, and not after a second Ctrl-C.
 
         This does not communicate. It is for the end after an error, which it prints if it waits:
-        the launcher may kill this process 30 s after the first one has ended.
+        the launcher may kill this process 30 s after the first one has ended. Others, which may be
+        dead, get so many seconds more than this process.
         """
         error, jobs = sys.exception(), [*self.jobs.values()]
         interrupted, main = isinstance(error, KeyboardInterrupt), self.accelerator.is_main_process
-        if wait(jobs, 1 - interrupted).not_done and main and not interrupted:
+        limit = 0 if interrupted else self.config.timeout
+        if wait(jobs, min(1, limit)).not_done and main and not interrupted:
             reason = first_sentence(error) if error else "the run is over"
             tqdm.write(f"{reason}: now waiting until --mirror {self.url} has the newest checkpoint")
-        if wait(jobs, 0 if interrupted else self.config.timeout).not_done and main:
+        wait(self.own, limit)
+        wait(jobs, min(seconds_for_others, limit))
+        self.leaving.set()
+        if wait(jobs, limit).not_done and main:
             tqdm.write(f"--mirror {self.url} does not have the newest checkpoint")
 
 
