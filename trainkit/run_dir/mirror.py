@@ -355,8 +355,18 @@ class Mirror:
             self._ask("DONE", 0, self.files.pipe_file, f"{self.root}/DONE", b"")
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Wait until all processes have copied all. Every process must call this."""
+        """Wait so long at most until all processes have copied all. Every process must call this.
+
+        What is still to be copied then is said, and not waited for again.
+        """
         wait_together(self.accelerator, [*self.jobs.values()], seconds)
+        self._end()
+
+    def _end(self) -> None:
+        is_late = not all(job.done() for job in self.jobs.values())
+        self.jobs.clear()
+        if is_late and self.accelerator.is_main_process:
+            tqdm.write(f"--mirror {self.url} does not have the newest checkpoint")
 
     def close(self, seconds_for_others: float) -> None:
         """Wait until all is copied: for --timeout at most, and not after a second Ctrl-C.
@@ -374,8 +384,8 @@ class Mirror:
         wait(self.own, limit)
         wait(jobs, min(seconds_for_others, limit))
         self.leaving.set()
-        if wait(jobs, limit).not_done and main:
-            tqdm.write(f"--mirror {self.url} does not have the newest checkpoint")
+        wait(jobs, limit)
+        self._end()
 
 
 def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | None:
