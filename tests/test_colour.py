@@ -22,6 +22,7 @@ from test_pictures import BAD_FILES, NAMES, TURNED, colour_folder, dataset, parq
 
 from examples import pictures
 from trainkit.config import parse
+from trainkit.errors import UsageError
 from trainkit.pictures import backbones, decoding, files, photos, splits
 from trainkit.pictures.files import read_photo_pixels
 from trainkit.pictures.grey import are_photos
@@ -134,7 +135,7 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(tmp_
     bad = {name: save for name, (save, _) in BAD_FILES.items() if name != "moving.gif"}
     for name, save in bad.items():
         save(tmp_path / "a" / name)
-    with refused(r"4 of 14 pictures cannot be read: ") as refusal:
+    with pytest.raises(UsageError, match=r"4 of 14 pictures cannot be read: ") as refusal:
         load(tmp_path)
     problems, command = str(refusal.value).split("\n")
     assert all(name in problems for name in bad) and command.endswith(" --skip-unreadable")

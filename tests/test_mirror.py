@@ -23,7 +23,7 @@ from test_finetune import FLAGS, LORA, MODULES, make_flags
 from test_shards import KINDS, env
 
 from trainkit.config import TrainingConfig
-from trainkit.errors import RunFailure, UsageError
+from trainkit.errors import RunFailure
 from trainkit.position import Progress
 from trainkit.run_dir import mirror
 

@@ -26,7 +26,7 @@ from trainkit.loaders import EpochBatches, make_loaders
 
 WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 14, 24
 TINY = f"--layers 1 --width 32 --epochs 3 --batch-size {BATCH} --eval-batch-size 7 --log-every 1"
-TINY += " --no-pictures --timeout 60 --learning-rate 3e-3 --clip-norm inf --schedule constant"
+TINY += " --no-pictures --timeout 60 --learning-rate 1e-3 --min-learning-rate 0 --schedule constant"
 TINY += " --warmup 0 --weight-decay 0.1"
 MODES = {
     "text": f"{TINY} --num-bytes 16000".split(),  # 112 samples: 24, 24, 24, 24, 16
@@ -57,7 +57,12 @@ def plain(mode):
 
     vectors, matrices = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (0, 1))
     groups = {"params": matrices}, {"params": vectors, "weight_decay": 0.0}
-    adam = torch.optim.AdamW(groups, 3e-3, weight_decay=0.1)
+    adam = torch.optim.AdamW(groups, 1e-3, weight_decay=0.1)
+
+    def clip(*_):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    adam.register_step_pre_hook(clip)
     assert len(samples) % BATCH
     batches = EpochBatches(len(samples), BATCH, seed=0)
     return plain_losses(batches, adam, range(args.epochs), loss_of), model.state_dict()
