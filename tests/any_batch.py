@@ -1,4 +1,4 @@
-"""A run whose batches hold what people have in theirs, for tests to start.
+"""A run whose batches hold what people have in theirs, drawn by weight, for tests to start.
 
 A batch is a NamedTuple of: texts; dicts with tensors; what tokenizer.pad returns; a numpy array; an
 object with .to(); a graph, whose edges have two rows for any number of samples; and a number.
@@ -6,6 +6,7 @@ object with .to(); a graph, whose edges have two rows for any number of samples;
 
 import functools
 import os
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainkit import Run, make_loaders, make_optimizer
@@ -17,9 +18,11 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchEncoding
 
-from trainkit.config import TrainingConfig, parse
+from trainkit.config import MayChange, TrainingConfig, parse
 
 NUM_TRAIN, NUM_EVAL = 61, 21  # batches of 18 leave seven samples for the last
+WEIGHTS = (torch.arange(NUM_TRAIN) % 4).double()  # of a sample; every fourth is never drawn
+MOST = 11  # texts with a "b", after which the run stops: batches of 18 have them in 12 steps
 WRONG = os.environ.get("WRONG")  # what differs on process 1, though it must not
 
 
@@ -105,13 +108,18 @@ def count(batch: Batch) -> dict[str, torch.Tensor | float]:
     }
 
 
+@dataclass
+class Config(TrainingConfig):
+    power: MayChange[float] = 1.0
+
+
 def main(argv):
-    config = parse(TrainingConfig, argv)
+    config = parse(Config, argv)
     with Run(config, "any_batch") as run:
         accelerator = run.accelerator
         sets = [[make_sample(n) for n in range(num)] for num in (NUM_TRAIN, NUM_EVAL)]
         train_loader, eval_loader = make_loaders(
-            accelerator, *run.load(lambda _: sets), config, collate
+            accelerator, *run.load(lambda _: sets), config, collate, weights=WEIGHTS**config.power
         )
         model = Model()
         optimizer = make_optimizer(accelerator, model.parameters(), config)
@@ -119,6 +127,10 @@ def main(argv):
             model, optimizer, train_loader, eval_loader
         )
         run.begin(model, {}, fixed={"teacher": teacher()})
+        evaluate = functools.partial(
+            run.evaluate, eval_loader, functools.partial(compute_losses, model)
+        )
+        evaluate()  # before any step
         for _ in run.epochs():
             for batch in run.steps(train_loader, count=count if config.accumulate > 1 else None):
                 over = ("tokens", "sizes") if config.accumulate > 1 else (None, None)
@@ -129,15 +141,20 @@ def main(argv):
                     loss = loss + run.step_mean(values["loss_size"], weights=weights, over=over[1])
                     accelerator.backward(loss + run.step_mean(values["loss_plain"]))
                     run.clip_and_check(optimizer)
+                    with torch.no_grad():
+                        model(batch)  # computed before the step, and not to be used after it
                     optimizer.step()
                     optimizer.zero_grad()
                 assert run.num_samples <= len(batch.texts) == max(1, run.num_samples)
                 if WRONG == "SIZES" and run.progress.step == 4:  # not one of the first
                     run.add(ragged=torch.ones(len(batch.texts), 2 + accelerator.process_index))
                 run.add(**values)
+                drawn = accelerator.reduce(torch.tensor(sum("b" in text for text in batch.texts)))
+                run.state["drawn"] = run.state.get("drawn", 0) + int(drawn)
+                if run.state["drawn"] >= MOST:
+                    run.stop()
                 if run.end_step():
                     run.save()
-            metrics = run.evaluate(eval_loader, lambda batch: compute_losses(model, batch))
             collected = run.predict(
                 eval_loader,
                 lambda batch: {
@@ -152,5 +169,5 @@ def main(argv):
             assert collected["nothing"].shape == (NUM_EVAL, 0)
             assert collected["is_long"].tolist() == [len(text) > 3 for text in sets[1]]
             assert collected["first"].tolist() == [ord(text[0]) - 96 for text in sets[1]]
-            run.end_epoch(metrics | {"eval_size": collected["size"].double().mean().item()})
+            run.end_epoch(evaluate() | {"eval_size": collected["size"].double().mean().item()})
         return run.finish()

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,9 +12,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -135,7 +137,7 @@ def processes(started: subprocess.Popen) -> list[psutil.Process]:
     return found
 
 
-def kill_all(started: subprocess.Popen) -> None:
+def kill_all(started: subprocess.Popen):
     """SIGKILL to all of them. (The N-process launcher puts each rank in a session of its own.)"""
     while alive := processes(started):
         for process in alive:
@@ -148,9 +150,10 @@ def run(
     *args: object,
     config: str | Path | None = None,
     timeout: float = 120,
+    code: int | None = 0,
     **options: Any,
 ) -> subprocess.CompletedProcess:
-    """Run a script to its end, whatever that is; a run that hangs fails the test."""
+    """Run a script to its end, which is this exit code (None: any); one that hangs fails too."""
     process = start(script, *args, config=config, **options)
     try:
         output, errors = process.communicate(timeout=timeout)
@@ -158,7 +161,19 @@ def run(
         kill_all(process)
         output, errors = process.communicate()
         pytest.fail(f"{' '.join(process.args)} hung\n{output}\n{errors}")
+    assert code in (None, process.returncode), output + errors
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+@contextlib.contextmanager
+def refused(words: str) -> Iterator[pytest.ExceptionInfo]:
+    """What a person gave is refused, in one sentence that has these words (a pattern)."""
+    from trainkit.errors import UsageError
+
+    with pytest.raises(UsageError, match=words) as raised:
+        yield raised
+    sentence = str(raised.value)
+    assert sentence.isprintable() and len(sentence) < 1000, sentence
 
 
 def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -180,13 +195,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
 
 
-def assert_same_bytes(one: Path, other: Path, *more: str) -> None:
+def assert_same_bytes(one: Path, other: Path, *more: str):
     """Their logs and weights are equal, and these files too."""
     for name in ("metrics.jsonl", "model.safetensors", *more):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def assert_same_numbers(one: Path, other: Path) -> None:
+def assert_same_numbers(one: Path, other: Path):
     """Two runs in float64 have the same rows, but for the rounding of sums in another order."""
     from double import SAME  # it imports torch, which reads OMP_NUM_THREADS
 
@@ -198,7 +213,7 @@ def assert_same_numbers(one: Path, other: Path) -> None:
             assert row.get(exact) == same.get(exact)
 
 
-def forget_accelerator() -> None:
+def forget_accelerator():
     """Let the next Accelerator of this process be a new one: its state outlives the object."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -250,7 +265,7 @@ def table_run(tmp_path_factory, run_main):
     return folder / "houses"
 
 
-def assert_num_processes(output: str, number: int) -> None:
+def assert_num_processes(output: str, number: int):
     """The plan of a run says how many processes it has."""
     device = next((line for line in output.splitlines() if line.startswith("device ")), "")
     assert f"{number} process{'es' * (number > 1)} on cpu" in device, output
@@ -275,7 +290,7 @@ def typed(start: str) -> list[str]:
     return shlex.split(re.search(rf"^{start} .*", text, re.MULTILINE)[0], comments=True)
 
 
-def wait_until(condition: Callable[[], Any], launched: subprocess.Popen | None = None) -> None:
+def wait_until(condition: Callable[[], Any], launched: subprocess.Popen | None = None):
     """Until it is true; fails after two minutes, or when what was launched ends before."""
     deadline = time.monotonic() + 120
     while not condition():
@@ -284,7 +299,7 @@ def wait_until(condition: Callable[[], Any], launched: subprocess.Popen | None =
         time.sleep(0.02)
 
 
-def wait_for_step(run_dir: Path, step: int, launched: subprocess.Popen | None = None) -> None:
+def wait_for_step(run_dir: Path, step: int, launched: subprocess.Popen | None = None):
     """Until this step is saved."""
     name = f"step-{step:010}"
     saved = run_dir / "checkpoints"
@@ -321,14 +336,20 @@ def nursery(datasets_cache):
 
 
 @pytest.fixture(scope="session")
-def fork_main(nursery):
+def fork_main(nursery, tmp_path_factory):
     """`run` without the start: main(argv) of a script in forked processes, for a tenth of its time.
+
+    script: its path, or its text.
 
     What comes back has returncode, stdout and stderr; a main that hangs fails the test. See
     faults.Nursery.run for the names that may follow. For tests that are not about the start.
     """
 
     def call(script: str, *args: object, **plan: Any) -> Any:
+        if "\n" in script:
+            path = tmp_path_factory.mktemp("script") / "given.py"
+            path.write_text(script)
+            script = path.as_posix()
         outcome = nursery.run(script, *words_of(script, args), **plan)
         assert None not in outcome.codes, f"{script} hung\n{outcome.output}"
         return outcome
@@ -377,3 +398,31 @@ def arguments(tiny_mnist):
         "train_mnist": ["--dataset", tiny_mnist, "--model", "wide", *shared],
         "train_regression": ["--num-samples", 375, "--model", "mlp", *shared],
     }
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """moto's server, with a bucket; answer(number, request) is called before each answer."""
+    pytest.importorskip("s3fs")
+    import fsspec
+
+    moto = pytest.importorskip("moto.moto_server.threaded_moto_server")
+    application, numbers = moto.DomainDispatcherApplication, itertools.count()
+    call = application.__call__
+    server = SimpleNamespace(answer=lambda number, request: None, numbers=numbers)
+
+    def answering(self, request, start_response):
+        server.answer(next(server.numbers), request)
+        return call(self, request, start_response)
+
+    monkeypatch.setattr(application, "__call__", answering)
+    running = moto.ThreadedMotoServer(port=0)
+    running.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*running.get_host_and_port()))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    server.store = fsspec.filesystem("s3", skip_instance_cache=True)
+    server.store.makedirs("bucket", exist_ok=True)
+    server.env = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    yield server
+    running.stop()

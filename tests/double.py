@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 IN_DOUBLE = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS / "in_double", TESTS, TESTS.parent)))}
 
 
-def use_double() -> None:
+def use_double():
     """Make float64 the default of this process, and the meaning of torch.float32 and x.float().
 
     There is no way back. What reads and writes files looks torch.float32 up at its first use and

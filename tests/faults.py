@@ -12,6 +12,7 @@ import errno
 import faulthandler
 import fcntl
 import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -59,6 +60,13 @@ class Outcome:
         """All that the processes printed."""
         return self.stdout + self.stderr
 
+    def error(self, code: int) -> str:
+        """The one line of stderr; all processes ended with this code, and one printed why."""
+        assert {*self.codes} == {code}, f"{self.codes}\n{self.output}"
+        (line,) = self.stderr.splitlines()
+        assert line.startswith("error: "), line
+        return line
+
 
 class Nursery:
     """The process that forks a child per run; a context manager."""
@@ -69,7 +77,7 @@ class Nursery:
         )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object):
         self.process.stdin.close()
         self.process.wait(60)  # on a busy machine leaving takes long
 
@@ -146,7 +154,7 @@ def acknowledged(run_dir: Path) -> int:
 # What follows runs in the nursery and in its children.
 
 
-def _serve() -> None:
+def _serve():
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     # torch imports the first of these at the first optimizer and the first DDP, and others are
@@ -155,6 +163,7 @@ def _serve() -> None:
     modules += " evaluate pandas pyarrow.parquet matplotlib.figure matplotlib.backends.backend_agg"
     for name in (*SCRIPTS, *modules.split()):
         importlib.import_module(name)
+    gc.freeze()  # or each child copies what its collector looks at
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(_start(json.loads(line))), file=replies, flush=True)
@@ -209,7 +218,7 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
-def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, int]) -> None:
+def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, int]):
     """Be one process of a run, then exit."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
@@ -244,6 +253,8 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
         if hasattr(script, "Wide"):
             script.MODELS |= {"wide": _narrow, "normed": normed}
             script.Config.__annotations__["model"] = str
+        if hasattr(script, "write_sample"):  # of 300 letters, for each of which the model is called
+            script.range = lambda *ends: range(20) if ends == (300,) else range(*ends)
         if "indices" in request:
             _log_indices(script, f"{request['indices']}.{rank}")
         _install(script, fault if rank == fault.get("rank", 0) else {}, rank)
@@ -291,7 +302,7 @@ def normed(num_classes: int) -> Any:
     )
 
 
-def _log_indices(script: Any, path: str) -> None:
+def _log_indices(script: Any, path: str):
     augment = script.augment
 
     def logging(images, indices, epoch: int, args):
@@ -302,7 +313,7 @@ def _log_indices(script: Any, path: str) -> None:
     script.augment = logging
 
 
-def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
+def _install(script: Any, fault: dict[str, Any], rank: int):
     """Write down each save that is durable; let one fault happen in this process.
 
     fault: save (which save of the process, from 1), event (which I/O event of it, from 1) and how:
@@ -419,7 +430,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int) -> None:
         script.F.cross_entropy = adding
 
 
-def _kill_in_call(number: int) -> None:
+def _kill_in_call(number: int):
     """Kill this process halfway through what a call writes to a --mirror that is a folder.
 
     number: how many such calls come before it.
@@ -428,7 +439,7 @@ def _kill_in_call(number: int) -> None:
 
     calls = itertools.count()
 
-    def watch(name: str, half: Callable[..., Any]) -> None:
+    def watch(name: str, half: Callable[..., Any]):
         original = getattr(LocalFileSystem, name)
 
         def called(self, *args: Any, **kwargs: Any) -> Any:
@@ -439,12 +450,12 @@ def _kill_in_call(number: int) -> None:
 
         setattr(LocalFileSystem, name, called)
 
-    def half_a_file(source: str, target: str) -> None:
+    def half_a_file(source: str, target: str):
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         content = Path(source).read_bytes()
         Path(target).write_bytes(content[: len(content) // 2])
 
-    def half_a_folder(path: str, *_: Any) -> None:
+    def half_a_folder(path: str, *_: Any):
         for file in sorted(Path(path).rglob("*"))[::2]:
             if file.is_file():
                 file.unlink()

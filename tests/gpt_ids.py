@@ -8,13 +8,15 @@ import os
 import sys
 from functools import partial
 
+from trainkit import stores
+
 import torch
 from torch.utils.data import default_collate
 
 from examples import gpt
 from trainkit.rows import parquet as rows
 
-rows.WAITS, rows.HF_HOME = (0, 0, 0.1, None), os.environ["HF_HOME"]
+stores.WAITS, rows.HF_HOME = (0, 0, 0.1), os.environ["HF_HOME"]
 main, compute_losses = gpt.main, gpt.compute_losses
 
 

@@ -14,12 +14,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import kill_all, start
+from conftest import kill_all, refused, start
 from PIL import Image
 
 import app
 import predict
-from trainkit.errors import UsageError
 from trainkit.tables.columns import Column, encode
 from trainkit.tools import answers, page
 
@@ -184,8 +183,7 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_run)
     assert np.interp(200, *line.get_data()) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
+@pytest.mark.parametrize("name, shown",
     [("weight (kg)", "2 kg"), ("price_eur", "2 eur"), ("speed [km/h]", "2 km/h"), ("length", "2"),
      ("body_mass_g", "2 g"), ("item", "2"), ("blood_film", "2")],
 )  # fmt: skip
@@ -230,8 +228,8 @@ def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnis
 
 
 def test_what_is_missing_is_asked_for_by_name(mnist_run, tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="absent is not a finished run"):
+    with refused("absent is not a finished run"):
         app.main([str(tmp_path / "absent")])
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(UsageError, match="pip install gradio"):
+    with refused("pip install gradio"):
         app.main([str(mnist_run)])

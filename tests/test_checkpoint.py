@@ -17,7 +17,7 @@ from trainkit import shards
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import contents, forget_accelerator, linux_only
+from conftest import contents, forget_accelerator, linux_only, refused
 
 from trainkit.checkpoint import Checkpoints
 from trainkit.config import TrainingConfig
@@ -57,7 +57,7 @@ class Run:
         )
         self.progress = Progress()
 
-    def train(self, num_steps: int) -> None:
+    def train(self, num_steps: int):
         for _ in range(num_steps):
             loss = self.model(torch.randn(4, 50)).square().mean()
             self.accelerator.backward(loss)
@@ -77,12 +77,11 @@ class Run:
     def refuses(self, wanted: str | Path) -> str:
         """The message with which it does not resume; no weight and no file has changed."""
         before, files = self.weights(), contents(self.run_dir)
-        with pytest.raises(UsageError) as refused:
+        with refused("") as raised:
             self.checkpoints.resume(str(wanted))
         assert all(map(torch.equal, before, self.weights())), "a weight changed"
         assert contents(self.run_dir) == files
-        assert len(str(refused.value).splitlines()) == 1
-        return str(refused.value)
+        return str(raised.value)
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def step(run_dir: Path, number: int) -> Path:
     return run_dir / "checkpoints" / f"step-{number:010d}"
 
 
-def reforge(path: Path) -> None:
+def reforge(path: Path):
     """Make the manifest say that the folder as it is now is what was saved."""
     write_manifest(path, list_files(path))
 
@@ -118,7 +117,7 @@ def test_a_process_whose_part_is_taken_at_once_does_not_miss_the_folder(tmp_path
     folder, final, replace = tmp_path / ".tmp-step", tmp_path / "step-0000000001", os.replace
     folder.mkdir()
 
-    def replace_late(source: Path, target: Path) -> None:
+    def replace_late(source: Path, target: Path):
         replace(source, target)
         while "part-" in Path(target).name and not final.exists():
             time.sleep(0.01)
@@ -191,11 +190,11 @@ def test_a_checkpoint_of_other_optimizers_and_a_shortened_log_are_refused(saved)
     """accelerate.load_state would pass over what is left over."""
     state = step(saved, 3) / "state"
     (saved / "metrics.jsonl").write_text("")
-    with pytest.raises(UsageError, match="has 0 bytes but the checkpoint expects"):
+    with refused("has 0 bytes but the checkpoint expects"):
         Run(saved).checkpoints.resume("auto")
     shutil.copy(state / "optimizer.bin", state / "optimizer_1.bin")
     reforge(step(saved, 3))
-    with pytest.raises(UsageError, match=r"optimizer_1\.bin is in the checkpoint or in this run"):
+    with refused(r"optimizer_1\.bin is in the checkpoint or in this run"):
         Run(saved).checkpoints.resume("latest")
 
 
@@ -247,7 +246,7 @@ class Payload:
         return os.system, (f"touch {self.path}",)
 
 
-def write_hostile(file: Path, kind: str, mark: Path) -> None:
+def write_hostile(file: Path, kind: str, mark: Path):
     if kind == "raw":
         file.write_bytes(pickle.dumps(Payload(mark)))
     else:
@@ -292,7 +291,7 @@ def test_a_forged_moment_is_not_given_to_a_kernel_that_reads_beyond_it(saved):
     reforge(step(saved, 3))
     run = Run(saved)
     run.optimizer.param_groups[0]["fused"] = True
-    with pytest.raises(UsageError, match=r"exp_avg .* is \(9,\), but its weight is \(7, 50\)"):
+    with refused(r"exp_avg .* is \(9,\), but its weight is \(7, 50\)"):
         run.checkpoints.resume(str(step(saved, 3)))
 
 

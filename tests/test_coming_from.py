@@ -21,10 +21,7 @@ BECOMES = {
         2,
         "--optimizer adam --learning-rate 0.002 --schedule exponential+cosine --gamma 0.9",
     ),
-    "hand_all_reduce": (
-        1,
-        "--optimizer sgd --learning-rate 0.05 --schedule constant --momentum 0",
-    ),
+    "hand_all_reduce": (1, "--optimizer sgd --learning-rate 0.05 --schedule constant --momentum 0"),
 }
 slow = pytest.mark.slow
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import get_args, get_type_hints
 
 import pytest
+from conftest import refused
 
 import train_mnist
 import train_regression
 from trainkit.config import TrainingConfig, parse
-from trainkit.errors import UsageError
 from trainkit.position import Progress
 from trainkit.results import update_best
 
@@ -30,9 +30,8 @@ def test_a_slip_in_a_flag_is_one_sentence(typed, tmp_path, monkeypatch):
     (tmp_path / "open").write_text("--label 'x")
     monkeypatch.setenv("COLUMNS", "40")  # the library breaks its lines there
     for script in (train_mnist, train_regression):
-        with pytest.raises(UsageError) as refused:
+        with refused(re.escape(SLIPS[typed])):
             parse(script.Config, typed.format(tmp_path).split())
-        assert SLIPS[typed] in str(refused.value) and str(refused.value).isprintable()
 
 
 # What a file of flags holds, and the --run-dir and --label that come of it.
@@ -72,11 +71,11 @@ WRONG = {
 def test_all_wrong_flags_are_named_at_once_also_those_from_code():
     config = parse(train_regression.Config, " ".join(WRONG).split())
     config.timeout, config.schedule = 0, "cosin"
-    with pytest.raises(UsageError) as refused:
+    with refused("") as raised:
         config.validate(2)
     for words in (*WRONG.values(), "--timeout 0 must be", "--schedule cosin must be one of onec"):
-        assert words in str(refused.value)
-    assert str(refused.value).count("; ") == len(WRONG) + 1
+        assert words in str(raised.value)
+    assert str(raised.value).count("; ") == len(WRONG) + 1
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from datetime import date
 
 import pytest
 import torch
+from conftest import refused
 from safetensors.torch import save_file
 from tokenizers import processors
 
 from examples import docstrings, finetune
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.language import conversations, preferences, pretrained, templates
 
 transformers = pytest.importorskip("transformers")
@@ -75,7 +75,7 @@ EARLIER = r"<user>user\na<end><user>assistant\nb<end>"
 
 
 @pytest.mark.parametrize(
-    ("row", "shown"),
+    "row, shown",
     [
         ({"completion": [user("say"), says("ok")]}, ONCE),
         ({"completion": [user("say \n"), says("ok")]}, ONCE.replace("say", r"say \n")),
@@ -111,7 +111,7 @@ def test_a_prompt_that_its_answer_repeats_is_there_once(make, row, shown):
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    "row, message",
     [
         ({"completion": [user("other"), says("ok")]}, "line 1 of .* not those of its prompt"),
         (
@@ -121,12 +121,12 @@ def test_a_prompt_that_its_answer_repeats_is_there_once(make, row, shown):
     ],
 )
 def test_an_answer_with_another_prompt_is_refused(make, row, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         make(PAIR | row)
 
 
 @pytest.mark.parametrize(
-    ("chosen", "rejected"),
+    "chosen, rejected",
     [
         ([user("a"), says("ok")], [user("b"), says("no")]),
         ([system("be"), user("a"), says("ok")], [user("a"), says("no")]),
@@ -134,7 +134,7 @@ def test_an_answer_with_another_prompt_is_refused(make, row, message):
 )
 def test_two_answers_with_different_prompts_are_refused(make, chosen, rejected):
     for more in ({}, {"prompt": "a"}):
-        with pytest.raises(UsageError, match=r"line 1 of .* prompt"):
+        with refused(r"line 1 of .* prompt"):
             make({"chosen": chosen, "rejected": rejected} | more, function=preferences.make_pairs)
 
 
@@ -145,7 +145,7 @@ def test_a_pair_may_have_an_instruction_and_an_input(make):
 
 
 @pytest.mark.parametrize(
-    ("template", "marks", "row", "shown", "special"),
+    "template, marks, row, shown, special",
     [
         (None, "<assistant> $A", {"text": "<assistant>say"}, "<assistant>[[say<end>]]", "3 of 3"),
         (None, "<assistant> $A", {"text": "say"}, "<assistant>[[say<end>]]", ""),
@@ -197,7 +197,7 @@ def test_arguments_that_are_no_json_are_named_unless_the_template_writes_them_as
     turn = says("") | {"tool_calls": [{"function": {"name": "run", "arguments": "ls -la"}}]}
     row = {"messages": [user("say"), turn]}
     assert make(row, template=AS_TEXT).plan["first"].endswith("[[runls -la<end>]]")
-    with pytest.raises(UsageError, match=r"line 1 .* no JSON, 'ls -la'"):
+    with refused(r"line 1 .* no JSON, 'ls -la'"):
         make(row)
 
 
@@ -209,7 +209,7 @@ def test_usual_names_of_an_assistant_are_read(make, role, keys):
 
 
 @pytest.mark.parametrize(
-    ("turn", "message"),
+    "turn, message",
     [
         (says("ok", "narrator"), "the role 'narrator': rename it to user"),
         ({"speaker": "bot", "text": "ok"}, "speaker, text: rename them to role and content"),
@@ -217,7 +217,7 @@ def test_usual_names_of_an_assistant_are_read(make, role, keys):
     ],
 )
 def test_a_turn_that_cannot_be_read_is_named(make, turn, message):
-    with pytest.raises(UsageError, match=f"line 1 of .* {message}"):
+    with refused(f"line 1 of .* {message}"):
         make({"messages": [user("say"), turn]})
 
 
@@ -234,9 +234,7 @@ def test_a_system_text_is_not_added_to_a_developer(make):
     assert "be" not in make({"system": "be", "messages": turns}).plan["first"]
 
 
-@pytest.mark.parametrize(
-    ("template", "shown"), [(DATED, "03 Feb 2020"), (DATED_LATER, "2020-02-03")]
-)
+@pytest.mark.parametrize("template, shown", [(DATED, "03 Feb 2020"), (DATED_LATER, "2020-02-03")])
 def test_a_template_writes_the_day_of_the_first_start(make, tmp_path, template, shown):
     sets = make(PAIR, template=template, today=date(2020, 2, 3), prompts=["say"])
     assert shown in sets.plan["first"]
@@ -255,12 +253,12 @@ def test_the_day_of_a_run_is_kept_from_its_start_before_there_is_a_checkpoint(tm
         assert first_day("--resume", how) == date(2020, 2, 3)
     assert first_day() == date.today()
     assert first_day("--resume", "auto", "--day", "2021-01-31") == date(2021, 1, 31)
-    with pytest.raises(UsageError, match=r"--day 31\.1\.2021 is not like 2026-01-31"):
+    with refused(r"--day 31\.1\.2021 is not like 2026-01-31"):
         first_day("--day", "31.1.2021")
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    "template, message",
     [
         (
             "{% for m in messages %}{{ 'x' + m.content[0].text }}{% endfor %}",
@@ -276,7 +274,7 @@ def test_the_day_of_a_run_is_kept_from_its_start_before_there_is_a_checkpoint(tm
 def test_a_template_that_does_not_write_texts_is_named_with_its_error(
     make, base, template, message
 ):
-    with pytest.raises(UsageError, match=f"chat template of {base} {message}.*chat_template.jinja"):
+    with refused(f"chat template of {base} {message}.*chat_template.jinja"):
         make(PAIR, template=template)
 
 
@@ -303,16 +301,14 @@ def test_a_token_without_a_row_in_the_embedding_is_named_and_rows_can_be_made(ba
     tokenizer.add_tokens([f"<{n}>" for n in range(size + 1 - len(tokenizer))])
     tokenizer.save_pretrained(tmp_path)
     tokens = [torch.tensor([3, len(tokenizer) - 1])]
-    with pytest.raises(
-        UsageError, match=rf"has {size} tokens and its tokenizer {size + 1}, .*--res"
-    ):
+    with refused(rf"has {size} tokens and its tokenizer {size + 1}, .*--res"):
         pretrained.check_vocabulary(model, tokenizer, tokens)
     before = model.lm_head.weight.detach().clone()
     pretrained.resize_embeddings(model, str(tmp_path), is_frozen=False)
     pretrained.check_vocabulary(model, tokenizer, tokens)
     assert torch.equal(model.lm_head.weight[:size], before)
     torch.testing.assert_close(model.lm_head.weight[size], before.mean(0))
-    with pytest.raises(UsageError, match="leave --lora out"):
+    with refused("leave --lora out"):
         pretrained.resize_embeddings(model, str(tmp_path), is_frozen=True)
 
 

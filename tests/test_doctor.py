@@ -54,18 +54,16 @@ ILL = [
 @linux_only
 @pytest.mark.parametrize("illness, code, sentence", ILL)
 def test_an_illness_is_named(illness, code, sentence, fork_main, tmp_path):
-    (tmp_path / "patient.py").write_text(PATIENT)
     flags = ["--timeout", 2] if illness == "absent" else []
     plan = {"kill": [[5, 1, 9]]} if illness == "absent" else {}
-    done = fork_main(str(tmp_path / "patient.py"), illness, *flags, world=2, cwd=tmp_path, **plan)
+    done = fork_main(PATIENT, illness, *flags, world=2, cwd=tmp_path, **plan)
     assert done.returncode == code and sentence in done.output, done.output
     assert "ready to train" not in done.output
 
 
-def test_the_axis_of_the_mesh_on_which_the_processes_hang_is_named(fork_main, tmp_path):
-    (tmp_path / "patient.py").write_text(PATIENT)
+def test_the_axis_of_the_mesh_on_which_the_processes_hang_is_named(fork_main):
     flags, env = ["axis", "--timeout", 5], {**shards_env(KINDS[1], 2), "OMP_NUM_THREADS": "1"}
-    done = fork_main(str(tmp_path / "patient.py"), *flags, world=4, env=env)
+    done = fork_main(PATIENT, *flags, world=4, env=env)
     assert done.codes[0] == 1 and "MiB along dp_replicate: " in done.stdout, done.output
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: process 0 ")]
     assert "could not reach processes [0, 1] along the axis dp_shard of the mesh (" in line

@@ -9,12 +9,12 @@ from unittest import mock
 
 import colours
 import pytest
-from conftest import NUM_TEST, ROOT, rows
+from conftest import NUM_TEST, ROOT, refused, rows
 from huggingface_hub import HfApi, ModelCard
 from PIL import Image
 
 import predict
-from trainkit.errors import RunFailure, UsageError
+from trainkit.errors import RunFailure
 from trainkit.tools import export
 
 for name in export.PACKAGES:
@@ -130,7 +130,7 @@ def test_a_push_uploads_the_folder_when_it_is_asked_for(run_dir, monkeypatch, ca
     api = mock.create_autospec(HfApi, instance=True)
     api.create_repo.return_value.repo_id = "someone/digits"
     api.upload_folder.return_value = "https://address"
-    with pytest.raises(UsageError, match="--push not a name!: "):
+    with refused("--push not a name!: "):
         predict.main([str(run_dir), "--export", "--push", "not a name!"])
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
     predict.main([str(run_dir), "--export", "--push", "someone/digits"])
@@ -138,7 +138,7 @@ def test_a_push_uploads_the_folder_when_it_is_asked_for(run_dir, monkeypatch, ca
     api.create_repo.assert_called_once_with("someone/digits", exist_ok=True)
     sent = api.upload_folder.call_args.kwargs
     assert (sent["repo_id"], sent["folder_path"]) == ("someone/digits", run_dir / "export")
-    with pytest.raises(UsageError, match="--push needs --export"):
+    with refused("--push needs --export"):
         predict.main([str(run_dir), "--push", "someone/digits"])
 
 
@@ -150,7 +150,7 @@ def test_an_export_that_cannot_be_made_is_one_sentence(run_dir, tmp_path, monkey
         copy = shutil.copytree(run_dir, tmp_path / name / "run")
         shutil.rmtree(copy / "export")
         (copy / name).write_text(content)
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             predict.main([str(copy), "--export"])
         assert (copy / name).read_text() == content and not (copy / "export").is_dir()
     before = (run_dir / "export" / "model.onnx").read_bytes()
@@ -159,5 +159,5 @@ def test_an_export_that_cannot_be_made_is_one_sentence(run_dir, tmp_path, monkey
         predict.main([str(run_dir), "--export"])
     assert (run_dir / "export" / "model.onnx").read_bytes() == before
     monkeypatch.setattr(export, "PACKAGES", ("onnx", "no_such_package"))
-    with pytest.raises(UsageError, match=r"pip install no_such_package"):
+    with refused(r"pip install no_such_package"):
         predict.main([str(run_dir), "--export"])

@@ -6,6 +6,7 @@ The short part runs with the other tests. The long one prints a table of what wa
 """
 
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -33,14 +34,14 @@ class Row:
     different: int = 0  # resumed runs whose final bytes are not those of an undisturbed run
     hung: int = 0
 
-    def look(self, run_dir: Path) -> None:
+    def look(self, run_dir: Path):
         self.incomplete += len(incomplete(run_dir))
         self.lost += newest(run_dir) < acknowledged(run_dir)
 
     def good(self) -> bool:
         return self.tried > 0 and not (self.lost or self.incomplete or self.different or self.hung)
 
-    def show(self) -> None:
+    def show(self):
         print("| " + " | ".join(f"{name} {value}" for name, value in vars(self).items()) + " |")
 
 
@@ -65,7 +66,7 @@ class Sweep:
         self.start_seconds = self.seconds - (done - begun)
         self.finished: set[int] = set()
 
-    def clear(self) -> None:
+    def clear(self):
         shutil.rmtree(self.run_dir, ignore_errors=True)
         Path(f"{self.run_dir}.saved").unlink(missing_ok=True)
 
@@ -77,22 +78,19 @@ class Sweep:
         row.look(self.run_dir)
         return outcome
 
-    def finish(self, row: Row) -> None:
+    def finish(self, row: Row):
         outcome = self.run(row)
         assert outcome.codes == [0] * self.world, outcome.output
         row.different += digests(self.run_dir) != self.expected
 
-    def fill_the_disk(self, row: Row, event: int, rank: int) -> None:
+    def fill_the_disk(self, row: Row, event: int, rank: int):
         """One fresh run that finds the disk full at an I/O event of its fourth save; its resume."""
         self.clear()
         fault = {"rank": rank, "save": SAVE, "event": event, "how": "enospc"}
         outcome = self.run(row, fault=fault)
         row.tried += 1
         if outcome.codes != [0] * self.world:  # some events may fail without harm
-            assert outcome.codes == [1] * self.world, outcome.output
-            errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
-            assert len(errors) == 1 and "found the disk full" in errors[0], outcome.output
-            assert "Traceback" not in outcome.output
+            assert "found the disk full" in outcome.error(1)
         self.finish(row)
 
     def break_each_save(self, rank: int = 0, stride: int = 1) -> list[Row]:
@@ -119,7 +117,7 @@ class Sweep:
             row.show()
         return rows if num_events else []
 
-    def finish_copy(self, row: Row, folder: Path, resume: bool) -> None:
+    def finish_copy(self, row: Row, folder: Path, resume: bool):
         """Look at a folder that a kill would leave so, and resume from it; each content once."""
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         content = hash(tuple((path.relative_to(folder), path.read_bytes()) for path in paths))
@@ -133,11 +131,11 @@ class Sweep:
         self.run_dir = run_dir
 
 
-@pytest.mark.parametrize(("world", "stride"), [(1, 17), (2, 29)])
+@pytest.mark.parametrize("world, stride", [(1, 17), (2, 41)])
 def test_a_fault_inside_a_save_loses_nothing(nursery, arguments, tmp_path, world, stride):
     sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], world, tmp_path)
     rows = sweep.break_each_save(stride=stride)
-    for event in (2, 5, 8) * (world - 1):  # without copies, which the first process would change
+    for event in (2, 8) * (world - 1):  # without copies, which the first process would change
         sweep.fill_the_disk(rows[-1], event, rank=1)
     assert len(rows) == 3 and all(row.good() for row in rows), rows
 
@@ -149,7 +147,7 @@ LOST = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "world", "steps"), LOST)
+@pytest.mark.parametrize("fault, world, steps", LOST)
 def test_a_checkpoint_that_is_lost_ends_all_processes_at_once_and_no_signal_hides_it(
     nursery, arguments, tmp_path, fault, world, steps
 ):
@@ -157,8 +155,7 @@ def test_a_checkpoint_that_is_lost_ends_all_processes_at_once_and_no_signal_hide
     args = [*arguments["train_mnist"], "--epochs", 99, "--save-every", 100, "--run-dir", tmp_path]
     plan = {"fault": {"save": 1, "how": "enospc", **fault}}
     outcome = nursery.run("train_mnist", *args, world=world, **plan)
-    assert outcome.codes == [1] * world and "Traceback" not in outcome.output, outcome.output
-    assert outcome.output.count("error: saving ") == 1 and "found the disk full" in outcome.output
+    assert re.match("error: saving .*found the disk full", outcome.error(1))
     assert "stopped by" not in outcome.output
     assert newest(tmp_path) == -1 and rows(tmp_path)[-1]["step"] in steps
 
@@ -168,14 +165,12 @@ def test_a_folder_that_cannot_be_written_is_refused(nursery, arguments, tmp_path
     for run_dir, world in ((tmp_path / "file", 1), ("/proc/run", 2), (Path.cwd().parent, 2)):
         args = [*arguments["train_mnist"], "--run-dir", run_dir]
         outcome = nursery.run("train_mnist", *args, world=world)
-        assert outcome.codes == [2] * world, outcome.output
-        (error,) = outcome.stderr.splitlines()
-        assert error.startswith("error: ") and str(run_dir) in error
+        assert str(run_dir) in outcome.error(2)
 
 
 def strike_at_random_times(
     sweep: Sweep, row: Row, num_strikes: int, number: int, rank: int | None = None
-) -> None:
+):
     """Send a signal to a run again and again, let it finish every sixth time, compare."""
     generator = random.Random(0)
     sweep.clear()
@@ -254,12 +249,10 @@ def test_a_disk_that_is_full(nursery, arguments, tmp_path, world):
         run_dir = mount / "run"
         args = [*arguments["train_mnist"], "--keep", 99, "--run-dir", run_dir]
         outcome = nursery.run("train_mnist", *args, "--save-every", 1, world=world)
-        assert outcome.codes == [1] * world, outcome.output
-        assert outcome.output.count("error: saving") == 1, outcome.output
+        assert outcome.error(1).startswith("error: saving")
         assert newest(run_dir) >= max(1, acknowledged(run_dir)) and not incomplete(run_dir)
         subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
         outcome = nursery.run("train_mnist", *args, "--resume", "auto", world=world)
-        assert outcome.codes == [2] * world, outcome.output
-        assert "Read-only file system" in outcome.output
+        assert "Read-only file system" in outcome.error(2)
     finally:
         subprocess.run(["umount", mount], check=False)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bytes, rows
+from conftest import assert_same_bytes, refused, rows
 from datasets import Dataset
 from double import SAME
 from plain import logged_losses, plain_losses, quick
@@ -22,18 +22,19 @@ from test_shards import KINDS, train
 
 from examples import finetune
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.language import conversations, formats, pretrained
 from trainkit.loaders import EpochBatches
 from trainkit.orders import by_length
 from trainkit.shards import hash_frozen
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
+open_model = transformers.AutoModelForCausalLM.from_pretrained
+open_tokenizer = transformers.AutoTokenizer.from_pretrained
 
 MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.generation"]
 # 270 pairs: 11 steps of 24 and one of 6, which leaves some processes without a sample.
-FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 20 --log-every 1 --learning-rate 3e-3"
-FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
+FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 14 --log-every 1 --learning-rate 3e-3"
+FLAGS += " --schedule constant --warmup 0 --clip-norm inf --no-pictures"
 LORA = ["--lora", "4"]
 FOUR_BITS = [*LORA, "--load-4bit"]
 PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
@@ -111,14 +112,21 @@ def losses_by_length(args, model, lengths, loss_of):
     return plain_losses(batches, adam, range(args.epochs), loss_of)
 
 
+def open_end(folder, base, lora=True):
+    """The model of a folder pretrained/, which is an adapter for the base or the whole model."""
+    model = open_model(base if lora else folder)
+    tokenizer = open_tokenizer(folder)
+    assert tokenizer.eos_token == "<end>"
+    return peft.PeftModel.from_pretrained(model, folder) if lora else model
+
+
 @torch.no_grad()
 def logits(model):
     return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
 
 
 @pytest.mark.parametrize(
-    ("lora", "way", "accumulate", "packed"),
-    quick(WAYS, [([], KINDS[0], 4, []), (LORA, 2, 4, PACKED)]),
+    "lora, way, accumulate, packed", quick(WAYS, [([], KINDS[0], 4, []), (LORA, 2, 4, PACKED)])
 )
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate, packed
@@ -131,16 +139,13 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True, **plan).output
     losses = logged_losses(tmp_path)
     assert losses == pytest.approx(plain(*make_model(in_double, lora, *packed)), abs=SAME)
-    assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == (6 if packed else 4)
+    assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == 2
     args, model = make_model(in_double, lora)
     before, folder = logits(model), tmp_path / "pretrained"
     missing = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert not missing.unexpected_keys and (lora or not missing.missing_keys)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(args.base if lora else folder)
-    if lora:
-        opened = peft.PeftModel.from_pretrained(opened, folder)
+    opened = open_end(folder, args.base, lora)
     assert torch.equal(logits(opened), logits(model)) and not torch.equal(before, logits(model))
-    assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
     assert "| seed | 0 |" in (folder / "README.md").read_text()
 
 
@@ -148,17 +153,17 @@ def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypa
     flags = [*flags, "--run-dir", f"{tmp_path}/run", "--resume", "auto", "--stop-after-steps"]
     run_main("examples.finetune", *flags, "2")
     monkeypatch.setattr(finetune, "row_size", lambda *_: (0, {}))
-    with pytest.raises(UsageError, match=r"metadata\[shared rows\] is '512' there and '0' here"):
+    with refused(r"metadata\[shared rows\] is '512' there and '0' here"):
         run_main("examples.finetune", *flags, "3")
 
 
 @pytest.mark.parametrize(
-    ("lora", "way"),
+    "lora, way",
     quick([*itertools.product(([], LORA), (2, *KINDS)), (FOUR_BITS, 2)], [(LORA, KINDS[1])]),
 )
 def test_a_kill_changes_no_byte_and_with_a_mirror_a_lost_folder_neither(start, tmp_path, lora, way):
-    kill, packed = {"signal": [14, signal.SIGKILL]}, [] if lora else PACKED
-    more = [*packed, "--resume", "auto", "--mirror", tmp_path / "mirror"]
+    kill, packed = {"signal": [13, signal.SIGKILL]}, [] if lora else PACKED
+    more = [*packed, "--save-every", 6, "--resume", "auto", "--mirror", tmp_path / "mirror"]
     start(tmp_path / "killed", lora, way, *more, fault=kill, codes=[-signal.SIGKILL, 1])
     shutil.rmtree(tmp_path / "killed")
     assert "copied step-" in start(tmp_path / "killed", lora, way, *more).stdout
@@ -196,9 +201,8 @@ def test_numbers_of_4_bits_are_trained_beside_as_their_values_and_a_resume_is_ex
     assert expected[-1] < expected[0] - 0.01
     for name in ("2", "whole"):
         assert logged_losses(tmp_path / name) == pytest.approx(expected, abs=1e-5)
-    base = transformers.AutoModelForCausalLM.from_pretrained(args.base)
-    opened = peft.PeftModel.from_pretrained(base, tmp_path / "whole/pretrained")
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole/merged")
+    opened = open_end(tmp_path / "whole/pretrained", args.base)
+    merged = open_model(tmp_path / "whole/merged")
     torch.testing.assert_close(logits(merged), logits(opened), atol=1e-5, rtol=0)
     before = hash_frozen(model)
     for name, value in model.state_dict().items():
@@ -208,18 +212,14 @@ def test_numbers_of_4_bits_are_trained_beside_as_their_values_and_a_resume_is_ex
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([], "give --lora a rank"),
-        (LORA, "shards cannot divide"),
-        (LORA, "install bitsandbytes`"),
-    ],
+    "more, message",
+    [([], "give --lora a rank"), (LORA, "shards cannot divide"), (LORA, "install bitsandbytes`")],
 )
 def test_numbers_of_4_bits_need_lora_a_whole_model_and_a_package(flags, monkeypatch, more, message):
     state = SimpleNamespace(is_fsdp2="shards" in message, mixed_precision="no")
     monkeypatch.setattr(pretrained, "AcceleratorState", lambda: state)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         finetune.make_model(parse(finetune.Config, [*flags, *more, "--load-4bit"]))
 
 
@@ -253,10 +253,7 @@ CALL = {"name": "f", "arguments": '{"n": 1}'}
 TOOL = SAY | {"content": None, "tool_calls": [{"function": CALL}]}
 CALLED = '[{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}]'
 ODD, PART = "\u00e9 e\u0301 \u4f60\U0001f468\u200d\U0001f469 \u202e", {"type": "text", "text": "4"}
-FOUR, NOT_LEFT = (
-    "4<|im_end|>\n",
-    "on has an answer, or a token of one .* 64: .* larger",
-)
+FOUR, NOT_LEFT = ("4<|im_end|>\n", "on has an answer, or a token of one .* 64: .* larger")
 
 
 def chat(*turns) -> dict:
@@ -286,19 +283,11 @@ OF_CHATML = [
     ([{"question": "2?", "response": "4"}], [FOUR], {}),
     ([SHORT | {"label": False}], [], "line 1 of .* its label is false"),
     ([SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
-    (
-        [{"instruction": "+", "input": "2", "output": "4"}],
-        [FOUR],
-        {"first": r"\+\\n.n2"},
-    ),
+    ([{"instruction": "+", "input": "2", "output": "4"}], [FOUR], {"first": r"\+\\n.n2"}),
     ([{"instruction": "", "input": "2", "output": "4"}], [FOUR], {"first": "r.n2<"}),
     ([{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
     ([chat(ASK)], [], f"train {NOT_LEFT}"),
-    (
-        [chat(ASK | {"content": ""}, SAY | {"content": " "})],
-        [" <|im_end|>\n"],
-        {"empty": "3 of 3"},
-    ),
+    ([chat(ASK | {"content": ""}, SAY | {"content": " "})], [" <|im_end|>\n"], {"empty": "3 of 3"}),
     (
         [chat(*each) for each in (TALK, [], [SAY | {"role": "system"}])],
         [FOUR],
@@ -306,16 +295,8 @@ OF_CHATML = [
     ),
     ([chat(ASK, SAY | {"content": ODD})], [f"{ODD}<|im_end|>\n"], {}),
     ([chat(*TALK), chat(*TALK * 5000)], [FOUR * 3], {"cut": "3 of 6"}),
-    (
-        [chat(ASK | {"content": [PART]}, SAY | {"content": [PART, PART]})],
-        [f"44{FOUR[1:]}"],
-        {},
-    ),
-    (
-        [chat(ASK | {"content": [PART, {"type": "image"}]}, SAY)],
-        [],
-        "line 1 of .* holds image",
-    ),
+    ([chat(ASK | {"content": [PART]}, SAY | {"content": [PART, PART]})], [f"44{FOUR[1:]}"], {}),
+    ([chat(ASK | {"content": [PART, {"type": "image"}]}, SAY)], [], "line 1 of .* holds image"),
     ([{"question": "2?"}], [], "line 1 of .* has no columns of a known"),
     ([SHORT | {"answer": None}], [], "line 1 of .* has no text"),
     ([[1]], [], "line 1 of .* has no columns of a known"),
@@ -342,12 +323,12 @@ CASES = [
 
 @pytest.fixture
 def tokenizer(flags):
-    made = transformers.AutoTokenizer.from_pretrained(flags[-1])
+    made = open_tokenizer(flags[-1])
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return made
 
 
-@pytest.mark.parametrize(("template", "given", "learned", "said"), CASES)
+@pytest.mark.parametrize("template, given, learned, said", CASES)
 def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said(
     tokenizer, tmp_path, template, given, learned, said
 ):
@@ -356,7 +337,7 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
         tokenizer.eos_token = tokenizer.pad_token = None
     path.write_text("".join(f"{json.dumps(row)}\n" for row in given * 3))
     if isinstance(said, str):
-        with pytest.raises(UsageError, match=said):
+        with refused(said):
             conversations.make_chat_sets(tokenizer, str(path), 64)
         return
     Dataset.from_list(given * 3).save_to_disk(tmp_path / "saved")
@@ -385,7 +366,7 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
     run_main, tokenizer, tmp_path, capfd
 ):
     tokenizer.chat_template = TEMPLATES["chatml"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
+    model = open_model(tokenizer.name_or_path)
     model.resize_token_embeddings(len(tokenizer))
     model.to(torch.bfloat16)
     more = ["--merge", "--pack", "--checkpointing", "--system", "be", "--prompt", "say", "more"]
@@ -395,9 +376,8 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
     assert output.count("\nsay: ") == output.count("\nmore: ") == 5
     assert "first       <|im_start|>system\\nbe<|im_end|>\\n<|im_start|>user" in output
     with torch.no_grad():
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        whole = peft.PeftModel.from_pretrained(base, adapter)
+        merged = open_model(tmp_path / "merged")
+        whole = open_end(adapter, tmp_path / "base")
         assert merged.dtype == torch.bfloat16
         assert (logits(merged) - logits(whole)).abs().max() < 0.05
     for folder in (adapter, tmp_path / "merged"):
@@ -408,19 +388,19 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
 
 
 @pytest.mark.parametrize(
-    ("template", "end", "prompt"), [("chatml", "<end>", "say"), ("none", "<|im_end|>", "lora")]
+    "template, end, prompt", [("chatml", "<end>", "say"), ("none", "<|im_end|>", "lora")]
 )
 def test_an_answer_stops_where_those_that_were_learned_end(
     run_main, tokenizer, tmp_path, template, end, prompt
 ):
-    model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
+    model = open_model(tokenizer.name_or_path)
     model.resize_token_embeddings(len(tokenizer))  # its settings name <end> and no other
     tokenizer.chat_template, tokenizer.eos_token = TEMPLATES[template], end
     folder = train_on(run_main, tmp_path, tokenizer, model, prompt)
     settings = transformers.GenerationConfig.from_pretrained(folder)
     assert tokenizer.decode(settings.eos_token_id) == "<end><|im_end|>"
     if prompt == "say":
-        opened = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        opened = open_model(folder)
         ask = "<|im_start|>user\nsay<|im_end|>\n<|im_start|>assistant\n"
         found = opened.generate(tokenizer(ask, return_tensors="pt").input_ids, max_new_tokens=30)
         assert tokenizer.decode(found[0]) == f"{ask}yes<|im_end|>"
@@ -445,11 +425,11 @@ def test_a_line_that_is_no_json_is_named_and_blank_lines_are_skipped(tmp_path):
     path.write_text(f"{json.dumps(SHORT)}\n \n\n")
     assert len(formats.read_conversations(str(path))[0]) == 1
     path.write_text(f"{json.dumps(SHORT)}\n{{\n")
-    with pytest.raises(UsageError, match=f"^line 2 of {path} is not JSON"):
+    with refused(f"^line 2 of {path} is not JSON"):
         formats.read_conversations(str(path))
 
 
-@pytest.mark.parametrize(("indent", "rows"), [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])
+@pytest.mark.parametrize("indent, rows", [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])
 def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows):
     path = tmp_path / "pairs.json"
     path.write_text(json.dumps(rows, indent=1) if indent else "\n".join(map(json.dumps, rows)))
@@ -460,11 +440,11 @@ def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows)
 def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatch):
     args = parse(finetune.Config, [*flags, *LORA])
     for name, call in (("peft", finetune.make_model), ("transformers", finetune.load_data)):
-        with monkeypatch.context() as without, pytest.raises(UsageError, match=f"install {name}`"):
+        with monkeypatch.context() as without, refused(f"install {name}`"):
             without.setitem(sys.modules, name, None)
             call(args)
     args.base = "nobody/nothing"
-    with pytest.raises(UsageError, match="--base nobody/nothing cannot be read"):
+    with refused("--base nobody/nothing cannot be read"):
         finetune.load_data(args)
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
 from trainkit.mixing import key, permute
-from trainkit.orders import split_equal_samples
+from trainkit.orders import split_equal_samples, weighted
 from trainkit.rng import Dropout, release_dropout, seed_dropout
 
 
@@ -152,6 +152,13 @@ def test_a_random_transform_does_not_depend_on_the_batch(dataset):
     batches = WholeBatches(dataset, list, 3, torch.tensor(1))
     together = batches.make(torch.tensor([4, 2, 5]))
     assert together == [batches.make(torch.tensor([index]))[0] for index in (4, 2, 5)]
+
+
+def test_samples_are_drawn_by_their_weights():
+    weights = torch.arange(43) % 4
+    drawn = weighted(weights, 43, 0)(0, 0, 10_000).bincount(minlength=43)
+    assert drawn / 10_000 == pytest.approx(weights / weights.sum(), abs=0.007)
+    assert not drawn[weights == 0].any()
 
 
 def test_equal_samples_are_on_one_side_of_a_split_and_other_splits_stay():

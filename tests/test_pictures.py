@@ -14,14 +14,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, refused
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image, ImageOps
 
 import train_mnist
 from examples.pictures import Config
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
 from trainkit.pictures import files as picture_files
 from trainkit.pictures import grey as pictures
@@ -74,13 +73,13 @@ def dataset(
     return made
 
 
-def parquet(folder: Path, made: dict) -> None:
+def parquet(folder: Path, made: dict):
     folder.mkdir(exist_ok=True)
     for split, rows in made.items():
         rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
 
 
-def save_in(folder: Path, ending: str, pictures: list[Image.Image], **options: object) -> None:
+def save_in(folder: Path, ending: str, pictures: list[Image.Image], **options: object):
     """Save digits in the folders of their classes."""
     for n, picture in enumerate(pictures):
         path = folder / NAMES[n % 3] / f"{n}{ending}"
@@ -100,7 +99,7 @@ def changed(change: Callable = lambda picture: picture, kind: str = "ClassLabel"
 def ending(name: str, **options: object) -> Callable:
     """A layout: a folder of files of one kind in the folder of each class."""
 
-    def make(folder: Path, negative: bool = False) -> None:
+    def make(folder: Path, negative: bool = False):
         for split, number in NUMBERS.items():
             save_in(folder / split, name, digits(number, negative), **options)
 
@@ -124,7 +123,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "negative"),
+    "layout, negative",
     [*((layout, False) for layout in LAYOUTS), ("ClassLabel", True), ("transparent", True)],
 )
 def test_a_layout_is_read_as_it_was_meant_and_its_files_alike_by_predict(
@@ -151,11 +150,11 @@ def read_cells(folder: Path, split: str) -> tuple:
     return as_they_are[:][rows.column_names[0]], *others
 
 
-def save_large(path: Path) -> None:
+def save_large(path: Path):
     Image.new("1", (20_000, 20_000)).save(path, compress_level=1)
 
 
-def save_truncated(path: Path) -> None:
+def save_truncated(path: Path):
     Image.effect_noise((64, 64), 99).save(path)
     path.write_bytes(path.read_bytes()[:1500])
 
@@ -179,15 +178,15 @@ def test_a_bad_file_is_one_sentence_with_its_name(name, tmp_path):
     path = tmp_path / "data" / "train" / "one" / name
     save(path)
     for read in (lambda: load(tmp_path / "data"), lambda: photos.read_photo(path, 28, {})):
-        with pytest.raises(UsageError, match=message) as raised:
+        with refused(message) as raised:
             read()
-        assert name in str(raised.value) and "\n" not in str(raised.value)
+        assert name in str(raised.value)
 
 
 def with_cell(name: str, value: object, kind: str = "ClassLabel", split: str = "train") -> Callable:
     """A layout with another value in row 8 of a split."""
 
-    def make(folder: Path) -> None:
+    def make(folder: Path):
         made = dataset(kind)
         rows = made[split].cast_column("picture", datasets.Image(decode=False)).to_dict()
         rows[name][7] = value
@@ -207,7 +206,7 @@ def with_rows(change: Callable[[Dataset], Dataset], kind: str = "int") -> Callab
 two_columns = with_rows(lambda rows: rows.add_column("id", [*range(len(rows))]))
 
 
-def two_minds(folder: Path) -> None:
+def two_minds(folder: Path):
     parquet(folder, dataset())
     part = dataset()["test"].cast_column("kind", ClassLabel(names=sorted(NAMES)))
     part.to_parquet(folder / "train-00001-of-00002.parquet")
@@ -216,7 +215,7 @@ def two_minds(folder: Path) -> None:
 def holding(*paths: str) -> Callable[[Path], None]:
     """A layout: files at these paths, each with a row of its own: a picture, or its class too."""
 
-    def make(folder: Path) -> None:
+    def make(folder: Path):
         for path in paths:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             picture = Image.new("L", (8, 8), len(path))
@@ -232,7 +231,7 @@ def holding(*paths: str) -> Callable[[Path], None]:
     return make
 
 
-def zipped(folder: Path, *paths: str) -> None:
+def zipped(folder: Path, *paths: str):
     holding(*paths)(folder.parent / "inside")
     folder.mkdir()
     shutil.make_archive(str(folder / "train"), "zip", folder.parent / "inside")
@@ -270,13 +269,13 @@ BAD_LAYOUTS = {
 def test_a_layout_that_cannot_be_meant_is_one_sentence(layout, tmp_path):
     make, message = BAD_LAYOUTS[layout]
     make(tmp_path / "data")
-    with pytest.raises(UsageError, match=message) as raised:
+    with refused(message) as raised:
         load(tmp_path / "data")
-    assert str(tmp_path / "data") in str(raised.value) and "\n" not in str(raised.value)
+    assert f"{tmp_path}/data" in str(raised.value)
 
 
 # What it is called; its files, and of which split and class each is. "": counted as not read.
-FOLDERS: dict[str, dict[str, str | None]] = {
+FOLDERS = {
     "words": {"airport/my train 0.png": "train/airport", "airport/test_3.png": "train/airport",
               "train station/0.png": "train/train station", "val/d/0.png/.0.png": ""},
     "splits": {"train/test/val.png": "train/test", "train/test/a/b/0.png": "train/test",
@@ -339,7 +338,7 @@ def test_other_pixels_and_another_decoder_are_other_data(kind, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("scale", "kind", "said"),
+    "scale, kind, said",
     [
         (1, np.uint16, "I of 0 to 65535 must .* as 8 bits"),
         (1 / 255, np.uint8, r".*\(0 to 1\), .* spread"),
@@ -385,7 +384,7 @@ def test_what_is_learned_of_pictures_is_theirs_alone():
     described = pictures.describe_pictures(28, Sampled(pixels, mixed))
     assert described["shape"] is None
     assert described["read_as"] == "28 x 28 L and 2 other kinds read as 28 x 28 grey"
-    with pytest.raises(UsageError, match="a single grey value"):
+    with refused("a single grey value"):
         pictures.describe_pictures(28, Sampled(pixels[2:], kinds))
 
 
@@ -419,7 +418,7 @@ def test_floats_and_32_bits_are_read_by_one_rule_for_all_pictures():
                 picture_files.to_grey(Image.fromarray(values))
 
 
-def colour_folder(folder: Path, number: int) -> None:
+def colour_folder(folder: Path, number: int):
     """So many red threes, gold ones and purple twos on white, in folders of their own."""
     inks = "red", "gold", "purple"
     coloured = [
@@ -479,7 +478,7 @@ def test_equal_pictures_are_on_one_side_and_what_an_evaluation_cannot_tell_is_in
 
 
 @pytest.mark.parametrize(
-    ("num", "typed", "sizes"),
+    "num, typed, sizes",
     [
         (100, "--epochs 5 --max-turn 90", (5, 32, False, 3, 90)),  # no batch of 128 could be filled
         (100, "--batch-size 128", (3, 128, True, 1, 5)),

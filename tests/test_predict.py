@@ -7,11 +7,10 @@ import colours
 import pandas as pd
 import pytest
 import torch
-from conftest import posix_only, saved
+from conftest import posix_only, refused, saved
 from PIL import Image, ImageOps
 
 import predict
-from trainkit.errors import UsageError
 from trainkit.run_dir.weights import write_tensors
 
 
@@ -73,7 +72,7 @@ def test_no_file_and_a_blank_page_are_refused(mnist_run, tmp_path):
     path = tmp_path / "blank.png"
     Image.new("L", (50, 50), "white").save(path)
     for files, message in (([], "name the files"), ([path], "blank.png is blank")):
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             predict.main([str(mnist_run), *map(str, files)])
 
 
@@ -84,9 +83,8 @@ FORGED = {"a header beyond the file": b"d" + bytes(7), "no metadata": b"\2" + by
 @pytest.mark.parametrize("case", FORGED)
 def test_a_model_file_that_is_none_is_one_sentence(case, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(FORGED[case])
-    with pytest.raises(UsageError, match=r"model\.safetensors is not a model") as raised:
+    with refused(r"model\.safetensors is not a model"):
         predict.main([str(tmp_path), "a.png"])
-    assert "\n" not in str(raised.value)
 
 
 @posix_only  # links
@@ -98,7 +96,7 @@ def test_a_script_elsewhere_is_not_run(name, mnist_run, tmp_path, monkeypatch):
         path.write_text("raise AssertionError('it was run')")
     (home / "link.py").symlink_to(tmp_path / "evil.py")
     monkeypatch.setattr(predict, "FOLDERS", (home,))
-    with pytest.raises(UsageError, match=r"is not beside predict\.py: .* --script PATH"):
+    with refused(r"is not beside predict\.py: .* --script PATH"):
         predict.load_run(forge(mnist_run, tmp_path / "forged", script=name))
 
 
@@ -109,11 +107,11 @@ def test_a_script_that_predict_cannot_use_gets_one_sentence(mnist_run, tmp_path)
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     ):
         script.write_text(source)
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             predict.load_run(forged, script)
-    with pytest.raises(UsageError, match=r"--script .* is not a Python file"):
+    with refused(r"--script .* is not a Python file"):
         predict.load_run(forged, tmp_path / "absent.py")
-    with pytest.raises(UsageError, match="one of picture, photo, table"):
+    with refused("one of picture, photo, table"):
         predict.load_run(forge(mnist_run, tmp_path / "sound", input="sound"))
 
 
@@ -127,12 +125,12 @@ def test_a_script_of_ones_own_says_what_is_printed_for_a_file(mnist_run, tmp_pat
     path.write_text("1 2 3")
     predict.main([str(mnist_run), "--script", str(script), str(path)])
     assert capsys.readouterr().out == "1 2 3: 10 False\n"
-    with pytest.raises(UsageError, match="does not apply to a model whose input is a file that"):
+    with refused("does not apply to a model whose input is a file that"):
         predict.main([str(mnist_run), "--script", str(script), "--as-is", str(path)])
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"model": "nothing"}, "KeyError"),
         ({"classes": ["a"] * 10**6}, "not those of the model that it names"),
@@ -142,9 +140,8 @@ def test_a_script_of_ones_own_says_what_is_printed_for_a_file(mnist_run, tmp_pat
 def test_metadata_that_do_not_fit_the_weights_are_one_sentence(
     changes, message, mnist_run, tmp_path
 ):
-    with pytest.raises(UsageError, match=message) as raised:
+    with refused(f"is not a model.*{message}"):
         predict.load_run(forge(mnist_run, tmp_path / "forged", **changes))
-    assert "\n" not in str(raised.value) and "is not a model" in str(raised.value)
 
 
 def test_a_table_gets_its_predictions_beside_its_rows(table_run, tmp_path, capsys):
@@ -159,7 +156,7 @@ def test_a_table_gets_its_predictions_beside_its_rows(table_run, tmp_path, capsy
     tensors, _ = saved(table_run, "predictions")
     expected = said.predicted_price[tensors["index"].tolist()].tolist()
     assert expected == pytest.approx(tensors["prediction"][:, 0].tolist(), rel=1e-5)
-    with pytest.raises(UsageError, match=r"--as-is does not apply to .* is a table"):
+    with refused(r"--as-is does not apply to .* is a table"):
         predict.main([str(table_run), "--as-is", str(path)])
 
 
@@ -173,7 +170,7 @@ def test_a_photo_is_answered_with_the_numbers_of_its_evaluation(tmp_path, capsys
     sure, faint = capsys.readouterr().out.splitlines()
     assert sure.startswith(f"{paths[0]}: red 99.")
     assert faint.startswith(f"{paths[1]}: unsure, perhaps ")
-    with pytest.raises(UsageError, match=r"text\.jpg cannot be read as a picture: ValueError"):
+    with refused(r"text\.jpg cannot be read as a picture: ValueError"):
         predict.main([*flags, str(tmp_path / "text.jpg")])
     predictor = predict.load_run(run_dir, Path(colours.__file__))
     expected = predictor.evaluated["logits"] / predictor.calibration["temperature"]
@@ -183,5 +180,5 @@ def test_a_photo_is_answered_with_the_numbers_of_its_evaluation(tmp_path, capsys
         assert torch.allclose(predictor(pixels)[0], expected[number].softmax(0), atol=1e-5)
         assert not doubt
     (run_dir / "pretrained" / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"FileNotFoundError: .*pretrained"):
+    with refused(r"FileNotFoundError: .*pretrained"):
         predict.main([*flags, paths[0]])

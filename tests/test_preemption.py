@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
-from conftest import kill_all, linux_only, processes, start, wait_for_step, wait_until
+from conftest import kill_all, linux_only, processes, refused, start, wait_for_step, wait_until
 
-from trainkit.errors import Stopped, UsageError
+from trainkit.errors import Stopped
 from trainkit.launch.signals import Signals
 
 if os.name != "posix":
@@ -43,7 +43,7 @@ def test_sigterm_to_loader_workers_too_saves_and_a_second_run_is_refused(
     started, run_main, tiny_mnist, tmp_path
 ):
     process = started("--num-workers", 2, start_new_session=True)
-    with pytest.raises(UsageError, match="in use by another process"):
+    with refused("in use by another process"):
         run_main("train_mnist", f"--dataset {tiny_mnist} --run-dir {tmp_path}/run")
     wait_until(lambda: len(processes(process)) >= 3, process)
     for each in processes(process)[::-1]:  # workers first, as pkill -f may have it
@@ -82,14 +82,12 @@ def test_a_second_interrupt_and_a_signal_while_data_are_loaded_end_at_once(
     where, number, code, words, fork_main, tiny_mnist, tmp_path
 ):
     """(test_resume.py: after a single one the run saves and ends with 75.)"""
-    (tmp_path / "slow.py").write_text(SLOW.format(where=where))
     flags = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run {ENDLESS}"
     # The third is of an impatient person, while the process exits.
     kill = [[seconds, None, number] for seconds in (4, 5.5, 5.55)]
-    ended = fork_main(str(tmp_path / "slow.py"), flags, kill=kill)
-    assert ended.returncode == code and ended.seconds < 15, ended
-    (line,) = ended.stderr.splitlines()
-    assert "slow" in ended.stdout and line.startswith(f"error: {words}")
+    ended = fork_main(SLOW.format(where=where), flags, kill=kill)
+    assert ended.error(code).startswith(f"error: {words}") and "slow" in ended.stdout
+    assert ended.seconds < 15
 
 
 @pytest.fixture
@@ -131,10 +129,7 @@ def test_under_nohup_a_run_goes_on_without_its_terminal(watching):
 @linux_only  # elsewhere nothing tells a process that its launcher died
 @pytest.mark.parametrize(
     "config, number",
-    [
-        ("1cpu_bf16", signal.SIGKILL),
-        pytest.param("2cpu", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    [("1cpu_bf16", signal.SIGKILL), pytest.param("2cpu", signal.SIGTERM, marks=pytest.mark.slow)],
 )
 def test_a_dead_launcher_leaves_a_saved_run_and_no_process(started, tmp_path, config, number):
     process = started(config=config)

@@ -10,20 +10,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bytes, rows
+from conftest import assert_same_bytes, refused, rows
 from double import SAME
 from plain import logged_losses, quick
-from test_finetune import ASK, FOUR_BITS, GPT, HUMAN, LORA, losses_by_length, make_flags, start_run
+from test_finetune import (
+    ASK,
+    FOUR_BITS,
+    GPT,
+    HUMAN,
+    LORA,
+    losses_by_length,
+    make_flags,
+    open_end,
+    open_model,
+    open_tokenizer,
+    start_run,
+)
 from test_finetune import SAY as GOOD
 from test_finetune import in_double as in_double
 from test_shards import KINDS
 
 from examples import preference
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.language import preferences, pretrained
 
-transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
+transformers = pytest.importorskip("transformers")
 
 # 45 pairs: 5 steps of 8 and one of 5, which leaves a process with fewer pairs.
 FLAGS = "--batch-size 8 --eval-batch-size 8 --epochs 2 --log-every 1 --learning-rate 3e-3"
@@ -75,7 +86,7 @@ def plain(flags, lora):
 
 
 @pytest.mark.parametrize(
-    ("lora", "way", "accumulate"), quick(WAYS, [([], 1, 1), ([], KINDS[0], 2), (LORA, 2, 2)])
+    "lora, way, accumulate", quick(WAYS, [([], 1, 1), ([], KINDS[0], 2), (LORA, 2, 2)])
 )
 def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate
@@ -89,14 +100,10 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     assert last["train_margin"] == pytest.approx(sum(margins) / len(margins), abs=SAME)
     assert last["train_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
     assert {"eval_loss", "eval_margin", "eval_accuracy"} <= last.keys()
-    folder = tmp_path / "pretrained"
-    opened = transformers.AutoModelForCausalLM.from_pretrained(in_double[-1] if lora else folder)
-    if lora:
-        opened = peft.PeftModel.from_pretrained(opened, folder)
-    assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
+    open_end(tmp_path / "pretrained", in_double[-1], lora)
 
 
-@pytest.mark.parametrize(("lora", "way"), quick(itertools.product(([], LORA), (1, 2)), [([], 2)]))
+@pytest.mark.parametrize("lora, way", quick(itertools.product(([], LORA), (1, 2)), [([], 2)]))
 def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
     kill = {"signal": [8, signal.SIGKILL]}
     killed = [-signal.SIGKILL, 1][:way]
@@ -116,7 +123,7 @@ def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
     before = kept.stat().st_mtime_ns
     run_main("examples.preference", *flags, "--stop-after-steps", 3, "--resume", "latest")
     assert [kept] == list(kept.parent.iterdir()) and kept.stat().st_mtime_ns == before
-    model = transformers.AutoModelForCausalLM.from_pretrained(flags[flags.index("--base") + 1])
+    model = open_model(flags[flags.index("--base") + 1])
     model.lm_head.weight.data.mul_(2)
     for each in (model, preference.load_data(parse(preference.Config, flags))[-1]):
         each.save_pretrained(tmp_path / "other")
@@ -125,7 +132,7 @@ def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
         ("max_tokens", "--max-tokens", 40),
     )
     for number, (name, *more) in enumerate(others, 2):
-        with pytest.raises(UsageError, match=f"belongs to another run: ({name}|data is)"):
+        with refused(f"belongs to another run: ({name}|data is)"):
             run_main("examples.preference", *flags, "--resume", "latest", *more)
         assert len([*kept.parent.iterdir()]) == number
 
@@ -152,9 +159,9 @@ def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
 def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refused():
     plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
     state = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    with pytest.raises(UsageError, match=r"fsdp_cpu_ram_efficient_loading: true .* to false"):
+    with refused(r"fsdp_cpu_ram_efficient_loading: true .* to false"):
         preferences.add_reference(state, torch.nn.Linear(1, 1), [], list, list)
-    with pytest.raises(UsageError, match=r"--label-smoothing 0.5 .* below 0.5"):
+    with refused(r"--label-smoothing 0.5 .* below 0.5"):
         parse(preference.Config, ["--label-smoothing", "0.5"]).validate(1)
 
 
@@ -170,7 +177,7 @@ LONG = "x = 1 ; " * 90
 def make(flags, tmp_path):
     def call(*rows: dict) -> preferences.Pairs:
         (tmp_path / "given.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(flags[-1])
+        tokenizer = open_tokenizer(flags[-1])
         return preferences.make_pairs(tokenizer, str(tmp_path / "given.jsonl"), 64)
 
     return call
@@ -205,12 +212,12 @@ def test_what_is_cut_or_dropped_is_counted(make):
 def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(make):
     row = TEXTS | {"system": "be"}
     assert make(row, row).plan["chosen"].startswith("<system>be<end><user>2?")
-    with pytest.raises(UsageError, match=r"line 1 of .* leaves out or changes 'f'"):
+    with refused(r"line 1 of .* leaves out or changes 'f'"):
         make(row | {"tools": [{"name": "f"}]})
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    "row, said",
     [
         (TEXTS | {"prompt": LONG}, "none of the pairs to train on .* 64: .* larger --max-tokens"),
         (TEXTS | {"rejected": "4"}, "none of the pairs to train on has two different answers"),
@@ -220,5 +227,5 @@ def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(mak
     ],
 )
 def test_what_cannot_be_learned_is_refused(make, row, said):
-    with pytest.raises(UsageError, match=said):
+    with refused(said):
         make(row, row, row)

@@ -206,11 +206,7 @@ def write_checkpoint(where) -> Path:
 
 @posix_only  # links
 @settings(FIXED, max_examples=120)
-@given(
-    st.sampled_from(NAMES),
-    st.sampled_from(sorted(CHANGES)),
-    st.integers(0, 2**13),
-)
+@given(st.sampled_from(NAMES), st.sampled_from(sorted(CHANGES)), st.integers(0, 2**13))
 def test_every_single_change_of_a_checkpoint_is_found(tmp_path_factory, name, change, place):
     folder = write_checkpoint(tmp_path_factory.mktemp("run"))
     CHANGES[change](folder / name, place)

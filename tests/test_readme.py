@@ -101,7 +101,7 @@ class Read(Exception):
     """Carries what a parser has not known out of a script."""
 
 
-def check_script(module: str, words: list[str], num_processes: int) -> None:
+def check_script(module: str, words: list[str], num_processes: int):
     """Fail unless the parser of a script or module accepts the words; nothing of it is run."""
     parse_known_args = argparse.ArgumentParser.parse_known_args
 

@@ -3,7 +3,6 @@
 import re
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 from conftest import linux_only
 
@@ -43,7 +42,7 @@ def test_the_time_left_is_that_of_this_process_with_its_evaluations(monkeypatch,
     shown.bar.close()
 
 
-METRICS: dict[str, Any] = {"epoch": 1, "train_loss": 0.1, "eval_loss": 0.2, "eval_mse": 3.502e8}
+METRICS = {"epoch": 1, "train_loss": 0.1, "eval_loss": 0.2, "eval_mse": 3.502e8}
 METRICS |= {"eval_rmse": 18713.2, "eval_mae": 1.0, "eval_r2": 0.9812, "eval_samples": 10}
 
 

@@ -59,7 +59,7 @@ def slurm(*words: object) -> str:
     return subprocess.run([*map(str, words)], capture_output=True, text=True, check=True).stdout
 
 
-def go_on(job: str) -> None:
+def go_on(job: str):
     """Wait until the job is back in the queue; Slurm would hold it back for two minutes.
 
     In the second in which it ended, its nodes would refuse it: "Job credential revoked".

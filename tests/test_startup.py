@@ -179,8 +179,7 @@ def test_every_end_has_its_code_and_its_sentence(what, code, words, in_fresh_pro
 def test_one_process_says_why_it_cannot_start(fork_main):
     env = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "")
     done = fork_main("train_regression.py", "--bad", env=env)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: Unrecognized options: --bad")
+    assert done.error(2).startswith("error: Unrecognized options: --bad")
 
 
 @posix_only
@@ -204,7 +203,7 @@ def test_ctrl_c_during_the_imports_is_one_sentence(module):
 
 @linux_only
 def test_a_run_folder_that_is_not_one_for_all_processes_is_refused(tmp_path, fork_main):
-    (tmp_path / "share.py").write_text("""
+    script = """
 import os
 import train_regression
 from trainkit.launch import nodes
@@ -215,9 +214,9 @@ def main(argv):
         os.mkdir("b")
         os.chdir("b")
     train_regression.main(argv)
-""")
-    done = fork_main(str(tmp_path / "share.py"), "--run-dir", "runs/a", world=2, cwd=tmp_path)
-    assert done.codes == [2, 2] and "is not the same folder" in done.stderr, done.output
+"""
+    done = fork_main(script, "--run-dir", "runs/a", world=2, cwd=tmp_path)
+    assert "is not the same folder" in done.error(2)
     assert not [*tmp_path.rglob(".tmp-*")]
 
 

@@ -1,6 +1,7 @@
-"""examples/table_classes.py and the network it shares with train_regression.py."""
+"""examples/table_classes.py and the network it shares with train_regression.py.
 
-import shutil
+Its numbers in several processes and after a kill: tests/test_worlds.py.
+"""
 
 import numpy as np
 import pandas as pd
@@ -8,14 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import finish, rows, saved
-from faults import digests
-from test_checkpoint import reforge
+from conftest import refused, saved
 
 import predict
 from examples import table_classes
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.loaders import InMemory
 from trainkit.tables import network
 from trainkit.tools import page
@@ -80,9 +78,9 @@ def test_whole_numbers_and_booleans_are_classes_and_amounts_are_not(tmp_path):
     make_table(tmp_path / "t.csv", **grades)
     assert sets_of(tmp_path / "t.csv", "grade").metadata["classes"] == ["1", "2", "10"]
     assert sets_of(tmp_path / "t.csv", "paid").metadata["classes"] == ["False", "True"]
-    with pytest.raises(UsageError, match=r"not whole.*python train_regression.py --data .* y$"):
+    with refused(r"not whole.*python train_regression.py --data .* y$"):
         sets_of(tmp_path / "t.csv", "y")
-    with pytest.raises(UsageError, match="160 different values in 160 rows, which are not classes"):
+    with refused("160 different values in 160 rows, which are not classes"):
         sets_of(tmp_path / "t.csv", "a", "--categorical", "a")
     rare = [*["x", "y"] * 79, "once", "x"]
     make_table(tmp_path / "t.csv", kind=rare)
@@ -183,27 +181,3 @@ def test_no_row_reaches_the_members_and_the_linear_model_that_judge_it():
         other = targets + 100 * (torch.arange(40) == row)[:, None]
         changed = (judge(other) - judged).abs()
         assert changed[fold == own].max() == 0 and changed[fold != own].min() > 0
-
-
-@pytest.mark.numeric
-def test_the_network_has_the_same_numbers_in_any_world_and_after_a_resume(nursery, tmp_path):
-    make_table(tmp_path / "t.csv", 110)
-    flags = f"--data {tmp_path}/t.csv --features a,b,c --batch-size 12 --epochs 3"
-    flags = [*flags.split(), "--log-every", "1", "--save-every", "1", "--keep", "99"]
-    numbers = ("train_regression", "--target", "y", *flags, "--run-dir")
-    classes = ("examples/table_classes.py", "--target", "kind", *flags, "--run-dir")
-    for name, job in (("numbers", numbers), ("classes", classes)):
-        finish(nursery, *job, whole := tmp_path / name)
-        assert 0 < saved(whole)[0]["scale"] <= 1
-        for world, accumulate in ((2, 2), (3, 1)):
-            other = tmp_path / f"{name}{world}"
-            finish(nursery, *job, other, "--accumulate", accumulate, world=world)
-            for row, same in zip(rows(whole)[:20], rows(other), strict=False):
-                assert row == pytest.approx(same, rel=1e-5)
-    shutil.copytree(whole, copy := tmp_path / "copy")
-    path = copy / "checkpoints" / "step-0000000010"
-    reforge(path)
-    finish(nursery, *classes, copy, "--resume", path)
-    assert digests(copy) == digests(whole)
-    metrics = [rows(tmp_path / name)[-1] for name in ("numbers", "classes")]
-    assert metrics[0]["eval_r2"] > 0.5 and metrics[1]["eval_accuracy"] > 0.8

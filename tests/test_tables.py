@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow
 import pytest
 import torch
-from conftest import posix_only
+from conftest import posix_only, refused
 
 import predict
 import train_regression
@@ -31,9 +31,26 @@ def load(*args):
     return train, test, metadata
 
 
-def read(path, *flags):
-    """The same of the table in a file or folder, whose column y is the target."""
-    return load("--data", path, "--target", "y", *flags)
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Where the tables of a test lie."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(table, *flags):
+    """The same of a frame, of the bytes of a CSV file, or of a path; its column y is the target."""
+    if isinstance(table, pd.DataFrame):
+        table = table.to_csv(index=False).encode()
+    if isinstance(table, bytes):
+        Path("t.csv").write_bytes(table)
+        table = "t.csv"
+    return load("--data", table, "--target", "y", *flags)
+
+
+def planned(*table_and_flags):
+    """What its plan says."""
+    return read(*table_and_flags)[2]["plan"]
 
 
 def frame(size=30):
@@ -114,9 +131,9 @@ def predicted(model, path, **options) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("case", READ)
-def test_a_table_is_read_as_it_was_meant(case, tmp_path):
+def test_a_table_is_read_as_it_was_meant(case):
     name, content, flags, features = READ[case]
-    path = tmp_path / name
+    path = Path(name)
     path.write_bytes(content)
     train, test, metadata = read(path, *flags)
     assert metadata["features"] == features
@@ -124,14 +141,9 @@ def test_a_table_is_read_as_it_was_meant(case, tmp_path):
     # What a run is trained from, predict.py takes.
     written = predicted(model := untrained(metadata), path)
     assert len(written) == len(train) + len(test) >= 15
-    said = written[[f"predicted_{name}" for name in metadata["targets"]]].to_numpy()[
-        test.tensors[2]
-    ]
-    own = (
-        model.model(test.tensors[0]).double().numpy() * metadata["target_std"]
-        + metadata["target_mean"]
-    )
-    assert said == pytest.approx(own, rel=1e-5)
+    said = written[[f"predicted_{name}" for name in metadata["targets"]]].to_numpy()
+    own = model.model(test.tensors[0]).double().numpy() * metadata["target_std"]
+    np.testing.assert_allclose(said[test.tensors[2]], own + metadata["target_mean"], rtol=1e-5)
 
 
 FORMS = {
@@ -149,19 +161,19 @@ FORMS = {
 }  # fmt: skip
 
 
-def test_tables_of_all_kinds_hold_the_same_numbers(tmp_path):
+def test_tables_of_all_kinds_hold_the_same_numbers(here):
     table = frame(200)
     table.loc[3, "city"] = None
     for name, write in FORMS.items():
-        (tmp_path / name).mkdir()
-        write(table, tmp_path / name / name)
-    (tmp_path / "parts").mkdir()
-    FORMS["commas.csv"](table[:90], tmp_path / "parts" / "a.csv")
-    FORMS["commas.csv"](table[90:], tmp_path / "parts" / "b.CSV")
+        Path(name).mkdir()
+        write(table, f"{name}/{name}")
+    (here / "parts").mkdir()
+    FORMS["commas.csv"](table[:90], "parts/a.csv")
+    FORMS["commas.csv"](table[90:], "parts/b.CSV")
     flags = ["--missing", "drop", "--features", "area,city"]
-    first = read(tmp_path / "parts", *flags)
+    first = read("parts", *flags)
     for name in FORMS:
-        train, test, metadata = read(tmp_path / name, *flags)
+        train, test, metadata = read(name, *flags)
         assert len(train) + len(test) == 199 and 3 not in test.tensors[2]
         assert metadata["features"] == first[2]["features"]
         for ours, same in zip(train.tensors, first[0].tensors, strict=True):
@@ -207,54 +219,51 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_table_that_cannot_be_meant_is_one_sentence(case, tmp_path):
+def test_a_table_that_cannot_be_meant_is_one_sentence(case, here):
     name, content, flags, message = REFUSED[case]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=message) as raised:
-        read(tmp_path / name, *flags)
-    assert str(tmp_path / name) in str(raised.value)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+    (here / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message) as raised:  # some with a list below
+        read(here / name, *flags)
+    assert f"{here / name}" in str(raised.value)
+    assert [path.name for path in here.iterdir()] == [name]
 
 
-def test_a_folder_of_unlike_tables_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_bytes(text())
-    (tmp_path / "b.csv").write_bytes(frame().drop(columns="city").to_csv(index=False).encode())
-    with pytest.raises(UsageError, match=r"b\.csv has other columns than a\.csv"):
-        read(tmp_path)
-    (tmp_path / "b.csv").rename(tmp_path / "b.json")
-    with pytest.raises(UsageError, match="must be of one kind"):
-        read(tmp_path)
+def test_a_folder_of_unlike_tables_is_refused(here):
+    for name, table in (("a.csv", frame()), ("b.csv", frame().drop(columns="city"))):
+        FORMS["commas.csv"](table, name)
+    with refused(r"b\.csv has other columns than a\.csv"):
+        read(here)
+    (here / "b.csv").rename("b.json")
+    with refused("must be of one kind"):
+        read(here)
 
 
-def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(tmp_path, capsys):
+def test_a_folder_is_read_whole_but_for_copies_and_its_plan_counts(here, capsys):
     copies = [".ipynb_checkpoints/a.csv", "._a.csv", "_temporary/0/a.csv", "_delta_log/0.json"]
     for name in ("b.csv", "a.csv/part.csv", "_k=2/a.csv", *copies):
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_bytes(rows("k", ["1.180", 2, "NA"]))
-    train, test, metadata = read(tmp_path, "--missing", "drop")
+        (here / name).parent.mkdir(exist_ok=True, parents=True)
+        (here / name).write_bytes(rows("k", ["1.180", 2, "NA"]))
+    train, test, metadata = read(here, "--missing", "drop")
     assert len(train) + len(test) == 60
     plan, doubt = metadata["plan"], "whole or with three decimals: is . a thousands separator?"
     assert plan["data"].endswith(" (a.csv, part.csv, b.csv), 30 rows dropped: no value: 30 'NA'")
     assert plan["columns"] == f"k (number, {doubt})" and plan["targets"] == "y"
-    filled = read(tmp_path)[2]["plan"]["columns"]
-    assert filled == f"k (number, filled in where missing: 30 'NA', {doubt})"
+    assert planned(here)["columns"] == f"k (number, filled in where missing: 30 'NA', {doubt})"
     assert capsys.readouterr().err.count(": 4 hidden files not read, such as .") == 1
     for known in ("1.18", "1180", "0.125"):
-        (tmp_path / "t.csv").write_bytes(rows("n", [1, 2]).replace(b",0\n", f",{known}\n".encode()))
-        assert read(tmp_path / "t.csv")[2]["plan"]["columns"] == "numbers"
+        table = rows("n", [1, 2]).replace(b",0\n", f",{known}\n".encode())
+        assert planned(table)["columns"] == "numbers"
 
 
-def test_means_come_from_the_training_rows_alone(tmp_path):
+def test_means_come_from_the_training_rows_alone():
     table = frame(400).drop(columns="garden")
     table.loc[::7, "area"] = None
     table.loc[::11, "city"] = None
-    table.to_csv(tmp_path / "t.csv", index=False)
-    train, test, before = read(tmp_path / "t.csv")
+    train, test, before = read(table)
     index = test.tensors[2].numpy()
     table.loc[index, ["area", "y"]] += 12345
     table.loc[index, "city"] += " on Mars"
-    table.to_csv(tmp_path / "t.csv", index=False)
-    again, test_again, after = read(tmp_path / "t.csv")
+    again, test_again, after = read(table)
     features = train.tensors[0]
     assert before == after and torch.equal(features, again.tensors[0])
     area, city = before["columns"]
@@ -288,44 +297,42 @@ def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "lines.jsonl", "commas.csv"])
-def test_what_is_no_feature_comes_back_as_it_was_written(name, model, tmp_path):
+def test_what_is_no_feature_comes_back_as_it_was_written(name, model):
     ids = ["1152921504606846977", "", "3"]
     table = frame(3).assign(id=pd.array([2**60 + 1, None, 3], "Int64"), note=["NA", "null", "x"])
-    FORMS[name](table, tmp_path / name)
-    written = predicted(model, tmp_path / name, dtype=str, keep_default_na=False)
+    FORMS[name](table, name)
+    written = predicted(model, Path(name), dtype=str, keep_default_na=False)
     assert [*written.id] == ids and [*written.note] == ["NA", "null", "x"]
 
 
 @pytest.mark.parametrize(
-    ("name", "texts"),
-    [("commas.csv", ["TRUE", "FALSE", "unknown"]), ("lines.jsonl", [1.0, 2.0, 2.5])],
+    "name, texts", [("commas.csv", ["TRUE", "FALSE", "unknown"]), ("lines.jsonl", [1.0, 2.0, 2.5])]
 )
-def test_a_category_is_known_again_in_a_table_that_lacks_another(name, texts, tmp_path):
+def test_a_category_is_known_again_in_a_table_that_lacks_another(name, texts):
     table = pd.DataFrame({"k": texts * 8, "y": [1.0, 2, 3] * 8})
-    FORMS[name](table, tmp_path / name)
-    _, _, metadata = read(tmp_path / name, "--categorical", "k")
+    FORMS[name](table, name)
+    _, _, metadata = read(name, "--categorical", "k")
     assert metadata["features"][:2] in (["k=False", "k=True"], ["k=1", "k=2"])
-    FORMS[name](table[table.k != texts[2]], tmp_path / name)
-    assert "not in the training rows" not in untrained(metadata).predict_file(tmp_path / name)
+    FORMS[name](table[table.k != texts[2]], name)
+    assert "not in the training rows" not in untrained(metadata).predict_file(Path(name))
 
 
-def test_two_tables_with_one_answer_file_keep_the_first(model, tmp_path, monkeypatch):
-    for name, size in (("commas.csv", 5), ("t.parquet", 9)):
-        FORMS[name](frame(size), tmp_path / f"t{Path(name).suffix}")
-    assert len(predicted(model, tmp_path / "t.csv")) == 5
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="has just been written for another table"):
+def test_two_tables_with_one_answer_file_keep_the_first(model, here):
+    FORMS["commas.csv"](frame(5), here / "t.csv")
+    FORMS["t.parquet"](frame(9), "t.parquet")
+    assert len(predicted(model, here / "t.csv")) == 5
+    with refused("has just been written for another table"):
         model.predict_file(Path("t.parquet"))
-    assert len(predicted(model, tmp_path / "t.csv")) == 5  # once more is allowed
+    assert len(predicted(model, here / "t.csv")) == 5  # once more is allowed
 
 
-def test_what_a_prediction_cannot_know_is_said(model, tmp_path):
-    path = tmp_path / "t.csv"
+def test_what_a_prediction_cannot_know_is_said(model, here):
+    path = here / "t.csv"
     frame(5).assign(city=["Mars", "Venus"] * 2 + ["Mars"]).to_csv(path, index=False)
     said = "(column 'city': 'Mars', 'Venus' not in the training rows)"
-    assert model.predict_file(path).splitlines()[0] == f"{tmp_path / 't_predictions.csv'}  {said}"
+    assert model.predict_file(path).splitlines()[0] == f"{here / 't_predictions.csv'}  {said}"
     path.write_bytes(text(encoding="cp1252"))
-    with pytest.raises(UsageError, match="--encoding cp1252"):
+    with refused("--encoding cp1252"):
         model.predict_file(path)
     assert "not in the training rows" not in model.predict_file(path, encoding="cp1252")
     for change, sentence in (
@@ -333,12 +340,12 @@ def test_what_a_prediction_cannot_know_is_said(model, tmp_path):
         ({"area": "$1"}, r"no row can be predicted: row 1 \(column 'area': '\$1' is not"),
     ):
         frame(5).assign(**change).to_csv(path, index=False)
-        with pytest.raises(UsageError, match=sentence):
+        with refused(sentence):
             model.predict_file(path)
 
 
-def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(model, tmp_path):
-    path = tmp_path / "t.csv"
+def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(model):
+    path = Path("t.csv")
     frame(5).to_csv(path, index=False)
     whole = predicted(model, path).predicted_y
     table = frame(5).astype({"area": object})
@@ -352,12 +359,11 @@ def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(model, tmp_path)
     assert written[[1, 4]].tolist() == whole[[1, 4]].tolist()
 
 
-def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path):
+def test_dates_are_days_and_other_dates_are_refused_in_a_new_table():
     days = pd.date_range("2019-12-31", periods=30)
     for form in ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y-%m-%d"):
         table = pd.DataFrame({"day": days.strftime(form), "y": range(30)})
-        table.to_csv(tmp_path / "t.csv", index=False)
-        _, _, metadata = read(tmp_path / "t.csv", "--test-fraction", 0)
+        _, _, metadata = read(table, "--test-fraction", 0)
         assert metadata["feature_range"][0] == [18261, 18290]
     (column,) = [Column(**column) for column in metadata["columns"]]
     assert column.days and "days since 1970" in metadata["plan"]["columns"]
@@ -367,8 +373,8 @@ def test_dates_are_days_and_other_dates_are_refused_in_a_new_table(tmp_path):
     assert [row for row, *_ in problems] == [4]
 
 
-def test_all_columns_are_judged_at_once_and_the_command_below_works(tmp_path, monkeypatch):
-    path = tmp_path / "t.csv"
+def test_all_columns_are_judged_at_once_and_the_command_below_works(here, monkeypatch):
+    path = here / "t.csv"
     table = frame(60).assign(far=["12 km", "3 km"] * 30, note=[f"no {n}" for n in range(60)])
     table["year"] = [*range(56), *["?", "unknown"] * 2]
     table = table.astype({"area": object}).rename(columns={"city": "city, town"})
@@ -391,15 +397,15 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(tmp_path, mo
 
 
 def test_the_folder_at_hand_is_predicted_and_its_first_rows_shown_in_79_columns(
-    model, tmp_path, monkeypatch
+    model, here, monkeypatch
 ):
-    (tmp_path / "new").mkdir()
+    (here / "new").mkdir()
     table = frame(9).drop(columns="y").assign(note="said at length " * 9)
     table = table.assign(**{f"a long name of a column {i}": i / 7 for i in range(40)})
-    table.to_csv(tmp_path / "new" / "t.csv", index=False)
-    monkeypatch.chdir(tmp_path / "new")
+    table.to_csv("new/t.csv", index=False)
+    monkeypatch.chdir("new")
     _, *shown = model.predict_file(Path()).splitlines()
-    written = pd.read_csv(tmp_path / "new_predictions.csv").predicted_y
+    written = pd.read_csv("../new_predictions.csv").predicted_y
     for value in written[:5]:
         assert sum(line.rstrip(" \\").endswith(f" {value:.6g}") for line in shown) == 1
     assert f"{written[5]:.6g}" not in "".join(shown)
@@ -407,27 +413,27 @@ def test_the_folder_at_hand_is_predicted_and_its_first_rows_shown_in_79_columns(
 
 
 @posix_only  # links
-def test_predictions_are_safe_to_open_in_a_spreadsheet(model, tmp_path):
+def test_predictions_are_safe_to_open_in_a_spreadsheet(model):
     risky = ["=1+1", "\r=1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1", "\n=1"]
     plain = ["-5", "+4.5", "-1e3", "a=b", "", "1-2", "me@home", "two\nlines"]
     table = frame(len(risky) + len(plain)).drop(columns="y").assign(**{"=note": risky + plain})
-    table.to_json(tmp_path / "t.json")  # holds what no CSV file would
-    secret = tmp_path / "secret.txt"
+    table.to_json("t.json")  # holds what no CSV file would
+    secret = Path("secret.txt")
     secret.write_text("secret")
-    (tmp_path / "t_predictions.csv").symlink_to(secret)
-    written = predicted(model, tmp_path / "t.json", keep_default_na=False)
+    Path("t_predictions.csv").symlink_to(secret)
+    written = predicted(model, Path("t.json"), keep_default_na=False)
     assert secret.read_text() == "secret"  # a link is replaced, not written through
     assert [*written["'=note"]] == [f"'{value}".replace("\r", "\n") for value in risky] + plain
 
 
-def test_a_date_is_read_in_many_forms_and_has_the_phases_that_vary(tmp_path):
+def test_a_date_is_read_in_many_forms_and_has_the_phases_that_vary():
     days = pd.date_range("2019-12-30 06:00", periods=30, freq="27h")
     forms = ["%b %d %Y %H:%M", "%d %B %Y %H:%M", "%a, %d %b %Y %H:%M:%S +0000", "%d.%m.%Y %H:%M"]
     written = [days.strftime(form) for form in forms]
     written += [days.as_unit("s").astype(int), days.as_unit("ms").astype(int)]
     for texts in written:
-        pd.DataFrame({"when": texts, "y": range(30)}).to_csv(tmp_path / "t.csv", index=False)
-        train, _, metadata = read(tmp_path / "t.csv", "--test-fraction", 0)
+        table = pd.DataFrame({"when": texts, "y": range(30)})
+        train, _, metadata = read(table, "--test-fraction", 0)
         (column,) = metadata["columns"]
         assert column["cycles"] == ["hour", "weekday", "day of the year"]
         numbers = train.tensors[0].double() * torch.tensor(metadata["feature_std"])
@@ -435,69 +441,64 @@ def test_a_date_is_read_in_many_forms_and_has_the_phases_that_vary(tmp_path):
         phases = [1, 0, np.sin(np.pi / 14), np.cos(np.pi / 14)]
         assert numbers[0, :5].tolist() == pytest.approx([18260.25, *phases], abs=1e-3)
     monthly = pd.date_range("2000-01-03", periods=30, freq="28D").strftime("%b %d %Y")
-    pd.DataFrame({"when": monthly, "y": range(30)}).to_csv(tmp_path / "t.csv", index=False)
-    _, _, metadata = read(tmp_path / "t.csv")
+    _, _, metadata = read(pd.DataFrame({"when": monthly, "y": range(30)}))
     assert metadata["columns"][0]["cycles"] == ["day of the year"]  # all of them are Mondays
     quarters = [f"2020Q{n % 4 + 1}x{n}" for n in range(30)]
     weeks = [f"2020-W{n:02}" for n in range(30)]
     table = pd.DataFrame({"week": weeks, "quarter": quarters, "a": range(30), "y": range(30)})
-    table.to_csv(tmp_path / "t.csv", index=False)
-    plan = read(tmp_path / "t.csv")[2]["plan"]["columns"]
-    assert "week (left out: dates in a form that is not read, so write 2020-01-31)" in plan
+    said = "week (left out: dates in a form that is not read, so write 2020-01-31)"
+    assert said in planned(table)["columns"]
 
 
-def test_what_holds_mostly_texts_is_a_category_and_what_hardly_repeats_is_left_out(tmp_path):
+def test_what_holds_mostly_texts_is_a_category_and_what_hardly_repeats_is_left_out():
     titles = [*["film a", "film b", "film c", "300"] * 13, "12", "film a"]
     table = pd.DataFrame({"title": titles, "n": range(54), "y": range(54)})
     table["address"] = [f"{n} Main Street" for n in range(50)] + ["1 Main Street"] * 4
     table["answer"] = ["1. Yes", "2. No"] * 27  # the unit of no amount
     table["rownames"], table["index"] = range(7, 61), range(1, 55)
-    table.to_csv(tmp_path / "t.csv", index=False)
-    _, _, metadata = read(tmp_path / "t.csv")
+    _, _, metadata = read(table)
     assert metadata["left_out"] == ["address", "rownames", "index"]
     kinds = {column["name"]: column["categories"] for column in metadata["columns"]}
     assert kinds["title"][-3:] == ["film a", "film b", "film c"] and kinds["n"] is None
     assert kinds["answer"] == ["1. Yes", "2. No"]
     assert "with 14 cells that read as numbers" in metadata["plan"]["columns"]
     assert "rownames (left out: an index)" in metadata["plan"]["columns"]
-    _, _, metadata = read(tmp_path / "t.csv", "--features", "rownames,n")
+    _, _, metadata = read(table, "--features", "rownames,n")
     assert metadata["features"] == ["rownames", "n"]  # named, so wanted
     narrow = pd.DataFrame({f"x{n}": np.random.default_rng(n).normal(size=20) for n in range(30)})
-    narrow.assign(y=range(20)).to_csv(tmp_path / "t.csv", index=False)
-    assert "16 to train on for 30 features" in read(tmp_path / "t.csv")[2]["plan"]["few rows"]
+    assert "16 to train on for 30 features" in planned(narrow.assign(y=range(20)))["few rows"]
 
 
-def test_one_value_has_one_text_in_every_file_and_long_ids_stay_apart(tmp_path):
+def test_one_value_has_one_text_in_every_file_and_long_ids_stay_apart():
     table = pd.DataFrame({"code": [1.0, 2, 2.5] * 10, "city": ["Oslo", "Oslo ", "Bonn"] * 10})
     table["id"] = 1582218195625938945 + np.arange(30) % 3
     table["n"] = table["y"] = np.arange(30.0)
     known = []
     for name in ("commas.csv", "t.parquet"):
-        FORMS[name](table, tmp_path / name)
-        known.append(read(tmp_path / name, "--categorical", "code")[2]["features"])
+        FORMS[name](table, name)
+        known.append(read(name, "--categorical", "code")[2]["features"])
     assert known[0] == known[1]
     assert known[0][:5] == ["code=1", "code=2", "code=2.5", "city=Bonn", "city=Oslo"]
     assert known[0][5:8] == [f"id={number}" for number in sorted({*table.id})]
 
 
-def test_a_line_of_whole_numbers_above_a_table_is_asked_about(tmp_path):
-    (tmp_path / "t.csv").write_bytes(b"2019,2020\n" + b"1,2\n2,3\n4,5\n" * 9)
-    question = read(tmp_path / "t.csv", "--target", "2020")[2]["plan"]["names"]
-    assert question == "the first line is 2019, 2020: if it is data, add a line of names above"
+def test_a_line_of_whole_numbers_above_a_table_is_asked_about():
+    plan = planned(b"2019,2020\n" + b"1,2\n2,3\n4,5\n" * 9, "--target", "2020")
+    assert plan["names"] == "the first line is 2019, 2020: if it is data, add a line of names above"
 
 
-def test_a_sheet_of_excel_is_a_table(tmp_path):
+def test_a_sheet_of_excel_is_a_table():
     pytest.importorskip("openpyxl")
-    frame().to_excel(tmp_path / "t.xlsx", index=False)
-    assert read(tmp_path / "t.xlsx")[2]["features"] == ALL
+    frame().to_excel("t.xlsx", index=False)
+    assert read("t.xlsx")[2]["features"] == ALL
 
 
-def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted(tmp_path):
+def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted():
     random = np.random.default_rng(3)
     once = pd.DataFrame(random.normal(size=(40, 4))).add_prefix("x").assign(y=range(40))
-    pd.concat([once] * 4).to_csv(tmp_path / "t.csv", index=False)
-    flags = ["--data", tmp_path / "t.csv", "--target", "y", "--model", "tabm"]
-    made = train_regression.load_data(parse(train_regression.Config, [*map(str, flags)]))
+    pd.concat([once] * 4).to_csv("t.csv", index=False)
+    flags = "--data t.csv --target y --model tabm"
+    made = train_regression.load_data(parse(train_regression.Config, flags.split()))
     parts = [{*map(tuple, part.tensors[0].tolist())} for part in made[:2]]
     assert not parts[0] & parts[1]
     assert sum(map(len, parts)) == 40 and len(made.evaluated) in range(16, 60)
@@ -507,16 +508,14 @@ def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted(tmp_p
     assert made.metadata["plan"]["equal rows"].startswith("120 repeat another one")
     # A few kinds of rows, each of which occurs often: they are no copies.
     kinds = pd.DataFrame({"sex": ["f", "m"] * 40, "class": [1, 2, 3, 3] * 20, "y": [0, 1] * 40})
-    kinds.to_csv(tmp_path / "t.csv", index=False)
-    train, test, metadata = read(tmp_path / "t.csv")
+    train, test, metadata = read(kinds)
     assert (len(train), len(test)) == (64, 16)
     assert metadata["plan"]["equal rows"] == "16 of 16 to evaluate on are also trained on"
 
 
-def test_a_target_of_texts_is_answered_with_the_command_for_classes(tmp_path):
-    frame().to_csv(tmp_path / "t.csv", index=False)
+def test_a_target_of_texts_is_answered_with_the_command_for_classes():
     with pytest.raises(UsageError) as raised:
-        read(tmp_path / "t.csv", "--target", "city", "--features", "area")
+        read(frame(), "--target", "city", "--features", "area")
     command = str(raised.value).partition("For the class of a row: ")[2]
     config = parse(table_classes.Config, shlex.split(command)[2:])
     made = table_classes.load_data(config)

@@ -1,23 +1,22 @@
 """Texts of a table are classified: what is read, by which columns, by a bag or a given encoder.
 
-The runs have 105 texts to train on, so that of two processes one gets no text of the last batch.
+Their numbers in several processes and after a kill: tests/test_worlds.py.
 """
 
+import contextlib
+import io
 import json
 import math
 import shutil
-import signal
 
 import pandas as pd
 import pytest
 import torch
-from conftest import assert_same_bytes, finish, rows
-from double import SAME
+from conftest import refused, rows
 
 import predict
 from examples import text
 from trainkit.config import parse
-from trainkit.errors import UsageError
 from trainkit.texts import bags, encoders, texts
 from trainkit.tools.export import write_export
 
@@ -26,18 +25,18 @@ transformers = pytest.importorskip("transformers")
 WORDS = {"sport": "ball goal team", "food": "bread salt soup", "art": "paint song stage"}
 LINES = [
     (f"{' '.join([*words.split(), 'and'] * (1 + n % 4))} number {n}", label)
-    for n in range(44)
+    for n in range(46)
     for label, words in WORDS.items()
-][:131]
-FLAGS = "--batch-size 8 --eval-batch-size 27 --epochs 2 --stop-after-steps 20 --log-every 1"
-FLAGS += " --no-pictures"
+][:136]
+FLAGS = "--batch-size 8 --eval-batch-size 27 --epochs 2 --stop-after-steps 20 --no-pictures"
 GIVEN = "--learning-rate 1e-3 --max-tokens 12 --base"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """A BERT with one layer, random weights and dropout."""
+    """A BERT with one layer, random weights and dropout; below, in float64; and a table."""
     folder = tmp_path_factory.mktemp("base")
+    pd.DataFrame(LINES, columns=["said", "kind"]).to_csv(folder / "lines.csv", index=False)
     known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "and", *" ".join(WORDS.values()).split()]
     vocabulary = {word: n for n, word in enumerate(known)}
     tokenizer = transformers.BertTokenizer(vocab=vocabulary, model_max_length=40)
@@ -59,44 +58,23 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(nursery, base, tmp_path_factory):
-    data = tmp_path_factory.mktemp("data") / "lines.csv"
-    pd.DataFrame(LINES, columns=["said", "kind"]).to_csv(data, index=False)
-
-    def call(run_dir, world, *args, **more):
-        flags = [*FLAGS.split(), "--data", data, "--run-dir", run_dir, *args]
-        if more.pop("given", True):
-            flags += [*GIVEN.split(), base / "double" if more.get("double") else base]
-        more |= {"modules": ["transformers.models.bert.modeling_bert"], "world": world}
-        if "fault" in more:
-            return nursery.run("examples/text.py", *flags, **more)
-        return finish(nursery, "examples/text.py", *flags, **more)
+def start(run_main, base):
+    def call(run_dir, *args):
+        flags = [*FLAGS.split(), "--data", base / "lines.csv", "--run-dir", run_dir, *args]
+        return run_main("examples.text", *flags)
 
     return call
 
 
 @pytest.fixture(scope="module")
-def whole(start, tmp_path_factory):
+def whole(start, base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    output = start(run_dir, 1)
-    assert "text 'said', label 'kind'" in output and "largest class" in output
-    assert "\nrecognised: " in output
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        start(run_dir, *GIVEN.split(), base)
+    assert "text 'said', label 'kind'" in output.getvalue() and "largest class" in output.getvalue()
+    assert "\nrecognised: " in output.getvalue()
     return run_dir
-
-
-def test_losses_do_not_depend_on_processes_and_micro_batches(start, tmp_path):
-    start(tmp_path / "one", 1, double=True)
-    start(tmp_path / "two", 2, "--accumulate", 2, double=True)
-    for row, other in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
-        assert row == pytest.approx(other, rel=SAME, abs=SAME), row["step"]
-    assert rows(tmp_path / "one", "epochs")[-1]["eval_samples"] == 26
-
-
-def test_a_kill_changes_no_byte(start, whole, tmp_path):
-    start(tmp_path, 1, "--save-every", 5, fault={"signal": [14, signal.SIGKILL]})
-    again = start(tmp_path, 1, "--save-every", 5, "--resume", "auto")
-    assert "resuming from" in again, again
-    assert_same_bytes(tmp_path, whole, "predictions.safetensors")
 
 
 def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):
@@ -108,18 +86,20 @@ def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):
     assert "new.txt:1: " in first and none.endswith("new.txt:2: no text")
     assert "food " in first.partition("(")[0] and "sport " in second.partition("(")[0]
     assert "art " in predictor.predict_file(tmp_path / "new.jsonl").partition("(")[0]
-    assert predictor.calibration["temperature"] == 1  # all 26 were right: nothing to learn from
-    with pytest.raises(UsageError, match="--export cannot take a model whose input is a text"):
+    assert predictor.calibration["temperature"] == 1  # all 27 were right: nothing to learn from
+    with refused("--export cannot take a model whose input is a text"):
         write_export(predictor, folder)
 
 
 def test_a_bag_is_used_with_the_run_folder_alone_and_counts_rare_pieces(start, tmp_path):
-    start(tmp_path / "run", 1, "--epochs", 4, given=False)
+    start(tmp_path / "run", "--epochs", 4)
     predictor = predict.load_run(tmp_path / "run")
     assert rows(tmp_path / "run")[-1]["eval_accuracy"] > 0.95
     rarity = predictor.model.rarity
     (word,), (never,) = (bags.make_bags([x], predictor.metadata["num_bits"]) for x in ("and", "Q"))
-    assert rarity[word].max() == 1 and rarity[never].max() > 4  # in each text, in none
+    assert (
+        rarity[word].max() == pytest.approx(1) and rarity[never].max() > 4
+    )  # in each text, in none
     (tmp_path / "new.txt").write_text("and SOUP\n" + "\n" * 50 + "teamball\n")
     first, none, second = predictor.predict_file(tmp_path / "new.txt").splitlines()
     assert "food " in first.partition("(")[0] and none.endswith("new.txt:2: no text")
@@ -181,14 +161,14 @@ def test_nothing_that_a_configuration_names_is_fetched_or_run():
     }
 
 
-@pytest.mark.parametrize(("kind", "most"), [("roberta", 38), ("bert", 40)])
+@pytest.mark.parametrize("kind, most", [("roberta", 38), ("bert", 40)])
 def test_as_many_tokens_are_taken_as_the_encoder_has_positions_for(base, tmp_path, kind, most):
     folder = shutil.copytree(base, tmp_path / "base")
     transformers.CONFIG_MAPPING[kind](max_position_embeddings=40).save_pretrained(folder)
     config = parse(text.Config, ["--base", str(folder), "--max-tokens", "64"])
     tokenizer = folder / "tokenizer_config.json"
     tokenizer.write_text(tokenizer.read_text().replace("40", "64"))
-    with pytest.raises(UsageError, match=f"takes at most {most}"):
+    with refused(f"takes at most {most}"):
         encoders.read_encoder(config)
 
 
@@ -200,9 +180,7 @@ def test_a_token_without_a_row_in_the_embedding_is_named(base, tmp_path):
     ]
     path.write_text("\n".join(lines))
     config = parse(text.Config, ["--base", str(base), "--data", str(path)])
-    with pytest.raises(
-        UsageError, match=r"has \d+ tokens and its .* \[MASK\], is .*save the model"
-    ):
+    with refused(r"has \d+ tokens and its .* \[MASK\], is .*save the model"):
         text.load_data(config)
 
 
@@ -211,7 +189,7 @@ def test_weights_that_are_missing_are_named(base, tmp_path):
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
     encoder, _ = encoders.read_encoder(parse(text.Config, ["--base", str(folder)]))
-    with pytest.raises(UsageError, match=r"has no weights for 16 parts: encoder\.layer\.1"):
+    with refused(r"has no weights for 16 parts: encoder\.layer\.1"):
         encoders.make_encoder(encoder, str(folder))
 
 
@@ -249,7 +227,7 @@ def read(flags) -> texts.TextSets:
     return texts.read_sets(parse(text.Config, flags.split()))
 
 
-@pytest.mark.parametrize(("columns", "flags", "said"), CASES)
+@pytest.mark.parametrize("columns, flags, said", CASES)
 def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
     path = tmp_path / "lines.jsonl"
     path.write_text(
@@ -257,7 +235,7 @@ def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
     )
     flags = f"--data {path} {flags.format(path=path)}"
     if not said[0].isdigit():
-        with pytest.raises(UsageError, match=said):
+        with refused(said):
             read(flags)
         return
     sets = read(flags)
@@ -274,14 +252,14 @@ def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_
         given.to_parquet(f"{name}.parquet")
     sets = read("--data a.parquet --eval-data b.parquet")
     assert len(sets.train) == 20 and len(sets.held_out) == 16
-    with pytest.raises(UsageError, match=r"--eval-data .*c.parquet: --data has no class 'z'"):
+    with refused(r"--eval-data .*c.parquet: --data has no class 'z'"):
         read("--data a.parquet --eval-data c.parquet")
     path = tmp_path / "d.txt"
     path.write_bytes("na\u00efve".encode("cp1252"))
-    with pytest.raises(UsageError, match=r"not in UTF-8, .* --encoding cp1252"):
+    with refused(r"not in UTF-8, .* --encoding cp1252"):
         texts.read_texts(path, None, None)
     assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
-    with pytest.raises(UsageError, match="--text and --label: name the file"):
+    with refused("--text and --label: name the file"):
         parse(text.Config, ["--text", "a", "--label", "b"]).validate(1)
 
 

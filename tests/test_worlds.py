@@ -7,6 +7,7 @@ so of three processes one or two have none. any_batch.py has in its batches what
 import functools
 import re
 import signal
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,15 @@ from double import SAME
 from faults import Outcome
 from plain import plain_losses, quick
 from test_colour import fill
+from test_table_classes import make_table
+from test_texts import GIVEN
+from test_texts import base as base
 
 from trainkit.loaders import EpochBatches
+from trainkit.orders import weighted
 
 SMALL = "--batch-size 18 --eval-batch-size 27"  # of 109 samples: 7 steps
+TABLE = f"--data {{table}}/t.csv {SMALL} --features a,b,c --target"
 PHOTOS = f"--dataset {{photos}}/data {SMALL} --size 32 --resize 36 --base {{photos}}/base"
 # Of each run: its script, its flags, and how many samples it evaluates. Deep has dropout.
 RUNS = {
@@ -36,14 +42,20 @@ RUNS = {
         "--num-samples 234 --num-targets 2 --batch-size 36 --eval-batch-size 30",
         47,
     ),
-    "any_batch": ("any_batch", "--batch-size 18", any_batch.NUM_EVAL),
+    # It stops by itself.
+    "any_batch": ("any_batch", "--batch-size 18 --stop-after-steps 99", any_batch.NUM_EVAL),
     "text": ("examples.text", f"{SMALL} --num-lines 109", 109),
     "gan": ("examples.gan", f"{SMALL} --dataset {{digits}}", 55),
     "two_towers": ("examples.two_towers", f"{SMALL} --dataset {{digits}}", 55),
     "pictures": ("examples.pictures", f"{PHOTOS} --mix cutmix --balance", 27),
     "frozen": ("examples.pictures", f"{PHOTOS} --freeze", 27),
+    "encoder": ("examples.text", f"{SMALL} --data {{base}}/lines.csv {GIVEN} {{base}}/double", 27),
+    "tabm": ("train_regression", f"{TABLE} y", 27),
+    "classes": ("examples.table_classes", f"{TABLE} kind", 27),
 }
-NUM_STEPS, KILLED_AT, SAVE_EVERY = 20, 17, 5
+NUM_STEPS, KILLED_AT, SAVE_EVERY = 12, 11, 5
+BERT = "transformers.models.bert.modeling_bert"
+MODULES = [BERT, "transformers.tokenization_utils_base", *["timm"] * bool(find_spec("timm"))]
 
 
 @pytest.fixture(scope="session")
@@ -59,17 +71,26 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def table(tmp_path_factory):
+    """137 rows, in a file t.csv."""
+    folder = tmp_path_factory.mktemp("table")
+    make_table(folder / "t.csv", 137)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def start(nursery, tiny_mnist, request, tmp_path_factory):
     """Start one of RUNS, in float64."""
-    digits = first_pictures(tmp_path_factory.mktemp("digits"), 109, 55)
+    data = {"tiny": tiny_mnist, "digits": tmp_path_factory.mktemp("digits")}
+    first_pictures(data["digits"], 109, 55)
 
     def call(name: str, run_dir: Path, world: int, *args: object, **plan: Any) -> Outcome:
         script, flags, _ = RUNS[name]
-        photos = "{photos}" in flags and request.getfixturevalue("photos")
-        flags = flags.format(tiny=tiny_mnist, digits=digits, photos=photos).split()
-        flags += f"--log-every 1 --stop-after-steps {NUM_STEPS} --no-pictures".split()
-        flags += ["--timeout", 60, "--run-dir", run_dir, *args]
-        plan = {"world": world, "timeout": 200, "double": True, **plan}
+        for fixture in {*re.findall(r"{(\w+)}", flags)} - data.keys():
+            data[fixture] = request.getfixturevalue(fixture)
+        shared = f"--log-every 1 --stop-after-steps {NUM_STEPS} --no-pictures --timeout 60"
+        flags = [*f"{shared} {flags}".format(**data).split(), "--run-dir", run_dir, *args]
+        plan = {"world": world, "timeout": 200, "double": True, "modules": MODULES, **plan}
         return nursery.run(script, *flags, **plan)
 
     return call
@@ -94,8 +115,9 @@ def whole(start, tmp_path_factory):
 WORLDS = [*product(RUNS, (1, 2, 3), (1, 3))]
 QUICK = [("train_mnist", 2, 1), ("train_mnist", 3, 3), ("train_regression", 2, 3), ("text", 3, 3)]
 QUICK += [("any_batch", 2, 1), ("any_batch", 3, 1), ("any_batch", 2, 3), ("any_batch", 3, 3)]
-QUICK += [("train_regression", 3, 1), ("gan", 2, 3), ("pictures", 3, 3)]
+QUICK += [("gan", 2, 3), ("pictures", 3, 3), ("encoder", 2, 3), ("tabm", 3, 1), ("classes", 2, 3)]
 KILLED = [("gan", 2, 3), ("pictures", 2, 1), ("frozen", 1, 1), ("any_batch", 2, 3)]
+KILLED += [("encoder", 1, 1), ("classes", 1, 1)]
 
 
 @pytest.mark.numeric
@@ -107,6 +129,7 @@ def test_numbers_do_not_depend_on_processes_and_micro_batches(whole, name, world
     assert {row["eval_samples"] for row in rows(run_dir, "epochs")} == {RUNS[name][2]}
     for file in alone.glob("model*.safetensors"):
         here, there = (saved(folder, file.stem)[0] for folder in (run_dir, alone))
+        assert here.get("scale", 1) > 0  # as far as the network of a table is trusted
         torch.testing.assert_close(here, there, atol=SAME, rtol=0)
 
 
@@ -120,8 +143,8 @@ def test_a_kill_in_the_middle_of_an_epoch_changes_no_byte(
     assert killed.codes[0] == -signal.SIGKILL and 0 not in killed.codes, killed.output
     again = start(name, tmp_path / "run", world, *save, "--resume", "auto")
     assert again.codes == [0] * world, again.output
-    # The thread of the save at step 15 may have been killed with the process.
-    assert re.search("resuming from .*step-00000000(10|15)", again.output), again.output
+    # The thread of the save at step 10 may have been killed with the process.
+    assert re.search("resuming from .*step-00000000(05|10)", again.output), again.output
     undisturbed = whole(name, world, accumulate)
     names = [path.name for path in undisturbed.glob("*.safetensors")]
     assert "model.safetensors" in names
@@ -132,6 +155,11 @@ def test_a_sharded_run_of_any_batch_gives_the_same_numbers(start, whole, tmp_pat
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     assert start("any_batch", tmp_path, 2, env=env).codes == [0, 0]
     assert_same_numbers(tmp_path, whole("any_batch"))
+
+
+def test_a_run_with_other_weights_of_samples_is_another_one(start, whole):
+    other = start("any_batch", whole("any_batch"), 1, "--power", 2, "--resume", "auto")
+    assert "weights= or order=" in other.error(2)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +192,9 @@ def test_several_means_are_each_divided_by_what_its_own_mask_or_weights_select(w
         means.append([mean.item() for mean in of_step])
         return sum(of_step)
 
-    plain_losses(EpochBatches(any_batch.NUM_TRAIN, 18, seed=0), optimizer, range(5), loss_of)
+    order = weighted(any_batch.WEIGHTS, any_batch.NUM_TRAIN, 0)
+    batches = EpochBatches(any_batch.NUM_TRAIN, 18, seed=0, order=order)
+    plain_losses(batches, optimizer, range(3), loss_of)
     names = "train_loss", "train_loss_size", "train_loss_plain"
     for row, step in zip(rows(whole("any_batch"), "steps"), means, strict=True):
         assert [row[name] for name in names] == pytest.approx(step, rel=SAME)

@@ -55,11 +55,11 @@ class Ledger:
         self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
 
-    def wait(self, what: str) -> None:
+    def wait(self, what: str):
         """The host waits until the device has done all its work so far."""
         self.waits[f"{where()} [{what}]"] += 1
 
-    def copy_to_card(self, source: torch.Tensor, non_blocking: bool) -> None:
+    def copy_to_card(self, source: torch.Tensor, non_blocking: bool):
         """Count a copy, which is waited for unless it is non_blocking and from pinned memory."""
         self.copies[where()] += 1
         if not (non_blocking and is_pinned(source)):
@@ -69,7 +69,7 @@ class Ledger:
         self.steps.append({"waits": self.waits, "copies": self.copies})
         self.waits, self.copies = Counter(), Counter()
 
-    def write(self, path: str) -> None:
+    def write(self, path: str):
         card = None if cards.home is None else f"cuda:{cards.home}"
         report = json.dumps({"card": card, "steps": self.steps}, indent=1)
         Path(f"{path}.{os.environ.get('RANK', '0')}.json").write_text(report)
@@ -263,7 +263,7 @@ class Emulation(TorchDispatchMode):
         return execute(func, args, kwargs or {})
 
 
-def main(arguments: list[str], install: Callable[[], None]) -> None:
+def main(arguments: list[str], install: Callable[[], None]):
     """Run arguments[0] as __main__, with the others as its arguments."""
     install()
     os.register_at_fork(after_in_child=lambda: setattr(cards, "forked", True))

@@ -19,7 +19,7 @@ REAL = nn.parallel.DistributedDataParallel
 OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list")
 
 
-def install() -> None:
+def install():
     """Put every stand-in in its place. Call before the script imports anything."""
     without_a_driver()
     install_cuda()
@@ -28,7 +28,7 @@ def install() -> None:
     install_files()
 
 
-def without_a_driver() -> None:
+def without_a_driver():
     """Make torch's own C++ (autograd, pinned memory) leave the driver alone."""
     number = torch._C._cuda_getDeviceCount()
     os.environ["EMULATED_CARDS_INSIDE"] = "0"
@@ -53,7 +53,7 @@ class Event:
         ledger.wait("event")
 
 
-def install_cuda() -> None:
+def install_cuda():
     """torch.cuda and torch.accelerator, as far as they would ask the driver."""
 
     # A function of its own for each name: torch's compiler keeps a table of them.
@@ -77,7 +77,7 @@ def install_cuda() -> None:
     torch.compile = lambda model=None, **_: (lambda f: f) if model is None else model
 
 
-def install_tensors() -> None:
+def install_tensors():
     """What reaches the device, or pinned memory, without an operator that could be seen."""
 
     def through_the_host(make):
@@ -124,7 +124,7 @@ def install_tensors() -> None:
     nn.Module._apply = keeping_parameters
 
 
-def install_nccl() -> None:
+def install_nccl():
     """gloo in NCCL's place: it takes what NCCL takes, and computes on the CPU."""
     others: set[Any] = set()  # process groups that NCCL does not serve
     init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
@@ -203,7 +203,7 @@ def average(parameter):
     dist.all_reduce(parameter.grad)
 
 
-def install_files() -> None:
+def install_files():
     """safetensors and torch.save/load: the bytes, location tags included, that cards would give."""
     load_file, save, load = safetensors.torch.load_file, torch.save, torch.load
     locations: dict[int, str] = {}  # of the storages of one save or load
