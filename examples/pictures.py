@@ -20,7 +20,6 @@ from torch import nn
 from trainkit.config import Schedule, Share, parse
 from trainkit.pictures import backbones, photos
 from trainkit.pictures.files import standardise
-from trainkit.pictures.photos import Batch, Photos
 
 make_model = backbones.make_network  # for predict.py, which loads the weights into it
 NUM_SEEN = 12_000  # by default at least so many are trained on, unless 20 epochs have fewer
@@ -60,7 +59,7 @@ def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config
     return photos.recolour(images, 1 + config.colour * (2 * numbers[:, 5:] - 1))
 
 
-def make_input(batch: Batch, epoch: int, config: Config, train: Photos) -> tuple:
+def make_input(batch: photos.Batch, epoch: int, config: Config, train: photos.Photos) -> tuple:
     """Return what the network gets, and the share of each class in each sample."""
     images, targets = batch.images, F.one_hot(batch.labels, len(train.classes)).float()
     if config.freeze:  # the images are features, which cannot be augmented

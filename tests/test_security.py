@@ -112,6 +112,7 @@ def run_dir(tmp_path):
     """A run folder whose classes are named by somebody who means harm."""
     metadata = {
         "script": "train_mnist",
+        "input": "picture",
         "model": "lenet",
         "size": 28,
         "mean": 0.1,

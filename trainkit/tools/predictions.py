@@ -36,7 +36,7 @@ def add_predictions(
     training table.
     """
     where = str(path)
-    path = path.absolute()  # . has no name of its own
+    path = path if path.stem.strip(".") else path.resolve()  # . has no name of its own
     if not path.exists():
         raise UsageError(f"{where} cannot be read: there is no such file")
     options = metadata.get("read_options", {}) | ({"encoding": encoding} if encoding else {})
@@ -64,7 +64,7 @@ def add_predictions(
     kinds, packed = ("|".join(map(re.escape, x)) for x in (frames.KINDS, frames.COMPRESSED))
     stem = re.sub(rf"({kinds})({packed})?$", "", path.name, flags=re.IGNORECASE)
     output = path.with_name(f"{stem}_predictions.csv")
-    if WRITTEN.setdefault(output, path) != path:
+    if WRITTEN.setdefault(output.resolve(), path.resolve()) != path.resolve():
         raise UsageError(f"{where}: {output} has just been written for another table: rename one")
     rows = written.join(predictions)
     shown = rows.head().to_string(
