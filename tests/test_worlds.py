@@ -176,6 +176,11 @@ def test_what_one_process_gives_otherwise_ends_all(start, tmp_path, wrong, sente
     assert "lost contact" not in outcome.output  # each process knows it by itself
 
 
+def test_a_process_may_add_values_that_another_one_does_not_have_in_this_step(start, tmp_path):
+    outcome = start("any_batch", tmp_path, 2, "--log-every", 99, env={"WRONG": "NONE"})
+    assert outcome.codes == [0, 0], outcome.output
+
+
 @pytest.mark.usefixtures("float64_default")
 def test_several_means_are_each_divided_by_what_its_own_mask_or_weights_select(whole):
     torch.manual_seed(0)

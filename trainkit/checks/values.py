@@ -27,11 +27,14 @@ class EqualSizes:
 
     def __init__(self):
         self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
-        self.history = 0  # a hash of those of earlier steps
+        self.hashes: dict[int, int] = {}  # of those of earlier steps, by step, where there are any
+        self.num_steps = 0
 
     def start_step(self) -> None:
         """Let the sizes be others from here on: each step has means of its own."""
-        self.history = zlib.crc32(repr(self.sizes).encode(), self.history)
+        if self.sizes:
+            self.hashes[self.num_steps] = zlib.crc32(repr(self.sizes).encode())
+        self.num_steps += 1
         self.sizes.clear()
 
     def check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
@@ -41,16 +44,19 @@ class EqualSizes:
             raise different_sizes(call)
 
     def check_processes(self, accelerator: Accelerator) -> None:
-        """Raise RuntimeError if other processes had other sizes. Every process must call this."""
+        """Raise RuntimeError if other processes had other sizes. Every process must call this.
+
+        A process may have none in a step, for example because it had a stand-in.
+        """
         if accelerator.num_processes > 1:
-            for history, sizes in gather_object([(self.history, self.sizes)]):
+            for hashes, sizes in gather_object([(self.hashes, self.sizes)]):
                 for (call, number), other in sizes.items():
                     if self.sizes.get((call, number), other) != other:
                         raise different_sizes(call)
-                if history != self.history:
+                if any(self.hashes.get(step, other) != other for step, other in hashes.items()):
                     raise different_sizes("run.step_mean(...) or run.add(...)")
-        self.history = 0
-        self.sizes.clear()  # a process that has a stand-in in this step has none
+        self.hashes.clear()
+        self.sizes.clear()
 
 
 def different_sizes(call: str) -> RuntimeError:

@@ -141,7 +141,9 @@ def decode(blocks: Blocks, path: Path | str) -> dict[str, Any]:
                 forms += report[1]
                 hashes += report[2]
                 bar.update(blocks.size)
-        except RuntimeError:  # of torch, which says no more
+        except RuntimeError as problem:
+            if "DataLoader worker" not in str(problem):
+                raise
             raise MemoryError("a worker was killed: is memory full?") from None
     return {"problems": problems, "forms": dict(forms.most_common()), "hashes": hashes}
 
