@@ -100,6 +100,14 @@ def reforge(path: Path):
     write_manifest(path, list_files(path))
 
 
+class Growing(torch.optim.lr_scheduler.ExponentialLR):
+    """A schedule of somebody, whose state has one more number after each step."""
+
+    def step(self):
+        super().step()
+        self.seen = [*getattr(self, "seen", ()), self.last_epoch]
+
+
 def schedules(optimizers: list[torch.optim.Optimizer]) -> list:
     """A schedule of a kind for each, some with a state that JSON does not keep as it is."""
     of = torch.optim.lr_scheduler
@@ -108,6 +116,7 @@ def schedules(optimizers: list[torch.optim.Optimizer]) -> list:
         lambda x: of.MultiStepLR(x, [2, 3, 3]),
         lambda x: of.SequentialLR(x, [of.LinearLR(x), of.MultiStepLR(x, [1, 2])], [1]),
         lambda x: of.OneCycleLR(x, 0.1, total_steps=9),
+        lambda x: Growing(x, 0.5),
     )
     return [kinds[n % len(kinds)](optimizer) for n, optimizer in enumerate(optimizers)]
 
@@ -184,6 +193,13 @@ def test_a_checkpoint_in_another_format_is_refused_in_one_sentence(saved):
     manifest = step(saved, 3) / "MANIFEST.json"
     manifest.write_text(manifest.read_text().replace('"format": 6', '"format": 5'))
     assert "another version saved it, in format 5, not 6" in Run(saved).refuses(step(saved, 3))
+
+
+def test_a_state_that_json_cannot_hold_is_refused_when_a_sharded_run_saves_it(saved):
+    run = Run(saved)
+    run.optimizer.param_groups[0]["names"] = {"a set"}
+    with pytest.raises(RuntimeError, match="has a state that JSON cannot hold"):
+        shards.writer(run.accelerator, [])
 
 
 def test_a_checkpoint_of_other_optimizers_and_a_shortened_log_are_refused(saved):

@@ -28,20 +28,10 @@ from accelerate.utils import (
     convert_outputs_to_fp32,
 )
 from torch import nn
-from torch.utils._pytree import (
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map_only,
-    tree_map_with_path,
-)
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-__all__ = [
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_map_with_path",
-]
+__all__ = ["tree_leaves", "tree_map_only"]
 
 
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:

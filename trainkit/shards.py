@@ -12,10 +12,10 @@ A sharded run and one that is not sharded can each continue from either kind of 
 parameters (requires_grad=False) are not in checkpoints; a resume compares their fingerprint.
 """
 
+import json
 import math
-import re
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -46,10 +46,8 @@ from trainkit.private import (
     prepared_schedulers,
     recompute_layers,
     shard_models,
-    tree_flatten_with_path,
     tree_leaves,
     tree_map_only,
-    tree_map_with_path,
     wrap_prepare,
 )
 from trainkit.rng import Dropout
@@ -356,37 +354,30 @@ def before_load(
                 _check_shape(key, part, saved.get(key))
 
 
-def states_of(parts: dict[str, Any]) -> dict[str, Any]:
-    """The state of each of parts_of(...), by file name."""
-    return {n: part if isinstance(part, dict) else part.state_dict() for n, part in parts.items()}
-
-
-def leaves_of(states: dict[str, Any]) -> dict[str, Any]:
-    """All tensors and numbers of states_of(...), by name, such as "optimizer.state.0.exp_avg".
-
-    Without the Counter that MultiStepLR has of its milestones, which do not change.
-    """
-    leaves, _ = tree_flatten_with_path(states)
-    return {_name_of(path): leaf for path, leaf in leaves if not isinstance(leaf, Counter)}
-
-
-def _name_of(path: Sequence[Any]) -> str:
-    filename, *keys = (str(getattr(key, "key", getattr(key, "idx", ""))) for key in path)
-    return ".".join((filename.partition(".")[0], *keys))
-
-
 def writer(
     accelerator: Accelerator, averages: Sequence[Tensors]
 ) -> tuple[dict[str, Any], Callable[[Path], None]]:
-    """Return the state with None for each tensor, and a function that writes these into a folder.
+    """Return what of the state is no tensor, and a function that writes the rest into a folder.
 
     That function does not communicate, so it may fail on one process alone: FULL_STATE_DICT is
-    gathered here. Every process must call this.
+    gathered here. Every process must call this. Raises RuntimeError if JSON cannot hold the state.
     """
     rank = accelerator.process_index
-    leaves = leaves_of(states_of(parts_of(accelerator, averages)))
-    tensors = {name: x.detach() for name, x in leaves.items() if isinstance(x, torch.Tensor)}
-    state = {name: None if name in tensors else leaf for name, leaf in leaves.items()}
+    state = {}
+    tensors: Tensors = {}
+    for filename, part in parts_of(accelerator, averages).items():
+        name = filename.partition(".")[0]
+        if isinstance(part, dict):
+            tensors |= {f"{name}.{key}": value for key, value in part.items()}
+        else:
+            state[name] = _take_tensors(part.state_dict(), name, tensors)
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as problem:
+        raise RuntimeError(
+            f"an optimizer or a schedule has a state that JSON cannot hold ({problem}), so a "
+            "sharded run cannot save it: keep numbers, strings and lists of them there"
+        ) from problem
     if accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT":
         tensors = gathered(tensors, keep=rank == 0)
     of_copies = [0] * num_copies(accelerator.num_processes)  # numbers that each copy saves
@@ -423,6 +414,37 @@ def own_piece(value: torch.Tensor, rank: int, copy: int) -> tuple[torch.Tensor, 
     return rows, [*value.__create_chunk_list__()[0].offsets]
 
 
+def _take_tensors(tree: Any, name: str, tensors: Tensors) -> Any:
+    """Return the tree with None in place of each tensor, which `tensors` gets under its path."""
+    if isinstance(tree, torch.Tensor):
+        tensors[name] = tree.detach()
+        return None
+    if isinstance(tree, dict):
+        return {key: _take_tensors(value, f"{name}.{key}", tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_take_tensors(value, f"{name}.{n}", tensors) for n, value in enumerate(tree)]
+    return tree
+
+
+def _put_tensors(tree: Any, like: Any, name: str, tensors: Tensors) -> Any:
+    """Undo _take_tensors after a way through JSON, which turns keys into strings.
+
+    What is a tuple or a Counter in `like` becomes one: MultiStepLR counts with it.
+    """
+    if name in tensors:
+        return tensors[name]
+    if not isinstance(tree, dict | list):
+        return tree
+    is_list = isinstance(tree, list)
+    items = enumerate(tree) if is_list else ((int(k) if k.isdigit() else k, tree[k]) for k in tree)
+    likes = dict(enumerate(like)) if isinstance(like, list | tuple) else like
+    likes = likes if isinstance(likes, dict) else {}
+    values = {k: _put_tensors(x, likes.get(k), f"{name}.{k}", tensors) for k, x in items}
+    if is_list:
+        return (tuple if isinstance(like, tuple) else list)(values.values())
+    return Counter(values) if isinstance(like, Counter) else values
+
+
 def read(
     accelerator: Accelerator, averages: Sequence[Tensors], folder: Path, state: dict[str, Any]
 ) -> None:
@@ -434,49 +456,36 @@ def read(
 
     reader = HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
-    parts = parts_of(accelerator, averages)
-    states = states_of(parts)
-    for name, part in parts.items():
+    others = {}
+    tensors: Tensors = {}
+    weights: Tensors = {}
+    for filename, part in parts_of(accelerator, averages).items():
+        name = filename.partition(".")[0]
+        if isinstance(part, dict):
+            tensors |= {f"{name}.{key}": value for key, value in part.items()}
+        else:
+            others[name] = part
         if isinstance(part, torch.optim.Optimizer):
-            states[name]["state"] = _moments(name.partition(".")[0], weights_of(part), state, saved)
-    leaves = leaves_of(states)
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+            weights |= {f"{name}.state.{n}": weight for n, weight in enumerate(weights_of(part))}
     for name, value in saved.items():
         if sum(math.prod(chunk.sizes) for chunk in value.chunks) != math.prod(value.size):
             raise UsageError(f"{folder}: rows of {name} are missing")
+        if name.partition(".")[0] in others:
+            like = weights.get(name.rpartition(".")[0])
+            if like is None or like.shape != value.size:  # a count of steps
+                like = torch.empty(value.size)
+            tensors[name] = torch.empty_like(like, dtype=value.properties.dtype)
     for name in tensors.keys() | saved.keys():
         _check_shape(name, tensors, saved[name].size if name in saved else None)
-    if wrong := state.keys() ^ leaves.keys():
+    if state.keys() != others.keys():
         raise UsageError(
-            f"{folder}: {min(wrong)} is in the checkpoint or in this run, not in both: the script "
+            f"{folder} is of {', '.join(state)} and this run has {', '.join(others)}: the script "
             "has prepared other optimizers or schedules"
         )
     with warnings.catch_warnings(action="ignore"):  # that each process reads by itself
         load(tensors, storage_reader=reader, no_dist=True)
-    others = {name: value for name, value in state.items() if name not in tensors}
-    states = tree_map_with_path(lambda path, leaf: others.get(_name_of(path), leaf), states)
-    for name, part in parts.items():
-        if not isinstance(part, dict):
-            part.load_state_dict(states[name])
-
-
-def _moments(
-    name: str, weights: Sequence[torch.Tensor], state: dict[str, Any], saved: dict[str, Any]
-) -> dict[int, dict[str, Any]]:
-    """What a checkpoint holds of each weight of an optimizer: tensors that are not filled yet.
-
-    A new optimizer has none, because it makes them in its first step.
-    """
-    moments = defaultdict[int, dict[str, Any]](dict)
-    for path, value in state.items():
-        if match := re.fullmatch(rf"{name}\.state\.(\d+)\.(.+)", path):
-            like = weights[int(match[1])]
-            if tensor := saved.get(path):
-                if like.shape != tensor.size:  # a count of steps
-                    like = torch.empty(tensor.size)
-                value = torch.empty_like(like, dtype=tensor.properties.dtype)
-            moments[int(match[1])][match[2]] = value
-    return dict(moments)
+    for name, part in others.items():
+        part.load_state_dict(_put_tensors(state[name], part.state_dict(), name, tensors))
 
 
 def read_whole(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) -> None:
@@ -487,12 +496,10 @@ def read_whole(accelerator: Accelerator, averages: Sequence[Tensors], folder: Pa
     for name, part in parts.items():
         if isinstance(part, dict):
             _load_tensors(part, files[name])
-            continue
-        if isinstance(part, torch.optim.Optimizer):
-            weights = weights_of(part)
-            for n, values in files[name]["state"].items():
-                values.update({kind: rows_of(weights[n], x) for kind, x in values.items()})
-        part.load_state_dict(files[name])
+        elif isinstance(part, torch.optim.Optimizer):
+            _load_optimizer(part, files[name])
+        else:
+            part.load_state_dict(files[name])
 
 
 def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
@@ -500,6 +507,13 @@ def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
     for name in tensors | saved:
         _check_shape(name, tensors, saved[name].shape)  # copy_ would broadcast a smaller tensor
         tensors[name].copy_(rows_of(tensors[name], saved[name]))
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    state = saved["state"].items()
+    weights = weights_of(optimizer)
+    rows = {i: {name: rows_of(weights[i], x) for name, x in of.items()} for i, of in state}
+    optimizer.load_state_dict(saved | {"state": rows})
 
 
 def _check_shape(name: str, tensors: Tensors, shape: Sequence[int] | None) -> None:
