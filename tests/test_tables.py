@@ -99,8 +99,8 @@ READ = {
                                   ALL),
     "parquet with a named index": ("t.parquet", parquet(frame().set_index("area")), [],
                                    [*CITIES, "garden", "area"]),
-    "spaces round names": ("t.csv", b" a , b , y \n" + b"1e-3,2,+3\n-.5,5,4\n4.,5,7\n" * 5, [],
-                           ["a", "b"]),
+    "spaces round names, of which one is self": (
+        "t.csv", b" a , self , y \n" + b"1e-3,2,+3\n-.5,5,4\n4.,5,7\n" * 5, [], ["a", "self"]),
     "two targets, one true or false": ("t.csv", text(), ["--target", "garden,y"],
                                        ["area", *CITIES]),
     "words with digits": ("t.csv", rows("k", ["1Story", "2Story", "SLvl"]), [],

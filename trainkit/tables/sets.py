@@ -155,8 +155,8 @@ def load_table(
         )
     choose_columns(table, config.categorical, where)
     table = choose_columns(table, [*(config.features or table), *config.target], where)
-    features = table.columns.difference([*config.target, *config.categorical])
-    table = table.assign(**{name: read_numbers(table[name]) for name in features})
+    for name in table.columns.difference([*config.target, *config.categorical]):
+        table[name] = read_numbers(table[name])
     if not predicts_classes:
         _check_targets(table, config)
     needed, what = (
