@@ -37,6 +37,7 @@ import train_mnist
 from benchmarks._runs import ROOT, Parser, in_process, in_turn, table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TRANSFORM = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
 
 
@@ -44,15 +45,18 @@ def resident_step(model: str, precision: str, batch_size: int) -> Callable[[], N
     """Return a function that does forward, backward and update on one batch already in memory."""
     net = train_mnist.MODELS[model](10).to(DEVICE, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.0, fused=True)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=precision == "fp16")
+    dtype = DTYPES.get(precision, torch.float32)
     pixels = torch.randn(batch_size, 1, 28, 28, device=DEVICE)
     pixels = pixels.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(0, 10, (batch_size,), device=DEVICE)
 
     def step() -> None:
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast(DEVICE, dtype, enabled=precision in DTYPES):
             logits = net(pixels)
-        F.cross_entropy(logits.float(), labels, label_smoothing=0.1).backward()
-        optimizer.step()
+        scaler.scale(F.cross_entropy(logits.float(), labels, label_smoothing=0.1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
 
     return step

@@ -33,6 +33,9 @@ for name in list(os.environ):
         del os.environ[name]
 if sys.platform == "darwin":
     os.environ["ACCELERATE_USE_CPU"] = "true"  # not the GPU that a Mac has: these test a CPU
+# Nor the cards that `pytest -m gpu` uses. Workers of pytest-xdist inherit both variables.
+CARDS = os.environ.setdefault("TEST_CARDS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs what only Linux has")
 posix_only = pytest.mark.skipif(

@@ -7,6 +7,7 @@ Where there are real cards, `python -m pytest -m gpu` runs the same tests on the
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,15 +38,20 @@ def emulated_cards(tmp_path_factory):
     library = tmp_path_factory.mktemp("cards") / "libcuda.so.1"
     command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o"]
     subprocess.run([*command, library, FOLDER / "libcuda.c"], check=True)
-    return {"LD_PRELOAD": str(library)}
+    return {"LD_PRELOAD": str(library), "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 
 @pytest.fixture(scope="session")
 def real_cards():
-    """The environment of a process on the cards of this machine."""
-    if not torch.cuda.is_available():
+    """The environment of a process on the cards of this machine, which conftest hides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", conftest.CARDS)
+        if conftest.CARDS == "all":
+            patch.delenv("CUDA_VISIBLE_DEVICES")
+        visible = ",".join(map(str, range(torch.cuda.device_count())))
+    if not visible:
         pytest.skip("this machine has no GPU")
-    return {}
+    return {"CUDA_VISIBLE_DEVICES": visible if conftest.CARDS == "all" else conftest.CARDS}
 
 
 @pytest.fixture(scope="session", params=["emulated", pytest.param("real", marks=pytest.mark.gpu)])
@@ -56,6 +62,10 @@ def cards(request):
 
 def are_emulated(cards: dict[str, str]) -> bool:
     return "LD_PRELOAD" in cards
+
+
+def num_cards(cards: dict[str, str]) -> int:
+    return len(cards["CUDA_VISIBLE_DEVICES"].split(","))
 
 
 # The emulation itself, on small programs.
@@ -234,8 +244,8 @@ def launch(
     """`accelerate launch` of a script; its reports lie beside its --run-dir, its last argument."""
     if not are_emulated(cards):
         wanted = processes or (8 if "by_id" in yaml else int(yaml[0]))
-        if wanted > torch.cuda.device_count():
-            pytest.skip(f"needs {wanted} GPUs, this machine has {torch.cuda.device_count()}")
+        if wanted > num_cards(cards):
+            pytest.skip(f"needs {wanted} GPUs, this machine has {num_cards(cards)}")
     first, *others = (FOLDER / name for name in ["emulate.py"] * are_emulated(cards) + ["start.py"])
     env = {"EMULATED_CARDS_REPORT": f"{args[-1]}.report", "FAULT": json.dumps(fault)}
     result = conftest.run(
@@ -251,8 +261,8 @@ def launch(
     )
     assert (result.returncode == 0) == (fault is None), result.stdout + result.stderr
     if fault is None:
-        card = "emulated card" if are_emulated(cards) else torch.cuda.get_device_name(0)
-        assert f" on {card}, " in result.stdout.splitlines()[0]
+        (device,) = re.findall(r" on (.+?), ", result.stdout.splitlines()[0])
+        assert (device == "emulated card") == are_emulated(cards) and device != "cpu"
     return result
 
 
@@ -347,7 +357,8 @@ def test_each_example_trains_and_evaluates_in_fp16(cards, tiny_mnist, tmp_path, 
     flags, num_evaluated = EXAMPLES[name]
     flags += " --batch-size 4 --eval-batch-size 26 --stop-after-steps 4 --log-every 1 --no-pictures"
     args = flags.format(digits=tiny_mnist), "--timeout 60", "--run-dir", tmp_path / "run"
-    launch(cards, "4gpu_fp16", f"examples/{name}", *args, processes=2)
+    yaml, processes = ("4gpu_fp16", 2) if num_cards(cards) > 1 else ("1gpu_fp16", None)
+    launch(cards, yaml, f"examples/{name}", *args, processes=processes)
     assert [row["step"] for row in rows(tmp_path / "run", "steps")] == [1, 2, 3, 4]
     epoch = rows(tmp_path / "run", "epochs")[-1]
     assert epoch["eval_samples"] == num_evaluated or name == "gpt"
@@ -357,8 +368,8 @@ def test_each_example_trains_and_evaluates_in_fp16(cards, tiny_mnist, tmp_path, 
 @pytest.mark.gpu
 def test_the_doctor_calls_every_card_healthy(real_cards, tmp_path):
     """Not on emulated ones: it multiplies matrices as large as a card needs to show its rate."""
-    number = torch.cuda.device_count()
-    plan = {"config": "4gpu" if number > 1 else "1gpu", "timeout": 300}
+    number = num_cards(real_cards)
+    plan = {"config": "4gpu" if number > 1 else "1gpu", "timeout": 300, "env": real_cards}
     plan["launcher_flags"] = ["--num_processes", str(number), "--module"]
     done = conftest.run("trainkit.tools.doctor", "--run-dir", tmp_path / "run", **plan)
     assert done.stdout.endswith("ready to train\n"), done
