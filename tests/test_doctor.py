@@ -70,18 +70,21 @@ def test_the_axis_of_the_mesh_on_which_the_processes_hang_is_named(fork_main):
     assert " 5000ms " in line  # of --timeout: torch's own limit is half an hour
 
 
-def test_healthy_processes_are_measured_and_called_healthy(fork_main, tmp_path):
-    done = fork_main("trainkit.tools.doctor", "--run-dir", tmp_path / "run", world=2)
+@pytest.mark.parametrize("world", [1, 2])
+def test_healthy_processes_are_measured_and_called_healthy(fork_main, tmp_path, world):
+    """Also where the folder of the runs is not there yet, as in a new clone."""
+    flags = "--run-dir", tmp_path / "runs" / "mnist"
+    done = fork_main("trainkit.tools.doctor", *flags, world=world)
     lines = done.stdout.splitlines()
-    assert sum("GFLOP/s" in line for line in lines) == 2
-    assert sum(line.startswith("all-reduce of ") for line in lines) == 3
+    assert sum("GFLOP/s" in line for line in lines) == world
+    assert sum(line.startswith("all-reduce of ") for line in lines) == 3 * (world - 1)
     # Other work on this machine may slow a process down; nothing else may be wrong.
     problems = [line for line in lines if line.startswith("problem: ")]
     assert all(" is slow " in problem for problem in problems), problems
     assert lines[-1] == ("not ready: solve these first" if problems else "ready to train")
     (disk,) = [line for line in lines if " MB/s with sync; a checkpoint of 300 MiB " in line]
-    assert disk.startswith(f"{tmp_path}: ") and disk.split()[-3:-1] != ["every", "0"]
-    assert not [*tmp_path.iterdir()]
+    assert disk.startswith(f"{tmp_path}/runs: ") and disk.split()[-3:-1] != ["every", "0"]
+    assert not [*(tmp_path / "runs").iterdir()]
 
 
 def test_a_run_saves_as_often_as_young_says_and_not_before_the_last_save_is_durable():

@@ -98,6 +98,7 @@ def measure_disk(accelerator: Accelerator, config: Config) -> str:
     sentence = ""
     with failing_together(accelerator, f"{where} cannot be written"):
         if accelerator.is_main_process:
+            where.mkdir(parents=True, exist_ok=True)  # a new clone has no folder runs
             block = os.urandom(2**20)  # no zeros, which compress
             started_at = time.perf_counter()
             with tempfile.TemporaryFile(prefix=".tmp-doctor-", dir=where) as file:
