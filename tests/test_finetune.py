@@ -163,7 +163,7 @@ def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypa
 )
 def test_a_kill_changes_no_byte_and_with_a_mirror_a_lost_folder_neither(start, tmp_path, lora, way):
     kill, packed = {"signal": [13, signal.SIGKILL]}, [] if lora else PACKED
-    more = [*packed, "--save-every", 6, "--resume", "auto", "--mirror", tmp_path / "mirror"]
+    more = [*packed, "--save-every", 5, "--resume", "auto", "--mirror", tmp_path / "mirror"]
     start(tmp_path / "killed", lora, way, *more, fault=kill, codes=[-signal.SIGKILL, 1])
     shutil.rmtree(tmp_path / "killed")
     assert "copied step-" in start(tmp_path / "killed", lora, way, *more).stdout
