@@ -227,9 +227,9 @@ def problems(tiny_mnist):
     }
 
 
-# Rows, checkpoints and evaluations are made after steps 4, 5, 8 and 10. The first step of a process,
-# whichever it is, includes its start, and after each of the first three the processes compare the
-# sizes of their values. What is left is a step like most.
+# Rows, checkpoints and evaluations are made after steps 4, 5, 8 and 10. The first step of a
+# process, whichever it is, includes its start, and after each of the first three the processes
+# compare the sizes of their values. What is left is a step like most.
 QUIET_STEPS = (7, 8, 10)
 QUIET_STEPS_AFTER_4 = (10,)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 from trainkit import stores
 
@@ -26,7 +27,8 @@ from test_shards import KINDS, env
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.position import Progress
-from trainkit.run_dir import mirror
+from trainkit.run_dir import commit, mirror
+from trainkit.run_dir.log import JsonlTracker
 
 URL = "faulty://store/run"
 
@@ -295,6 +297,20 @@ def test_a_run_that_ends_waits_for_the_mirror_but_not_for_ever(faulty, tmp_path,
         said = capfd.readouterr().out
         assert ("the loss is NaN: now waiting until --mirror" in said) == (wait != "stopped")
         assert ("does not have the newest checkpoint" in said) == (wait == "late")
+
+
+def test_a_process_does_not_wait_for_a_name_that_the_first_one_is_too_dead_to_give(
+    faulty, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(commit, "LAST_SECONDS", 1)
+    second = SimpleNamespace(process_index=1, num_processes=1, is_main_process=False)
+    copies = mirror.Mirror(second, TrainingConfig(mirror=URL, timeout=30))
+    commits = commit.Commits(second, JsonlTracker(tmp_path), 2, copies)
+    (folder := tmp_path / ".tmp-step").mkdir()
+    trainer, started_at = {"progress": {"best_step": 0}}, time.monotonic()
+    commits.start(folder, step(tmp_path, 1), trainer, "saving", started_at)
+    commits.close()
+    assert time.monotonic() < started_at + 10
 
 
 def test_no_password_of_a_url_is_printed_or_kept(tmp_path, fork_main):

@@ -109,7 +109,9 @@ class Mirror:
         self.listed = defaultdict[str, dict[str, int]](dict)  # what _list() returned last
         # By the names of checkpoints what copies them, in order: each waits for the one before.
         self.jobs: dict[str, Future] = {}
-        self.own: list[Future] = []  # what copies this process's files of the newest checkpoint
+        # Of the newest checkpoint: what waits for its name, and what copies this process's files.
+        self.naming: list[Future] = []
+        self.own: list[Future] = []
         self.problem = ""  # why something of the newest checkpoint or of the end was not copied
         self.is_late = False
 
@@ -267,12 +269,13 @@ class Mirror:
         rank = self.accelerator.process_index
         parts = folder.with_name(f".tmp-mirror-{folder.name}")
 
+        def see_name() -> None:
+            while not folder.exists() and not self.leaving.wait(0.01):
+                pass
+
         def copy_own() -> str | None:
-            wait(own_before)
-            while not folder.exists():
-                if self.leaving.wait(0.01):
-                    return None
-            return _failure(self._copy_own, folder)
+            wait([*own_before, naming])
+            return _failure(self._copy_own, folder) if folder.exists() else None
 
         def copy() -> None:
             wait(before)
@@ -295,8 +298,10 @@ class Mirror:
             if parts.exists():
                 remove_tree(parts)
 
+        naming = background(see_name)
         own = background(copy_own)
-        self.own, self.jobs[folder.name] = [own], background(copy)
+        self.naming, self.own = [naming], [own]
+        self.jobs[folder.name] = background(copy)
 
     def _copy_own(self, folder: Path) -> None:
         for name in read_manifest(folder):
@@ -381,6 +386,8 @@ class Mirror:
         if wait(jobs, min(1, limit)).not_done and main and not interrupted:
             reason = first_sentence(error) if error else "the run is over"
             tqdm.write(f"{reason}: now waiting until --mirror {self.url} has the newest checkpoint")
+        if wait(self.naming, min(seconds_for_others, limit)).not_done:
+            self.leaving.set()  # the first process, which gives the name, is dead
         wait(self.own, limit)
         wait(jobs, min(seconds_for_others, limit))
         self.leaving.set()
