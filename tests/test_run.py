@@ -411,6 +411,9 @@ MISTAKES = r"""
 + run.step_mean(torch.ones(4), torch.ones(4) > 0, over='boxes')
 ! over='boxes': it goes with mask= or weights=, .* was given none
 - body(run, next(numbers))
++ run.step.divisors.ahead['boxes'] = None; run.step_mean(torch.ones(4), over='boxes')
+! over='boxes': it goes with mask= or weights=
+- body(run, next(numbers))
 + run.accelerator.gradient_state._set_sync_gradients(True); optimizers[0].zero_grad()
 ! optimizer.zero_grad\(\) before the step drops
 - body(run, next(numbers))

@@ -168,11 +168,12 @@ def test_a_run_with_other_weights_of_samples_is_another_one(start, whole):
     "wrong, sentence",
     [
         ("SIZES", "other sizes differ between processes, .*mask="),
+        ("NAMES", r"count= of run.steps\(...\) returned other names .*, or on another process"),
         ("COUNT", r"count= of run.steps\(...\) and what run.step_mean\(..., over='tokens'\) sel"),
     ],
 )
 def test_what_one_process_gives_otherwise_ends_all(start, tmp_path, wrong, sentence):
-    """Sizes of values, or a number of tokens that is not that of the mask."""
+    """Sizes of values, names of counts, or a number of tokens that is not that of the mask."""
     outcome = start("any_batch", tmp_path, 2, "--accumulate", 3, env={"WRONG": wrong})
     assert outcome.codes == [1, 1] and re.search(sentence, outcome.output), outcome.output
     assert "lost contact" not in outcome.output  # each process knows it by itself
