@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -169,10 +170,17 @@ def _serve():
         print(json.dumps(_start(json.loads(line))), file=replies, flush=True)
 
 
+def _free_port() -> int:
+    """A port that is free, and that the system gives to no connection before a run opens it."""
+    while True:
+        port = random.randrange(20_000, 32_768)  # Linux gives those above
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def _start(request: dict[str, Any]) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     for name in request.get("modules", []):
         importlib.import_module(name)
     outputs = os.memfd_create("stdout"), os.memfd_create("stderr")
