@@ -172,15 +172,29 @@ def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]
     return everybody[0]
 
 
+class AllGather(torch.autograd.Function):
+    """Tensors of equal sizes of all processes, (processes, ...): each adds to their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:
+        shares = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(shares, own)
+        return torch.stack(shares)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> torch.Tensor:
+        gradients = gradients.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(gradients)
+        return gradients[torch.distributed.get_rank()]
+
+
 def gather_rows(rows: torch.Tensor, nums: Sequence[int]) -> torch.Tensor:
     """The rows of all processes, `nums` of each, with gradients. Every process must call this."""
     if len(nums) == 1:
         return rows
     # All processes must send equally many rows, so shorter shares are padded with zeros.
     padded = torch.cat((rows, rows.new_zeros(max(nums) - len(rows), *rows.shape[1:])))
-    from torch.distributed.nn.functional import all_gather  # imported late for a faster start
-
-    shares = all_gather(padded)
+    shares = AllGather.apply(padded)
     return torch.cat([share[:num] for share, num in zip(shares, nums, strict=True)])
 
 
