@@ -387,7 +387,7 @@ class Mirror:
             reason = first_sentence(error) if error else "the run is over"
             tqdm.write(f"{reason}: now waiting until --mirror {self.url} has the newest checkpoint")
         if wait(self.naming, min(seconds_for_others, limit)).not_done:
-            self.leaving.set()  # the first process, which gives the name, is dead
+            self.leaving.set()  # the first process, which gives the name, may be dead
         wait(self.own, limit)
         wait(jobs, min(seconds_for_others, limit))
         self.leaving.set()
