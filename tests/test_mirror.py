@@ -44,6 +44,7 @@ class Faulty(MemoryFileSystem):
         how = Faulty.plan(call, path.partition("/run/")[2])
         if how == "stall":
             time.sleep(3)
+            raise TimeoutError  # nobody waits any more, and the store may be that of another test
         if how == "drop":
             raise ConnectionResetError(f"faulty://me:secret@host{path}")
         return how
