@@ -9,7 +9,7 @@ python predict.py runs/mnist --export --push OWNER/NAME
 
 The model is built by make_model(metadata) of the script that made the run, from the metadata that
 the script gave run.begin. metadata["input"], one of KINDS, decides how a file is turned into
-an input and an output into text. See docs/your_own.md for a script of your own.
+an input and an output into text. See docs/loop.md for a script of your own.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from safetensors.torch import load_file
 from torch import nn
 from tyro.conf import Positional
 
-from trainkit.cli.parse import flag, parse
+from trainkit.config.command_line import flag, parse
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.files import records
 from trainkit.pictures.files import standardise
-from trainkit.run_dir import records
 from trainkit.text import printable
 from trainkit.tools.calibration import calibrate
 from trainkit.tools.photos import learn_framing, read_photo
@@ -288,7 +288,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
             raise UsageError(
                 f"{metadata['script']}.py made the run, and predict.py needs two things from it: "
                 "make_model(metadata), and answer(model, metadata, path) or, in what it gives "
-                f'run.begin, "input", one of {", ".join(KINDS)} (docs/your_own.md)'
+                f'run.begin, "input", one of {", ".join(KINDS)} (docs/loop.md)'
             )
         weights = load_file(run_dir / kind.weights)
         # The model that the metadata describe is compared with the weights before it takes memory.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit import Run, make_loaders, make_optimizer, make_scheduler, shards, startup
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,8 @@ from torch import nn
 from examples.windows import Windows, standard_library
 from trainkit.config import Count, TrainingConfig, parse
 from trainkit.language.pretrained import write_pretrained
-from trainkit.private import mesh_groups
+from trainkit.outside.names import mesh_groups
+from trainkit.sharding import shards
 
 LENGTH = 64  # tokens of a sample
 

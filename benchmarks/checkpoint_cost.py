@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainkit import shards, startup
+from trainkit import startup
 
 import torch
 from accelerate import Accelerator
@@ -27,11 +27,12 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from benchmarks._runs import ROOT, Parser, in_turn, spread, table
-from trainkit.checkpoint import Checkpoints
+from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
-from trainkit.metrics import RunningMeans
-from trainkit.position import Progress
-from trainkit.run_dir.log import JsonlTracker
+from trainkit.files.log import JsonlTracker
+from trainkit.numbers.means import RunningMeans
+from trainkit.numbers.position import Progress
+from trainkit.sharding import shards
 
 SHARDED = ["-m", "accelerate.commands.launch", "--config_file"]
 SHARDED += [str(ROOT / "accelerate_configs" / "2cpu_fsdp.yaml")]

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks._runs import Parser, execute, in_turn, launcher, spread, table
 from examples import gpt
 from trainkit.config import parse
-from trainkit.loaders import batches_of
+from trainkit.numbers.loaders import batches_of
 
 BATCH_SIZE = 128
 ARGS = parse(gpt.Config, f"--batch-size {BATCH_SIZE} --eval-batch-size {BATCH_SIZE}".split())

@@ -33,7 +33,7 @@ from aiohttp import web
 
 from benchmarks._runs import Parser, execute, in_turn, launcher, spread, table
 from benchmarks.growth import ARGS, BATCH_SIZE
-from trainkit.loaders import batches_of
+from trainkit.numbers.loaders import batches_of
 from trainkit.rows.parquet import ParquetRows
 
 LENGTH = 1025

@@ -24,7 +24,7 @@ from trainkit.errors import as_usage_error
 from trainkit.language import conversations, pretrained, token_losses
 from trainkit.language.packing import pack_sets, row_size, share_rows
 from trainkit.language.templates import first_day
-from trainkit.orders import by_length
+from trainkit.numbers.orders import by_length
 
 
 @dataclass

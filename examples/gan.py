@@ -35,7 +35,7 @@ FIXED_SEED = 0  # of the noise that evaluation and the drawn samples use
 
 
 class Generator(nn.Sequential):
-    """Maps noise (n, 64) to pictures (n, 1, 28, 28), -1 to 1. No BatchNorm: docs/your_own.md."""
+    """Maps noise (n, 64) to pictures (n, 1, 28, 28), -1 to 1. No BatchNorm: docs/loop.md."""
 
     def __init__(self, width: int = 32):
         super().__init__(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, make_loaders, make_optimizer, make_scheduler, shards, startup
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.windows import Batch, Tokens, Windows, standard_library
 from trainkit.config import Count, Fraction, MayChange, Schedule, TrainingConfig, parse
+from trainkit.sharding import shards
 
 CONTEXT = 128
 PAIR = re.compile(rb'(def [^\n]+:\n +""")([^\n]+\n)')  # a prompt, and its answer

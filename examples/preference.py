@@ -26,7 +26,7 @@ from trainkit.errors import as_usage_error
 from trainkit.language import preferences, pretrained, token_losses
 from trainkit.language.conversations import read_tokenizer
 from trainkit.language.templates import first_day
-from trainkit.orders import by_length
+from trainkit.numbers.orders import by_length
 from trainkit.reading.pretrained_models import without_dropout
 
 Smoothing = Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Schedule, parse
-from trainkit.orders import by_length
+from trainkit.numbers.orders import by_length
 from trainkit.texts import bags, encoders, texts
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # already installed: nothing is downloaded

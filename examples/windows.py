@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from trainkit.errors import LoneFailure, UsageError
+from trainkit.files.atomic import write_durably
 from trainkit.rows.parquet import ParquetRows, shown
-from trainkit.run_dir.files import write_durably
 
 
 def standard_library(folder: Path) -> Path:

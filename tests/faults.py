@@ -133,7 +133,7 @@ def _digest(value: Any) -> Any:
 
 def incomplete(run_dir: Path) -> list[str]:
     """Checkpoints that have their final name and are not whole."""
-    from trainkit.run_dir.manifest import verify
+    from trainkit.files.manifest import verify
 
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     return [f"{path.name}: {problem}" for path in folders if (problem := verify(path))]
@@ -332,15 +332,14 @@ def _install(script: Any, fault: dict[str, Any], rank: int):
     _kill_in_call. Or add: a call of cross_entropy (from 1) and what is added to its loss, whose
     gradient stays as it is.
     """
-    from trainkit import shards
-
     import accelerate.utils.other
     import torch
 
-    from trainkit.checkpoint import Checkpoints
+    from trainkit.checkpoints.durable import Commits
+    from trainkit.checkpoints.save import Checkpoints
     from trainkit.launch.signals import Signals
-    from trainkit.position import Progress
-    from trainkit.run_dir.commit import Commits
+    from trainkit.numbers.position import Progress
+    from trainkit.sharding import shards
 
     saves, events, armed, in_save, saved = 0, 0, False, False, 0
 

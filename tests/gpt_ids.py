@@ -8,12 +8,11 @@ import os
 import sys
 from functools import partial
 
-from trainkit import stores
-
 import torch
 from torch.utils.data import default_collate
 
 from examples import gpt
+from trainkit.files import stores
 from trainkit.rows import parquet as rows
 
 stores.WAITS, rows.HF_HOME = (0, 0, 0.1), os.environ["HF_HOME"]

@@ -2,13 +2,14 @@
 
 import os
 
-from trainkit import Run, shards
+from trainkit import Run
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 import train_regression
+from trainkit.sharding import shards
 
 
 class Made(nn.Module):

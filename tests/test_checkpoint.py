@@ -12,24 +12,23 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from trainkit import shards
-
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import contents, forget_accelerator, linux_only, refused
 
-from trainkit.checkpoint import Checkpoints
+from trainkit.checkpoints.durable import Commits
+from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
-from trainkit.ema import EMA
 from trainkit.errors import UsageError
-from trainkit.metrics import RunningMeans
-from trainkit.position import Progress
-from trainkit.run_dir import files
-from trainkit.run_dir.commit import Commits
-from trainkit.run_dir.log import JsonlTracker
-from trainkit.run_dir.manifest import list_files, verify, write_manifest
-from trainkit.run_dir.records import read_rows
+from trainkit.files import atomic as files
+from trainkit.files.log import JsonlTracker
+from trainkit.files.manifest import list_files, verify, write_manifest
+from trainkit.files.records import read_rows
+from trainkit.loop.ema import EMA
+from trainkit.numbers.means import RunningMeans
+from trainkit.numbers.position import Progress
+from trainkit.sharding import shards
 
 
 class Run:
@@ -358,7 +357,7 @@ def test_auto_goes_on_where_a_resume_by_path_was_killed(saved, monkeypatch, numb
         renamed.append(paths)
         rename(*paths)
 
-    monkeypatch.setattr("trainkit.run_dir.files.os.rename", die)
+    monkeypatch.setattr("trainkit.files.atomic.os.rename", die)
     with pytest.raises(KeyboardInterrupt):
         Run(saved).checkpoints.resume(str(step(saved, 1)))
     monkeypatch.undo()

@@ -8,7 +8,7 @@ from conftest import NUM_TRAIN, ROOT, rows
 from double import SAME
 from safetensors.torch import load_file, save_file
 
-from trainkit.loaders import EpochBatches
+from trainkit.numbers.loaders import EpochBatches
 from trainkit.pictures.grey import load_images
 
 BATCH_SIZE, NUM_STEPS = 40, 25

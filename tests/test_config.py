@@ -11,8 +11,8 @@ from conftest import refused
 import train_mnist
 import train_regression
 from trainkit.config import TrainingConfig, parse
-from trainkit.position import Progress
-from trainkit.results import update_best
+from trainkit.numbers.position import Progress
+from trainkit.report.results import update_best
 
 # What is typed, and a part of the sentence that answers it.
 SLIPS = {

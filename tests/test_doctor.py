@@ -11,12 +11,12 @@ from trainkit.tools import doctor
 PATIENT = """
 import os, time
 import torch
-from trainkit.launch import nodes
+from trainkit.launch import alike
 from trainkit.tools import doctor
 
 def main(argv):
     illness = argv[0]
-    nodes.SHOWN_SECONDS, doctor.GLOO_SECONDS = 0.5, 3
+    alike.SHOWN_SECONDS, doctor.GLOO_SECONDS = 0.5, 3
     doctor.ALL_REDUCES = {4096: 2}
     if os.environ["RANK"] == "1":
         if illness == "absent":

@@ -183,8 +183,8 @@ import torch
 from accelerate import Accelerator
 from conftest import forget_accelerator
 from emulate import ledger
-from trainkit.position import Length, Progress
-from trainkit.step import Step
+from trainkit.numbers.position import Length, Progress
+from trainkit.loop.step import Step
 shared = dict(batch_size=5, accumulate=1, seed=0, drop_last=False, epochs=1)
 config = SimpleNamespace(clip_norm=float("inf"), stop_after_steps=None, log_every=1, **shared)
 wait, barrier = (lambda: print("behind")), (lambda: print("here"))

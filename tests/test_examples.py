@@ -16,8 +16,8 @@ def test_an_example_starts_where_it_lies(tmp_path):
 
 
 def test_the_five_edits_of_the_docs_make_a_script_that_learns(nursery, tmp_path):
-    """What docs/your_own.md shows is done to a copy of examples/text.py."""
-    docs = (ROOT / "docs" / "your_own.md").read_text()
+    """What docs/loop.md shows is done to a copy of examples/text.py."""
+    docs = (ROOT / "docs" / "loop.md").read_text()
     script = (ROOT / "examples" / "text.py").read_text()
     script = script.replace("import Run,", "import InMemory, Run,")
     blocks = re.findall(r"```python\n(?:@dataclass\n)?(def|class) (\w+)(.*?)```", docs, re.DOTALL)

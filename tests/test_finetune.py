@@ -23,9 +23,9 @@ from test_shards import KINDS, train
 from examples import finetune
 from trainkit.config import parse
 from trainkit.language import conversations, formats, pretrained
-from trainkit.loaders import EpochBatches
-from trainkit.orders import by_length
-from trainkit.shards import hash_frozen
+from trainkit.numbers.loaders import EpochBatches
+from trainkit.numbers.orders import by_length
+from trainkit.sharding.shards import hash_frozen
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 open_model = transformers.AutoModelForCausalLM.from_pretrained

@@ -13,8 +13,8 @@ from conftest import rows
 from faults import digests
 from test_run import Numbers, changed
 
-import trainkit.session
-from trainkit.step import Step
+import trainkit.loop.session
+from trainkit.loop.step import Step
 
 SCALE = 2.0**21  # gradients overflow at first
 GROWTH_INTERVAL = 3  # steps after which the scale is doubled
@@ -51,7 +51,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
         return made
 
     monkeypatch.setattr(Step, "finish", finished)
-    monkeypatch.setattr(trainkit.session, "Accelerator", accelerator_in_fp16)
+    monkeypatch.setattr(trainkit.loop.session, "Accelerator", accelerator_in_fp16)
     flags = f"--dataset {tiny_mnist} --model lenet --batch-size 8 --log-every 1 --save-every 2 "
     flags += f"--stop-after-steps {LAST} --keep 9 --run-dir {run_dir}"
     run_main("train_mnist", flags)
@@ -82,7 +82,7 @@ def scaled_float32(**options: Any) -> accelerate.Accelerator:
 
 
 def test_a_loop_without_zero_grad_is_told_so_under_a_loss_scale_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) was not called since"):
         changed((r"optimizer.zero_grad\(\)", "pass"))("--run-dir", tmp_path)
 
@@ -126,7 +126,7 @@ def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
     """Every batch is the same, so that it does not matter which ones are skipped."""
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
     plain = train_two(tmp_path / "run", order)
-    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
     scaled = train_two(tmp_path / "run", order, overflows=(1, 6, 7, 14))
     assert len(scaled) == len(plain) - 4 > 30
     assert scaled == pytest.approx(plain[:-4], abs=1e-5)

@@ -14,7 +14,7 @@ from examples import finetune
 from trainkit.language import packing
 from trainkit.language import token_losses as losses
 from trainkit.language.packing import Packed, best_fit, row_size, share_rows
-from trainkit.orders import WINDOW, by_length
+from trainkit.numbers.orders import WINDOW, by_length
 
 transformers = pytest.importorskip("transformers")
 

@@ -222,7 +222,7 @@ def test_a_process_that_waits_too_long_for_the_others_ends_in_one_sentence(fork_
         """
 import time
 from datetime import timedelta
-from trainkit.launch.nodes import deadline
+from trainkit.launch.together import deadline
 
 def main(argv):
     with deadline(timedelta(seconds=-4.9)):

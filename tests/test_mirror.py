@@ -11,8 +11,6 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from trainkit import stores
-
 import faults
 import fsspec
 import psutil
@@ -24,11 +22,13 @@ from test_checkpoint import Run, step
 from test_finetune import FLAGS, LORA, MODULES, make_flags
 from test_shards import KINDS, env
 
+from trainkit.checkpoints import durable as commit
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
-from trainkit.position import Progress
-from trainkit.run_dir import commit, mirror
-from trainkit.run_dir.log import JsonlTracker
+from trainkit.files import stores
+from trainkit.files.log import JsonlTracker
+from trainkit.mirror import mirror
+from trainkit.numbers.position import Progress
 
 URL = "faulty://store/run"
 

@@ -9,10 +9,11 @@ import torch
 from conftest import ROOT
 from torch.utils.data import Dataset, StackDataset, Subset
 
-from trainkit.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
-from trainkit.mixing import key, permute
-from trainkit.orders import split_equal_samples, weighted
-from trainkit.rng import Dropout, release_dropout, seed_dropout
+from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
+from trainkit.numbers.mixing import key, permute
+from trainkit.numbers.orders import split_equal_samples, weighted
+from trainkit.numbers.rng import release_dropout, seed_dropout
+from trainkit.rng import Dropout
 
 
 def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
@@ -35,7 +36,7 @@ def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
 
 
 def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn():
-    text = (ROOT / "docs" / "your_own.md").read_text().partition("def mixture")[2]
+    text = (ROOT / "docs" / "loop.md").read_text().partition("def mixture")[2]
     names = {"torch": torch, "key": key, "permute": permute, "Callable": Callable}
     exec("def mixture" + text.partition("train_set =")[0], names)
     order = names["mixture"]((90, 20), 3)

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 import train_mnist
 from examples.pictures import Config
 from trainkit.config import parse
-from trainkit.loaders import InMemory
+from trainkit.numbers.loaders import InMemory
 from trainkit.pictures import files as picture_files
 from trainkit.pictures import grey as pictures
 from trainkit.pictures import photos as photos_in_colour

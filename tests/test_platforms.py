@@ -15,8 +15,8 @@ for name in ("fcntl", "resource"):
 assert not hasattr(signal, "SIGHUP") and not hasattr(os, "setpgid")
 
 import conftest, predict, train_mnist
-from trainkit.checkpoint import Checkpoints
-from trainkit.run_dir.files import sync
+from trainkit.checkpoints.save import Checkpoints
+from trainkit.files.atomic import sync
 
 
 def ended(main, flags):

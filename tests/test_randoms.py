@@ -18,12 +18,12 @@ from test_order import add_noise
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from trainkit.checkpoints.fingerprint import compare_sources
 from trainkit.checks.content import hash_fixed, held_in_memory, sample_parts, text_of
 from trainkit.checks.data import check_data, random_collation, random_parts
 from trainkit.config import TrainingConfig
-from trainkit.fingerprint import compare_sources
-from trainkit.launch.nodes import hash_sources
-from trainkit.loaders import InMemory, make_loaders
+from trainkit.launch.alike import hash_sources
+from trainkit.numbers.loaders import InMemory, make_loaders
 from trainkit.rng import keyed_normal, keyed_uniform
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 from conftest import linux_only
 
-from trainkit.cli.console import MetricsTable, fit, show_best
-from trainkit.position import Progress
-from trainkit.reporter import Reporter
+from trainkit.numbers.position import Progress
+from trainkit.report.reporter import Reporter
+from trainkit.report.tables import MetricsTable, fit, show_best
 
 LEFT = re.compile(r"epoch (\d)/3 +(\d+) %\|.*\| (\S+) left")
 

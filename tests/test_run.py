@@ -37,12 +37,12 @@ from torch.utils.data import Dataset, IterableDataset
 import train_regression
 from trainkit.config import TrainingConfig, parse
 from trainkit.errors import UsageError
-from trainkit.launch.nodes import agree
-from trainkit.loaders import make_loaders
-from trainkit.metrics import RunningMeans, sum_and_count, sum_of
-from trainkit.optim import make_optimizer, make_scheduler
+from trainkit.launch.together import agree
+from trainkit.loop.run import Run
+from trainkit.numbers.loaders import make_loaders
+from trainkit.numbers.means import RunningMeans, sum_and_count, sum_of
+from trainkit.numbers.optim import make_optimizer, make_scheduler
 from trainkit.rng import Dropout
-from trainkit.run import Run
 
 NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
 
@@ -268,7 +268,7 @@ def test_a_long_epoch_says_where_it_is_and_a_picture_that_cannot_be_drawn_is_a_s
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
     monkeypatch.setattr("trainkit.tools.curves.draw_curves", fail)
-    monkeypatch.setattr("trainkit.reporter.QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("trainkit.report.reporter.QUIET_SECONDS", -1.0)
     train("--run-dir", tmp_path, "--pictures")
     said = capfd.readouterr().out  # which is no terminal
     assert "epoch 1: 16 of 43 samples, train_loss " in said
@@ -595,7 +595,7 @@ def test_a_resume_of_something_else_is_refused_and_leaves_the_run_as_it_was(tmp_
 def test_a_resume_names_the_sources_that_have_changed(tmp_path, monkeypatch, capfd):
     for content in "ab":
         now = {"mine.py": content, "same.py": "c"}
-        monkeypatch.setattr("trainkit.checkpoint.hash_sources", lambda now=now: now)
+        monkeypatch.setattr("trainkit.checkpoints.save.hash_sources", lambda now=now: now)
         train("--run-dir", tmp_path, "--resume", "auto")
     notice = "\nmine.py differs from what wrote this checkpoint: the run continues with the code as"
     assert capfd.readouterr().out.count(notice) == 1
@@ -629,13 +629,13 @@ def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path):
 def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
     accelerator, monkeypatch, mine, theirs, sentence
 ):
-    monkeypatch.setattr("trainkit.launch.nodes.gather_object", lambda of_this: [*of_this, theirs])
+    monkeypatch.setattr("trainkit.launch.alike.gather_object", lambda of_this: [*of_this, theirs])
     with pytest.raises(RuntimeError, match=sentence) if sentence else ExitStack():
         assert agree(accelerator, mine) == mine
 
 
 def test_processes_that_add_other_names_are_told_so(monkeypatch):
-    monkeypatch.setattr("trainkit.metrics.gather_object", lambda mine: [*mine, ["loss_b"]])
+    monkeypatch.setattr("trainkit.numbers.means.gather_object", lambda mine: [*mine, ["loss_b"]])
     two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, gather=None, reduce=None)
     means = RunningMeans(two)
     means.add("loss", torch.ones(()), 1)

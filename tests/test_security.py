@@ -18,12 +18,13 @@ from PIL import Image
 
 import predict
 import train_mnist
+from trainkit.files import atomic as files
+from trainkit.files import records
+from trainkit.files.manifest import FORMAT, hash_of, verify
+from trainkit.files.weights import read_weights, write_tensors
 from trainkit.launch import startup
 from trainkit.pictures import grey as pictures
 from trainkit.reading import frames
-from trainkit.run_dir import files, records
-from trainkit.run_dir.manifest import FORMAT, hash_of, verify
-from trainkit.run_dir.weights import read_weights, write_tensors
 from trainkit.tools import photos, plots
 
 PRECIOUS = "what nobody may touch"

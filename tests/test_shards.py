@@ -9,8 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from trainkit import shards
-
 import pytest
 import torch
 import yaml
@@ -19,7 +17,8 @@ from faults import Nursery, Outcome, digests
 from safetensors.torch import load_file, save, save_file
 from test_checkpoint import reforge
 
-from trainkit.run_dir.weights import write_tensors
+from trainkit.files.weights import write_tensors
+from trainkit.sharding import shards
 
 CLOSE = 1e-6  # between losses of float32 runs that add up in different orders
 KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")

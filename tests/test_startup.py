@@ -6,11 +6,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from trainkit import session as world
-
 import pytest
 import torch
 from conftest import ROOT, linux_only, posix_only
+
+from trainkit.loop import session as world
 
 
 def test_freed_memory_is_kept(in_fresh_process):
@@ -206,10 +206,10 @@ def test_a_run_folder_that_is_not_one_for_all_processes_is_refused(tmp_path, for
     script = """
 import os
 import train_regression
-from trainkit.launch import nodes
+from trainkit.launch import alike
 
 def main(argv):
-    nodes.SHOWN_SECONDS = 0.1
+    alike.SHOWN_SECONDS = 0.1
     if os.environ["RANK"] == "1":
         os.mkdir("b")
         os.chdir("b")

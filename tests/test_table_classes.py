@@ -14,7 +14,7 @@ from conftest import refused, saved
 import predict
 from examples import table_classes
 from trainkit.config import parse
-from trainkit.loaders import InMemory
+from trainkit.numbers.loaders import InMemory
 from trainkit.tables import network
 from trainkit.tools import page
 

@@ -19,10 +19,10 @@ from test_fp16 import Still, scaled_float32
 from test_run import Numbers, changed, make_config
 from torch.utils.data import default_collate
 
-import trainkit.session
+import trainkit.loop.session
 from examples import gpt, two_towers
 from trainkit.config import parse
-from trainkit.loaders import EpochBatches, make_loaders
+from trainkit.numbers.loaders import EpochBatches, make_loaders
 
 WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 14, 24
 TINY = f"--layers 1 --width 32 --epochs 3 --batch-size {BATCH} --eval-batch-size 7 --log-every 1"
@@ -103,7 +103,7 @@ def test_a_mean_with_a_mask_goes_through_a_loss_scale_and_skips_what_overflows(
 
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
     expected = run("unscaled")
-    monkeypatch.setattr(trainkit.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
     found = run("scaled", 0, 2, 3)
     assert min(found[:2]) > 100  # what is logged after a skipped step has its loss, too
     assert found[2:] == pytest.approx(expected[2:-3], abs=2e-6)

@@ -14,7 +14,7 @@ from torch import nn
 
 import train_mnist
 from trainkit.config import parse
-from trainkit.loaders import EpochBatches
+from trainkit.numbers.loaders import EpochBatches
 
 
 @pytest.mark.numeric

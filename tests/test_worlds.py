@@ -24,8 +24,8 @@ from test_table_classes import make_table
 from test_texts import GIVEN
 from test_texts import base as base
 
-from trainkit.loaders import EpochBatches
-from trainkit.orders import weighted
+from trainkit.numbers.loaders import EpochBatches
+from trainkit.numbers.orders import weighted
 
 SMALL = "--batch-size 18 --eval-batch-size 27"  # of 109 samples: 7 steps
 # With a smaller rate the network of a table may not be trusted after twelve steps.

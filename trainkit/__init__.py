@@ -12,16 +12,16 @@ from typing import Any
 
 # The module of each name. Imported late, because predict.py does not train or need the loop.
 NAMES = {
-    "Run": "run",
+    "Run": "loop.run",
     "EXIT_TARGET_MISSED": "errors",
     "UsageError": "errors",
-    "InMemory": "loaders",
-    "make_loaders": "loaders",
+    "InMemory": "numbers.loaders",
+    "make_loaders": "numbers.loaders",
     "Dropout": "rng",
     "keyed_normal": "rng",
     "keyed_uniform": "rng",
-    "make_optimizer": "optim",
-    "make_scheduler": "optim",
+    "make_optimizer": "numbers.optim",
+    "make_scheduler": "numbers.optim",
     "shorten": "text",
     "startup": "launch.startup",
 }

@@ -3,12 +3,8 @@
 import os
 import re
 import signal
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from trainkit.text import first_sentence
 
@@ -81,31 +77,6 @@ def as_usage_error(what: str) -> Iterator[None]:
         raise UsageError(f"{what}: {first_sentence(problem.__cause__ or problem)}") from problem
 
 
-@contextmanager
-def failing_together(
-    accelerator: Accelerator, what: str, kind: type[Exception] = UsageError
-) -> Iterator[None]:
-    """Raise `kind` on all processes if the body fails on any, so that none waits for one that left.
-
-    The message is that of a UsageError or RunFailure (which it then is, whatever `kind` is); for
-    other exceptions it is `what` and the reason. Every process must enter this, and the body must
-    not communicate.
-    """
-    error = None
-    try:
-        yield
-    except UsageError as problem:
-        error = str(problem)
-    except RunFailure as problem:
-        error, kind = str(problem), RunFailure
-    except Exception as problem:
-        reason = explain(problem)
-        if reason is None and not isinstance(problem, OSError):
-            traceback.print_exc()  # it may be a bug, so show where
-        error = f"{what}: {reason or first_sentence(problem)}"
-    raise_together(accelerator, error, kind)
-
-
 def explain(problem: Exception) -> str | None:
     """Say what happened to this process only, for example a lost peer; None if it is not known."""
     text = f"{type(problem).__name__}: {problem}"
@@ -114,13 +85,3 @@ def explain(problem: Exception) -> str | None:
     return next(
         (sentence for pattern, sentence in FAILURES.items() if re.search(pattern, text)), None
     )
-
-
-def raise_together(
-    accelerator: Accelerator, error: str | None, kind: type[Exception] = UsageError
-) -> None:
-    """Raise one error on all processes if any has one. Every process must call this."""
-    errors = gather_object([(kind, error)]) if accelerator.num_processes > 1 else [(kind, error)]
-    for kind, error in errors:
-        if error is not None:
-            raise kind(error)

@@ -16,8 +16,8 @@ import xxhash
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from trainkit.errors import UsageError
-from trainkit.loaders import has_transform
-from trainkit.run_dir.manifest import hash_of
+from trainkit.files.manifest import hash_of
+from trainkit.numbers.loaders import has_transform
 
 AT_ONCE = 100  # samples of a list, or 100 times as many rows of a table
 MAX_TABLE_BYTES = 2**32  # a larger datasets.Dataset is read from the disk, not held in memory

@@ -18,10 +18,10 @@ from torch.utils.data import Dataset, default_collate
 from trainkit.checks.content import held_in_memory, sample_parts, text_of
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.launch import nodes
-from trainkit.loaders import InMemory, WholeBatches, batch_method, has_transform
-from trainkit.private import prepared_loaders
-from trainkit.rng import seed_host
+from trainkit.launch import alike
+from trainkit.numbers.loaders import InMemory, WholeBatches, batch_method, has_transform
+from trainkit.numbers.rng import seed_host
+from trainkit.outside.names import prepared_loaders
 
 NUM_HASHED = 256  # samples hashed of a set that is not held in memory
 NUM_TWICE = 32  # samples made twice: a transform that changes one of five is missed once in 1,000
@@ -30,7 +30,7 @@ NUM_COLLATED = 8  # samples of a batch that is collated twice
 REMEDIES = {
     "__getitem__": "made twice with the same seeds, so a generator of its own draws, and a resume, "
     "workers and other processes give other numbers: seed it in __getitem__ from "
-    "torch.initial_seed() (docs/your_own.md)",
+    "torch.initial_seed() (docs/loop.md)",
     "__getitems__": "made alone, so __getitems__ draws for several samples at once, and other "
     "processes and --accumulate give other numbers: draw for one sample, in __getitem__",
 }
@@ -144,7 +144,7 @@ def random_collation(accelerator: Accelerator) -> dict[str, str]:
             drawn |= differing(batch, again) if one == other else set()
     text = (
         f"draws random numbers for {say(drawn)} of a batch, so other processes and --accumulate "
-        "give other numbers: draw them for each sample, in __getitem__ (docs/your_own.md)"
+        "give other numbers: draw them for each sample, in __getitem__ (docs/loop.md)"
     )
     return {"collate_fn": text} if drawn else {}
 
@@ -161,7 +161,7 @@ def load_checked(
 
     One process per file system calls load_data first, to fill caches. Every process must call this.
     """
-    data = nodes.first_on_each_node(accelerator, lambda: load_data(config))
+    data = alike.first_on_each_node(accelerator, lambda: load_data(config))
     config.validate(accelerator.num_processes)  # load_data may have set some values
     return data, *check_data(accelerator, config, *data[:2])
 
@@ -200,5 +200,5 @@ def check_data(
             plan[f"random {name[:-4]}"] = (
                 f"{say(drawn)} of a sample of the {name} differs when it is {remedy}"
             )
-    nodes.check_same(accelerator, {"the data's md5": digest.hexdigest()})
+    alike.check_same(accelerator, {"the data's md5": digest.hexdigest()})
     return digest.hexdigest(), plan

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from trainkit.errors import RunFailure
-from trainkit.optim import total_norm, weights_of
+from trainkit.numbers.optim import total_norm, weights_of
 
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip, so 2**16 has become 2**-14
 DIFFERENT = 1e-5  # relative difference of norms; equal GPUs give equal bits, others nearly

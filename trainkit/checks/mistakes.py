@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trainkit.optim import BY_STEP, weights_of
-from trainkit.private import prepared_optimizers, prepared_schedulers, unwatch, watch
+from trainkit.numbers.optim import BY_STEP, weights_of
+from trainkit.outside.fixes import unwatch, watch
+from trainkit.outside.names import prepared_optimizers, prepared_schedulers
 
 NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
 

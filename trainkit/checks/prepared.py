@@ -7,24 +7,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainkit.errors import as_usage_error
-from trainkit.loaders import EpochBatches, batches_of
-from trainkit.optim import weights_of
-from trainkit.private import (
-    fix_bucket_order,
+from trainkit.numbers.loaders import EpochBatches, batches_of
+from trainkit.numbers.optim import weights_of
+from trainkit.outside.fixes import fix_bucket_order
+from trainkit.outside.names import (
     prepared_loaders,
     prepared_models,
     prepared_optimizers,
     prepared_schedulers,
 )
-from trainkit.run_dir.log import is_evaluation
-from trainkit.run_dir.weights import layout
-
-Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
 
 
 def check_prepared(accelerator: Accelerator, num_models: int) -> None:
@@ -141,22 +135,3 @@ class Prepared:
         return repr(
             ([getattr(wrapped.scheduler, "last_epoch", None) for wrapped in schedules], state)
         )
-
-
-def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
-    """Refuse metrics whose row in metrics.jsonl could not be recognised as an evaluation."""
-    if not is_evaluation(metrics) or means.keys() & metrics.keys():
-        raise RuntimeError(
-            f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be a name "
-            f"that begins with eval_, as that of an evaluation, and none of {', '.join(means)}"
-        )
-
-
-def check_predictions(
-    predictions: dict[str, Any] | None, metadata: dict[str, Any]
-) -> Predictions | None:
-    """Return the predictions as tensors. They are checked in every epoch, not only at the end."""
-    with as_usage_error("run.end_epoch(...) got predictions, or metadata, that cannot be written"):
-        tensors = {name: torch.as_tensor(value) for name, value in (predictions or {}).items()}
-        layout(tensors, {"trainkit": metadata})
-    return None if predictions is None else (tensors, metadata)

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from trainkit.errors import UsageError
-from trainkit.evaluation import evaluating
 from trainkit.language.conversations import ChatSets
 from trainkit.language.templates import Sample
-from trainkit.private import attends_by_sdpa, computing_in, is_stateful
+from trainkit.loop.evaluation import evaluating
+from trainkit.outside.fixes import computing_in
+from trainkit.outside.names import attends_by_sdpa, is_stateful
 
 SIZES = [13, 9, 11]  # of the samples with which a model is tried
 

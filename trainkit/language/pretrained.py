@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from trainkit.config import Count, MayChange, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.files.records import read_run_json
 from trainkit.launch.startup import keep_memory
 from trainkit.reading.pretrained_models import check_embedding
-from trainkit.run_dir.records import read_run_json
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by the YAML's mixed_precision
 
@@ -137,7 +137,7 @@ def write_pretrained(
     save_pretrained; the tokenizer may be any processor that has it.
     """
     run.results.write_pretrained(
-        run.ema, lambda: _write_pretrained(run, tokenizer, base, merge, dtype)
+        run.ema.trained_weights, lambda: _write_pretrained(run, tokenizer, base, merge, dtype)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.errors import SIGNALS, Stopped
-from trainkit.launch.nodes import deadline
+from trainkit.launch.together import deadline
 
 
 def by_nohup(number: int) -> bool:

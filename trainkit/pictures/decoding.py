@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from trainkit.errors import as_usage_error, first_sentence
+from trainkit.files.atomic import replacing
 from trainkit.launch.signals import outlive_signals
 from trainkit.reading.kept import no_bar
-from trainkit.run_dir.files import replacing
 
 NUM_BLOCKS, LARGEST = 100, 64  # of pictures, which a worker decodes at a time
 NUM_ALONE = 256  # below this, starting workers costs more than it saves

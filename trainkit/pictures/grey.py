@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from trainkit.errors import UsageError
-from trainkit.loaders import InMemory
+from trainkit.numbers.loaders import InMemory
 from trainkit.pictures import files
 from trainkit.pictures.splits import Split, load_split
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainkit.cli.parse import flag
+from trainkit.config.command_line import flag
 
 SMALL_SET = 10_000  # with fewer pictures, the values for a large set make too few steps
 

@@ -21,10 +21,10 @@ import torch
 from datasets.data_files import DataFilesList
 
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
-from trainkit.orders import hold_out, split_equal_samples
+from trainkit.numbers.orders import hold_out, split_equal_samples
+from trainkit.outside.names import fingerprint_of
 from trainkit.pictures import files, folders
 from trainkit.pictures.decoding import Read, decode_once
-from trainkit.private import fingerprint_of
 from trainkit.reading.recall import describe_classes
 
 

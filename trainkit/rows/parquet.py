@@ -30,11 +30,11 @@ from huggingface_hub.constants import HF_HOME
 from torch.utils.data import Dataset, default_collate
 
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.loaders import Order
-from trainkit.mixing import key, mix, permute, scramble
-from trainkit.private import tree_map_only
+from trainkit.files.stores import find_secret, open_store, shown, trying
+from trainkit.numbers.loaders import Order
+from trainkit.numbers.mixing import key, mix, permute, scramble
+from trainkit.outside.names import tree_map_only
 from trainkit.reading.paths import select_read
-from trainkit.stores import find_secret, open_store, shown, trying
 from trainkit.text import shorten
 
 SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from trainkit.loaders import InMemory
+from trainkit.numbers.loaders import InMemory
 
 NUM_FOLDS, NUM_MEMBERS, WIDTH = 4, 4, 128  # of the rows; of a group, which is one for each fold
 NUM_BINS = 16  # of a number, with as many rows in each

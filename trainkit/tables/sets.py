@@ -17,11 +17,11 @@ import pandas as pd
 import torch
 from tyro.constructors import PrimitiveConstructorSpec
 
-from trainkit.cli.parse import flag
 from trainkit.config import UNSET, Fraction, MayChange, NonNegative, Seed, TrainingConfig
+from trainkit.config.command_line import flag
 from trainkit.errors import UsageError
-from trainkit.loaders import InMemory
-from trainkit.orders import split_equal_samples
+from trainkit.numbers.loaders import InMemory
+from trainkit.numbers.orders import split_equal_samples
 from trainkit.reading.frames import MAX_SHOWN, choose_columns, read_table, typed
 from trainkit.reading.recall import describe_classes
 from trainkit.tables.columns import (

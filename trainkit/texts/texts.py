@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
-from trainkit.cli.parse import flag
 from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig
+from trainkit.config.command_line import flag
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.orders import hold_out, split_equal_samples
+from trainkit.numbers.orders import hold_out, split_equal_samples
 from trainkit.reading import frames
 from trainkit.reading.recall import describe_classes
 from trainkit.text import count, shorten

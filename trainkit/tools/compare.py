@@ -12,15 +12,15 @@ import evaluate
 import numpy as np
 import torch
 
-from trainkit.cli.console import by_interest
-from trainkit.cli.directions import metric_and_direction
-from trainkit.run_dir.records import (
+from trainkit.config.directions import metric_and_direction
+from trainkit.files.records import (
     PREDICTIONS,
     last_evaluation,
     load_predictions,
     read_run_json,
     read_seconds,
 )
+from trainkit.report.tables import by_interest
 
 # Settings that are not part of the experiment.
 NEVER_SHOWN = (

@@ -6,9 +6,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainkit.cli.directions import metric_and_direction
-from trainkit.run_dir.log import is_evaluation
-from trainkit.run_dir.records import read_rows, read_run_json
+from trainkit.config.directions import metric_and_direction
+from trainkit.files.log import is_evaluation
+from trainkit.files.records import read_rows, read_run_json
 
 LABELS = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}
 LABELS["learning_rate"] = "learning rate"

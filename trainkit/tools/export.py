@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from trainkit.errors import RunFailure, UsageError, as_usage_error
-from trainkit.run_dir.files import write_json
-from trainkit.run_dir.records import last_evaluation, read_run_json
+from trainkit.files.atomic import write_json
+from trainkit.files.records import last_evaluation, read_run_json
 from trainkit.tools import plots
 
 TOLERANCE = 1e-5  # between PyTorch and onnxruntime, relative to the largest output

@@ -18,10 +18,10 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from tyro.conf import Positional
 
-from trainkit.cli.parse import parse
+from trainkit.config.command_line import parse
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.files.records import PREDICTIONS, load_predictions
 from trainkit.launch import startup
-from trainkit.run_dir.records import PREDICTIONS, load_predictions
 from trainkit.tools import curves
 from trainkit.tools.curves import COLOURS, legend_above, new_figure
 

@@ -10,8 +10,8 @@ import pandas as pd
 import torch
 
 from trainkit.errors import UsageError
+from trainkit.files.atomic import write_durably
 from trainkit.reading import frames
-from trainkit.run_dir.files import write_durably
 from trainkit.tables.columns import Column, encode, parse_cells
 from trainkit.text import shorten
 

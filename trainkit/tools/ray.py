@@ -20,7 +20,7 @@ from ray import train
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchTrainer
 
-from trainkit.run_dir.records import follow
+from trainkit.files.records import follow
 
 folder = Path.cwd()
 parser = argparse.ArgumentParser()

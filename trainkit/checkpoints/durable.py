@@ -1,0 +1,142 @@
+"""In a thread, sync a checkpoint to the disk and give it its name, while the training continues.
+
+The names of checkpoints are only given by the main process, and nothing here communicates but by
+files, because a collective in a thread would mix with those of the training. Each process syncs and
+hashes its own files and leaves their hashes beside them, in part-00001.json. The main process waits
+for these parts, writes MANIFEST.json and renames the folder.
+"""
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from trainkit.errors import RunFailure
+from trainkit.files.atomic import remove_tree, sync
+from trainkit.files.log import JsonlTracker
+from trainkit.files.manifest import (
+    make_durable,
+    read_part,
+    step_name,
+    steps_in,
+    write_manifest,
+    write_part,
+)
+from trainkit.launch.together import failing_together
+from trainkit.mirror.mirror import Mirror
+from trainkit.text import first_sentence
+
+# How long the main process waits, after an error, for the parts of others, which may be dead.
+LAST_SECONDS = 10.0
+
+
+class Commits:
+    """The thread of this process that makes its checkpoints durable, one at a time."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        tracker: JsonlTracker,
+        keep: int,
+        mirror: Mirror | None = None,
+    ):
+        self.accelerator = accelerator
+        self.tracker = tracker
+        self.keep, self.mirror = keep, mirror
+        self.what = ""
+        self.thread = ThreadPoolExecutor(1, "checkpoint")  # the interpreter joins it at its end
+        self.jobs: list[Future] = []
+        self.leaving = mirror.leaving if mirror else threading.Event()
+
+    def start(
+        self, folder: Path, final: Path, trainer: dict[str, Any], what: str, started_at: float
+    ) -> None:
+        """Make `folder` durable in the thread, rename it to `final`, remove older checkpoints.
+
+        Every process must call this, when all have written their files.
+
+        Args:
+            trainer: the content of trainer.json.
+            what: begins the message if this fails.
+            started_at: when the save began, on the clock time.monotonic().
+        """
+        self.what = what
+        rank = self.accelerator.process_index
+        text = json.dumps(trainer, indent=2) + "\n"  # now, because the training changes its values
+        best = step_name(trainer["progress"]["best_step"])
+        if self.mirror:
+            with failing_together(self.accelerator, what, RunFailure):
+                self.mirror.take(folder, final, best)
+        blocked = since(started_at)
+
+        def finish_own_files() -> dict[str, Any]:
+            if rank == 0:
+                (folder / "trainer.json").write_text(text)
+                self.tracker.sync()
+            files = make_durable(folder, rank)
+            if rank != 0:
+                write_part(folder, rank, files)
+            return files
+
+        def commit() -> None:
+            files = finishing.result()
+            for other in range(1, self.accelerator.num_processes):
+                files |= read_part(folder, other, self.leaving)
+            write_manifest(folder, files)
+            os.rename(folder, final)
+            sync(final.parent)
+            for old in steps_in(final.parent)[: -self.keep]:
+                if old.name != best and not (self.mirror and self.mirror.is_copying(old.name)):
+                    remove_tree(old)
+            seconds = {"blocked_seconds": blocked, "save_seconds": since(started_at)}
+            self.tracker.log_timing({"saved": final.name, **seconds})
+
+        finishing = self.thread.submit(finish_own_files)
+        self.jobs = [finishing, self.thread.submit(commit if rank == 0 else finishing.result)]
+
+    def failed(self) -> bool:
+        """Has this process found that the newest checkpoint cannot be made durable?"""
+        return any(job.done() and job.exception() is not None for job in self.jobs)
+
+    def wait(self, seconds_for_mirror: float = 0.0) -> None:
+        """Wait until the newest checkpoint is durable, and so long at most until it is mirrored.
+
+        Every process must call this. Raises RunFailure on all of them if any has failed.
+        """
+        jobs = self.jobs
+        self.jobs = []
+        try:
+            for job in jobs:
+                with failing_together(self.accelerator, self.what, RunFailure):
+                    job.result()
+        except RunFailure:
+            self.leaving.set()
+            raise
+        if self.mirror and seconds_for_mirror:
+            self.mirror.wait(seconds_for_mirror)
+
+    def close(self) -> None:
+        """Wait for this process and, for a short time, for the others, some of which may be dead.
+
+        This does not communicate: it is for the end of a run after an error. It prints a line if
+        the newest checkpoint could not be made durable.
+        """
+        wait(self.jobs[:1])
+        if wait(self.jobs, LAST_SECONDS).not_done or self.failed():
+            self.leaving.set()
+        if self.mirror:
+            self.mirror.close(LAST_SECONDS)
+        self.leaving.set()
+        self.thread.shutdown()
+        for problem in filter(None, [job.exception() for job in self.jobs][-1:]):
+            print(f"{self.what}: {first_sentence(problem)}", flush=True)
+
+
+def since(started_at: float) -> float:
+    """Seconds since a reading of time.monotonic()."""
+    return round(time.monotonic() - started_at, 6)

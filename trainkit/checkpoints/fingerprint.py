@@ -1,0 +1,121 @@
+"""The fingerprint of a run: what must be equal on all nodes and after a resume.
+
+The world of a run (its processes, device and versions) may differ, but then rounding does too.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from trainkit.checks.content import hash_fixed, text_of
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.launch import alike
+from trainkit.launch.environment import num_copies
+from trainkit.launch.together import failing_together
+from trainkit.numbers.loaders import batches_of
+from trainkit.numbers.mixing import NUM_HELD
+from trainkit.numbers.optim import num_parameters
+from trainkit.numbers.position import Progress
+from trainkit.outside.names import prepared_loaders
+from trainkit.sharding import shards
+from trainkit.text import shorten
+
+
+def fingerprint_run(
+    run: Any, metadata: dict[str, Any], started_from: str, fixed: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the values by the names used in messages. Every process must call this.
+
+    started_from is the SHA-256 of --start-from; fixed has what is used and not trained, by name. A
+    data set with fingerprint() returns an entry for each of its files, so that a message can name
+    the file that changed. Raises UsageError on all processes if their values differ.
+    """
+    with failing_together(run.accelerator, "run.begin(...) cannot read what is fixed"):
+        hashes = {f"fixed[{name}]": hash_fixed(name, value) for name, value in fixed.items()}
+    digest = hashlib.md5(usedforsecurity=False)
+    files = [dataset.fingerprint() for dataset in run.sets if hasattr(dataset, "fingerprint")]
+    loaders = filter(None, map(batches_of, prepared_loaders(run.accelerator)))
+    for batches in loaders:
+        if batches.is_custom:
+            order = batches.order(0, 0, min(batches.num_samples, NUM_HELD))
+            digest.update(text_of(order).encode())
+    fingerprint = {
+        **run.config.experiment(),
+        **{name: value for of in files for name, value in of.items()},
+        "data": run.data_fingerprint,
+        "weights= or order= of the samples": digest.hexdigest(),
+        "size": num_parameters(run.models),
+        **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
+        **hashes,
+    }
+    if started_from:
+        fingerprint["start_from"] = started_from
+        shards.HASHED.clear()  # the file may have replaced frozen weights
+    for number, model in enumerate(run.models):
+        frozen = shards.HASHED.get(model) or shards.hash_frozen(model)
+        fingerprint |= {f"{name} of model {number}": value for name, value in frozen.items()}
+    alike.check_same(run.accelerator, fingerprint)
+    return fingerprint
+
+
+def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, Any]:
+    """Return trainer.json of the checkpoint at `path`, with its "progress" as a Progress.
+
+    Raises UsageError if it does not belong to the run with the fingerprint `now`, or is from after
+    the last step of this run.
+    """
+    with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
+        trainer = json.loads((path / "trainer.json").read_text())
+        before = trainer["fingerprint"]
+        progress = Progress(**trainer["progress"])
+    # Files come first: the name of a missing file says more than a hash of all files.
+    for name in sorted(now | before, key=lambda name: not name.startswith("/")):
+        if before.get(name) != now.get(name):
+            raise UsageError(
+                f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
+                f"{now.get(name)!r} here: resume with what it had, or start anew without --resume"
+            )
+    if progress.step > last_step:
+        raise UsageError(
+            f"{path} is of step {progress.step} and this run ends at step {last_step}: raise "
+            "--epochs or --stop-after-steps, or resume from an older checkpoint"
+        )
+    return trainer | {"progress": progress}
+
+
+def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
+    """Yield a sentence if source files differ: results of hash_sources()."""
+    if changed := sorted(name for name in now if before.get(name, now[name]) != now[name]):
+        yield (
+            f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "
+            "the code as it is now"
+        )
+
+
+def world_facts(accelerator: Accelerator) -> dict[str, Any]:
+    """What may change on a resume; a change makes rounding differ."""
+    return {
+        "num_processes": accelerator.num_processes,
+        "sharded": accelerator.is_fsdp2,
+        "copies": num_copies(accelerator.num_processes),
+        "mixed_precision": accelerator.mixed_precision,
+        "micro_batches": accelerator.gradient_accumulation_steps,
+        "device": accelerator.device.type,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def compare_worlds(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each difference between two results of world_facts(...)."""
+    for name in now:
+        if before.get(name, now[name]) != now[name]:
+            yield (
+                f"{name} was {before[name]!r} and is {now[name]!r}: the run continues at the same "
+                "sample, but bits may differ from here"
+            )

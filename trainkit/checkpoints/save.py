@@ -1,0 +1,207 @@
+"""Save checkpoints that are either complete and durable or absent, and resume from them exactly.
+
+    checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
+        state/                      the files that accelerator.save_state writes, or the shards
+        trainer.json                position of the run, running sums, size of the log; for a
+                                    sharded run also that part of its state that is not tensors
+        MANIFEST.json               size and hash of every file
+
+save() calls accelerator.save_state and resume() calls accelerator.load_state. This module adds
+three things to them: the files become durable while the training continues (run_dir/commit.py);
+their hashes are compared before any file is read; and two hooks in shards.py save the averages of
+--ema and refuse missing and extra files. Four things that load_state restores are not used:
+
+* Objects registered with Accelerate. It unpickles them without weights_only, so a forged file could
+  execute code. A checkpoint with a file of such an object is neither written nor read.
+* Random states. load_state restores them, or skips them without a message. Nothing depends on them
+  (trainkit/numbers/loaders.py says what is used instead). numpy does not check the position in a
+  saved state, which could be forged, so the generators are seeded again afterwards.
+* accelerator.step, the count of micro-batches. It is 0 between two optimizer steps.
+* The kernels ("fused", "foreach") in a saved parameter group. This run's YAML chooses them.
+
+A sharded run calls neither function. Sharded checkpoints are written and read by shards.py, which
+explains why, whatever run reads them.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from trainkit.checkpoints.durable import Commits
+from trainkit.checkpoints.fingerprint import (
+    compare_sources,
+    compare_worlds,
+    read_same_run,
+    world_facts,
+)
+from trainkit.checkpoints.resume import choose
+from trainkit.config import TrainingConfig
+from trainkit.errors import RunFailure
+from trainkit.files.atomic import sync
+from trainkit.files.log import JsonlTracker
+from trainkit.files.manifest import abandon_later, hash_of, step_name
+from trainkit.files.weights import read_weights
+from trainkit.launch.alike import hash_sources
+from trainkit.launch.together import failing_together
+from trainkit.mirror.mirror import open_mirror
+from trainkit.numbers.means import RunningMeans
+from trainkit.numbers.optim import keep_when_loading
+from trainkit.numbers.position import Progress
+from trainkit.numbers.rng import seed_host
+from trainkit.outside.fixes import count_micro_batches_anew, without_loss_scale
+from trainkit.outside.names import prepared_optimizers
+from trainkit.sharding import shards
+from trainkit.text import check_json
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        fingerprint: names and values that a checkpoint must share with this run to continue it.
+        averages: for each model, the averages of its weights that --ema keeps, by name.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: TrainingConfig,
+        fingerprint: dict[str, Any],
+        tracker: JsonlTracker,
+        means: RunningMeans,
+        averages: Sequence[dict[str, torch.Tensor]] = (),
+    ):
+        self.accelerator = accelerator
+        self.directory = config.run_dir / "checkpoints"
+        self.tracker, self.means, self.averages = tracker, means, averages
+        self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
+        self.sources = hash_sources()  # as this process has read them, whatever is edited later
+        self.mirror = open_mirror(accelerator, config)
+        self.commits = Commits(accelerator, tracker, config.keep, self.mirror)
+        for optimizer in prepared_optimizers(accelerator):
+            keep_when_loading(optimizer.optimizer)
+        self.saved_step = -1  # the step of the newest checkpoint
+        written = averages if accelerator.is_main_process else ()
+        accelerator.register_save_state_pre_hook(partial(shards.before_save, written))
+        accelerator.register_load_state_pre_hook(partial(shards.before_load, accelerator, averages))
+
+    def save(self, progress: Progress) -> None:
+        """Save a checkpoint of this step. Every process must call this, after an optimizer step.
+
+        This returns when the files are written. A thread makes them durable and gives the
+        checkpoint its name; the next save waits for that, and so does commits.wait(). Raises
+        RunFailure on all processes if any of them fails, or if the previous save did, and
+        RuntimeError if run.state does not survive a round trip through JSON. Older checkpoints are
+        not touched.
+        """
+        check_json("run.state", progress.state)
+        if progress.step == self.saved_step:
+            return  # same weights; a resume repeats what was done since, for example an evaluation
+        self.commits.wait()
+        if self.mirror:
+            self.mirror.wait_if_late()
+        started_at = time.monotonic()
+        accelerator = self.accelerator
+        final = self.directory / step_name(progress.step)
+        temporary = self.directory / f".tmp-{final.name}"
+        trainer = {
+            "progress": asdict(progress),
+            "sums": self.means.state(),
+            "log_bytes": self.tracker.size(),
+            "fingerprint": self.fingerprint,
+            "world": world_facts(accelerator),
+            "sources": self.sources,
+        }
+        save_state = accelerator.save_state
+        if accelerator.is_fsdp2:
+            trainer["state"], save_state = shards.writer(accelerator, self.averages)
+        what = f"saving {final} failed, the older checkpoints are untouched"
+        with failing_together(accelerator, what, RunFailure):
+            if accelerator.is_main_process:
+                temporary.mkdir()  # without parents: the run folder may have been moved away
+                (temporary / "state").mkdir()
+        with failing_together(accelerator, what, RunFailure):
+            save_state(temporary / "state")
+        self.commits.start(temporary, final, trainer, what, started_at)
+        self.saved_step = progress.step
+
+    def resume(self, wanted: str | None, last_step: int = sys.maxsize) -> Progress:
+        """Load the checkpoint that --resume names, and return the position of the run.
+
+        None starts a new run. "auto" loads the newest complete checkpoint, or starts a new run if
+        there is no checkpoint. "latest" loads the newest complete checkpoint, or fails. A path
+        loads exactly that checkpoint, or fails. Every process must call this. Raises UsageError on
+        all of them, before any weight changes, if no checkpoint is complete, or if the checkpoint
+        belongs to another run or is from after the last step of this run.
+        """
+        accelerator = self.accelerator
+        main = self.accelerator.is_main_process
+        notices: list[str] = []
+        check = partial(read_same_run, now=self.fingerprint, last_step=last_step)
+        path, trainer = choose(self.directory, self.mirror, wanted, notices, check, accelerator)
+        progress = trainer.get("progress", Progress())
+        with failing_together(accelerator, f"{path} cannot be loaded"):
+            if path:
+                self._load_state(path / "state", trainer.get("state"))
+                self.means.load(trainer["sums"])
+                self.saved_step = progress.step
+        with failing_together(accelerator, f"cannot resume from {self.directory}"):
+            if main:
+                # The run continues from this checkpoint. Rows are cut only after later checkpoints
+                # are renamed: if this is killed halfway, "auto" can still resume.
+                notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
+                notices += compare_sources(trainer.get("sources", {}), self.sources)
+                notices.extend(abandon_later(self.directory, progress.step, path))
+                self.tracker.cut(trainer.get("log_bytes", 0))
+                sync(self.directory.parent)
+        if self.mirror:
+            self.mirror.go_on(path, trainer)
+        count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
+        for notice in notices:
+            print(notice, flush=True)
+        if path:
+            self.tracker.log_timing({"resumed_at": progress.step})  # the curves mark this step
+        return progress
+
+    def _load_state(self, folder: Path, state: dict[str, Any] | None) -> None:
+        accelerator = self.accelerator
+        if state is not None:  # a sharded run saved it
+            return shards.read(accelerator, self.averages, folder, state)
+        if accelerator.is_fsdp2:
+            return shards.read_whole(accelerator, self.averages, folder)
+        is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
+        with without_loss_scale(accelerator, hide=is_new_scale):
+            accelerator.load_state(
+                folder.resolve(),  # load_state would expand a ~
+                load_kwargs={"mmap": True, "weights_only": True},
+                map_location="cpu",  # else a GPU would hold all optimizer state twice
+                strict=False,  # checkpoints leave out frozen weights
+            )
+        seed_host(0)  # replaces what random_states_*.pkl set
+
+
+def start_from(
+    accelerator: Accelerator, config: TrainingConfig, model: torch.nn.Module
+) -> tuple[str, str]:
+    """Load the weights of --start-from; return a line about it and its SHA-256, "" if not given.
+
+    Every process must call this. Raises UsageError on all of them.
+    """
+    path = config.start_from
+    if path is None:
+        return "", ""
+    with failing_together(accelerator, f"--start-from {path} cannot be read"):
+        tensors, line = read_weights(path, model)
+        fingerprint = hash_of(path)
+    state = model.state_dict()
+    rows = {name: shards.rows_of(state[name], value) for name, value in tensors.items()}
+    model.load_state_dict(rows, strict=False)
+    return line, fingerprint

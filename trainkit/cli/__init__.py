@@ -1,1 +1,0 @@
-"""What a run prints: its plan, its progress, the machine it is on."""

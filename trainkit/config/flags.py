@@ -1,0 +1,207 @@
+"""The flags that every run has, as the fields of a dataclass; a script adds its own in a subclass.
+
+The text below a field is its line of --help.
+"""
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+
+from trainkit.config.command_line import flag
+from trainkit.config.command_line import parse as parse
+from trainkit.config.directions import metric_and_direction
+from trainkit.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Rule(NamedTuple):
+    """What a value must be; None is not checked."""
+
+    holds: Callable[[Any], bool]
+    text: str
+
+
+Count = Annotated[int, Rule(lambda value: 1 <= value < 2**31, "at least 1 and below 2**31")]
+NonNegative = Annotated[T, Rule(lambda value: 0 <= value < math.inf, "a number of at least 0")]
+Positive = Annotated[float, Rule(lambda value: 0 < value < math.inf, "a number above 0")]
+Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, "at least 0 and below 1")]
+Share = Annotated[float, Rule(lambda value: 0 <= value <= 1, "at least 0 and at most 1")]
+Seed = Annotated[int, Rule(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")]
+
+Metric = Annotated[
+    str,
+    Rule(
+        lambda value: bool(metric_and_direction(value)[1]),
+        "followed by :min or :max: the name does not say whether a smaller or a larger value is "
+        "better",
+    ),
+]
+Optimizer = Literal["adamw", "adam", "sgd"]
+Schedule = Literal["onecycle", "cosine", "exponential", "exponential+cosine", "constant"]
+
+MAY_CHANGE = "may have another value when a run is resumed"
+MayChange = Annotated[T, MAY_CHANGE]
+
+# A default that load_data, or __post_init__, replaces. Any, so that a field is annotated with the
+# type that it has later.
+UNSET: Any = None
+
+
+@dataclass
+class TrainingConfig:
+    """The shared flags; a script changes a default by declaring the field again.
+
+    A field must have the same value on all nodes and when a run is resumed. A MayChange field may
+    change when it is resumed. If a script adds it, such as where the data are, whose content is
+    compared instead, it may differ between the nodes too.
+    """
+
+    epochs: Count = 10
+    """passes over the training data"""
+    batch_size: Count = 128
+    """samples per optimizer step, over all processes and micro-batches"""
+    learning_rate: Positive = 1e-3
+    """peak learning rate"""
+    run_dir: MayChange[Path] = Path("runs/run")
+    """folder of this run; an earlier run in it is moved aside, never deleted"""
+    resume: MayChange[str | None] = None
+    """auto: the newest complete checkpoint, if any; latest: the same, or fail; or a checkpoint"""
+
+    optimizer: Optimizer = "adamw"
+    """fused, except under fp16"""
+    momentum: NonNegative[float] = 0.9
+    """of --optimizer sgd"""
+    weight_decay: NonNegative[float] = 0.0
+    """decoupled for adamw, else an L2 penalty"""
+    schedule: Schedule = "constant"
+    """learning rate of each step"""
+    warmup: Fraction = 0.0
+    """fraction of all steps in which the learning rate rises to its peak"""
+    min_learning_rate: NonNegative[float] = 0.0
+    """lowest learning rate of the onecycle and cosine schedules"""
+    gamma: Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")] = 0.9
+    """decay per epoch of the exponential schedules"""
+    cosine_epochs: Positive | None = None
+    """half a period of the cosine, in epochs (default: the whole run)"""
+    scale_lr: Count | None = None
+    """a reference batch size: multiply the learning rate by --batch-size / this"""
+    clip_norm: Annotated[float, Rule(lambda value: value > 0, "above 0")] = math.inf
+    """largest norm of the gradient; inf: do not clip"""
+    ema: Annotated[float, Rule(lambda value: 0 < value < 1, "above 0 and below 1")] | None = None
+    """evaluate and write a moving average of the weights, with this decay per step"""
+    drop_last: bool = False
+    """leave out the last short batch of each epoch"""
+    seed: Seed = 0
+    """of weights, order, augmentation and dropout"""
+
+    save_every: MayChange[Count | None] = None
+    """steps between checkpoints (default: each epoch)"""
+    keep: MayChange[Annotated[int, Rule(lambda value: value >= 2, "at least 2")]] = 2
+    """checkpoints to keep, at least 2"""
+    keep_best: MayChange[Metric | None] = None
+    """a metric, or METRIC:min, METRIC:max: keep its best checkpoint and write best.safetensors"""
+    patience: MayChange[Count | None] = None
+    """end the run after this many evaluations in a row that are not the best by --keep-best"""
+    start_from: MayChange[Path | None] = None
+    """initial weights, a safetensors file, matched by name; a checkpoint of --resume comes first"""
+    mirror: MayChange[str | None] = None
+    """where checkpoints are copied and --resume finds them: s3://, gs://, hf://, another folder"""
+    mirror_must: MayChange[bool] = False
+    """exit with 1 if --mirror does not have the whole run at the end"""
+    stop_after_steps: MayChange[Count | None] = None
+    """end the run after this many optimizer steps as if it were done"""
+    pictures: MayChange[bool] = True
+    """draw curves and results into the run folder at the end"""
+    log_every: MayChange[Count | None] = None
+    """steps between rows of metrics.jsonl (default: 50, or fewer for at least 50 rows in a run)"""
+    eval_every: MayChange[Count | None] = None
+    """steps between evaluations, besides those at an epoch's end"""
+    eval_batch_size: MayChange[Count] = 1024
+    """in evaluations; changes nothing but rounding"""
+    accumulate: MayChange[Count] = 1
+    """micro-batches per optimizer step: less memory, the same numbers"""
+    tracker: MayChange[Literal["tensorboard", "trackio", "wandb"] | None] = None
+    """also log to this tracker"""
+    num_workers: MayChange[NonNegative[int]] = 0
+    """loader processes per training process"""
+    timeout: MayChange[Count] = 300
+    """seconds after which a process that does not answer counts as lost"""
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """--learning-rate after the linear scaling rule (Goyal et al. 2017, arXiv:1706.02677)."""
+        scale = self.batch_size / self.scale_lr if self.scale_lr and self.batch_size else 1.0
+        return (self.learning_rate or 0.0) * scale
+
+    @property
+    def resume_may_change(self) -> set[str]:
+        """The fields that may have another value when a run is resumed."""
+        return {name for name, note in _notes_of(type(self)) if note is MAY_CHANGE}
+
+    @property
+    def nodes_may_differ(self) -> set[str]:
+        """Those of them that are the script's own: they may differ between the nodes of a run."""
+        return self.resume_may_change - {field.name for field in fields(TrainingConfig)}
+
+    def experiment(self) -> dict[str, Any]:
+        """The values that decide the numbers, for the fingerprint of a checkpoint."""
+        others = self.resume_may_change
+        if self.schedule in ("constant", "exponential") and not self.warmup:
+            others.add("epochs")  # their rates do not depend on it, so the run may be made longer
+        return {name: value for name, value in vars(self).items() if name not in others}
+
+    def find_problems(self, num_processes: int) -> list[str]:
+        """What is wrong with the values, one phrase each; a script adds to what this returns."""
+        problems = []
+        for name, rule in dict.fromkeys(_notes_of(type(self))):
+            value = getattr(self, name)
+            if isinstance(rule, Rule) and value is not None and not rule.holds(value):
+                problems.append(f"{flag(name)} {value} must be {rule.text}")
+        if self.patience and not self.keep_best:
+            problems.append("--patience needs --keep-best METRIC, the metric to watch")
+        if self.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
+            problems.append(
+                f"--accumulate {self.accumulate} does not work with dynamo_mode: reduce-overhead, "
+                "whose CUDA graphs overwrite the gradients that are being accumulated: use "
+                "--accumulate 1, or dynamo_mode: default in the YAML"
+            )
+        peak = self.peak_learning_rate
+        if self.min_learning_rate > 0 and self.schedule not in ("onecycle", "cosine"):
+            problems.append("--min-learning-rate needs --schedule onecycle or cosine")
+        elif 0 < peak <= self.min_learning_rate:
+            problems.append(
+                f"--min-learning-rate must be below the peak of {peak:g}, which is --learning-rate "
+                "after --scale-lr"
+            )
+        parts = num_processes * self.accumulate
+        if parts > 0 and (self.batch_size or 0) % parts:
+            problems.append(
+                f"--batch-size {self.batch_size} must be a multiple of {num_processes} processes x "
+                f"--accumulate {self.accumulate} = {parts}"
+            )
+        return problems
+
+    def validate(self, num_processes: int) -> None:
+        """Raise one UsageError that names everything that is wrong with the values."""
+        if problems := self.find_problems(num_processes):
+            raise UsageError("; ".join(problems))
+
+
+def _notes_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """What is said of each field in Annotated, in its own class or in one that it comes from."""
+    for base in reversed(kind.__mro__):
+        for name, hint in inspect.get_annotations(base).items():
+            yield from ((name, note) for note in _notes(hint))
+
+
+def _notes(hint: Any) -> Iterator[Any]:
+    if get_origin(hint) is Literal:
+        yield Rule(get_args(hint).__contains__, f"one of {', '.join(get_args(hint))}")
+    yield from getattr(hint, "__metadata__", ())
+    for part in get_args(hint):
+        yield from _notes(part)

@@ -1,0 +1,1 @@
+"""Files that survive a crash, and what is in them."""

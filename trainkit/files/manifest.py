@@ -1,0 +1,200 @@
+"""Find complete checkpoints: MANIFEST.json lists the size and hash of every file."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import xxhash
+
+from trainkit.errors import RunFailure, UsageError
+from trainkit.files.atomic import rename_free, sync
+
+# Of manifests with this hash, which finds damage. It cannot find forgery, because whoever changes a
+# file can change the manifest too; that is why nothing in a checkpoint can execute.
+FORMAT, HASH = 6, "xxh3_128"
+STEP_NAME = re.compile(r"step-\d{10}")
+# The files of save_state; there may be several models, optimizers and schedules.
+FILE_NAME = re.compile(
+    r"trainer\.json|metrics\.jsonl|(predictions|best)\.safetensors"  # the last three for --mirror
+    r"|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
+    r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.safetensors)"
+)
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint of a step; the numbers are zero-padded, so the names sort."""
+    return f"step-{step:010d}"
+
+
+def steps_in(directory: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(p for p in directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
+
+
+def choose_checkpoint(
+    directory: Path,
+    wanted: str | None,
+    notices: list[str],
+    mirrored: Mapping[str, Callable[[Path], str | None]],
+) -> Path | None:
+    """Return the checkpoint in `directory` that --resume names, verified, or None for a new run.
+
+    Raises UsageError if that checkpoint is not complete, or if none of several is.
+
+    mirrored: by the name of a checkpoint of the mirror what copies it to a path, or says why not.
+    """
+    if wanted is None:
+        return None
+    candidates = sorted({*steps_in(directory), *(directory / name for name in mirrored)})
+    if wanted not in ("auto", "latest"):
+        candidates = [Path(wanted)]
+        if candidates[0].resolve().parent != directory.resolve():
+            raise UsageError(
+                f"--resume {wanted} is not in {directory}, and a run continues only in "
+                "its own folder: name that folder, or a copy of it, with --run-dir"
+            )
+    damaged: list[str] = []
+    for path in reversed(candidates):
+        problem = verify(path)
+        if problem and path.name in mirrored:
+            problem = mirrored[path.name](path)
+        if problem is None:
+            notices.extend([*damaged, f"resuming from {path}"])
+            return path
+        damaged.append(f"skipped {path}: {problem}")
+    if damaged:
+        raise UsageError(
+            f"--resume {wanted}: no checkpoint is complete ({'; '.join(damaged)}); without "
+            "--resume a new run starts and this folder is renamed"
+        )
+    if wanted == "latest":
+        raise UsageError(f"--resume latest: there is no checkpoint in {directory}")
+    notices.append(f"no checkpoint in {directory}: starting from the beginning")
+    return None
+
+
+def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:
+    """Rename the checkpoints after this step, the last first; return a sentence for each.
+
+    A run that continues from the checkpoint `used` no longer leads to them.
+    """
+    sentences = []
+    for path in reversed(steps_in(directory)):
+        if path.name >= step_name(step) and (used is None or path.name != used.name):
+            new = rename_free(path, f"abandoned-{path.name}")
+            sentences.append(f"{path.name} is now {new.name}")
+    sync(directory)
+    return sentences
+
+
+def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
+    """Make the files that this process wrote durable; return the size and hash of each.
+
+    Only the process that wrote a file does this: on a network file system its machine alone may
+    hold the bytes. Raises RunFailure for a file that a resume would refuse.
+    """
+    files = list_files(folder, rank)
+    for name in files:
+        if not FILE_NAME.fullmatch(name):
+            raise RunFailure(
+                f"the checkpoint would hold {name}, which no resume reads, because that could "
+                "execute code: keep its content in a buffer of a module that accelerator.prepare "
+                "is given"
+            )
+        sync(folder / name)
+    return files
+
+
+def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Write MANIFEST.json, and make it and all names in the folder durable."""
+    manifest = folder / "MANIFEST.json"
+    manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
+    for path in (manifest, *{(folder / name).parent for name in files}, folder):
+        sync(path)
+
+
+def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of each file of a checkpoint, by its name."""
+    return json.loads((folder / "MANIFEST.json").read_bytes())["files"]
+
+
+def write_part(folder: Path, rank: int, content: dict[str, Any]) -> None:
+    """Let the main process have this content of another one: see read_part."""
+    # Not synced: once it has its name, the main process may rename the folder.
+    unnamed = folder / f".tmp-{_part(folder, rank).name}"
+    unnamed.write_text(json.dumps(content))
+    os.replace(unnamed, _part(folder, rank))
+
+
+def read_part(folder: Path, rank: int, leaving: Event) -> dict[str, Any]:
+    """Return what another process gave to write_part, as soon as it is there, and remove it.
+
+    Raises RunFailure when this process is leaving.
+    """
+    path = _part(folder, rank)
+    while not path.exists():
+        if leaving.wait(0.01):
+            raise RunFailure("another process has not made its files durable")
+    content = json.loads(path.read_text())
+    path.unlink()
+    return content
+
+
+def _part(folder: Path, rank: int) -> Path:
+    return folder / f"part-{rank:05d}.json"
+
+
+def verify(path: Path) -> str | None:
+    """Say why a folder is not a complete checkpoint; None if every file is as it was saved."""
+    file = path / "MANIFEST.json"
+    if not file.is_file():
+        return "it has no MANIFEST.json"
+    try:
+        manifest = json.loads(file.read_bytes())
+        if manifest["format"] != FORMAT:
+            return f"another version saved it, in format {manifest['format']}, not {FORMAT}"
+        files = manifest["files"]
+        there = list_files(path)
+        for name in sorted(files | there):
+            if name not in there:
+                return f"{name} is missing"
+            if name not in files or not FILE_NAME.fullmatch(name):
+                return f"{name} does not belong there"
+            if files[name] != there[name]:
+                return f"{name} was changed"
+    except Exception as problem:  # a forged manifest may raise anything
+        return f"MANIFEST.json cannot be read ({type(problem).__name__})"
+    return None
+
+
+def list_files(folder: Path, rank: int | None = None) -> dict[str, dict[str, Any]]:
+    """Size and hash of each file below a folder except its manifest; empty for links and pipes.
+
+    With `rank`, only of the files that this process writes.
+    """
+    paths = [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
+    plain = {p for p in paths if p.is_file() and not p.is_symlink()}
+    names = {p.relative_to(folder).as_posix(): p for p in paths if p.name != "MANIFEST.json"}
+    return {
+        # Links and pipes are not read: reading a pipe would never end.
+        name: {"bytes": p.stat().st_size, HASH: hash_of(p, HASH)} if p in plain else {}
+        for name, p in names.items()
+        if rank in (None, writer_of(p.name))
+    }
+
+
+def writer_of(name: str) -> int:
+    """The process that writes this file: the main one, unless its number is in the name."""
+    match = re.search(r"(random_states_|shard-|part-)(\d+)", name)
+    return int(match[2]) if match else 0
+
+
+def hash_of(path: Path, kind: str = "sha256") -> str:
+    """Hash a file. xxh3_128 finds damage like SHA-256, in a tenth of its time."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, getattr(xxhash, kind, kind)).hexdigest()

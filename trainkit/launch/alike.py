@@ -1,0 +1,155 @@
+"""Check that this is the world that the YAML asks for, and that all its nodes are alike.
+
+Machines are installed and started one by one, so they can differ. A run on machines that differ
+hangs, or silently trains wrong. A "node" is the group of all processes that one launcher started.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from trainkit.config import TrainingConfig
+from trainkit.config.command_line import flag
+from trainkit.errors import UsageError
+from trainkit.files.stores import shown
+from trainkit.launch.together import failing_together, raise_together
+
+SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
+
+
+def check_world(accelerator: Accelerator) -> None:
+    """Refuse a world other than the one the launcher announced. Call after Accelerator(...)."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != accelerator.num_processes:
+        raise UsageError(
+            f"{world_size} processes were started but Accelerate sees {accelerator.num_processes}, "
+            "so they would overwrite each other's files: use a YAML from accelerate_configs/"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise UsageError(
+            f"on {accelerator.device.type} Accelerate trains in float32 where fp16 was asked for: "
+            "use mixed_precision: bf16 or no"
+        )
+
+
+def first_on_each_node(accelerator: Accelerator, load: Callable[[], Any]) -> Any:
+    """Return load(), called first by one process per file system, so that it fills a cache once.
+
+    Every process must call this. A UsageError on any process is raised on all of them.
+    """
+    result = None
+    error = None
+    # If machines share a disk, rank 0 goes first; if not, local rank 0 of each machine. The body
+    # must not raise a UsageError, because the other processes wait at a barrier.
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        try:
+            result = load()
+        except UsageError as problem:
+            error = str(problem)
+    raise_together(accelerator, error)
+    return result
+
+
+def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Refuse a run whose nodes were started differently or do not share --run-dir.
+
+    Every process must call this, before any other collective. Raises UsageError on all of them.
+    """
+    values = vars(config).items()
+    may_differ = config.nodes_may_differ
+    flags = {flag(name): value for name, value in values if name not in may_differ}
+    check_same(accelerator, describe_node() | flags)
+    check_shared_folder(accelerator, config.run_dir)
+
+
+def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
+    """Refuse a run whose nodes differ in one of the described values.
+
+    Every process must call this. Raises UsageError on all, with name, nodes and values.
+    """
+    described = {name: shown(str(value)) for name, value in described.items()}
+    everybody = gather_object([(node_name(), described)])
+    for name in dict.fromkeys(name for _, theirs in everybody for name in theirs):
+        nodes = {theirs.get(name, "not set"): node for node, theirs in reversed(everybody)}
+        if len(nodes) > 1:
+            values = (f"{value} on {node}" for value, node in reversed(nodes.items()))
+            raise UsageError(
+                f"the nodes of this run differ: {name} is {', and '.join(values)}: start all of "
+                "them with the same command, code, packages and data"
+            )
+
+
+def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
+    """Refuse a run folder that is not the same folder for all processes.
+
+    Every process must call this. Raises UsageError on all of them.
+    """
+    if accelerator.num_processes == 1:
+        return
+    name = ""
+    folder = run_dir.parent  # beside it, where the lock will be
+    with failing_together(accelerator, f"{run_dir} cannot be used"):
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = Path(tempfile.mkstemp(prefix=".tmp-shared-", dir=folder)[1]).name
+    (name,) = broadcast_object_list([name])
+    give_up_at = time.monotonic() + SHOWN_SECONDS
+    while not (seen := (folder / name).exists()) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    nodes = gather_object([(node_name(), seen)])
+    if accelerator.is_main_process:
+        (folder / name).unlink()
+    for node, seen in nodes:
+        if not seen:
+            raise UsageError(
+                f"{run_dir} is not the same folder on {node} as on {nodes[0][0]}: give a folder "
+                "on a file system that all nodes share, by its full path"
+            )
+
+
+def describe_node() -> dict[str, str]:
+    """What must be equal on all nodes for any script: launch, versions and source files."""
+    sources = repr(sorted(hash_sources().items())).encode()
+    return {
+        "processes per node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
+        # What the launcher read from the YAML, such as mixed_precision.
+        **{
+            name: os.environ[name]
+            for name in sorted(os.environ)
+            if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_DP_"))
+        },
+        **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
+        "md5 of the source files": hashlib.md5(sources, usedforsecurity=False).hexdigest(),
+    }
+
+
+def hash_sources() -> dict[str, str]:
+    """The md5 of each file of the kit, of the script, and of what it has imported from its folder.
+
+    This works without git and covers edits that are not committed.
+    """
+    script, kit = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+    above = f"{script.parent}{os.sep}"
+    inside = [name for name in loaded if name.startswith(above) and "site-packages" not in name]
+    hashes = {}
+    for folder, names in ((kit.parent, kit.rglob("*.py")), (script.parent, [script, *inside])):
+        for path in filter(Path.is_file, map(Path, names)):
+            md5 = hashlib.md5(path.read_bytes(), usedforsecurity=False)
+            hashes[path.relative_to(folder).as_posix()] = md5.hexdigest()
+    return hashes
+
+
+def node_name() -> str:
+    """The node of this process, for messages. It has a number: two nodes may share a host."""
+    return f"node {os.environ.get('GROUP_RANK', '0')} ({socket.gethostname()})"

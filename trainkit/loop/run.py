@@ -1,0 +1,385 @@
+"""One run, from launch to exit: everything around the training loop, which the script contains.
+
+A script calls load and begin. Then, in each of epochs(): for each batch of steps() it calls
+step_mean, clip_and_check, add, end_step and, if that returns True, save; then end_epoch. At last it
+calls finish. main() of train_mnist.py shows them all.
+
+The script passes one value for each sample (or token), and Run computes the means over processes
+and micro-batches. Run never calls the model, backward or step, never looks into a batch, and does
+not know what a metric means. Read next: step.py (one step), numbers/loaders.py (which samples),
+numbers/counts.py (what a mean is divided by) and checkpoints/ (save and resume).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainkit.checkpoints.fingerprint import fingerprint_run
+from trainkit.checkpoints.save import Checkpoints, start_from
+from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
+from trainkit.checks.data import load_checked, random_collation
+from trainkit.checks.prepared import Prepared, check_loader
+from trainkit.config import TrainingConfig
+from trainkit.launch.run_folder import open_run
+from trainkit.launch.signals import Signals
+from trainkit.loop import evaluation
+from trainkit.loop.ema import EMA
+from trainkit.loop.session import leave_processes, leave_stopped, start_accelerator, timeout_of
+from trainkit.loop.step import CountValues, Step
+from trainkit.numbers.means import RunningMeans, Selection
+from trainkit.numbers.position import Length
+from trainkit.report.results import Results, check_predictions
+
+
+class Run:
+    """A context manager. Every process must make every call, in the order given above.
+
+    A call out of order raises RuntimeError, which names the call that comes next. However the body
+    ends, signal handlers are restored and the run folder is released. There may be one model and
+    optimizer or several, with their schedules; all must go through accelerator.prepare.
+    --start-from and --keep-best apply to the first model. Trackers show the run under `project`.
+
+    Attributes:
+        stage: which calls may come next: see checks/calls.py.
+        resources: what is cleaned up at the end.
+        log: a Reporter, which writes metrics.jsonl and timing.jsonl.
+        print: prints on the main process.
+        sets: the training set and the evaluation set.
+        data_fingerprint: the md5 of both.
+        data_plan: lines about random numbers that do not follow from the seed.
+        length: how long the run is in steps, and when it evaluates.
+        prepared: what went through accelerator.prepare.
+        models: the models without the wrappers of DDP and torch.compile.
+        results: writes the files that the run leaves.
+        progress: where the run stands: progress.step, and progress.epoch, completed ones.
+        step: the current Step.
+        means: of the values given to run.add.
+    """
+
+    def __init__(self, config: TrainingConfig, project: str):
+        self.config, self.project = config, project
+        self.stage = "new"
+        self.resources = ExitStack()
+
+    def __enter__(self) -> "Run":
+        need(self, "`with run`", "new")
+        config = self.config
+        self.accelerator, self.log = start_accelerator(config, self.project)
+        self.print = self.log.print
+        self.resources.callback(lambda: self.log.bar.close())
+        self.signals = Signals(self.accelerator, timeout_of(config))
+        self.resources.callback(self.signals.restore)
+        set_seed(config.seed)
+        self.stage = "entered"
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        with self.resources:
+            leave_processes(self.accelerator, self.signals, error, is_over=self.stage == "over")
+            if error is None:
+                need(self, "the end of `with Run(...)`", "over")
+
+    @allowed("entered", then="loaded")
+    def load(self, load_data: Callable[[TrainingConfig], tuple]) -> tuple:
+        """Return load_data(config): the training set, the evaluation set, and anything else.
+
+        One process per file system calls it first, to fill caches.
+        """
+        loaded = load_checked(self.accelerator, self.config, load_data)
+        data, self.data_fingerprint, self.data_plan = loaded
+        self.sets = data[:2]
+        self.length = Length(self.config, len(data[0]))
+        self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
+        set_seed(self.config.seed)  # so that the initial weights depend only on --seed
+        return data
+
+    @allowed("loaded", then="ready")
+    def begin(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        metadata: dict[str, Any],
+        plan: dict[str, str] | None = None,
+        save_frozen: bool = True,
+        fixed: dict[str, nn.Module | str | Path] | None = None,
+    ) -> None:
+        """Print the plan, lock the run folder, load the checkpoint. Call after accelerator.prepare.
+
+        Args:
+            model: what accelerator.prepare returned for the model, or for each of them.
+            metadata: what a reader of model.safetensors needs, as JSON; equal on a resume.
+            plan: lines to print, by name, for example where the data come from.
+            save_frozen: False leaves frozen weights out of the files that the run writes.
+            fixed: modules, files and folders that are used and not trained, such as a teacher, by
+                name. Their content is compared between processes and on a resume.
+        """
+        self.prepared = Prepared(self.accelerator, model)
+        self.models = self.prepared.models
+        self.results = Results(self.accelerator, self.config, self.models, metadata, save_frozen)
+        lines = (plan or {}) | self.data_plan | random_collation(self.accelerator)
+        self.log.print_plan(self, lines)
+        started_from, sha256 = start_from(self.accelerator, self.config, self.models[0])
+        fingerprint = fingerprint_run(self, metadata, sha256, fixed or {})
+        self._resume(fingerprint)
+        if self.progress.step == 0 and started_from:
+            self.print(started_from)
+        self.results.write_start()  # only now: a refused resume leaves DONE and run.json
+        flags = {name: str(value) for name, value in vars(self.config).items()}
+        self.accelerator.init_trackers(self.project, flags)
+
+    def _resume(self, fingerprint: dict[str, Any]) -> None:
+        """Make what a step changes; lock the run folder, and load the checkpoint of --resume."""
+        config, accelerator = self.config, self.accelerator
+        self.step = Step(accelerator, config, self.signals, self.models, self.sets[0], self.length)
+        self.resources.callback(self.step.release)
+        self.means = RunningMeans(accelerator)
+        self.ema = EMA(self.models, config.ema)
+        parts = self.log.tracker, self.means, self.ema.values
+        self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)
+        # Only now, as --mirror may have refused this run: it moves an earlier run aside.
+        if lock := open_run(accelerator, config):
+            self.resources.callback(lock.release)
+        self.resources.callback(self.checkpoints.commits.close)
+        with self.ema.trained_weights():
+            self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """A dict for the script, JSON, equal on all processes; saved, and restored by begin()."""
+        need(self, "run.state", "ready", "epoch", *IN_BATCH, "trained", "over")
+        return self.progress.state
+
+    @allowed("ready")
+    def epochs(self) -> Iterator[int]:
+        """Yield the number of the current epoch, from 0; with --eval-every once per evaluation.
+
+        The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
+        """
+        while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
+            self.stage = "epoch"
+            yield self.progress.epoch
+            need(self, "the next epoch", "ready")
+
+    @allowed("epoch")
+    def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:
+        """Yield this process's share of each training batch, up to the next evaluation.
+
+        A process without a sample of a short batch gets a stand-in; num_samples is then 0. The body
+        must end with `if run.end_step(): run.save()`; a `continue` before that, and `break`, raise
+        RuntimeError. An exception or a second Ctrl-C ends the run without saving.
+
+        count: for several means with --accumulate above 1: count(micro_batch) returns, by name, how
+            many values each mean is over; all micro-batches of a step are then read before it.
+        """
+        progress = self.progress
+        num_done = self.length.num_done(progress)
+        batches = check_loader(self.accelerator, loader, "run.steps(...)")
+        self.prepared.check_unchanged(progress.state)
+        batches.set_position(progress.epoch, num_done)
+        self.log.start(progress, num_done, self.length.last_step)
+        self.step.mistakes.start_epoch(is_new=progress.step_in_epoch == 0)
+        with self.ema.trained_weights(), batches.read_by_run():
+            if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
+                yield from self._steps_to_evaluation(loader, count)
+            self.step.check_weights()
+        self.log.stop()
+        self.stage = "trained"
+
+    def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
+        progress = self.progress
+        length = self.length
+        batches = iter(loader)
+        while length.num_in_step(progress):
+            self.step.start(progress)
+            micro_batches: Iterable[Any] = islice(batches, self.step.num_micro_batches)
+            if count:
+                micro_batches = list(micro_batches)
+                self.step.count_ahead(count, micro_batches)
+            for micro_batch in micro_batches:
+                self.step.start_micro_batch(loader)
+                self.stage = "batch"
+                yield micro_batch
+                need(self, "the next batch", "counted")
+            if self.checkpoints.saved_step == progress.step:
+                self.prepared.check_unchanged(progress.state)
+            if length.is_over(progress) or length.must_evaluate(progress):
+                break
+        loader.end()  # tells Accelerate that this loader is not read further
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples this process has in the current batch; 0: a stand-in, which counts 0."""
+        need(self, "run.num_samples", *IN_BATCH)
+        return self.step.num_samples
+
+    @allowed(*IN_BATCH, then="backward")
+    def step_mean(
+        self,
+        values: Tensor,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+        over: str | None = None,
+    ) -> Tensor:
+        """The mean of `values` over the whole step, for accelerator.backward: see Step.mean.
+
+        A loss may be the sum of several means, each over what its own mask or weights select. Every
+        process must make the same calls; where nothing counts, with a mask that is all False.
+        """
+        return self.step.mean(values, mask, weights, over)
+
+    @allowed("backward", "checked")
+    def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
+        """Clip the gradients and check that they are finite: see Step.clip_and_check.
+
+        Call it before optimizer.step(). Inside an accumulation window it does nothing.
+        """
+        if self.accelerator.sync_gradients:
+            self.step.clip_and_check(*optimizers)
+            self.stage = "checked"
+
+    @allowed(*IN_BATCH)
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        """The rows of the whole batch, and where this process's rows start: see Step.gather."""
+        return self.step.gather(rows)
+
+    @allowed(*IN_BATCH)
+    def add(self, mask: Selection = None, weights: Selection = None, **values: Tensor) -> None:
+        """Add values of this process's batch to the means in metrics.jsonl, without waiting.
+
+        They are unreduced, as in step_mean. Their means over all processes are logged as train_NAME
+        at each evaluation; those whose name begins with "loss" also every --log-every steps.
+
+        mask, weights: a tensor for all values, or a dict with one for some of the names.
+        """
+        for name, total, num in self.step.sums(values, mask, weights):
+            self.means.add(name, total, num)
+
+    @allowed(*IN_BATCH, "trained")
+    def stop(self) -> None:
+        """End the run after this step and its evaluation; a resume does not continue it."""
+        self.progress.ended = True
+
+    @allowed("backward", "checked")
+    def end_step(self) -> bool:
+        """Finish the step: count it, average the weights, log. Return True if save() is due.
+
+        It is due every --save-every steps and after a signal to any process, on all processes
+        alike. It is not due inside an accumulation window, or if end_epoch() comes next and saves.
+        """
+        is_last = self.accelerator.sync_gradients
+        if is_last:
+            need(self, "run.end_step()", "checked")
+        self.step.finish_micro_batch(is_last)
+        is_due = is_last and self._finish_step()
+        self.stage = "must save" if is_due else "counted"
+        return is_due
+
+    def _finish_step(self) -> bool:
+        progress, length, every = self.progress, self.length, self.config.save_every
+        progress.step_in_epoch += 1
+        if not self.step.finish():  # fp16 overflowed
+            progress.num_skipped += 1
+            return False
+        progress.step += 1
+        self.ema.update(progress.step)
+        self.log.bar.update()
+        if progress.step % length.log_every == 0:
+            self.signals.barrier()
+            self.log.log_window(progress, self.means, self.step.rates)
+        self.log.say_where(progress.epoch, length.num_done(progress), length.num_used)
+        if length.is_over(progress):
+            return False
+        due = every and progress.step % every == 0 and not length.must_evaluate(progress)
+        return self.signals.requested(self.checkpoints.commits.failed()) or bool(due)
+
+    @allowed("must save", then="counted")
+    def save(self) -> None:
+        """Save a checkpoint with accelerator.save_state; after a signal exit with code 75."""
+        with self.ema.trained_weights():
+            self.step.check_weights()
+            self.checkpoints.save(self.progress)
+        self.prepared.note(self.progress.state)
+        if self.signals.stopping:
+            self.checkpoints.commits.wait(seconds_for_mirror=self.config.timeout)
+            self.stage = "over"
+            leave_stopped(self.signals, self.log, self.progress.step)
+
+    @allowed("ready", "epoch", "trained")
+    def evaluate(
+        self, loader: DataLoader, compute_losses: Callable[[Any], dict[str, Tensor]]
+    ) -> dict[str, float]:
+        """Return eval_NAME: the mean of each value of compute_losses(batch). See evaluation.py."""
+        return self._evaluate(evaluation.evaluate, loader, compute_losses)
+
+    @allowed("ready", "epoch", "trained")
+    def predict(self, loader: DataLoader, function: Callable[[Any], Any]) -> Any:
+        """Return what function(batch) gives for each sample of the evaluation set, in its order.
+
+        Each sample comes once, on every process: see evaluation.predict.
+        """
+        return self._evaluate(evaluation.predict, loader, function)
+
+    def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
+        # Only then can a checkpoint record that this evaluation is still to be done.
+        stopping = self.signals.requested if self.stage == "trained" else lambda: False
+        collected = collect(self.accelerator, loader, function, stopping)
+        if self.signals.stopping:
+            self.stage = "must save"
+            self.save()
+        return collected
+
+    @allowed("trained", then="ready")
+    def end_epoch(
+        self,
+        metrics: dict[str, Any],
+        predictions: dict[str, Tensor] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Log, print and save after an evaluation, with the same metrics on all processes.
+
+        The predictions of the last evaluation and `metadata` go to predictions.safetensors.
+        """
+        progress, length, every = self.progress, self.length, self.config.save_every
+        predicted = check_predictions(predictions, metadata or {})
+        num_done = length.num_done(progress)
+        if progress.step_in_epoch == length.steps_per_epoch:
+            progress.epoch += 1
+            progress.step_in_epoch = 0
+        self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
+        if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
+            self.means.clear()
+            if note := self.step.mistakes.unmoved_schedules():
+                self.print(note)
+        # Both before the checkpoint, because that records this evaluation as done.
+        is_best, unknown_metric = self.results.write_best(progress)
+        if is_over := length.is_over(progress):
+            self.results.write_predictions(predicted)
+        due = not every or progress.step % every == 0
+        if is_over or is_best or due or unknown_metric:
+            self.stage = "must save"
+            self.save()
+        if unknown_metric:  # raised after saving, so that the epoch is not lost
+            self.checkpoints.commits.wait()
+            raise unknown_metric
+        self.prepared.note(progress.state)
+
+    def finish(self, next_command: str = "") -> dict[str, float]:
+        """Write weights, pictures and, last, DONE; return the metrics of the last evaluation.
+
+        next_command is printed last, as the command that the user may run next.
+        """
+        if self.stage != "ready" or not self.length.is_over(self.progress):
+            raise out_of_order("run.finish()", self.stage)
+        self.checkpoints.commits.wait()
+        mirror = self.checkpoints.mirror
+        self.results.finish(
+            self.progress, self.ema.trained_weights, next_command, self.print, mirror
+        )
+        self.stage = "over"
+        return dict(self.progress.metrics)

@@ -1,0 +1,87 @@
+"""Set up the devices, processes, precision and sharding that the YAML asks for, or refuse."""
+
+import signal
+import sys
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
+
+from trainkit.config import TrainingConfig
+from trainkit.errors import EXIT_STOPPED
+from trainkit.files.log import JsonlTracker
+from trainkit.files.trackers import make_trackers
+from trainkit.launch import alike, environment, together
+from trainkit.launch.signals import Signals
+from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
+from trainkit.outside.fixes import end_workers, share_frozen_weights
+from trainkit.outside.names import mesh_groups
+from trainkit.report.reporter import Reporter
+from trainkit.sharding import shards
+
+# The process groups of runs that have ended: see end_training.
+ENDED: list[Any] = []
+
+
+def timeout_of(config: TrainingConfig) -> timedelta:
+    """How long a process waits for the others."""
+    return timedelta(seconds=max(1, config.timeout))
+
+
+def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator, Reporter]:
+    """Connect to the other processes and check that all were started as asked for, and alike.
+
+    Every process must call this. Raises UsageError on all of them.
+    """
+    refuse_pickled_code()
+    compute_float32_in_full()
+    precision = environment.check_launch()
+    tracker = JsonlTracker(config.run_dir)
+    with together.deadline(timeout_of(config)):
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),
+            mixed_precision=precision,
+            gradient_accumulation_steps=max(1, config.accumulate),
+            # A batch is split over the processes, so --batch-size means the same under every YAML.
+            dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout_of(config))],
+            log_with=make_trackers(config, tracker, project),
+        )
+    shards.shard(accelerator)
+    share_frozen_weights(accelerator, shards.frozen)
+    alike.check_world(accelerator)
+    alike.check_nodes(accelerator, config)
+    config.validate(accelerator.num_processes)
+    return accelerator, Reporter(accelerator, config, tracker)
+
+
+def leave_processes(
+    accelerator: Accelerator, signals: Signals, error: BaseException | None, is_over: bool
+) -> None:
+    """End the joint work of the processes; no collectives after an error: some may be gone."""
+    if error is not None and accelerator.num_processes > 1:
+        # The launcher sends it to all others when the first leaves; they must print first.
+        signals.ignore(signal.SIGTERM)
+    if is_over:
+        signals.wait()
+        end_workers(accelerator)
+        end_training(accelerator)
+
+
+def end_training(accelerator: Accelerator) -> None:
+    """Call accelerator.end_training(), and keep the process group until the process exits.
+
+    torch, at least 2.11 and 2.13, frees a process group of gloo while it holds the interpreter, and
+    then joins a thread that may wait for the interpreter to free a tensor: seen with 3 of some 300
+    runs that had finished and then never ended.
+    """
+    ENDED.extend((torch.distributed.group.WORLD, *mesh_groups(accelerator).values()))
+    accelerator.end_training()
+
+
+def leave_stopped(signals: Signals, log: Reporter, step: int) -> NoReturn:
+    """End every process with exit code 75, after a checkpoint of this step."""
+    signals.ignore(signal.SIGINT)
+    log.say_stopped(signals.signal_name, step)
+    sys.exit(EXIT_STOPPED)

@@ -1,0 +1,1 @@
+"""The copy of a run in another place."""

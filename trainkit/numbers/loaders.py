@@ -1,0 +1,340 @@
+"""The order of the samples is a pure function of (seed, epoch, place), so it needs no saved state.
+
+Random numbers for a sample, such as its augmentation, depend on (seed, epoch, sample) alone. So a
+resumed run, and runs with other numbers of workers or processes, see the same samples in the same
+order with the same augmentation. (For data sets that make whole batches see WholeBatches.)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Sampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from trainkit.config import TrainingConfig
+from trainkit.launch.signals import outlive_signals
+from trainkit.numbers.mixing import NUM_HELD, key, permute
+from trainkit.numbers.orders import Order, weighted
+from trainkit.numbers.rng import seed_host
+
+NUM_AHEAD = 2**16  # how many places of an order are computed at a time
+MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
+
+
+class Slots:
+    """The slots of a batch, and the sample indices in them. A short batch fills only some slots.
+
+    len() counts the slots, because Accelerate gives each process a slice of every batch and needs
+    all batches to be equally long. share_of_batch says which samples of a short batch are in a
+    slice. A process gets no sample only if there are fewer samples than processes; the main process
+    always gets at least one.
+    """
+
+    def __init__(self, values: torch.Tensor | Sequence[int], num_slots: int):
+        self.values = torch.as_tensor(values)
+        self.num_slots = num_slots
+
+    def __len__(self) -> int:
+        return self.num_slots
+
+    def __getitem__(self, part: slice) -> "Slots":
+        start, stop, _ = part.indices(self.num_slots)
+        share = share_of_batch(len(self.values), self.num_slots, start, stop)
+        return Slots(self.values[slice(*share)], stop - start)
+
+    def __reduce__(self) -> tuple:
+        # A list: a tensor would go to a loader worker by shared memory and a socket, slower.
+        return Slots, (self.values.tolist(), self.num_slots)
+
+
+def share_of_batch(num_samples: int, num_slots: int, start: int, stop: int) -> tuple[int, int]:
+    """Return (start, stop) of the samples of a batch that are in its slots start:stop.
+
+    With 8 slots and 4 processes, 7 samples are shared out as 2, 2, 2, 1, so that all shares but the
+    last are full, and 5 samples as 2, 1, 1, 1, because full shares would leave none for the last.
+    """
+    if num_samples > num_slots - (stop - start):
+        return start, min(stop, num_samples)
+    return -(-num_samples * start // num_slots), -(-num_samples * stop // num_slots)
+
+
+class EpochBatches(Sampler):
+    """Batches of sample indices whose order is a function of (seed, epoch, place) alone.
+
+    A batch is a `Slots`, a micro-batch for all processes; Accelerate gives each process its slice
+    (split_batches=True). A short last batch of an epoch is either dropped or shared out as it is:
+    no sample comes twice, and all processes have equally many batches, so that none is left
+    waiting. Time and memory do not depend on the number of samples.
+
+    Args:
+        num_samples: size of the data set.
+        batch_size: samples per optimizer step over all processes.
+        seed: seed of the shuffle; None yields the samples in their own order.
+        order: order(epoch, start, stop) returns the indices at the places start <= place < stop of
+            an epoch, int64; None yields each sample once, shuffled by seed.
+        drop_last: leave out the last num_samples % batch_size samples of each epoch.
+        accumulate: micro-batches per optimizer step; divides batch_size.
+
+    Attributes:
+        device: the device of the indices.
+        is_custom: the order is the script's own, or depends on the version of this code, as it does
+            with more than NUM_HELD samples. A checkpoint then records a hash of it.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        order: Order | None = None,
+        drop_last: bool = False,
+        accumulate: int = 1,
+    ):
+        assert batch_size % accumulate == 0
+        self.num_samples = num_samples
+        self.batch_size = batch_size // accumulate  # per micro-batch; Accelerate reads this name
+        self.seed = seed
+        self.order = order or shuffled(num_samples, seed)
+        self.is_custom = order is not None or num_samples > NUM_HELD
+        self.drop_last = False  # Accelerate reads it; Slots make every batch look full
+        self.num_used = num_used(num_samples, batch_size, drop_last)
+        self.device = torch.device("cpu")
+        self.start = 0
+        self.is_read_by_run = True
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # seen by loader workers
+
+    def set_position(self, epoch: int, num_done: int) -> None:
+        """Let the next iteration start in `epoch` after the first `num_done` samples.
+
+        The order is computed from there and nothing is skipped through, so a resume in the middle
+        of an epoch costs nothing.
+        """
+        self.epoch.fill_(epoch)
+        self.start = min(num_done, self.num_used)
+
+    @contextmanager
+    def read_by_run(self) -> Iterator[None]:
+        """Let Run iterate the loader, which knows where a batch is a stand-in, in the body."""
+        self.is_read_by_run = True
+        try:
+            yield
+        finally:
+            self.is_read_by_run = False
+
+    def __len__(self) -> int:
+        return -(-(self.num_used - self.start) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Slots]:
+        if not self.is_read_by_run:
+            raise RuntimeError(
+                "a loader of make_loaders(...) was iterated by hand, which would count the sample "
+                "that a process gets in place of none in a short batch: use "
+                "run.steps(train_loader) to train, and run.predict(loader, function) to collect "
+                "what function(batch) returns for each sample"
+            )
+        epoch = int(self.epoch)
+        size = self.batch_size
+        ahead = size * max(1, NUM_AHEAD // size)
+        for start in range(self.start, self.num_used, ahead):
+            part = self.order(epoch, start, min(start + ahead, self.num_used)).to(self.device)
+            for values in part.split(size):
+                yield Slots(values, size)
+
+
+def shuffled(num_samples: int, seed: int | None) -> Order:
+    """Each sample once, reshuffled in each epoch; with seed None in their own order."""
+
+    def order(epoch: int, start: int = 0, stop: int = num_samples) -> torch.Tensor:
+        places = torch.arange(start, stop)
+        return places if seed is None else permute(places, num_samples, key(seed, epoch))
+
+    return order
+
+
+def num_used(num_samples: int, batch_size: int, drop_last: bool) -> int:
+    """The number of samples used in an epoch."""
+    return num_samples - (num_samples % batch_size if drop_last else 0)
+
+
+class InMemory(TensorDataset):
+    """Tensors of equal length. A batch is the rows of each tensor at its indices, and the indices.
+
+    A single item is one row of each tensor, without the index. A batch is made by one index_select
+    per tensor, so no Python code runs per sample.
+    """
+
+    def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # index_select copies whole rows, which tensor[indices] does not
+        return *(tensor.index_select(0, indices) for tensor in self.tensors), indices
+
+    def to(self, device: torch.device) -> "InMemory":
+        """The same data set on another device."""
+        return InMemory(*(tensor.to(device) for tensor in self.tensors))
+
+
+class WholeBatches(Dataset):
+    """The data set that a loader reads. Each item is a whole batch of `dataset`, or a short one.
+
+    A process may get no sample of a short batch. It then gets a stand-in, the first sample of the
+    set, so that it takes part in the step whatever a batch is made of; Run counts nothing of it.
+    The generators of torch, numpy and random are seeded before each call. For `dataset.__getitem__`
+    the seed is (seed, epoch, sample index), so random transforms give the same result with any
+    number of workers and processes. For `dataset.__getitems__` it is (seed, epoch, first sample
+    index, length), so they give the same result in every run with this number of processes and
+    micro-batches; if it draws, the plan says so. For `dataset.make_batch` nothing is seeded, so it
+    must not use random numbers. The method of the most derived class that has one of the three is
+    used, because a subclass may inherit a faster method and override `__getitem__`. A
+    datasets.Dataset with a transform is read sample by sample.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate_fn: Callable[[list], Any] | None,
+        seed: int,
+        epoch: torch.Tensor,
+    ):
+        self.dataset = dataset
+        self.collate_fn = collate_fn or default_collate
+        self.seed, self.epoch = seed, epoch
+        self.method = batch_method(dataset, may_make_batch=collate_fn is None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Slots) -> Any:
+        return self.make(indices.values if len(indices.values) else torch.tensor([0]))
+
+    def make(self, indices: torch.Tensor) -> Any:
+        """Return the batch of the samples at `indices`, int64 of shape (n,), n > 0."""
+        if self.method == "make_batch":
+            return self.dataset.make_batch(indices)
+        if self.method == "__getitems__":
+            if isinstance(self.dataset, InMemory):
+                return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
+            self._seed(int(indices[0]), len(indices))
+            samples = self.dataset.__getitems__(indices.tolist())
+        else:
+            samples = []
+            for index in indices.tolist():
+                self._seed(index)
+                samples.append(self.dataset[index])
+        return self.collate_fn(samples)
+
+    def _seed(self, *position: int) -> None:
+        seed_host(key(self.seed, int(self.epoch), *position))
+
+
+def has_transform(dataset: Dataset) -> bool:
+    """True for a datasets.Dataset with with_transform or set_transform."""
+    form = getattr(dataset, "format", None)
+    return isinstance(form, dict) and form.get("type") == "custom"
+
+
+def batch_method(dataset: Dataset, may_make_batch: bool) -> str:
+    """The name of the method that makes samples, from the most derived class that has one.
+
+    __getitems__ of Subset and StackDataset merely delegates, and a datasets.Dataset gives all
+    samples to its transform at once. Random transforms must be seeded for each sample.
+    """
+    passes_on = isinstance(dataset, Subset | StackDataset) or has_transform(dataset)
+    names = (*["make_batch"] * may_make_batch, *["__getitems__"] * (not passes_on), "__getitem__")
+    for kind in type(dataset).__mro__:
+        for name in names:
+            if name in vars(kind):
+                return name
+    raise RuntimeError(f"{type(dataset).__name__} has no method __getitem__ or __getitems__")
+
+
+def make_loaders(
+    accelerator: Accelerator,
+    train_set: Dataset,
+    eval_set: Dataset,
+    config: TrainingConfig,
+    collate_fn: Callable[[list], Any] | None = None,
+    weights: Sequence[float] | torch.Tensor | None = None,
+    order: Order | None = None,
+) -> tuple[DataLoader, DataLoader]:
+    """Make the loaders to train (shuffled) and to evaluate (in order), for accelerator.prepare.
+
+    A data set has `__len__`, and `__getitem__` or `__getitems__`, which takes a list of indices. If
+    it also has `make_batch` and no collate_fn is given, that makes whole batches from a tensor of
+    indices, in the training process; --num-workers is then ignored. collate_fn makes a batch from a
+    list of samples (None: PyTorch's own); it is not used with InMemory. Batch sizes are over all
+    processes; --eval-batch-size is rounded up to a multiple of their number. weights has one number
+    per training sample: how often it is drawn, with replacement, relative to the others.
+    order(epoch, start, stop) returns the indices, int64, at these places of an epoch, which has as
+    many places as there are training samples. It must be a pure function, so that a resume needs no
+    saved state and any number of processes sees the same order. Raises UsageError for weights that
+    cannot be used.
+    """
+    if weights is not None:
+        order = weighted(weights, len(train_set), config.seed)
+    num_processes = accelerator.num_processes
+    eval_batch_size = -(-config.eval_batch_size // num_processes) * num_processes
+    train_batches = EpochBatches(
+        len(train_set),
+        config.batch_size,
+        seed=config.seed,
+        order=order,
+        drop_last=config.drop_last,
+        accumulate=config.accumulate,
+    )
+    eval_batches = EpochBatches(len(eval_set), eval_batch_size)
+    return (
+        make_loader(accelerator, train_set, train_batches, config, collate_fn),
+        make_loader(accelerator, eval_set, eval_batches, config, collate_fn),
+    )
+
+
+def make_loader(
+    accelerator: Accelerator,
+    dataset: Dataset,
+    batches: EpochBatches,
+    config: TrainingConfig,
+    collate_fn: Callable[[list], Any] | None,
+) -> DataLoader:
+    """Make a loader of these batches; move an InMemory data set to the device if it fits."""
+    if type(dataset) is InMemory and config.num_workers == 0:
+        num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
+        if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
+            batches.device = accelerator.device
+            dataset = dataset.to(accelerator.device)
+    batches.is_read_by_run = False  # until Run reads it
+    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch)
+    # make_batch only copies rows: that is faster here than passing a batch from a worker.
+    num_workers = 0 if whole.method == "make_batch" else config.num_workers
+    return DataLoader(
+        whole,
+        batch_sampler=batches,
+        collate_fn=already_made,
+        num_workers=num_workers,
+        timeout=config.timeout * (num_workers > 0),  # a batch is lost if /dev/shm is full
+        persistent_workers=num_workers > 0,
+        pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
+        worker_init_fn=outlive_signals,
+        generator=torch.Generator(),  # else each iterator uses the global generator
+    )
+
+
+def already_made(batch: Any) -> Any:
+    """The collate_fn of a loader whose data set makes whole batches."""
+    return batch
+
+
+def batches_of(loader: Any) -> EpochBatches | None:
+    """The EpochBatches of a prepared loader; None if make_loaders did not make it."""
+    batches = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # Accelerate may have wrapped it
+    return batches if isinstance(batches, EpochBatches) else None

@@ -1,0 +1,188 @@
+"""Make torch's own optimizers and learning rate schedules from the flags of config.py."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import lr_scheduler
+
+from trainkit.config import TrainingConfig
+from trainkit.errors import UsageError
+
+# The options of a parameter group that choose between torch's implementations of an optimizer.
+KERNEL = ("fused", "foreach", "capturable")
+
+# What make_scheduler has made: checks/mistakes.py refuses a step in which they do not move.
+BY_STEP: WeakSet[lr_scheduler.LRScheduler] = WeakSet()
+
+
+def make_optimizer(
+    accelerator: Accelerator,
+    parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+    config: TrainingConfig,
+) -> torch.optim.Optimizer:
+    """AdamW, Adam or SGD with momentum, fused into one kernel.
+
+    `parameters` are those of a model, or groups of them, each of which may have its own "lr" and
+    "weight_decay". A schedule keeps the ratios of the learning rates.
+
+    It is not fused under fp16, because GradScaler lets a fused optimizer skip a step by itself, and
+    Accelerate then counts the skipped step as made. None leaves the choice to torch, which uses its
+    foreach kernels on a GPU.
+    """
+    sharded_sgd = config.optimizer == "sgd" and accelerator.is_fsdp2  # torch cannot fuse it
+    options: dict[str, Any] = {
+        "lr": config.peak_learning_rate,
+        "weight_decay": config.weight_decay,
+        "fused": None if accelerator.mixed_precision == "fp16" or sharded_sgd else True,
+    }
+    if config.optimizer == "sgd":
+        options["momentum"] = config.momentum
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    return kind[config.optimizer](parameters, **options)
+
+
+def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The weights that these optimizers train."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [weight for group in groups for weight in group["params"]]
+
+
+def learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, float]:
+    """The rate of the first group of each optimizer, by its name in metrics.jsonl."""
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    return {f"learning_rate_{n}" if n else "learning_rate": r for n, r in enumerate(rates)}
+
+
+def scale_gradients(factor: torch.Tensor, *optimizers: torch.optim.Optimizer) -> None:
+    """Multiply the gradients of these optimizers by a factor on the same device."""
+    for weight in weights_of(*optimizers):
+        if weight.grad is not None:
+            weight.grad.mul_(factor)
+
+
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The joint norm of all tensors. Every process must call this if they are sharded."""
+    norm = nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def clip_gradients(
+    accelerator: Accelerator, max_norm: float, *optimizers: torch.optim.Optimizer
+) -> torch.Tensor:
+    """Clip the joint norm of the gradients of prepared optimizers; return the norm before that.
+
+    Under fp16 the gradients are unscaled first, as accelerator.clip_grad_norm_ does.
+    """
+    if accelerator.scaler is not None:
+        for optimizer in optimizers:
+            accelerator.unscale_gradients(optimizer)
+    weights = weights_of(*optimizers)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    if not gradients:
+        raise RuntimeError(
+            "run.clip_and_check(...) found no gradient: call it after "
+            "accelerator.backward(...), and zero_grad() after optimizer.step()"
+        )
+    norm = total_norm(gradients)
+    if max_norm < math.inf:  # multiplying by 1 would take time
+        nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
+    return norm
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, config: TrainingConfig, steps_per_epoch: int
+) -> lr_scheduler.LRScheduler:
+    """Make a schedule that is stepped once per optimizer step.
+
+    onecycle rises to the peak in the warm-up and falls to 0 (OneCycleLR, Smith and Topin 2017). The
+    others are products of a linear rise to 1 in the warm-up, a factor of gamma per epoch
+    (ExponentialLR), and a cosine that falls to 0 in half a period and rises again
+    (CosineAnnealingLR, Loshchilov and Hutter 2016). At the end of each epoch their value is that of
+    those schedulers stepped together once per epoch. With --min-learning-rate the rate falls to
+    that instead of 0.
+    """
+    schedule = _make_schedule(optimizer, config, steps_per_epoch)
+    BY_STEP.add(schedule)
+    return schedule
+
+
+def _make_schedule(
+    optimizer: torch.optim.Optimizer, config: TrainingConfig, steps_per_epoch: int
+) -> Any:
+    total_steps = config.epochs * steps_per_epoch
+    floor = config.min_learning_rate / config.peak_learning_rate
+    if config.schedule == "onecycle":
+        return lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=[group["lr"] for group in optimizer.param_groups],
+            total_steps=total_steps,
+            pct_start=config.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
+            # Momentum stays constant: cycling it too would be a separate choice.
+            cycle_momentum=False,
+            # The rate starts at 1/25 of the peak, and ends at that divided by this factor.
+            final_div_factor=1 / (25 * floor) if floor else 1e4,
+        )
+    warmup_steps = math.ceil(config.warmup * total_steps)
+    cosine_epochs = config.cosine_epochs or config.epochs
+
+    def factor(step: int) -> float:
+        epoch = step / steps_per_epoch
+        value = 1.0
+        warmup = min(1.0, (step + 1) / max(1, warmup_steps))
+        if "cosine" in config.schedule:
+            value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
+            # CosineAnnealingLR restarts from the initial learning rate at each zero of the cosine.
+            # All earlier factors, the decay too, are lost, and start again one epoch later.
+            num_zeros = math.floor((epoch / cosine_epochs + 1) / 2)
+            if num_zeros > 0:
+                epoch -= (2 * num_zeros - 1) * cosine_epochs + 1
+        if "exponential" in config.schedule:
+            value *= config.gamma**epoch
+        return warmup * (floor + (1 - floor) * value)
+
+    return lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def keep_when_loading(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer keep its kernels, and the layout of its state, when a state is loaded.
+
+    A saved parameter group also records whether it was fused, which depends on the precision of the
+    run that saved it.
+    """
+    optimizer.register_load_state_dict_pre_hook(_keep_kernels)
+    optimizer.register_load_state_dict_post_hook(_fit_state)
+
+
+def _keep_kernels(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        saved.update({name: group[name] for name in KERNEL if name in group})
+
+
+def _fit_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give loaded state the memory layout of its weight.
+
+    Raises UsageError if shapes differ and the kernel is fused: a fused kernel does not check
+    shapes, and would read beyond the end of the state.
+    """
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            state = optimizer.state.get(weight, {})
+            for name, value in state.items():
+                shape = getattr(value, "shape", ())
+                if shape == weight.shape:
+                    state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+                elif group.get("fused") and shape:
+                    raise UsageError(
+                        f"{name} of an optimizer is {tuple(shape)}, but its weight is "
+                        f"{tuple(weight.shape)}"
+                    )
+
+
+def num_parameters(models: Sequence[nn.Module]) -> int:
+    """How many numbers the parameters of these models have, trained or frozen."""
+    return sum(parameter.numel() for model in models for parameter in model.parameters())

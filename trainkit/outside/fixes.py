@@ -1,0 +1,258 @@
+"""What the kit repairs or replaces in torch, Accelerate and Python.
+
+Each function says what would go wrong without it. tests/test_private.py fails if another module
+replaces a name of another package, apart from the exceptions that it lists. If a release changes
+what `skip_the_compiler` replaces, no time is saved, but the numbers stay the same.
+"""
+
+import atexit
+import functools
+import inspect
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator, ParallelismConfig, PartialState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    convert_outputs_to_fp32,
+)
+from torch import nn
+from torch.utils.data import DataLoader
+
+from trainkit.outside.names import mesh_groups, prepared_loaders
+
+
+def end_workers(accelerator: Accelerator) -> None:
+    """End the loader workers; otherwise a notebook waits 5 s for each at garbage collection.
+
+    The queue that tells a worker to end is garbage too by then, and may be closed first.
+    """
+    for loader in prepared_loaders(accelerator):
+        loader.base_dataloader._iterator = None
+
+
+def fix_bucket_order(*models: nn.Module) -> None:
+    """Make DistributedDataParallel sum gradients in the same order from the first step on.
+
+    It rebuilds its buckets after its first backward pass. The place of a number in its bucket
+    decides in which order the processes are summed, and with three or more processes the order
+    changes the last bit, so the first step of a resumed run would differ. This makes one backward
+    pass of the sum of all parameters, instead of the model, and discards the gradients.
+
+    Every process must call this; without DistributedDataParallel it does nothing.
+    """
+    for model in models:
+        parallel = getattr(model, "_orig_mod", model)  # of a compiled model
+        if isinstance(parallel, nn.parallel.DistributedDataParallel):
+            _backward_once(parallel)
+
+
+def _backward_once(parallel: nn.parallel.DistributedDataParallel) -> None:
+    module, forward = parallel.module, parallel.module.forward
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    module.forward = lambda: sum(parameter.sum() for parameter in parameters)
+    try:
+        parallel().backward()
+    finally:
+        module.forward = forward
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def share_frozen_weights(
+    accelerator: Accelerator, frozen: Callable[[nn.Module], dict[str, torch.Tensor]]
+) -> None:
+    """Keep frozen weights memory-mapped as from_pretrained loads them, once per machine.
+
+    Without this, each process would have its own copy: Accelerate moves a model to the device
+    cpu:0, which is not the same as cpu, and DistributedDataParallel overwrites the weights with
+    those of the first process. Call this before accelerator.prepare. `frozen` returns the frozen
+    weights of a model by name.
+    """
+    prepare = accelerator.prepare_model
+
+    def prepare_model(model: nn.Module, **options: Any) -> nn.Module:
+        if accelerator.device.type == "cpu":
+            options["device_placement"] = False
+        parallel = nn.parallel.DistributedDataParallel
+        parallel._set_params_and_buffers_to_ignore_for_model(model, [*frozen(model)])
+        return prepare(model, **options)
+
+    accelerator.prepare_model = prepare_model
+
+
+def shard_models(
+    accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin, dtype: torch.dtype | None
+) -> None:
+    """Make accelerator.prepare(...) shard models with this plugin, and compute in this type.
+
+    Accelerate by itself does not shard over processes on the CPU, and under bf16 also sums
+    gradients in bf16 and rounds the inputs and outputs of layers to it.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    plugin.mixed_precision_policy = policy
+    accelerator.state.fsdp_plugin = plugin
+    for state in (PartialState(), accelerator.state):
+        state.distributed_type = DistributedType.FSDP
+
+
+def copy_shards(accelerator: Accelerator, num_copies: int) -> None:
+    """Make accelerator.prepare(...) keep this number of copies of each model, each sharded.
+
+    Accelerate by itself does so on GPUs alone, and torch would let the processes of a copy wait
+    for each other for half an hour, whatever the timeout of the run is.
+    """
+    num_shards = accelerator.num_processes // num_copies
+    config = ParallelismConfig(dp_replicate_size=num_copies, dp_shard_size=num_shards)
+    accelerator.state.parallelism_config = config
+    warnings.filterwarnings("ignore", "Slicing a flattened dim")  # as Accelerate does
+    accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
+    for group in mesh_groups(accelerator).values():
+        backend = group._get_backend(torch.device(accelerator.device.type))
+        backend._set_default_timeout(accelerator.init_handler.timeout)
+
+
+def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:
+    """Let accelerator.accumulate end the step with the batch that comes next, or not.
+
+    By itself it ends a step after --accumulate micro-batches, and with the last batch that was read
+    from the loader, which would be the first of those that run.steps(..., count=) reads ahead.
+    """
+    loader.end_of_dataloader = is_last
+
+
+def watch(owner: Any, name: str, before: Callable[[], object]) -> None:
+    """Call before() ahead of each call of owner.name(...)."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def watched(*args: Any, **options: Any) -> Any:
+        before()
+        return method(*args, **options)
+
+    setattr(owner, name, watched)
+
+
+def unwatch(owner: Any, name: str) -> None:
+    """Undo watch(owner, name, ...)."""
+    setattr(owner, name, getattr(owner, name).__wrapped__)
+
+
+def wrap_prepare(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
+    """Make accelerator.prepare(...) call wrapper(prepare, ...), with what it was before.
+
+    For what has to be done to a model before Accelerate wraps it, whoever calls prepare.
+    """
+    accelerator.prepare = functools.partial(wrapper, accelerator.prepare)
+
+
+def recompute_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> int:
+    """Keep only the inputs of the layers that the plugin wraps, and compute them in backward again.
+
+    Returns the number of these layers.
+
+    Accelerate's own fsdp_activation_checkpointing does not restore the random numbers, so dropout
+    would have other masks in the second forward pass and the gradients would be wrong.
+    """
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plugin.set_auto_wrap_policy(model)
+    is_wrapped = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    inner_first = [*model.named_modules()][:0:-1]  # without the model itself
+    layers = [pair for pair in inner_first if is_wrapped is not None and is_wrapped(pair[1])]
+    for name, layer in layers:
+        model.set_submodule(name, checkpoint_wrapper(layer))
+    return len(layers)
+
+
+def compute_in(dtype: torch.dtype, device_type: str, model: nn.Module) -> None:
+    """Let the forward pass autocast to this type and return float32, as Accelerate does for DDP."""
+    forward = torch.autocast(device_type, dtype)(model.forward)
+    model.forward = convert_outputs_to_fp32(forward)
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
+    """In the body the quantised layers of bitsandbytes compute in this type."""
+    layers = [layer for layer in model.modules() if hasattr(layer, "compute_dtype")]
+    before = [layer.compute_dtype for layer in layers]
+    for layer in layers:
+        layer.compute_dtype = dtype
+    try:
+        yield
+    finally:
+        for layer, kind in zip(layers, before, strict=True):
+            layer.compute_dtype = kind
+
+
+def take_loss_scale(accelerator: Accelerator) -> Callable[[], object]:
+    """Return a function that updates the loss scale of fp16, which Accelerate then no longer does.
+
+    It would do so after the step of each optimizer, so that a second one would unscale by a changed
+    scale. Without fp16 the function does nothing.
+    """
+    scaler = accelerator.scaler
+    if scaler is None:
+        return lambda: None
+    update = scaler.update
+    scaler.update = lambda: None
+    return update
+
+
+@contextmanager
+def without_loss_scale(accelerator: Accelerator, hide: bool) -> Iterator[None]:
+    """In the body Accelerate has no loss scale if `hide`, so load_state does not look for one."""
+    scaler = accelerator.scaler
+    accelerator.scaler = None if hide else scaler
+    yield
+    accelerator.scaler = scaler
+
+
+def count_micro_batches_anew(accelerator: Accelerator) -> None:
+    """Let the next micro-batch be the first of its step, whatever load_state has restored."""
+    accelerator.step = 0
+
+
+def skip_the_compiler() -> None:
+    """Let optimizers work without importing torch's compiler, so that a start takes 1.1 s less.
+
+    That is CPU time (3.8 to 2.6 s, median of 5 pairs of `train_mnist.py --stop-after-steps 1`).
+    torch imports the compiler to exempt some methods from compilation, and in each step to break a
+    graph that is being compiled. Accelerate compiles only the model, so this puts the plain methods
+    in place from the start. Hooks on a step are still called.
+    """
+    compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+    if compiles or "torch._dynamo" in sys.modules:
+        return
+    optimizer = torch.optim.Optimizer
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        plain = inspect.unwrap(getattr(optimizer, name))
+        plain.__dynamo_disable = plain  # where torch._compile keeps the exempted method
+    for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's step
+        if not hasattr(kind.step, "hooked"):  # the first optimizer of a kind wraps step for hooks
+            kind.step = _without_graph_breaks(inspect.unwrap(kind.step))
+
+
+def _without_graph_breaks(step: Callable) -> Callable:
+    @functools.wraps(step)
+    def plain(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return plain
+
+
+def run_exit_functions() -> None:
+    """Do what the interpreter does before its teardown: join threads and call exit functions."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()

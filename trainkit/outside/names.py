@@ -1,0 +1,80 @@
+"""Private names of torch, Accelerate and others that the kit only reads.
+
+tests/test_private.py fails if another module reads a private name of another package.
+"""
+
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader
+
+__all__ = ["tree_leaves", "tree_map_only"]
+
+
+def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
+    """Every model that accelerator.prepare was given, in order, without DDP around it."""
+    return accelerator._models
+
+
+def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
+    """The optimizers that accelerator.prepare returned, in order."""
+    return accelerator._optimizers
+
+
+def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+    """The learning rate schedules that accelerator.prepare returned, in order."""
+    return accelerator._schedulers
+
+
+def prepared_loaders(accelerator: Accelerator) -> list[DataLoader]:
+    """The data loaders that accelerator.prepare returned, in order."""
+    return accelerator._dataloaders
+
+
+def fingerprint_of(rows: Any) -> str:
+    """The fingerprint of a datasets.Dataset: two with the same fingerprint have the same rows."""
+    return rows._fingerprint
+
+
+def attends_by_sdpa(model: Any) -> bool:
+    """Does this transformers model attend by PyTorch's function, and let it be replaced?"""
+    return model.config._attn_implementation == "sdpa" and model._supports_attention_backend
+
+
+def is_stateful(model: Any) -> bool:
+    """Does a state go from token to token in this transformers model, whatever the position_ids?"""
+    return model._is_stateful
+
+
+def mesh_groups(accelerator: Accelerator) -> dict[str, torch.distributed.ProcessGroup]:
+    """The groups of this process by the axis of the mesh; empty without copies of the model."""
+    mesh = accelerator.torch_device_mesh
+    names = accelerator.parallelism_config.fsdp_dim_names if mesh else ()
+    return {name.removesuffix("_cp"): mesh[name].get_group() for name in names}
+
+
+def named_weights(model: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """model.named_parameters(...) with the names of state_dict(), also after recompute_layers."""
+    for name, weight in model.named_parameters(**options):
+        yield name.replace("_checkpoint_wrapped_module.", ""), weight
+
+
+def precision_of_notebook_launcher() -> str:
+    """The mixed_precision passed to the notebook_launcher around this call, or "no" without one.
+
+    The launcher writes it to a variable that Accelerate does not read, and with one process does
+    not write it at all, so a run with fp16 or bf16 requested would train in float32.
+    """
+    for caller in inspect.stack(0):
+        if caller.frame.f_code is accelerate.notebook_launcher.__code__:
+            return str(caller.frame.f_locals["mixed_precision"])
+    return os.environ.get("MIXED_PRECISION", "no") if "NPROC" in os.environ else "no"

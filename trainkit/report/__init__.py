@@ -1,0 +1,1 @@
+"""What a run says and leaves: the plan, lines of metrics, weights, predictions, pictures."""

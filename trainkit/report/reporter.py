@@ -1,0 +1,143 @@
+"""Report on a run as it trains: a bar or a line a minute, and one line for each evaluation."""
+
+import math
+import time
+from contextlib import suppress
+from typing import Any
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from trainkit.config import TrainingConfig
+from trainkit.files.log import JsonlTracker, is_evaluation
+from trainkit.launch import together
+from trainkit.numbers.means import RunningMeans
+from trainkit.numbers.position import Length, Progress
+from trainkit.report.plan import describe_plan
+from trainkit.report.tables import MetricsTable, fit
+from trainkit.text import printable
+
+NUM_LINES = 25  # of epochs are printed, if there are many; metrics.jsonl has all
+QUIET_SECONDS = 60.0  # off a terminal, an epoch prints its position about this often
+
+
+class Reporter:
+    """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl."""
+
+    def __init__(self, accelerator: Accelerator, config: TrainingConfig, tracker: JsonlTracker):
+        self.accelerator, self.config, self.tracker = accelerator, config, tracker
+        self.bar = tqdm(disable=True)
+        self.table = MetricsTable(config.keep_best)
+        self.num_before = 0  # samples of this epoch that were trained on before
+        self.started_at = self.train_seconds = self.said_at = 0.0
+        self.last_loss = ""
+
+    def print(self, text: str) -> None:
+        """Print on the main process."""
+        if self.accelerator.is_main_process:
+            print(fit(printable(text)), flush=True)
+
+    def print_plan(self, run: Any, lines: dict[str, str]) -> None:
+        """Print what a Run that has models and optimizers is about to do, with these lines too."""
+        self.print(describe_plan(run, lines))
+
+    def start(self, progress: Progress, num_before: int, last_step: int) -> None:
+        """Begin the steps of an epoch, of whose samples num_before were already trained on.
+
+        On a terminal there is one bar over the steps of the whole run. Its time left is estimated
+        from the mean speed since this process's first step, including evaluations and saves.
+        """
+        self.num_before = num_before
+        self.last_loss = ""
+        self.said_at = time.monotonic()
+        self.started_at = time.perf_counter()
+        desc = f"epoch {progress.epoch + 1}/{self.config.epochs}"
+        if self.bar.total is None:
+            self.bar = tqdm(
+                desc=desc,
+                total=last_step,
+                initial=progress.step,
+                bar_format="{desc} {percentage:3.0f} %|{bar}| {remaining} left{postfix}",
+                smoothing=0,  # or the speed would be that of the newest steps alone
+                miniters=1,  # else tqdm's thread may draw the bar into an evaluation
+                leave=False,
+                disable=None if self.accelerator.is_main_process else True,
+            )
+        self.bar.set_description_str(desc)
+
+    def log_window(self, progress: Progress, means: RunningMeans, rates: dict[str, float]) -> None:
+        """Write a row of metrics.jsonl: the losses since the last one."""
+        flushed = means.flush("train")
+        losses = {name: mean for name, mean in flushed.items() if name.startswith("train_loss")}
+        self.accelerator.log({"epoch": progress.epoch, **losses, **rates}, step=progress.step)
+        texts = [f"{name} {loss:.4f}" for name, loss in losses.items()]
+        self.last_loss = ", ".join(texts)
+        self.bar.set_postfix_str("".join(texts[:1]))  # more would leave no room for the bar
+
+    def say_where(self, epoch: int, num_done: int, num_used: int) -> None:
+        """Print a line a minute where there is no progress bar."""
+        if self.bar.disable and time.monotonic() - self.said_at > QUIET_SECONDS:
+            self.said_at = time.monotonic()
+            self.print(
+                f"epoch {epoch + 1}: {num_done:,} of {num_used:,} samples, "
+                f"{self.last_loss or 'no loss yet'}"
+            )
+
+    def say_stopped(self, signal_name: str | None, step: int) -> None:
+        """Print that a signal has ended the run, after a checkpoint."""
+        self.bar.close()  # or the sentence would begin on its line
+        with suppress(BrokenPipeError):  # of a tee that the same Ctrl-C has ended
+            self.print(
+                f"stopped by {signal_name or 'a signal to another process'} at step {step}, saved: "
+                "start the same command with --resume auto to continue"
+            )
+
+    def stop(self) -> None:
+        """End the steps of an epoch; the evaluation comes next, and prints where the bar was."""
+        self.bar.clear()
+        self.train_seconds = time.perf_counter() - self.started_at
+
+    def log_evaluation(
+        self,
+        progress: Progress,
+        length: Length,
+        num_done: int,
+        means: dict[str, float],
+        metrics: dict[str, Any],
+    ) -> None:
+        """Write a row of metrics.jsonl and of timing.jsonl, and print a line.
+
+        num_done: samples of this epoch that are done. Every process must call this.
+        """
+        metrics = together.agree(self.accelerator, metrics)
+        check_metrics(means, metrics)
+        progress.metrics = {"epoch": progress.epoch, **means, **metrics}
+        progress.metrics_step = progress.step
+        num_trained = num_done - self.num_before
+        done = (
+            progress.epoch + progress.step_in_epoch / length.steps_per_epoch
+        )  # epochs, with fractions
+        eval_seconds = time.perf_counter() - self.started_at - self.train_seconds
+        self.accelerator.log(progress.metrics, step=progress.step)
+        self.tracker.log_timing(
+            {
+                "step": progress.step,
+                "train_seconds": self.train_seconds,
+                "eval_seconds": eval_seconds,
+                "train_samples": num_trained,
+            }
+        )
+        epoch = f"{round(done, 2):g}/{self.config.epochs}"
+        rate = num_trained / self.train_seconds
+        is_rest = progress.epoch > 1 and progress.epoch % math.ceil(self.config.epochs / NUM_LINES)
+        if progress.step_in_epoch or not is_rest or length.is_over(progress):
+            self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))
+
+
+def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
+    """Refuse metrics whose row in metrics.jsonl could not be recognised as an evaluation."""
+    if not is_evaluation(metrics) or means.keys() & metrics.keys():
+        raise RuntimeError(
+            f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be a name "
+            f"that begins with eval_, as that of an evaluation, and none of {', '.join(means)}"
+        )

@@ -1,1 +1,0 @@
-"""Files: the run folder, its lock, manifests, weights, what was logged."""

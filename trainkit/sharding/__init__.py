@@ -1,0 +1,1 @@
+"""A model that is sharded over the processes, and its checkpoints."""
