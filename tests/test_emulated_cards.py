@@ -196,7 +196,7 @@ for precision in ("no", "fp16"):
     weight = torch.nn.Parameter(torch.ones(5, device="cuda"))
     fused = None if accelerator.scaler else True
     optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1, fused=fused))
-    step = Step(accelerator, config, signals, [], range(10), Length(config, 10))
+    step = Step(accelerator, config, signals, [], Length(config, 10))
     print(precision)
     for batch in range(2):
         step.start(Progress(step=batch, step_in_epoch=batch))

@@ -39,7 +39,7 @@ from trainkit.config import TrainingConfig, parse
 from trainkit.errors import UsageError
 from trainkit.launch.together import agree
 from trainkit.loop.run import Run
-from trainkit.numbers.loaders import make_loaders
+from trainkit.numbers.loaders import InMemory, make_loaders
 from trainkit.numbers.means import RunningMeans, sum_and_count, sum_of
 from trainkit.numbers.optim import make_optimizer, make_scheduler
 from trainkit.rng import Dropout
@@ -154,6 +154,38 @@ def test_a_killed_run_goes_on_with_what_the_loop_draws_to_the_same_bytes(tmp_pat
     assert drawn == whole
     names = ["model_1.safetensors", "predictions.safetensors"]
     assert_same_bytes(tmp_path / "killed", tmp_path / "whole", *names)
+
+
+def test_what_is_drawn_beside_data_in_memory_or_where_no_batch_is_is_drawn_again(tmp_path):
+    drawn = []
+
+    def draw(run=None, number=0):
+        drawn.append((np.random.random(), random.random(), torch.rand(()).item()))
+        if number == 9:
+            raise KeyboardInterrupt
+
+    def draw_on(run, number):
+        draw()
+
+    held = "InMemory(torch.arange(86.0).view(43, 2) / 86, torch.ones(43, 1))"
+    drawing = changed(
+        (r"\(Numbers\(\), Numbers\(\)\)", f"({held}, {held})"),
+        (r'batch\["x"\]', "batch[0]"),
+        (r'batch\["y"\]', "batch[1]"),
+        (r"( +)for _ in run.epochs\(\):", r"\1draw()\n\1for _ in run.epochs():\n\1    draw()"),
+        (r"^( +)metrics = ", r"\1draw()\n\1metrics = "),
+        draw=draw,
+        InMemory=InMemory,
+    )
+    drawing(f"--save-every 1 --run-dir {tmp_path}/whole", body=draw_on)
+    whole = drawn.copy()  # 6 steps in each epoch, one before and one after them
+    assert len({*whole}) == len(whole) == 1 + 2 * 8
+    with pytest.raises(KeyboardInterrupt):
+        drawing(f"--save-every 1 --run-dir {tmp_path}/killed", body=draw)
+    drawn.clear()
+    drawing(f"--save-every 1 --run-dir {tmp_path}/killed --resume auto", body=draw_on)
+    assert drawn == [whole[0], whole[9], *whole[12:]]
+    assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_gradients_are_divided_once_however_often_they_are_clipped(tmp_path):

@@ -37,6 +37,9 @@ from trainkit.numbers.means import RunningMeans, Selection
 from trainkit.numbers.position import Length
 from trainkit.report.results import Results, check_predictions
 
+# Where the generators are seeded for what the script draws outside of a batch.
+AFTER_BEGIN, IN_EPOCH, IN_EVALUATION = range(3)
+
 
 class Run:
     """A context manager. Every process must make every call, in the order given above.
@@ -132,11 +135,12 @@ class Run:
         self.results.write_start()  # only now: a refused resume leaves DONE and run.json
         flags = {name: str(value) for name, value in vars(self.config).items()}
         self.accelerator.init_trackers(self.project, flags)
+        self.step.seed_outside(AFTER_BEGIN)
 
     def _resume(self, fingerprint: dict[str, Any]) -> None:
         """Make what a step changes; lock the run folder, and load the checkpoint of --resume."""
         config, accelerator = self.config, self.accelerator
-        self.step = Step(accelerator, config, self.signals, self.models, self.sets[0], self.length)
+        self.step = Step(accelerator, config, self.signals, self.models, self.length)
         self.resources.callback(self.step.release)
         self.means = RunningMeans(accelerator)
         self.ema = EMA(self.models, config.ema)
@@ -162,6 +166,7 @@ class Run:
         The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
         """
         while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
+            self.step.seed_outside(IN_EPOCH, self.progress.epoch)
             self.stage = "epoch"
             yield self.progress.epoch
             need(self, "the next epoch", "ready")
@@ -189,6 +194,7 @@ class Run:
                 yield from self._steps_to_evaluation(loader, count)
             self.step.check_weights()
         self.log.stop()
+        self.step.seed_outside(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
 
     def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:

@@ -17,12 +17,12 @@ from trainkit.errors import UsageError
 from trainkit.launch import together
 from trainkit.launch.signals import Signals
 from trainkit.numbers.counts import CountValues, Divisors
-from trainkit.numbers.loaders import InMemory, share_of_batch
+from trainkit.numbers.loaders import share_of_batch
 from trainkit.numbers.means import Selection, select, sum_and_count
 from trainkit.numbers.mixing import key
 from trainkit.numbers.optim import clip_gradients, learning_rates, scale_gradients
 from trainkit.numbers.position import Length, Progress
-from trainkit.numbers.rng import Dropout, release_dropout, seed_dropout, seed_host
+from trainkit.numbers.rng import Dropout, release_dropout, seed_device, seed_dropout, seed_host
 from trainkit.outside.fixes import end_with_this_batch, take_loss_scale
 from trainkit.outside.names import prepared_optimizers
 from trainkit.sharding import shards
@@ -34,8 +34,6 @@ class Step:
     """The state of the current optimizer step. Run starts and finishes it.
 
     Attributes:
-        seeds_host: making samples reseeds numpy and random, at times that depend on prefetching; so
-            they are reseeded before every forward pass.
         rates: the learning rate of each optimizer in the step.
         label: the number of the step and its learning rate, for error messages.
         num_in_step: samples in the step, over all processes and micro-batches.
@@ -54,12 +52,10 @@ class Step:
         config: TrainingConfig,
         signals: Signals,
         models: Sequence[nn.Module],
-        train_set: Any,
         length: Length,
     ):
         self.accelerator, self.config, self.signals = accelerator, config, signals
         self.length = length
-        self.seeds_host = type(train_set) is not InMemory
         self.sharded = models if accelerator.is_fsdp2 else ()
         layers = (layer for model in models for layer in model.modules())
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
@@ -93,6 +89,12 @@ class Step:
         self.divisors.start(self.num_in_step)
         self.sizes.start_step()
 
+    def seed_outside(self, *position: int) -> None:
+        """Seed what the script draws where no batch is, so that a resume draws the same there."""
+        number = key(self.config.seed, *position)
+        seed_device(self.accelerator.device, number)
+        seed_host(number)
+
     @property
     def num_micro_batches(self) -> int:
         """How many there are in this step, which has fewer if it is short."""
@@ -115,8 +117,8 @@ class Step:
         first = self.num_before + start
         device = self.accelerator.device
         seed_dropout(self.dropouts, device, first, *self.key, num_samples=self.num_samples)
-        if self.seeds_host:
-            seed_host(key(*self.key, first))
+        # Those of numpy and random too: samples that are made meanwhile reseed them.
+        seed_host(key(*self.key, first))
         self.losses = []
 
     def rows_of(self, rank: int, num_before: int) -> tuple[int, int]:

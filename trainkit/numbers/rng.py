@@ -20,6 +20,14 @@ def seed_host(number: int) -> None:
     random.seed(number)
 
 
+def seed_device(device: torch.device, number: int) -> None:
+    """Seed the generator of torch on this device alone."""
+    # torch.manual_seed seeds every kind of device, and one that is not initialised yet stores each
+    # call, with its stack, for later.
+    where = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+    where.manual_seed(number)
+
+
 def keyed_uniform(
     seed: int, epoch: int, indices: torch.Tensor, num: int, stream: str | int | None = None
 ) -> torch.Tensor:
@@ -116,10 +124,7 @@ def seed_dropout(
     micro-batches. All other random numbers, those of nn.Dropout too, depend on `first` and so on
     both numbers.
     """
-    # Only the device's generator: torch.manual_seed seeds every kind of device, and one that is not
-    # initialised yet stores each call, with its stack, for later.
-    where = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
-    where.manual_seed(key(*position, first))
+    seed_device(device, key(*position, first))
     for number, layer in enumerate(layers):
         if layer.key_and_first is None:
             layer.key_and_first = torch.zeros(2, dtype=torch.int64, device=device)
