@@ -661,7 +661,9 @@ def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path):
 def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
     accelerator, monkeypatch, mine, theirs, sentence
 ):
-    monkeypatch.setattr("trainkit.launch.alike.gather_object", lambda of_this: [*of_this, theirs])
+    monkeypatch.setattr(
+        "trainkit.launch.together.gather_object", lambda of_this: [*of_this, theirs]
+    )
     with pytest.raises(RuntimeError, match=sentence) if sentence else ExitStack():
         assert agree(accelerator, mine) == mine
 
