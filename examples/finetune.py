@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         run.begin(model, metadata, plan, save_frozen=not config.lora)
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
         for _ in run.epochs():
-            for batch in run.steps(train_loader):
+            for batch in run.steps(train_loader, count=lambda x: x.learned[:, 1:].sum()):
                 with accelerator.accumulate(model):
                     values = compute_losses(model, batch)
                     accelerator.backward(run.step_mean(values["loss"], values["mask"]))

@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
         run.begin(model, {"script": Path(__file__).stem, "width": config.width})
         for _ in run.epochs():
-            for batch in run.steps(train_loader):
+            for batch in run.steps(train_loader, count=lambda x: Batch(*x).counted().sum()):
                 with accelerator.accumulate(model):
                     values = compute_losses(model, batch)
                     accelerator.backward(run.step_mean(values["loss"], values["mask"]))

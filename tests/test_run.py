@@ -188,11 +188,40 @@ def test_what_is_drawn_beside_data_in_memory_or_where_no_batch_is_is_drawn_again
     assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_gradients_are_divided_once_however_often_they_are_clipped(tmp_path):
-    where = r"step_mean\(loss\)", "step_mean(loss, weights=torch.full_like(loss, 3.0))"
-    once = changed(where)("--run-dir", tmp_path / "once")
-    twice = r"(run.clip_and_check\(optimizer\))", r"\1; \1"
-    assert changed(where, twice)("--run-dir", tmp_path / "twice") == once
+def test_a_penalty_beside_a_mean_with_weights_has_its_own_weight_however_a_step_is_split(tmp_path):
+    edits = (
+        (r"step_mean\(loss\)", "step_mean(loss, weights=3 * batch['y']) + one.weight.abs().sum()"),
+        (r"steps\(loaders\[0\]", "steps(loaders[0], count=lambda batch: 3 * batch['y'].sum()"),
+    )
+    for accumulate in (1, 2, 4):
+        changed(*edits)(f"--accumulate {accumulate} --run-dir {tmp_path}/{accumulate}")
+    whole = load_file(tmp_path / "1" / "model.safetensors")
+    for accumulate in (2, 4):
+        split = load_file(tmp_path / str(accumulate) / "model.safetensors")
+        torch.testing.assert_close(split, whole, rtol=0, atol=2e-6)
+        for row, same in zip(rows(tmp_path / str(accumulate)), rows(tmp_path / "1"), strict=True):
+            assert row == pytest.approx(same, rel=1e-5)
+
+
+@pytest.mark.parametrize("selection, wrong", [("mask", 3e-3), ("weights", 2e-4), ("weights", 0)])
+def test_a_count_is_that_of_its_mask_exactly_and_of_its_weights_up_to_rounding(
+    tmp_path, selection, wrong
+):
+    ones = {"mask": "loss > -1", "weights": "torch.full_like(loss, 0.1)"}[selection]
+    number = {"mask": "len(batch['y'])", "weights": "0.1 * len(batch['y'])"}[selection]
+    train_counted = changed(
+        (r"step_mean\(loss\)", f"step_mean(loss, {selection}={ones})"),
+        (r"steps\(loaders\[0\]", f"steps(loaders[0], count=lambda batch: {number} + {wrong}"),
+    )
+    batches = []
+    with ExitStack() as expecting:
+        if wrong:
+            sentence = "count= must return the sum of the same mask, or of the same weights"
+            expecting.enter_context(pytest.raises(RuntimeError, match=sentence))
+        train_counted(
+            f"--accumulate 2 --run-dir {tmp_path}", body=lambda run, number: batches.append(number)
+        )
+    assert len(batches) == (2 if wrong else 22)  # it is refused in the first step
 
 
 def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_run(tmp_path):
@@ -434,13 +463,16 @@ MISTAKES = r"""
 + run.step_mean(torch.ones(4), weights=torch.ones(4, requires_grad=True))
 ! float32: give it one of the two, .* weights as float without a gradient
 - run.step_mean(loss)
-+ sum(run.step_mean(loss, mask=loss > -1) for _ in range(2))
-! with --accumulate 2 the counts of several means, .*run.steps\(train_loader, count=function
++ run.step_mean(loss, mask=loss > -1)
+! --accumulate 2: .*before the first backward: .*count=function.* or use --accumulate 1
+- run.step_mean(loss)
++ run.step_mean(loss, weights=loss.detach(), over='boxes')
+! --accumulate 2: a mean with mask= or weights=
 - body(run, next(numbers))
-+ run.step_mean(torch.ones(4), mask=torch.ones(4) > 0)
-! of several means, .* by over=
++ run.step.divisors.ahead['boxes'] = None; run.step_mean(torch.ones(4), torch.ones(4) > 0)
+! over=None: it goes with mask= .* which are 'boxes'
 - body(run, next(numbers))
-+ run.step_mean(torch.ones(4), torch.ones(4) > 0, over='boxes')
++ run.step_mean(torch.ones(4), over='boxes')
 ! over='boxes': it goes with mask= or weights=, .* was given none
 - body(run, next(numbers))
 + run.step.divisors.ahead['boxes'] = None; run.step_mean(torch.ones(4), over='boxes')
@@ -652,8 +684,12 @@ def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path):
 @pytest.mark.parametrize(
     "mine, theirs, sentence",
     [
-        ({"eval_auc": 0.612}, {"eval_auc": 0.61}, None),
-        ({"eval_auc": 0.7}, {"eval_auc": 0.61}, "0.7 on process 0 and 0.61 on process 1"),
+        ({"eval_auc": 0.6100004}, {"eval_auc": 0.61}, None),
+        ({"eval_auc": math.nan}, {"eval_auc": math.nan}, None),
+        # What a process says of its half of a set is near what another one says of the other half.
+        ({"eval_auc": 0.612}, {"eval_auc": 0.61}, "0.612 on process 0 and 0.61 on process 1"),
+        ({"eval_mse": 1.2e-6}, {"eval_mse": 1.1e-6}, "on process 0 and 1.1e-06 on process 1"),
+        ({"eval_auc": math.nan}, {"eval_auc": 0.61}, "nan on process 0 and 0.61 on process 1"),
         ({"eval_auc": 0.6}, {"eval_auc": None}, "got eval_auc: None: a metric must be a number"),
         ({"step": 1.0}, {"step": 1.0}, "number, and must not be called step"),
     ],
@@ -664,8 +700,11 @@ def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
     monkeypatch.setattr(
         "trainkit.launch.together.gather_object", lambda of_this: [*of_this, theirs]
     )
+    monkeypatch.setattr(
+        "trainkit.launch.together.gather_object", lambda of_this: [*of_this, theirs]
+    )
     with pytest.raises(RuntimeError, match=sentence) if sentence else ExitStack():
-        assert agree(accelerator, mine) == mine
+        assert repr(agree(accelerator, mine)) == repr(mine)
 
 
 def test_processes_that_add_other_names_are_told_so(monkeypatch):

@@ -19,6 +19,8 @@ from accelerate.utils import gather_object
 from trainkit.errors import RunFailure, UsageError, explain
 from trainkit.text import first_sentence
 
+SAME = 1e-6  # relative difference of a metric that processes have computed from the same values
+
 
 @contextmanager
 def deadline(timeout: timedelta, others: str = "the other processes") -> Iterator[None]:
@@ -117,7 +119,8 @@ def wait_together(
 def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]:
     """Return the main process's metrics, so that all processes decide alike which is best.
 
-    Every process must call this. Raises RuntimeError on all of them if theirs are not nearly equal.
+    Every process must call this. Raises RuntimeError on all of them if theirs differ by more than
+    rounding.
     """
     plain = {  # tensors and arrays of one number become numbers
         name: v.item() if math.prod(getattr(v, "shape", (0,))) == 1 else v
@@ -133,10 +136,12 @@ def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]
     for rank, others in enumerate(everybody):
         for name, value in everybody[0].items():
             other = others.get(name, math.nan)
-            if value == value and not math.isclose(value, other, rel_tol=1e-2, abs_tol=1e-6):
+            both_nan = math.isnan(value) and math.isnan(other)
+            if not both_nan and not math.isclose(value, other, rel_tol=SAME, abs_tol=1e-9):
                 raise RuntimeError(
-                    f"{name} is {value:.6g} on process 0 and {other:.6g} on process {rank}: first "
-                    "combine what the processes have evaluated, with accelerator.reduce"
+                    f"{name} is {value:.8g} on process 0 and {other:.8g} on process {rank}: first "
+                    "combine what the processes have evaluated, as run.evaluate and run.predict "
+                    "do, or with accelerator.reduce"
                 )
     return everybody[0]
 

@@ -179,8 +179,9 @@ class Run:
         must end with `if run.end_step(): run.save()`; a `continue` before that, and `break`, raise
         RuntimeError. An exception or a second Ctrl-C ends the run without saving.
 
-        count: for several means with --accumulate above 1: count(micro_batch) returns, by name, how
-            many values each mean is over; all micro-batches of a step are then read before it.
+        count: needed for means with a mask or weights with --accumulate above 1, used only then:
+            count(micro_batch) returns how many values its mean is over, or a dict of the numbers
+            of several means by name. All micro-batches of a step are read before it.
         """
         progress = self.progress
         num_done = self.length.num_done(progress)
@@ -204,7 +205,7 @@ class Run:
         while length.num_in_step(progress):
             self.step.start(progress)
             micro_batches: Iterable[Any] = islice(batches, self.step.num_micro_batches)
-            if count:
+            if count and self.config.accumulate > 1:
                 micro_batches = list(micro_batches)
                 self.step.count_ahead(count, micro_batches)
             for micro_batch in micro_batches:

@@ -20,7 +20,7 @@ from trainkit.numbers.counts import CountValues, Divisors
 from trainkit.numbers.loaders import share_of_batch
 from trainkit.numbers.means import Selection, select, sum_and_count
 from trainkit.numbers.mixing import key
-from trainkit.numbers.optim import clip_gradients, learning_rates, scale_gradients
+from trainkit.numbers.optim import clip_gradients, learning_rates
 from trainkit.numbers.position import Length, Progress
 from trainkit.numbers.rng import Dropout, release_dropout, seed_device, seed_dropout, seed_host
 from trainkit.outside.fixes import end_with_this_batch, take_loss_scale
@@ -86,7 +86,8 @@ class Step:
         self.rates = learning_rates(self.optimizers)
         self.label = f"step {progress.step + 1}, learning rate {self.rates['learning_rate']:.4g}"
         self.num_before = 0
-        self.divisors.start(self.num_in_step)
+        # A short step may have fewer: what a script adds to the loss keeps its weight.
+        self.accelerator.gradient_accumulation_steps = self.num_micro_batches
         self.sizes.start_step()
 
     def seed_outside(self, *position: int) -> None:
@@ -141,8 +142,8 @@ class Step:
         """This process's share of the mean of `values` in the step, for accelerator.backward.
 
         The gradient becomes that of the mean over the whole step, over all processes and
-        micro-batches: DDP, or FSDP2, divides by the number of processes and Accelerate by
-        --accumulate, so this multiplies by both. A value that is not finite gives NaN gradients
+        micro-batches: DDP, or FSDP2, divides by the number of processes and Accelerate by that of
+        micro-batches, so this multiplies by both. A value that is not finite gives NaN gradients
         on all processes. A stand-in, which a process without a sample has, counts nothing.
 
         Args:
@@ -153,19 +154,19 @@ class Step:
                 the same as theirs. If nothing counts, the gradient is 0.
             over: the name by which count=, of run.steps, returns how many values count.
 
-        Raises RuntimeError if values are already reduced, or are not of this batch.
+        Raises RuntimeError if values are already reduced, or are not of this batch, and UsageError
+        for a mask or weights with --accumulate above 1 without count=.
         """
-        is_selected = mask is not None or weights is not None
+        selection = weights if mask is None else mask
         is_stand_in = self.num_samples == 0
         total, count = sum_and_count(CALL, values, mask, weights, is_stand_in)
-        if not is_selected:
+        if selection is None:
             self._check(CALL, values, len(self.losses))
             count = self.num_in_step * values.shape[1:].numel()
-        micro_batch = self.num_before // self.size
-        divisor = self.divisors.of(count, is_selected, over, micro_batch, len(self.losses))
+        divisor = self.divisors.of(count, selection, over, self.num_before // self.size)
         share = total.detach() / divisor
         self.losses.append(share)
-        scale = self.accelerator.num_processes * self.config.accumulate / divisor
+        scale = self.accelerator.num_processes * self.num_micro_batches / divisor
         # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
         return total * (scale + 0 * share)
 
@@ -199,13 +200,10 @@ class Step:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
-        if (factor := self.divisors.factor()) is not None:
-            fresh = (wrapped for wrapped in optimizers if wrapped.optimizer not in self.clipped)
-            scale_gradients(factor, *fresh)
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}
         self.mistakes.in_window = False
-        self.guard.check(norm, self._shares(), self.label)
+        self.guard.check(norm, self.losses, self.label)
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
@@ -222,11 +220,12 @@ class Step:
         self.update_scale()
         # Of an optimizer that was not stepped now, step_was_skipped is that of an earlier step.
         skipped = any(o.step_was_skipped for o in self.optimizers if o.optimizer in self.clipped)
-        self.guard.count_skipped(skipped, self._shares())
+        self.guard.count_skipped(skipped, self.losses)
         if self.clipped - self.stepped and not skipped:
             raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
         if self.mistakes.num_left:
             self.sizes.check_processes(self.accelerator)
+            self.divisors.check()
         if not skipped:
             self.mistakes.finish_step(self.stepped)
         self.clipped.clear()
@@ -251,8 +250,8 @@ class Step:
         """
         if optimizer not in self.clipped:
             raise RuntimeError(
-                "optimizer.step() must come after run.clip_and_check(optimizer), which scales, "
-                "clips and checks its gradients"
+                "optimizer.step() must come after run.clip_and_check(optimizer), which clips and "
+                "checks its gradients"
             )
         if optimizer not in self.stepped:  # a step may call that of the class it extends
             self.mistakes.check_zeroed(optimizer)
@@ -289,7 +288,3 @@ class Step:
         check_rows(call, values, self.num_samples)
         if self.is_shared and self.num_samples:
             self.sizes.check(call, values, number)
-
-    def _shares(self) -> list[torch.Tensor]:
-        factor = self.divisors.known_factor
-        return self.losses if factor is None else [loss * factor for loss in self.losses]

@@ -58,13 +58,6 @@ def learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, flo
     return {f"learning_rate_{n}" if n else "learning_rate": r for n, r in enumerate(rates)}
 
 
-def scale_gradients(factor: torch.Tensor, *optimizers: torch.optim.Optimizer) -> None:
-    """Multiply the gradients of these optimizers by a factor on the same device."""
-    for weight in weights_of(*optimizers):
-        if weight.grad is not None:
-            weight.grad.mul_(factor)
-
-
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The joint norm of all tensors. Every process must call this if they are sharded."""
     norm = nn.utils.get_total_norm(tensors)
