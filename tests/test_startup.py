@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, linux_only, posix_only
 
+from trainkit.launch import cores
 from trainkit.loop import session as world
 
 
@@ -231,3 +232,78 @@ def test_the_process_group_of_a_run_that_has_ended_is_kept(monkeypatch):
     )
     kept = [*world.ENDED]
     assert kept == [group]
+
+
+@linux_only
+def test_waiting_threads_sleep_while_others_need_the_cores_and_no_number_changes(in_fresh_process):
+    in_fresh_process("""
+import os, time, torch
+from trainkit.launch import cores
+
+def num_tasks():
+    return len(os.listdir("/proc/self/task"))
+
+def wait_for(number):
+    for _ in range(500):
+        if num_tasks() == number:
+            return
+        time.sleep(0.01)
+    raise AssertionError((num_tasks(), number))
+
+os.environ.pop("OMP_WAIT_POLICY", None)
+torch.set_num_threads(2)
+numbers = torch.arange(2**20, dtype=torch.float32).sqrt()
+quiet = numbers.sum()
+waited = {"1": 0.0}
+cores.LOOK_SECONDS, cores._waited = 0.01, lambda: dict(waited)
+cores._num_cores = lambda: 4
+at_rest = num_tasks() + 1  # the thread that looks
+cores.share_cores()
+for _ in range(2):
+    for _ in range(20):  # another program has the core half of the time
+        waited["1"] += 0.01
+        time.sleep(0.01)
+    wait_for(at_rest + 3)  # more than the four cores, with both of this thread
+    assert numbers.sqrt().square().sum() != 0 and numbers.sum() == quiet
+    assert torch.get_num_threads() == 2
+    wait_for(at_rest)  # nobody waits any more
+""")
+
+
+@linux_only
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_who_chose_how_threads_wait_has_it_so(name, in_fresh_process):
+    in_fresh_process(f"""
+import os, threading, torch
+from trainkit.launch import cores
+torch.set_num_threads(2)
+cores._num_cores = lambda: 2
+os.environ.pop("OMP_WAIT_POLICY", None)
+os.environ["{name}"] = "1"
+cores.share_cores()
+assert threading.active_count() == 1, threading.enumerate()
+""")
+
+
+# Seconds, core-seconds of the machine and of this process; threads; what the plan says.
+@pytest.mark.parametrize(
+    ("seconds", "machine", "own", "threads", "said"),
+    [
+        (2.0, 4.0, 2.0, 2, "other programs use 1.0 of 2 cores: beside them it is faster with OMP_"),
+        (2.0, 4.0, 0.1, 2, "OMP_NUM_THREADS=1 in the environment, which changes the rounding"),
+        (2.0, 2.4, 2.0, 2, ""),
+        (2.0, 4.0, 2.0, 1, ""),
+        (0.01, 0.02, 0.01, 2, ""),
+    ],
+    ids=["one busy", "both busy", "hardly busy", "one thread", "too short"],
+)
+def test_the_plan_names_busy_cores(seconds, machine, own, threads, said, monkeypatch):
+    monkeypatch.setattr(cores, "used_at_start", (5.0, 100.0, 1.0))
+    monkeypatch.setattr(cores, "_used", lambda: (5.0 + seconds, 100.0 + machine, 1.0 + own))
+    monkeypatch.setattr(cores, "_num_cores", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    text = cores.describe_cores(1)
+    assert said in text if said else text is None
+    assert cores.describe_cores(2) is None  # each process of a launch would count the others
+    monkeypatch.setattr(cores, "used_at_start", None)  # a notebook
+    assert cores.describe_cores(1) is None

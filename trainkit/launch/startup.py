@@ -31,6 +31,7 @@ from trainkit.errors import (
     explain,
     is_main_rank,
 )
+from trainkit.launch.cores import share_cores
 from trainkit.launch.environment import by_accelerate, shards_wanted
 from trainkit.outside.fixes import run_exit_functions, skip_the_compiler
 from trainkit.text import printable
@@ -53,6 +54,7 @@ def run(main: Callable[[], Any]) -> None:
     skip_the_compiler()
     fork_at_rest()
     skip_searches()
+    share_cores()
     try:
         end_with_launcher()
         main()

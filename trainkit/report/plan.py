@@ -17,6 +17,7 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 
 from trainkit.config import TrainingConfig
+from trainkit.launch.cores import describe_cores
 from trainkit.launch.environment import num_copies
 from trainkit.numbers.optim import num_parameters
 from trainkit.outside.names import prepared_schedulers
@@ -36,6 +37,7 @@ def describe_plan(run: Any, plan: dict[str, str]) -> str:
     num_steps = config.epochs * length.steps_per_epoch
     lines = {
         "device": describe_world(accelerator),
+        **describe_busy_cores(accelerator),
         **plan,
         "samples": f"{len(run.sets[0])}{unused}, {len(run.sets[1])} to evaluate",
         "model": "; ".join(describe_model(accelerator, model) for model in run.models),
@@ -129,6 +131,13 @@ def describe_world(accelerator: Accelerator) -> str:
     if (copies := num_copies(accelerator.num_processes)) > 1:
         sharded = f", {copies} copies, each sharded over {accelerator.num_processes // copies}"
     return f"{processes} on {device}, {precision}{threads}{sharded}"
+
+
+def describe_busy_cores(accelerator: Accelerator) -> dict[str, str]:
+    """Return a line of the plan, if this is a run on CPUs that other programs need too."""
+    if accelerator.device.type != "cpu" or not (text := describe_cores(accelerator.num_processes)):
+        return {}
+    return {"cores": text}
 
 
 def describe_run(accelerator: Accelerator, config: TrainingConfig) -> dict[str, Any]:
