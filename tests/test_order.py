@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
 from trainkit.numbers.mixing import key, permute
-from trainkit.numbers.orders import split_equal_samples, weighted
+from trainkit.numbers.orders import weighted
 from trainkit.numbers.rng import release_dropout, seed_dropout
 from trainkit.rng import Dropout
 
@@ -160,16 +160,3 @@ def test_samples_are_drawn_by_their_weights():
     drawn = weighted(weights, 43, 0)(0, 0, 10_000).bincount(minlength=43)
     assert drawn / 10_000 == pytest.approx(weights / weights.sum(), abs=0.007)
     assert not drawn[weights == 0].any()
-
-
-def test_equal_samples_are_on_one_side_of_a_split_and_other_splits_stay():
-    held_out = torch.tensor([1, 0, 0, 0, 1, 1, 0, 0], dtype=torch.bool)
-    for samples, evaluated in (
-        ([5, 1, 5, 2, 3, 2, 2, 9], [0, 2, 4]),
-        ([*range(8)], [0, 4, 5]),
-        ([5, 1, 5, 5, 3, 2, 5, 9], [4, 5]),  # more of one sample than are to be evaluated
-    ):
-        train, found = (
-            part.tolist() for part in split_equal_samples(held_out, torch.tensor(samples))
-        )
-        assert found == evaluated and sorted(train + found) == [*range(8)]

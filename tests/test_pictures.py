@@ -253,8 +253,7 @@ BAD_LAYOUTS = {
     "a loose picture": (holding("train/a/0.png", "train/1.png"),
                         "train/1.png is in no class: put .* into the folder of its class"),
     "no train": (holding("test/a/0.png"), r"give only \['test'\]: .* into train/"),
-    "other words": (holding("Training/a/0.png", "Test/a/0.png"), "rename Test, Training: "),
-    "another word": (holding("train/a/0.png", "valid/a/0.png"), "rename valid: "),
+    "classes beside test": (holding("a/0.png", "test/a/0.png"), r"give only \['test'\]: "),
     "a folder more": (holding("set/a/0.png", "set/b/0.png"), "one class, set: "),
     "nothing read": (holding("_a/0.png", "b/0.psd"),
                      r"no picture .*hidden \(1\): _a/0.png; no picture files \(1\): b/"),
@@ -280,6 +279,9 @@ FOLDERS = {
               "train station/0.png": "train/train station", "val/d/0.png/.0.png": ""},
     "splits": {"train/test/val.png": "train/test", "train/test/a/b/0.png": "train/test",
                "val/test/0.PNG": "validation/test", "other/a/0.png": "", "montage.png": ""},
+    "other words": {"Training/a/0.png": "train/a", "Test/a/0.png": "test/a"},
+    "dev": {"train/a/0.png": "train/a", "dev/a/0.png": "validation/a"},
+    "of classes": {"valid/a.png": "train/valid", "invalid/a.png": "train/invalid"},
     "left": {"a/0.png": "train/a", "a/._0.png": "", "a/.ipynb_checkpoints/0.png": "",
              "__MACOSX/a/0.png": "", "_a/0.png": "", ".git/x": None, "a/Thumbs.db": None,
              "a/.DS_Store": None, "notes.csv": "", "a/_DSC1.JPG": "train/a"},
@@ -462,7 +464,8 @@ def test_equal_pictures_are_on_one_side_and_what_an_evaluation_cannot_tell_is_in
     config = parse(Config, ["--dataset", str(tmp_path / "one"), "--resize", "32"])
     *sets, plan = photos_in_colour.load_sets(config)
     train, held_out = ({*part.split.hashes.tolist()} for part in sets)
-    assert not train & held_out and sum(map(len, sets)) == 45 and "twice" not in plan
+    assert not train & held_out and sum(map(len, sets)) == 45
+    assert plan["twice"] == "15 of 45 pictures repeat another: on one side"
     train_set, eval_set, metadata = load(tmp_path / "one")
     train, held_out = ({*map(bytes, part.tensors[0].numpy())} for part in (train_set, eval_set))
     assert not train & held_out and len(train | held_out) == 30

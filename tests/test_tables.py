@@ -290,7 +290,7 @@ def model(tmp_path_factory):
 def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch):
     monkeypatch.chdir("/")
     rows = datasets.Dataset.from_pandas(frame())
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: rows)
     _, _, metadata = read("someone/houses")
     assert (metadata["plan"]["data"], metadata["features"]) == ("houses", ALL)
     assert "data" not in metadata  # a resume compares the metadata, and the name may change
@@ -505,12 +505,12 @@ def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted():
     features, _, fold = made.train.tensors
     pairs = {(*row, n) for row, n in zip(features.tolist(), fold.tolist(), strict=True)}
     assert len(pairs) == len(parts[0]) and {*fold.tolist()} == {0, 1, 2, 3}
-    assert made.metadata["plan"]["equal rows"].startswith("120 repeat another one")
+    assert made.metadata["plan"]["twice"] == "120 of 160 rows repeat another: on one side"
     # A few kinds of rows, each of which occurs often: they are no copies.
     kinds = pd.DataFrame({"sex": ["f", "m"] * 40, "class": [1, 2, 3, 3] * 20, "y": [0, 1] * 40})
     train, test, metadata = read(kinds)
     assert (len(train), len(test)) == (64, 16)
-    assert metadata["plan"]["equal rows"] == "16 of 16 to evaluate on are also trained on"
+    assert metadata["plan"]["twice"] == "16 of 16 rows to evaluate on are also trained on"
 
 
 def test_a_target_of_texts_is_answered_with_the_command_for_classes():

@@ -1,4 +1,4 @@
-"""Orders of the samples, by weight or by length, and their split into two sets."""
+"""Orders of the samples, by weight or by length."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -59,38 +59,3 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
         return torch.cat([batches[shuffle].flatten(), rest[sizes[rest].argsort(stable=True)]])
 
     return lambda epoch, start, stop: whole(epoch)[start:stop]
-
-
-def hold_out(labels: torch.Tensor, split: str, number: int) -> torch.Tensor:
-    """Return the indices of the samples to evaluate on, or to train on: the same for any --seed.
-
-    number: how many there are to evaluate on; 0: about a fifth of each class, and never all of one.
-    """
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    places = torch.arange(len(labels))
-    held_out = places < number
-    if not number:
-        order = order[labels[order].argsort(stable=True)]
-        held_out = places % 5 == 4
-        trained_on = labels[order[~held_out]]
-        held_out &= torch.isin(labels[order], trained_on)  # of a class with one sample, none
-    return order[held_out == (split == "test")]
-
-
-def split_equal_samples(
-    held_out: torch.Tensor, hashes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices to train and to evaluate on; equal samples are on the side of the first.
-
-    If a sample has more copies than the evaluation set has samples, all of them are trained on. A
-    split without equal samples is not changed.
-
-    Args:
-        held_out: bool, (samples,), True for those that a split would evaluate on.
-        hashes: int64, (samples,), equal for samples that are equal.
-    """
-    _, group, sizes = hashes.unique(return_inverse=True, return_counts=True)
-    indices = torch.arange(len(hashes))
-    first = torch.full_like(sizes, len(hashes)).scatter_reduce(0, group, indices, "amin")
-    held_out = (held_out[first] & (sizes <= held_out.sum()))[group]
-    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()

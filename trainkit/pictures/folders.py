@@ -12,15 +12,10 @@ import xxhash
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading.paths import is_read
+from trainkit.reading.splits import WORDS, find_split
 from trainkit.text import shorten
 
-SPLITS = {"train": "train", "test": "test", "val": "validation", "validation": "validation"}
-# Other tools' words for the splits; they are looked for in the names of tables and archives.
-WORDS = {
-    "train": "training|train",
-    "test": "testing|test|evaluation|eval",
-    "validation": "validation|valid|val|dev",
-}
+SURE = ("train", "test", "val", "validation")  # folders that are splits and never classes
 PICTURES = re.compile(
     r"\.(a?png|jp(e?g|e|2|f|x|c)|jfif|j2[kc]|mpo|gif|bmp|dib|p[pgbn]m|tiff?|webp|ico|avif|hei[cf])",
     re.I,
@@ -54,8 +49,8 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     """Look through a folder. Folders behind links are not followed. Raises UsageError.
 
     Classes are the subfolders, whatever the files are called, and deeper folders belong to the
-    class above them. Splits of pictures are folders called train, test, val or validation, at the
-    top level only; splits of tables and archives are words in their names, as for `datasets`.
+    class above them. Splits of pictures are folders called train, test, val and so on, at the top
+    level only; splits of tables and archives are words in their names, as for `datasets`.
 
     list_of_labels: a CSV file that names pictures and their classes; others are not read.
     """
@@ -70,14 +65,15 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     are_pictures = bool(classes) or len(pictures) > len(holders)
     chosen = [*classes] or holders
     if are_pictures and not classes:
-        check_splits(folder, pictures)
         chosen = pictures + lists
+    split_folders = find_split_folders(pictures)
     parts: dict[str, list[Path]] = {}
     for path in chosen:
-        parts.setdefault(find_split(path, are_pictures), []).append(path)
-    splits = {split: parts[split] for split in SPLITS.values() if split in parts}
-    splits = splits or {"train": parts.get("", [])}
-    read = {path for split in splits.values() for path in split}
+        named = split_folders.get(path.parts[0], "") if are_pictures else find_split(str(path))
+        parts.setdefault(named, []).append(path)
+    found = {split: parts[split] for split in WORDS if split in parts}
+    found = found or {"train": parts.get("", [])}
+    read = {path for paths in found.values() for path in paths}
     unread = {
         path: reason_unread(folder, path)
         for path in paths
@@ -91,7 +87,7 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
         raise UsageError(f"--dataset {folder} cannot be read: it has no picture files{others}")
     if are_pictures and not classes and not lists:
         classes = classes_of_folders(folder, read, int({*parts} != {""}))
-    return Folder(splits, classes, unread)
+    return Folder(found, classes, unread)
 
 
 def reason_unread(folder: Path, path: Path) -> str:
@@ -160,27 +156,17 @@ def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
     return dict(sorted(classes.items(), key=lambda item: str(item[0])))
 
 
-def check_splits(folder: Path, pictures: list[Path]) -> None:
-    """Refuse a folder whose splits have names that would make them classes, or not be read."""
+def find_split_folders(pictures: list[Path]) -> dict[str, str]:
+    """Return the splits of the folders at the top that are called like one.
+
+    Words such as Test, dev or valid may also be classes. They are splits if all folders have such
+    names, or if some are to train on and others are not.
+    """
     tops = {path.parts[0] for path in pictures if len(path.parts) > 1}
-    words = re.compile("|".join(WORDS.values()), re.I)
-    others = {top for top in tops if words.fullmatch(top)} - {*SPLITS}
-    if others and (others == tops or tops & {*SPLITS}):
-        raise UsageError(
-            f"--dataset {folder}: rename {shorten(sorted(others))}: splits are called "
-            f"{', '.join(SPLITS)}"
-        )
-
-
-def find_split(path: Path, is_picture: bool) -> str:
-    """Return the split that a relative path names, or "" if it names none."""
-    if is_picture:
-        return SPLITS.get(path.parts[0], "") if len(path.parts) > 1 else ""
-    for part in path.parts:
-        for split, words in WORDS.items():
-            if re.search(rf"(^|[-._ 0-9])({words})($|[-._ 0-9])", part):
-                return split
-    return ""
+    named = {top: split for top in sorted(tops) if (split := find_split(top, whole=True))}
+    if named.keys() == tops or {"train"} < {*named.values()}:
+        return named
+    return {top: split for top, split in named.items() if top in SURE}
 
 
 def classes_of_folders(folder: Path, pictures: set[Path], depth: int) -> dict[Path, str]:

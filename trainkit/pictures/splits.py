@@ -21,11 +21,11 @@ import torch
 from datasets.data_files import DataFilesList
 
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
-from trainkit.numbers.orders import hold_out, split_equal_samples
 from trainkit.outside.names import fingerprint_of
 from trainkit.pictures import files, folders
 from trainkit.pictures.decoding import Read, decode_once
 from trainkit.reading.recall import describe_classes
+from trainkit.reading.splits import describe_equal, split_rows
 
 
 class Split(NamedTuple):
@@ -93,35 +93,16 @@ def load_split(
         raise UsageError(text)
     chosen = torch.arange(len(rows))
     if not is_whole:
-        chosen = hold_out_apart(labels, hashes, split, num_held_out)
+        chosen = split_rows(hashes, labels=labels, number=num_held_out)[split == "test"]
     chosen = chosen[~torch.isin(chosen, torch.tensor([*problems], dtype=torch.int64))]
     samples = chosen, labels[chosen], hashes[chosen]
     return Split(decoded.path, cells, *samples, classes, decoded.forms, [*problems.values()])
 
 
-def hold_out_apart(
-    labels: torch.Tensor, hashes: torch.Tensor, split: str, number: int
-) -> torch.Tensor:
-    """Return the rows of hold_out, but with equal pictures on one side.
-
-    Rows that changed sides for that come last.
-    """
-    train, test = (hold_out(labels, part, number) for part in ("train", "test"))
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    held_out[test] = True
-    trained, evaluated = split_equal_samples(held_out, hashes)
-    order, kept = torch.cat((train, test)), trained
-    if split == "test":
-        order, kept = torch.cat((test, train)), evaluated
-    return order[torch.isin(order, kept)]
-
-
 def describe_evaluation(train: Split, held_out: Split) -> dict[str, str]:
     """Return the lines of the plan about the classes, and pictures whose evaluation says little."""
     plan = describe_classes(train.labels, held_out.labels, train.classes, "picture")
-    if twice := int(torch.isin(held_out.hashes, train.hashes).sum()):
-        number = len(held_out.labels)
-        plan["twice"] = f"{twice} of {number} pictures to evaluate on are also trained on"
+    plan |= describe_equal(train.hashes, held_out.hashes, "picture")
     labels = pd.Series(torch.cat((train.labels, held_out.labels)).numpy())
     alike = labels.groupby(torch.cat((train.hashes, held_out.hashes)).numpy())
     if unlike := int((alike.transform("nunique") > 1).sum()):

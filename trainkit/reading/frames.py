@@ -6,7 +6,7 @@
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import numpy as np
 import pandas as pd
 
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.reading import splits
 from trainkit.reading.paths import select_read
-from trainkit.text import shorten
+from trainkit.text import count, shorten
 
 KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx")
 # Text files may also be followed by one of these.
@@ -32,15 +33,81 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     separator: None means the one that splits the first line most often. encoding: None means UTF-8.
     Other options come from older runs.
     """
-    path = Path(name)
-    if not path.exists():
-        with as_usage_error(f"{where} cannot be read"):
-            import datasets
+    parts = [*read_parts(name, where, **options).values()]
+    return pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
 
-            return datasets.load_dataset(name, split="train").to_pandas()
+
+def read_parts(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]:
+    """Return read_table of each split that the user made, as splits.find_splits names them.
+
+    There is only "train", with all rows, if none was made. attrs["files"] of a table names its
+    files, and attrs["unread"] of "train" those that are in no split.
+    """
+    path = Path(name)
+    if not path.exists() or splits.is_saved(path):
+        with as_usage_error(f"{where} cannot be read"):
+            parts = splits.load_parts(name)
+            tables = {split: rows.to_pandas() for split, rows in parts.items()}
+        for split, table in tables.items() if len(tables) > 1 else ():
+            table.attrs["files"] = split
+        return tables
     inside = [file for file in sorted(path.rglob("*")) if _kind(file) in KINDS and file.is_file()]
-    names = [file.relative_to(path).as_posix() for file in inside]
-    files = [path / name for name in select_read(names, where)] or [path]
+    names = select_read([file.relative_to(path).as_posix() for file in inside], where)
+    if not names:
+        return {"train": _read_files([path], where, **options)}
+    found = splits.find_splits(names)
+    unread = found.pop("", [])
+    tables = {
+        split: _read_files([path / name for name in files], where, **options)
+        for split, files in found.items()
+    }
+    for split, files in found.items():
+        shown = files if len(found) > 1 else [Path(file).name for file in files]
+        tables[split].attrs["files"] = shorten(shown)
+    tables["train"].attrs["unread"] = unread
+    return tables
+
+
+def choose_evaluated(
+    parts: dict[str, pd.DataFrame],
+    eval_data: str | None,
+    is_labelled: Callable[[pd.DataFrame], bool],
+    noun: str,
+    **options: Any,
+) -> tuple[pd.DataFrame | None, dict[str, str]]:
+    """Return the table to evaluate on, None if a part of the training rows is, and plan lines.
+
+    It is that of --eval-data, or else the first split of read_parts that is labelled: in many sets
+    the rows called test have nothing to compare a prediction with. attrs["where"] of the table
+    names it. Raises UsageError.
+
+    noun: what a row is called. options: of read_table.
+    """
+    chosen = None
+    unread = [*parts["train"].attrs.get("unread", [])]
+    if eval_data:
+        own = read_parts(eval_data, f"--eval-data {eval_data}", **options)
+        chosen = next((own[split] for split in splits.EVALUATED if split in own), own["train"])
+        name = chosen.attrs["where"] = f"--eval-data {eval_data}"
+    for split in splits.EVALUATED:
+        if split not in parts:
+            continue
+        files = parts[split].attrs["files"]
+        if chosen is not None:
+            unread.append(files)
+        elif is_labelled(parts[split]):
+            chosen = parts[split]
+            name = chosen.attrs["where"] = files
+        else:
+            unread.append(f"{files} (no row has what is to be predicted)")
+    if chosen is None:
+        share = f"a share of {parts['train'].attrs['files']}" if unread else ""
+        return None, splits.describe_given(share, unread)
+    return chosen, splits.describe_given(f"{name}: {count(len(chosen), noun)}", unread)
+
+
+def _read_files(files: Sequence[Path], where: str, **options: Any) -> pd.DataFrame:
+    """Read files with the same columns as one table."""
     kinds = {*map(_kind, files)}
     if len(kinds) > 1 or not kinds <= {*KINDS}:
         raise UsageError(
@@ -64,10 +131,7 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
                 f"{where}: {file.name} has other columns than {files[0].name}: all "
                 "files of a folder must have the same"
             )
-    table = pd.concat(tables, ignore_index=True)  # with attrs, if all have the same
-    if files != [path]:
-        table.attrs["files"] = f" ({shorten([file.name for file in files])})"
-    return table
+    return pd.concat(tables, ignore_index=True)  # with attrs, if all have the same
 
 
 def _kind(path: Path) -> str:

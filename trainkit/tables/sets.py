@@ -9,6 +9,7 @@ import math
 import shlex
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,8 +22,14 @@ from trainkit.config import UNSET, Fraction, MayChange, NonNegative, Seed, Train
 from trainkit.config.command_line import flag
 from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
-from trainkit.numbers.orders import split_equal_samples
-from trainkit.reading.frames import MAX_SHOWN, choose_columns, read_table, typed
+from trainkit.reading import splits
+from trainkit.reading.frames import (
+    MAX_SHOWN,
+    choose_columns,
+    choose_evaluated,
+    read_parts,
+    typed,
+)
 from trainkit.reading.recall import describe_classes
 from trainkit.tables.columns import (
     MAX_CATEGORIES,
@@ -40,7 +47,16 @@ from trainkit.tables.network import NUM_FOLDS
 from trainkit.text import count, shorten
 
 # The flags that say what the data are.
-OF_DATA = ["data", "target", "features", "categorical", "missing", "separator", "encoding"]
+OF_DATA = [
+    "data",
+    "eval_data",
+    "target",
+    "features",
+    "categorical",
+    "missing",
+    "separator",
+    "encoding",
+]
 OF_DATA += ["test_fraction", "data_seed"]
 
 
@@ -70,6 +86,8 @@ class TableConfig(TrainingConfig):
 
     data: MayChange[str | None] = None
     """CSV, Excel, JSON or Parquet file, a folder of them, or Hub id"""
+    eval_data: MayChange[str | None] = None
+    """the same, to evaluate on (default: the test split of --data, or else --test-fraction)"""
     target: Names | None = None
     """columns to predict, as a,b; a name with a comma in double quotes: 'a,"b, c"'"""
     features: Names | None = None
@@ -84,7 +102,7 @@ class TableConfig(TrainingConfig):
     encoding: str | None = None
     """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
     test_fraction: Fraction = 0.2
-    """of the rows, to evaluate on; 0: on all"""
+    """of the rows, or of each class, to evaluate on, if no split is given; 0: on all"""
     data_seed: Seed = 0
     """of the split, and of synthetic data"""
 
@@ -101,6 +119,13 @@ class TableConfig(TrainingConfig):
     """fraction of all steps in which the learning rate rises (default: as suits the model)"""
     clip_norm: float = UNSET
     """largest norm of the gradient; inf: do not clip (default: as suits the model)"""
+
+    def find_problems(self, num_processes: int) -> list[str]:
+        """Add --eval-data without --data."""
+        problems = super().find_problems(num_processes)
+        if self.eval_data and not self.data:
+            problems.append("--eval-data goes with --data: name the table to train on as well")
+        return problems
 
     def set_defaults(self, values: dict[str, Any]) -> None:
         """Set each of these fields that the user has not."""
@@ -136,13 +161,41 @@ def load_table(
     """Return the table of --data without dropped rows, the targets, and metadata.
 
     The index of the table holds row numbers from 0. The metadata have the options to read such a
-    table with, and lines of the plan. Raises UsageError.
+    table with, lines of the plan and, if the user chose the rows to evaluate on, which follow those
+    to train on, the number of the first of them and where they are from. Raises UsageError.
     """
     assert config.data is not None
     where = f"--data {config.data}"
     options = {"separator": config.separator, "encoding": config.encoding}
-    table = read_table(config.data, where, **options)
+    parts = read_parts(config.data, where, **options)
+    table = parts["train"]
     attributes = table.attrs
+    target = _find_target(table, config, where)
+    names = [*(config.features or table), *target]
+    table = choose_columns(table, names, where)
+    is_labelled = partial(_is_labelled, names=target)
+    evaluated, lines = choose_evaluated(parts, config.eval_data, is_labelled, "row", **options)
+    metadata: dict[str, Any] = {"read_options": options, "truth": None}
+    if evaluated is not None:
+        metadata["given"] = (len(table), where := evaluated.attrs["where"])
+        others = choose_columns(evaluated, names, where)
+        table = pd.concat([table, others], ignore_index=True)
+    for name in table.columns.difference([*target, *config.categorical]):
+        table[name] = read_numbers(table[name])
+    if not predicts_classes:
+        _check_targets(table, config)
+    used, dropped = _drop_missing(table, config)
+    plan = {"data": Path(config.data).name}
+    if "files" in attributes:
+        plan["data"] += f" ({attributes['files']})"
+    plan["data"] += dropped
+    if "question" in attributes:
+        plan["names"] = attributes["question"]
+    return used, target, metadata | {"plan": plan | lines}
+
+
+def _find_target(table: pd.DataFrame, config: TableConfig, where: str) -> list[str]:
+    """Return --target. Raises UsageError if there is none to choose, or --categorical is wrong."""
     if table.shape[1] == 1:
         raise UsageError(
             f"{where}: there is one column, {table.columns[0]!r}, and two are needed: if it is "
@@ -154,25 +207,31 @@ def load_table(
             f"{shorten([*map(typed, table)], MAX_SHOWN)}"
         )
     choose_columns(table, config.categorical, where)
-    table = choose_columns(table, [*(config.features or table), *config.target], where)
-    for name in table.columns.difference([*config.target, *config.categorical]):
-        table[name] = read_numbers(table[name])
-    if not predicts_classes:
-        _check_targets(table, config)
-    needed, what = (
-        (table, "value") if config.missing == "drop" else (table[config.target], "target")
-    )
+    return config.target
+
+
+def _drop_missing(table: pd.DataFrame, config: TableConfig) -> tuple[pd.DataFrame, str]:
+    """Return the rows that have a target, or with --missing drop all values, and who lacks one."""
+    needed, what = table[config.target], "target"
+    if config.missing == "drop":
+        needed, what = table, "value"
     columns = [find_kind(needed[name], config.categorical) for name in needed]
     numbers = [column.categories is None for column in columns]
     missing = needed.isna() | (needed.isin(MISSING) & numbers)
     used = table[~missing.any(axis=1)]
-    plan = {"data": f"{Path(config.data).name}{attributes.get('files', '')}"}
-    if num_dropped := len(table) - len(used):
-        words = needed.astype(object).fillna("").where(missing).stack().value_counts().to_dict()
-        plan["data"] += f", {count(num_dropped, 'row')} dropped: no {what}{list_counts(words)}"
-    if "question" in attributes:
-        plan["names"] = attributes["question"]
-    return used, config.target, {"read_options": options, "truth": None, "plan": plan}
+    if len(used) == len(table):
+        return used, ""
+    words = needed.astype(object).fillna("").where(missing).stack().value_counts().to_dict()
+    num_dropped = count(len(table) - len(used), "row")
+    return used, f", {num_dropped} dropped: no {what}{list_counts(words)}"
+
+
+def _is_labelled(table: pd.DataFrame, names: list[str]) -> bool:
+    """Return whether a row has all of these targets."""
+    if not {*names} <= {*table}:
+        return False
+    cells = table[names]
+    return bool((cells.notna() & ~cells.isin(MISSING)).all(axis=1).any())
 
 
 def _check_targets(table: pd.DataFrame, config: TableConfig) -> None:
@@ -227,19 +286,18 @@ def make_table_sets(
     in_folds: see TableSplit.
     """
     targets = [Column(name, classes) for name in names]
-    split, learned = split_and_learn(table, targets, config, in_folds)
+    metadata = {**metadata}
+    first, where = metadata.pop("given", (math.inf, ""))
+    given = torch.from_numpy(table.index.to_numpy() >= first) if where else None
+    split, learned = split_and_learn(table, targets, config, in_folds, given)
     columns = [column for column in learned.values() if not column.problem]
     values, problems = encode(table, [*columns, *targets])
     if problems or not columns:
-        raise UsageError(_judge(learned, problems, table, config))
+        places = {row: _name_row(row, first, where) for row, _, _ in problems}
+        raise UsageError(_judge(learned, problems, places, table, config))
     features, numbers = np.split(values, [-len(classes or names)], axis=1)
     inputs, facts = standardise_columns("feature", features, split, config)
-    facts |= {
-        "columns": [*map(vars, columns)],
-        "left_out": [name for name, column in learned.items() if column.problem],
-        "features": [name for column in columns for name in column.feature_names()],
-        "targets": names,
-    }
+    facts |= _describe_columns(learned) | {"targets": names}
     if classes:
         outputs = torch.from_numpy(numbers.argmax(1))
         parts = outputs[split.train], outputs[split.test]
@@ -250,11 +308,23 @@ def make_table_sets(
         facts |= more | {"baseline": numbers[split.train].mean(0).tolist()}
     plan = metadata["plan"] | make_plan(facts, learned, table, split)
     rows = torch.from_numpy(table.index.to_numpy(copy=True))
+    if where:
+        rows[split.test] -= first  # as the file to evaluate on numbers them
     return TableSets(
         InMemory(inputs[split.train], outputs[split.train], *split.folds),
         InMemory(inputs[split.test], outputs[split.test], rows[split.test]),
         metadata | facts | {"plan": plan},
     )
+
+
+def _describe_columns(learned: dict[str, Column]) -> dict[str, Any]:
+    """Return the metadata of the columns that are used, and the names of the others."""
+    columns = [column for column in learned.values() if not column.problem]
+    return {
+        "columns": [*map(vars, columns)],
+        "left_out": [name for name, column in learned.items() if column.problem],
+        "features": [name for column in columns for name in column.feature_names()],
+    }
 
 
 def find_table_classes(values: pd.Series, where: str, config: TableConfig) -> list[str]:
@@ -285,31 +355,33 @@ def find_table_classes(values: pd.Series, where: str, config: TableConfig) -> li
 
 
 def split_and_learn(
-    table: pd.DataFrame, targets: list[Column], config: TableConfig, in_folds: bool
+    table: pd.DataFrame,
+    targets: list[Column],
+    config: TableConfig,
+    in_folds: bool,
+    given: torch.Tensor | None,
 ) -> tuple[TableSplit, dict[str, Column]]:
-    """Split the rows, with equal ones on one side, and learn each column. Raises UsageError."""
+    """Split the rows and learn each column from those to train on. Raises UsageError.
+
+    given: which rows the user chose to evaluate on, bool; None: a part is held out.
+    """
     num_rows = len(table)
-    generator = torch.Generator().manual_seed(config.data_seed)
-    order = torch.randperm(num_rows, generator=generator)
-    held_out = torch.zeros(num_rows, dtype=torch.bool)
-    held_out[order[: round(config.test_fraction * num_rows)]] = True
-    train, test = ((held_out == side).nonzero().flatten().numpy() for side in (False, True))
-    learned = learn_columns(table, targets, train, config)
+    if given is None:
+        labels = number_classes(table[targets[0].name], targets[0])
+        sides = splits.hold_out(num_rows, config.test_fraction, labels, seed=config.data_seed)
+        train, test = (side.sort().values for side in sides)
+    else:
+        train, test = (torch.nonzero(given == side).flatten() for side in (False, True))
+    learned = learn_columns(table, targets, train.numpy(), config)
     hashes, must_repeat = hash_rows(table, targets, learned)
     together = torch.arange(num_rows) if must_repeat else hashes
-    plan: dict[str, str] = {}
-    if config.test_fraction:
-        parts = [part.numpy() for part in split_equal_samples(held_out, together)]
-        if all(map(len, parts)) and not np.array_equal(parts[0], train):
+    if given is None and len(test):
+        parts = [side.sort().values for side in splits.keep_together(train, test, together)]
+        if all(map(len, parts)) and not torch.equal(parts[0], train):
             train, test = parts
-            learned = learn_columns(table, targets, train, config)
-        num_both = int(torch.isin(hashes[test], hashes[train]).sum())
-        num_equal = num_rows - len(hashes.unique())
-        if num_both:
-            plan["equal rows"] = f"{num_both} of {len(test)} to evaluate on are also trained on"
-        elif num_equal:
-            plan["equal rows"] = f"{num_equal} repeat another one: equal rows are in one part"
-    else:
+            learned = learn_columns(table, targets, train.numpy(), config)
+    plan = splits.describe_equal(hashes[train], hashes[test], "row")
+    if given is None and config.test_fraction == 0:
         test = train
     if not (len(train) and len(test)):
         raise UsageError(
@@ -319,9 +391,16 @@ def split_and_learn(
     folds = []
     if in_folds:  # equal rows are in one
         groups, group = together[train].unique(return_inverse=True)
-        generator.manual_seed(config.data_seed)
+        generator = torch.Generator().manual_seed(config.data_seed)
         folds = [torch.randperm(len(groups), generator=generator)[group] % NUM_FOLDS]
-    return TableSplit(train, test, folds, plan), learned
+    return TableSplit(train.numpy(), test.numpy(), folds, plan), learned
+
+
+def number_classes(values: pd.Series, column: Column) -> torch.Tensor | None:
+    """Return the number of the class of each row, int64; None for a column of numbers."""
+    if column.categories is None:
+        return None
+    return torch.from_numpy(pd.Index(column.categories).get_indexer(parse_cells(values, column)))
 
 
 def hash_rows(
@@ -404,15 +483,21 @@ def _doubt(values: pd.Series) -> str:
     return asked * ({*decimals} == {0, 3})
 
 
+def _name_row(row: int, first: int, where: str) -> str:
+    """Return a row as people count it: those from `first` on are rows of another file."""
+    return f"row {row + 1}" if row < first else f"{where}, row {row + 1 - first}"
+
+
 def _judge(
     learned: dict[str, Column],
     problems: list[tuple[int, str, str]],
+    places: dict[int, str],
     table: pd.DataFrame,
     config: TableConfig,
 ) -> str:
     """Return a list of all columns, the refused ones first, and a command that works."""
     texts = {name: str(column) for name, column in learned.items()}
-    texts |= {name: f"row {row + 1}: {why}" for row, name, why in reversed(problems)}
+    texts |= {name: f"{places[row]}: {why}" for row, name, why in reversed(problems)}
     refused = {name for _, name, _ in problems}
     good = [name for name in learned if not learned[name].problem and name not in refused]
     lines = [f"  {name}: {texts[name]}" for name in sorted(texts, key=good.__contains__)]

@@ -17,8 +17,7 @@ import torch
 from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig
 from trainkit.config.command_line import flag
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.numbers.orders import hold_out, split_equal_samples
-from trainkit.reading import frames
+from trainkit.reading import frames, splits
 from trainkit.reading.recall import describe_classes
 from trainkit.text import count, shorten
 from trainkit.texts import bags
@@ -42,7 +41,7 @@ class TextConfig(TrainingConfig):
     data: MayChange[str | None] = None
     """CSV, JSON or Parquet file, a folder of them, or Hub id (default: the script's own texts)"""
     eval_data: MayChange[str | None] = None
-    """the same, to evaluate on (default: a fifth of --data)"""
+    """the same, to evaluate on (default: the test split of --data, or a fifth of each class)"""
     text: str | None = None
     """column of the texts (default: the only one that fits)"""
     label: str | None = None
@@ -110,48 +109,55 @@ def read_docstrings(packages: list[str], num: int | None) -> TextSets:
 
 
 def read_sets(config: TextConfig) -> TextSets:
-    """Read texts and classes of a table; a fifth of each class is held out, or all of --eval-data.
+    """Read texts and classes of a table, and which of them are evaluated.
 
-    Rows without a text or a label are left out, and counted in the plan. Raises UsageError for a
-    table that cannot be used.
+    These are all of --eval-data, or of a test split, or else a fifth of each class. Rows without a
+    text or a label are left out, and counted in the plan. Raises UsageError for a table that cannot
+    be used.
     """
     where = f"--data {config.data}"
     encoding = config.encoding
-    table = frames.read_table(str(config.data), where, encoding=encoding)
-    text, label = choose_text_and_label(table, config.text, config.label, where)
-    rows, dropped = labelled_texts(table, text, label, where)
-    classes = find_text_classes([name for _, name in rows], label, where)
-    number = {name: n for n, name in enumerate(classes)}
-    train = [(words, number[name]) for words, name in rows]
+    parts = frames.read_parts(str(config.data), where, encoding=encoding)
+    text, label = choose_text_and_label(parts["train"], config.text, config.label, where)
+    rows, dropped = labelled_texts(parts["train"], text, label, where)
+    names = [name for _, name in rows]
     plan = {"data": f"{config.data}, {len(rows)} texts{dropped}"}
     plan["columns"] = f"text {text!r}, label {label!r}"
-    if config.eval_data is None:
-        train, held_out = split(train)
-    else:
-        where = f"--eval-data {config.eval_data}"
-        table = frames.read_table(config.eval_data, where, encoding=encoding)
-        rows, dropped = labelled_texts(table, text, label, where)
-        if unknown := sorted({name for _, name in rows} - {*classes}):
+
+    def is_labelled(table: pd.DataFrame) -> bool:
+        if not {text, label} <= {*table}:
+            return False
+        return any(name in names for _, name in labelled_texts(table, text, label, where)[0])
+
+    options = config.eval_data, is_labelled, "text"
+    table, lines = frames.choose_evaluated(parts, *options, encoding=encoding)
+    given: list[tuple[str, str]] = []
+    if table is not None:
+        where = table.attrs["where"]
+        given, dropped = labelled_texts(table, text, label, where)
+        unknown = sorted({name for _, name in given} - {*names})
+        if config.eval_data and unknown:
             raise UsageError(f"{where}: --data has no class {shorten([*map(repr, unknown)])}")
-        held_out = [(words, number[name]) for words, name in rows]
-        plan["evaluated on"] = f"{config.eval_data}, {len(rows)} texts{dropped}"
-    if not train or not held_out:
-        raise UsageError(
-            f"{where}: {len(train)} texts are left to train on and {len(held_out)} to evaluate "
-            "on, and equal texts are not parted: more different texts are needed, or --eval-data"
-        )
-    plan |= describe_texts(train, held_out, classes)
+        names += unknown
+        lines["evaluated on"] += dropped
+    classes = find_text_classes(names, label, where)
+    number = {name: n for n, name in enumerate(classes)}
+    train, held_out = ([(words, number[name]) for words, name in part] for part in (rows, given))
+    if table is None:
+        hashes = splits.number_equal(words for words, _ in train)
+        sides = splits.split_rows(hashes, labels=torch.tensor([n for _, n in train]))
+        train, held_out = ([train[n] for n in side.sort().values.tolist()] for side in sides)
+    _check_sizes(len(train), len(held_out), where)
+    plan |= lines | describe_texts(train, held_out, classes)
     return TextSets(train, held_out, classes, {"text": text, "encoding": encoding}, plan)
 
 
-def split(pairs: list[tuple[str, int]]) -> tuple[list[tuple[str, int]], ...]:
-    """Return the texts to train on, and a fifth of each class; equal texts are on one side."""
-    is_held_out = torch.zeros(len(pairs), dtype=torch.bool)
-    is_held_out[hold_out(torch.tensor([label for _, label in pairs]), "test", 0)] = True
-    first: dict[str, int] = {}
-    equal = torch.tensor([first.setdefault(text, n) for n, (text, _) in enumerate(pairs)])
-    sides = split_equal_samples(is_held_out, equal)
-    return tuple([pairs[n] for n in side.tolist()] for side in sides)
+def _check_sizes(num_train: int, num_held_out: int, where: str) -> None:
+    if not num_train or not num_held_out:
+        raise UsageError(
+            f"{where}: {num_train} texts are left to train on and {num_held_out} to evaluate "
+            "on, and equal texts are not parted: more different texts are needed, or --eval-data"
+        )
 
 
 def find_text_classes(labels: list[str], label: str, where: str) -> list[str]:
@@ -176,10 +182,8 @@ def describe_texts(
     """Return the lines of the plan that say what the accuracy will be worth."""
     trained, tested = (torch.tensor([label for _, label in part]) for part in (train, held_out))
     plan = describe_classes(trained, tested, classes, "text")
-    known = {text for text, _ in train}
-    if twice := sum(text in known for text, _ in held_out):
-        plan["twice"] = f"{twice} of {len(held_out)} texts to evaluate on are also trained on"
-    return plan
+    hashes = splits.number_equal(text for part in (train, held_out) for text, _ in part)
+    return plan | splits.describe_equal(hashes[: len(train)], hashes[len(train) :], "text")
 
 
 def tokenize(texts: Sequence[str], max_tokens: int | None, tokenizer: Any) -> list[torch.Tensor]:

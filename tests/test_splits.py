@@ -1,0 +1,202 @@
+"""Which rows are evaluated: a split that the user made, or a share of each class."""
+
+import pandas as pd
+import pytest
+import torch
+
+import train_regression
+from trainkit.config import parse
+from trainkit.errors import UsageError
+from trainkit.reading import splits
+from trainkit.texts import texts
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("train.csv test.csv", "train.csv | test.csv | "),
+        ("Train.csv TEST.csv", "Train.csv | TEST.csv | "),
+        ("train.jsonl dev.jsonl", "train.jsonl |  | dev.jsonl"),
+        ("train.csv val.csv", "train.csv |  | val.csv"),
+        ("train.csv valid.csv", "train.csv |  | valid.csv"),
+        ("training.txt testing.txt", "training.txt | testing.txt | "),
+        ("train/a.csv validation/a.csv", "train/a.csv |  | validation/a.csv"),
+        (
+            "data/train-00000-of-00001.parquet data/test-00000-of-00001.parquet",
+            "data/train-00000-of-00001.parquet | data/test-00000-of-00001.parquet | ",
+        ),
+        ("test-set/train.csv test-set/test.csv", "test-set/train.csv | test-set/test.csv | "),
+        ("reviews_train.csv reviews_test.csv", "reviews_train.csv | reviews_test.csv | "),
+        ("adult.data adult.test", "adult.data | adult.test | "),
+        ("v1.train.csv.gz v1.eval.csv.gz", "v1.train.csv.gz | v1.eval.csv.gz | "),
+        ("data.csv test.csv", "data.csv | test.csv | "),
+        ("dev.csv test.csv", "dev.csv | test.csv | "),
+        ("train_sft test_sft", "train_sft | test_sft | "),
+        ("train.csv test.csv val.csv", "train.csv | test.csv | val.csv"),
+    ],
+)
+def test_names_of_files_and_parts_are_a_split(names, found):
+    parts = splits.find_splits(names.split())
+    assert " | ".join(",".join(parts.get(s, [])) for s in splits.WORDS) == found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *("train.csv", "test.csv", "a.csv b.csv", "train-1.csv train-2.csv", "train.csv extra.csv"),
+        *("2020/ab-test.csv 2021/ab-test.csv", "strain.csv devices.csv", "latest.csv contest.csv"),
+    ],
+)
+def test_other_names_are_none(names):
+    assert splits.find_splits(names.split()) == {"train": names.split()}
+
+
+def test_a_file_in_no_split_is_not_read():
+    parts = splits.find_splits(["sample_submission.csv", "test.csv", "train.csv"])
+    assert parts == {"": ["sample_submission.csv"], "test": ["test.csv"], "train": ["train.csv"]}
+
+
+def test_a_share_of_each_class_is_held_out_and_never_all_of_one():
+    labels = torch.tensor([0] * 50 + [1] * 20 + [2])
+    train, held_out = splits.hold_out(71, 0.2, labels)
+    assert labels[held_out].bincount().tolist() == [10, 4]
+    assert sorted(torch.cat((train, held_out)).tolist()) == [*range(71)]
+    assert len(splits.hold_out(30, 0.1)[1]) == 3 and len(splits.hold_out(30, number=7)[1]) == 7
+    one, other = (splits.hold_out(30, seed=seed)[1] for seed in (0, 1))
+    assert one.tolist() != other.tolist()
+
+
+def test_equal_rows_are_on_one_side_and_other_splits_stay():
+    train, held_out = torch.tensor([1, 2, 3, 6, 7]), torch.tensor([0, 4, 5])
+    for samples, evaluated in (
+        ([5, 1, 5, 2, 3, 2, 2, 9], [0, 4, 2]),
+        ([*range(8)], [0, 4, 5]),
+        ([5, 1, 5, 5, 3, 2, 5, 9], [4, 5]),  # more of one sample than are to be evaluated
+    ):
+        sides = splits.keep_together(train, held_out, torch.tensor(samples))
+        kept, found = (side.tolist() for side in sides)
+        assert found == evaluated and sorted(kept + found) == [*range(8)]
+
+
+def test_what_is_equal_is_counted():
+    numbers = splits.number_equal(["a", "b", "a", "c", "b"])
+    assert numbers.tolist() == [0, 1, 0, 3, 1]
+    both = splits.describe_equal(numbers[:2], numbers[2:], "row")
+    assert both == {"twice": "2 of 3 rows to evaluate on are also trained on"}
+    apart = splits.describe_equal(numbers[[1, 3, 4]], numbers[[0, 2]], "row")
+    assert apart == {"twice": "2 of 5 rows repeat another: on one side"}
+    assert splits.describe_equal(numbers[:1], numbers[1:2], "row") == {}
+
+
+def make_table(path, start, num=20, **more):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    a = [n + 0.25 for n in range(start, start + num)]
+    table = pd.DataFrame({"a": a, "b": [n % 7 + 0.5 for n in range(num)], "y": [2 * x for x in a]})
+    table.assign(**more).to_csv(path, index=False)
+
+
+def table_of(*flags):
+    flags = ["--target", "y", "--model", "linear", *map(str, flags)]
+    made = train_regression.load_data(parse(train_regression.Config, flags))
+    mean, std = (made.metadata[f"target_{name}"][0] for name in ("mean", "std"))
+    train, test = ([round((t * std + mean).item(), 1) for t in p.tensors[1]] for p in made[:2])
+    return train, test, made.evaluated.tensors[2].tolist(), made.metadata["plan"]
+
+
+@pytest.mark.parametrize("test", ["test.csv", "Test/part-1.csv", "val.csv", "the_dev.csv"])
+def test_the_test_rows_of_a_table_are_evaluated_and_not_trained_on(tmp_path, test):
+    make_table(tmp_path / "train.csv", 0)
+    make_table(tmp_path / test, 1000, num=5)
+    train, evaluated, rows, plan = table_of("--data", tmp_path)
+    assert max(train) < 100 and min(evaluated) > 2000 and rows == [*range(5)]
+    assert plan["evaluated on"] == f"{test}: 5 rows" and "train.csv" in plan["data"]
+    assert "twice" not in plan
+
+
+def test_a_given_split_whose_rows_are_trained_on_is_counted(tmp_path):
+    make_table(tmp_path / "train.csv", 0)
+    make_table(tmp_path / "test.csv", 10)
+    make_table(tmp_path / "val.csv", 10)
+    train, evaluated, _, plan = table_of("--data", tmp_path)
+    assert len(train) == len(evaluated) == 20
+    assert plan["evaluated on"] == "test.csv: 20 rows; not read: val.csv"
+    assert "twice" not in plan  # b differs
+    make_table(tmp_path / "test.csv", 0, num=3)
+    assert table_of("--data", tmp_path)[3]["twice"] == (
+        "3 of 3 rows to evaluate on are also trained on"
+    )
+
+
+def test_rows_to_evaluate_on_may_be_another_file(tmp_path):
+    make_table(tmp_path / "t.csv", 0)
+    make_table(tmp_path / "u/new.csv", 1000, num=4, comment="x")
+    flags = "--data", tmp_path / "t.csv", "--eval-data", tmp_path / "u/new.csv"
+    train, evaluated, rows, plan = table_of(*flags)
+    assert (len(train), len(evaluated), rows) == (20, 4, [0, 1, 2, 3])
+    assert plan["evaluated on"] == f"--eval-data {tmp_path}/u/new.csv: 4 rows"
+    make_table(tmp_path / "u/new.csv", 1000, num=4, a="?")
+    with pytest.raises(UsageError, match=r"new.csv, row 1: '\?' is not a number"):
+        table_of(*flags)
+    pd.DataFrame({"a": [1.5]}).to_csv(tmp_path / "u/new.csv", index=False)
+    with pytest.raises(UsageError, match=r"--eval-data .*new.csv: there is no column 'b'"):
+        table_of(*flags)
+
+
+def test_a_test_file_without_the_target_is_not_evaluated_and_said(tmp_path):
+    make_table(tmp_path / "train.csv", 0)
+    pd.DataFrame({"a": [1.5, 2.5], "b": [1, 2]}).to_csv(tmp_path / "test.csv", index=False)
+    pd.DataFrame({"id": [1, 2], "y": [0, 0]}).to_csv(tmp_path / "submission.csv", index=False)
+    train, evaluated, _, plan = table_of("--data", tmp_path)
+    assert (len(train), len(evaluated)) == (16, 4)
+    assert plan["evaluated on"] == (
+        "a share of train.csv; not read: submission.csv, test.csv (no row has what is to be "
+        "predicted)"
+    )
+
+
+def test_parts_of_a_data_set_are_a_split(tmp_path):
+    import datasets
+
+    rows = {"train": range(30), "test": range(900, 910), "extra": range(5)}
+    parts = {
+        name: datasets.Dataset.from_dict({"a": [n + 0.5 for n in part], "y": [*part]})
+        for name, part in rows.items()
+    }
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
+    train, evaluated, _, plan = table_of("--data", tmp_path / "set")
+    assert len(train) == 30 and evaluated == [*range(900, 910)]
+    assert plan["evaluated on"] == "test: 10 rows"
+
+
+def text_sets(*flags):
+    return texts.read_sets(parse(texts.TextConfig, [*map(str, flags)]))
+
+
+def write_texts(path, word, labels="pos neg", num=20, **columns):
+    names = labels.split() * num
+    rows = {"text": [f"{word} {name} number {n}" for n, name in enumerate(names[:num])]}
+    pd.DataFrame(rows | {"label": names[:num]} | columns).to_json(
+        path, orient="records", lines=True
+    )
+
+
+def test_the_test_texts_are_evaluated_and_not_trained_on(tmp_path):
+    write_texts(tmp_path / "train.jsonl", "of training")
+    write_texts(tmp_path / "dev.jsonl", "of development", "neg new", 6, id=1)
+    sets = text_sets("--data", tmp_path)
+    assert {words.partition(" n")[0].split()[1] for words, _ in sets.held_out} == {"development"}
+    assert (len(sets.train), len(sets.held_out), sets.classes) == (20, 6, ["neg", "new", "pos"])
+    assert sets.plan["evaluated on"] == "dev.jsonl: 6 texts"
+    assert sets.plan["not trained"] == "no text to train on is new"
+    # As in many sets of the Hub: nobody tells the classes of the test rows.
+    write_texts(tmp_path / "test.jsonl", "of the test", "-1", 9)
+    sets = text_sets("--data", tmp_path)
+    assert len(sets.held_out) == 6
+    assert sets.plan["evaluated on"] == (
+        "dev.jsonl: 6 texts; not read: test.jsonl (no row has what is to be predicted)"
+    )
+    sets = text_sets("--data", tmp_path, "--eval-data", tmp_path / "train.jsonl")
+    assert sets.plan["twice"] == "20 of 20 texts to evaluate on are also trained on"
+    assert sets.plan["evaluated on"].endswith(
+        "train.jsonl: 20 texts; not read: test.jsonl, dev.jsonl"
+    )

@@ -1,0 +1,147 @@
+"""Say which rows are trained on and which are evaluated, for all kinds of data.
+
+A split that the user made is kept: its files, folders or parts are called train, test, validation,
+val or dev. Without one a share of each class is held out, the same for any --seed. Equal rows are
+on one side.
+"""
+
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+
+from trainkit.text import count, shorten
+
+# What splits are called. The first that is there is evaluated; "train" is not.
+WORDS = {
+    "train": "training|train",
+    "test": "testing|test|evaluation|eval",
+    "validation": "validation|valid|val|dev",
+}
+EVALUATED = ("test", "validation")
+# A whole part of a path, perhaps with the number of a shard and endings, or a word in it.
+FORMS = (r"({})([-_.]?\d+[-_]of[-_]\d+)?(\.\w+)*", r"(.*[\W\d_])?({})([\W\d_].*)?")
+
+
+def find_split(name: str, whole: bool = False) -> str:
+    """Return the split that a relative path or the name of a part is called, or "".
+
+    A part of the path that is such a word counts before one that contains it: dev-set/train.csv is
+    to train on. whole: nothing else counts.
+    """
+    for form in FORMS[:1] if whole else FORMS:
+        for part in PurePath(name).parts:
+            for split, words in WORDS.items():
+                if re.fullmatch(form.format(words), part, re.IGNORECASE):
+                    return split
+    return ""
+
+
+def find_splits(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return which of these files or parts are the split "train", and "test" and "validation".
+
+    All are "train" if their names tell no split. "" are those in none, which are not read. What has
+    no name of a split is trained on if nothing is called train, and what is called dev or
+    validation is if there is also a test split, but nothing else.
+    """
+    splits: dict[str, list[str]] = {}
+    for name in names:
+        splits.setdefault(find_split(name), []).append(name)
+    if "train" not in splits and len(splits) > 1:
+        splits["train"] = splits.pop("" if "" in splits else "validation")
+    return splits if splits.keys() & {*EVALUATED} and "train" in splits else {"train": [*names]}
+
+
+def load_parts(name: str) -> dict[str, Any]:
+    """Return the parts of a data set of the Hub, or that save_to_disk wrote, as find_splits does.
+
+    The rows are those of `datasets`.
+    """
+    import datasets
+
+    loaded = datasets.load_from_disk(name) if is_saved(Path(name)) else datasets.load_dataset(name)
+    if not isinstance(loaded, dict):
+        return {"train": loaded}
+    return {
+        split: datasets.concatenate_datasets([loaded[part] for part in parts])
+        for split, parts in find_splits([*map(str, loaded)]).items()
+    }
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether save_to_disk of `datasets` wrote this folder."""
+    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def hold_out(
+    num_rows: int,
+    share: float = 0.2,
+    labels: torch.Tensor | None = None,
+    number: int = 0,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows to train and to evaluate on, int64, in an order that only `seed` changes.
+
+    About this share of each class is evaluated, and never all of one. Without labels it is this
+    share of all rows; with a number it is that many, of any class.
+    """
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
+    places = torch.arange(num_rows)
+    if labels is None or number:
+        held_out = places < (number or round(share * num_rows))
+    else:
+        order = order[labels[order].argsort(stable=True)]
+        held_out = ((places + 1).double() * share).floor() > (places.double() * share).floor()
+        trained_on = labels[order[~held_out]]
+        held_out &= torch.isin(labels[order], trained_on)  # of a class with one row, none
+    return order[~held_out], order[held_out]
+
+
+def keep_together(
+    train: torch.Tensor, evaluated: torch.Tensor, hashes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both sides with equal rows on the side of the first; those that moved are last.
+
+    If a row has more copies than there are rows to evaluate on, all of them are trained on. Nothing
+    is changed if no rows are equal.
+
+    hashes: of all rows, int64, equal for rows that are equal.
+    """
+    _, group, sizes = hashes.unique(return_inverse=True, return_counts=True)
+    held_out = torch.zeros(len(hashes), dtype=torch.bool)
+    held_out[evaluated] = True
+    rows = torch.arange(len(hashes))
+    first = torch.full_like(sizes, len(hashes)).scatter_reduce(0, group, rows, "amin")
+    held_out = (held_out[first] & (sizes <= len(evaluated)))[group]
+    candidates = torch.cat((train, evaluated)), torch.cat((evaluated, train))
+    return candidates[0][~held_out[candidates[0]]], candidates[1][held_out[candidates[1]]]
+
+
+def split_rows(hashes: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows to train and to evaluate on, by hold_out, with equal rows on one side."""
+    return keep_together(*hold_out(len(hashes), **options), hashes)
+
+
+def number_equal(keys: Iterable[Hashable]) -> torch.Tensor:
+    """Return for each row the number of the first one that equals it, int64: hashes of any keys."""
+    first: dict[Hashable, int] = {}
+    return torch.tensor([first.setdefault(key, n) for n, key in enumerate(keys)], dtype=torch.int64)
+
+
+def describe_equal(train: torch.Tensor, evaluated: torch.Tensor, noun: str) -> dict[str, str]:
+    """Return the line of the plan about equal rows, by the hashes of both sides."""
+    num_rows = len(train) + len(evaluated)
+    if num_both := int(torch.isin(evaluated, train).sum()):
+        which = f"{num_both} of {count(len(evaluated), noun)} to evaluate on"
+        return {"twice": f"{which} {'is' if num_both == 1 else 'are'} also trained on"}
+    if num_equal := num_rows - len(torch.cat((train, evaluated)).unique()):
+        return {"twice": f"{num_equal} of {count(num_rows, noun)} repeat another: on one side"}
+    return {}
+
+
+def describe_given(evaluated: str, unread: Sequence[str]) -> dict[str, str]:
+    """Return the line of the plan about a split that the user made; "" if there is none."""
+    line = evaluated + f"; not read: {shorten([*unread])}" * bool(unread)
+    return {"evaluated on": line} if line else {}
