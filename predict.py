@@ -392,4 +392,4 @@ def predict_files(predictor: Any, paths: Sequence[Path], options: dict[str, Any]
 
 
 if __name__ == "__main__":
-    startup.run(main)
+    startup.run(main, prints_results=True)

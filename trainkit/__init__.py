@@ -10,6 +10,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from trainkit.launch.streams import keep_standard_files
+
 # The module of each name. Imported late, because predict.py does not train or need the loop.
 NAMES = {
     "Run": "loop.run",
@@ -43,12 +45,14 @@ def interrupt(number: int, frame: Any) -> None:
     while frame:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                os.write(2, b"error: interrupted at once, without saving\n")
+                with suppress(OSError):  # its reader may have gone away
+                    os.write(2, b"error: interrupted at once, without saving\n")
             os._exit(130)
         frame = frame.f_back
     raise KeyboardInterrupt
 
 
+keep_standard_files()
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler and not hasattr(sys, "ps1"):
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, interrupt)

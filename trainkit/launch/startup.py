@@ -33,6 +33,7 @@ from trainkit.errors import (
 )
 from trainkit.launch.cores import share_cores
 from trainkit.launch.environment import by_accelerate, shards_wanted
+from trainkit.launch.streams import keep_printing, lost_results
 from trainkit.outside.fixes import run_exit_functions, skip_the_compiler
 from trainkit.text import printable
 
@@ -42,14 +43,18 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LATE_START_SECONDS = 60.0
 
 
-def run(main: Callable[[], Any]) -> None:
+def run(main: Callable[[], Any], prints_results: bool = False) -> None:
     """Call main, and print its errors for the user as one line on each machine.
+
+    What cannot be printed does not end a run. With prints_results, for a program whose output is
+    what it was started for, the exit code is then 1, unless the reader has read enough (`| head`).
 
     The exit code is 2 after UsageError, 1 after RunFailure, 75 after a signal before the first step
     and 130 after a second Ctrl-C. After other exceptions it is 1, with a traceback, and below that
     one sentence if it is known what happened to this process only (a lost peer, a dead loader
     worker, no memory). No process waits for others that may never come.
     """
+    keep_printing()
     keep_memory()
     skip_the_compiler()
     fork_at_rest()
@@ -76,6 +81,8 @@ def run(main: Callable[[], Any]) -> None:
             EXIT_FAILURE,
             reason is not None,
         )
+    if prints_results and (reason := lost_results()):
+        _end(f"error: some of what was printed is lost: {reason}", EXIT_FAILURE, True)
     finish(code)
 
 

@@ -229,4 +229,4 @@ def mean_seconds(accelerator: Accelerator, work: Callable[[], object], repetitio
 
 
 if __name__ == "__main__":
-    startup.run(main)
+    startup.run(main, prints_results=True)

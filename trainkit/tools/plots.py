@@ -193,4 +193,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    startup.run(main)
+    startup.run(main, prints_results=True)

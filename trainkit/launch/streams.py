@@ -1,0 +1,99 @@
+"""Standard output and standard error that cost no work: what cannot be printed is dropped.
+
+The reader of the output may go away (`| head`, tee, ssh, a log collector), the disk below a log may
+be full, a stream may be closed, or have an encoding that lacks the letters of a class.
+"""
+
+import contextlib
+import io
+import os
+import select
+import sys
+from typing import Any
+
+# What was lost first, if anything was: the stream and the reason.
+LOST: list[str] = []
+
+
+class Unfailing(io.RawIOBase):
+    """A raw stream that drops what it cannot write, and notes the first time in LOST."""
+
+    def __init__(self, name: str, stream: io.TextIOWrapper):
+        self.what, self.name = name, stream.name
+        self.stream = stream  # keeps it open: others may hold it, and its end closes the raw one
+        self.raw: Any = getattr(stream.buffer, "raw", stream.buffer)  # there is one level with -u
+
+    def write(self, data: Any) -> int:
+        """Write some of the data, or drop it all; return how many bytes that were."""
+        while True:
+            try:
+                num_bytes = self.raw.write(data)
+            except OSError as problem:
+                LOST.append(f"{self.what}: {type(problem).__name__}: {problem}")
+                del LOST[1:]
+                return len(data)
+            if num_bytes is not None:
+                return num_bytes
+            # Another process that shares this terminal or pipe has made it one that never waits.
+            select.select([], [self.raw], [])
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.raw.fileno()
+
+    def isatty(self) -> bool:
+        return self.raw.isatty()
+
+
+def keep_standard_files() -> None:
+    """Open the null device where standard input, output or error is closed.
+
+    Otherwise the next file that is opened would get its number, and what other libraries print
+    would be written into that file. Call this before anything else opens files.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free
+            os.set_inheritable(null, True)
+
+
+def keep_printing() -> None:
+    """Let no failure of printing reach the caller, in sys.stdout and sys.stderr from here on.
+
+    Letters that an encoding lacks are printed as escapes. Streams of another kind than Python's
+    own, such as those of a notebook, are left as they are.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed when Python started
+            kept = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        elif type(stream) is io.TextIOWrapper and not isinstance(raw_of(stream), Unfailing):
+            with contextlib.suppress(OSError):
+                stream.flush()
+            kept = io.TextIOWrapper(
+                io.BufferedWriter(Unfailing(name, stream)),
+                encoding=stream.encoding,
+                errors="backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+        else:
+            continue
+        setattr(sys, name, kept)
+        setattr(sys, f"__{name}__", kept)
+
+
+def lost_results() -> str:
+    """Why not all of standard output was written; "" if it was, or if its reader has gone away."""
+    with contextlib.suppress(OSError, ValueError):  # a stream of another kind, or closed
+        sys.stdout.flush()
+    return next((text for text in LOST if text.startswith("stdout") and "BrokenPipe" not in text), "")
+
+
+def raw_of(stream: io.TextIOWrapper) -> Any:
+    """What a text stream of Python writes to, below its buffer."""
+    return getattr(stream.buffer, "raw", None)
