@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, linux_only, posix_only
 
+from trainkit.files.records import read_rows
+
 # It prints in each of the ways in which libraries print, and says in a file how that went.
 PRINTING = """
 import contextlib, logging, os, sys, warnings
@@ -28,13 +30,18 @@ out.write(f"to the end {streams.lost_results()}")
 """
 
 
-def printing(folder: Path, redirected: str, encoding: str = "utf-8", **streams):
+def printing(folder: Path, redirected: str, encoding="utf-8", unbuffered="", **streams):
     """Run PRINTING with its streams redirected so; what it said in its file comes with it."""
     (folder / "printing.py").write_text(PRINTING)
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f"{sys.executable} printing.py {redirected}"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONIOENCODING": encoding,
+            "PYTHONUNBUFFERED": unbuffered,
+        },
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
     )
     assert done.returncode == 0, done.stderr
@@ -47,8 +54,8 @@ def printing(folder: Path, redirected: str, encoding: str = "utf-8", **streams):
 @pytest.mark.parametrize(
     "redirected, lost",
     [
-        (">/dev/full 2>&1", "stdout: OSError: [Errno 28] No space left on device"),
-        ("1</dev/null", "stdout: OSError: [Errno 9] Bad file descriptor"),
+        (">/dev/full 2>&1", "OSError: [Errno 28] No space left on device"),
+        ("1</dev/null", "OSError: [Errno 9] Bad file descriptor"),
         ("| head -c 1", ""),  # who reads no further has what he wants
         ("2>/dev/full", ""),
         ("<&- >&- 2>&-", ""),
@@ -66,12 +73,13 @@ def test_letters_that_an_encoding_lacks_are_escaped(tmp_path):
 
 
 @posix_only
-def test_a_stream_that_does_not_wait_loses_nothing(tmp_path):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_stream_that_does_not_wait_loses_nothing(tmp_path, unbuffered):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     counting = subprocess.Popen(["wc", "-c"], stdin=reader, stdout=subprocess.PIPE)
     os.close(reader)
-    printing(tmp_path, "", stdout=writer)
+    printing(tmp_path, "", unbuffered=unbuffered, stdout=writer)
     os.close(writer)
     assert int(counting.communicate()[0]) == 3 * 100_010 + len("bytesof another library")
 
@@ -93,3 +101,29 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == expected
 @pytest.mark.parametrize("options, code", [({"prints_results": True}, 1), ({}, 0)])
 def test_only_a_program_whose_output_is_its_work_fails_without_it(options, code, in_fresh_process):
     in_fresh_process(IN_A_CHILD, root=str(ROOT), options=options, expected=code)
+
+
+WITHOUT_A_READER = '''"""A regression whose reader goes away before its first line."""
+
+import os
+
+import train_regression
+
+
+def main(argv):
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    train_regression.main(argv)
+'''
+
+
+@linux_only
+def test_a_run_notes_once_that_nobody_reads_it(tmp_path, fork_main):
+    flags = f"--num-samples 64 --epochs 3 --no-pictures --run-dir {tmp_path}/run"
+    done = fork_main(WITHOUT_A_READER, flags)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert (tmp_path / "run" / "DONE").exists()
+    notes = [row for row in read_rows(tmp_path / "run" / "timing.jsonl") if "not printed" in row]
+    assert notes == [{"not printed": {"stdout": "BrokenPipeError: [Errno 32] Broken pipe"}}]

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.errors import SIGNALS, Stopped
+from trainkit.launch.streams import keep_printing
 from trainkit.launch.together import deadline
 
 
@@ -109,7 +110,11 @@ class Signals:
 
 
 def outlive_signals(worker: int) -> None:
-    """Keep a loader worker alive during a stop (Ctrl-C, Slurm, pkill -f), for the last steps."""
+    """Keep a loader worker alive during a stop (Ctrl-C, Slurm, pkill -f), for the last steps.
+
+    Nor does it end because it cannot print, which matters if it was spawned and not forked.
+    """
+    keep_printing()
     for number in {*SIGNALS} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on Windows or macOS

@@ -82,7 +82,7 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
             reason is not None,
         )
     if prints_results and (reason := lost_results()):
-        _end(f"error: some of what was printed is lost: {reason}", EXIT_FAILURE, True)
+        _end(f"error: what was printed is lost: {reason}", EXIT_FAILURE, True)
     finish(code)
 
 

@@ -11,31 +11,30 @@ import select
 import sys
 from typing import Any
 
-# What was lost first, if anything was: the stream and the reason.
-LOST: list[str] = []
+# By stream, stdout or stderr, why something that was printed there was lost first.
+LOST: dict[str, str] = {}
 
 
 class Unfailing(io.RawIOBase):
     """A raw stream that drops what it cannot write, and notes the first time in LOST."""
 
-    def __init__(self, name: str, stream: io.TextIOWrapper):
-        self.what, self.name = name, stream.name
+    def __init__(self, what: str, stream: io.TextIOWrapper):
+        self.what, self.name = what, stream.name
         self.stream = stream  # keeps it open: others may hold it, and its end closes the raw one
-        self.raw: Any = getattr(stream.buffer, "raw", stream.buffer)  # there is one level with -u
+        self.raw = raw_of(stream)
 
     def write(self, data: Any) -> int:
-        """Write some of the data, or drop it all; return how many bytes that were."""
-        while True:
-            try:
-                num_bytes = self.raw.write(data)
-            except OSError as problem:
-                LOST.append(f"{self.what}: {type(problem).__name__}: {problem}")
-                del LOST[1:]
-                return len(data)
-            if num_bytes is not None:
-                return num_bytes
-            # Another process that shares this terminal or pipe has made it one that never waits.
-            select.select([], [self.raw], [])
+        """Write the data; return how many bytes they were."""
+        rest = memoryview(data).cast("B")
+        try:
+            while rest:
+                num_bytes = self.raw.write(rest)
+                if num_bytes is None:  # another process has made this terminal one that never waits
+                    select.select([], [self.raw], [])
+                rest = rest[num_bytes or 0 :]
+        except OSError as problem:
+            LOST.setdefault(self.what, f"{type(problem).__name__}: {problem}")
+        return memoryview(data).nbytes
 
     def writable(self) -> bool:
         return True
@@ -74,8 +73,10 @@ def keep_printing() -> None:
         elif type(stream) is io.TextIOWrapper and not isinstance(raw_of(stream), Unfailing):
             with contextlib.suppress(OSError):
                 stream.flush()
+            below = Unfailing(name, stream)
+            is_buffered = raw_of(stream) is not stream.buffer  # it is not under python -u
             kept = io.TextIOWrapper(
-                io.BufferedWriter(Unfailing(name, stream)),
+                io.BufferedWriter(below) if is_buffered else below,  # type: ignore[arg-type]
                 encoding=stream.encoding,
                 errors="backslashreplace",
                 line_buffering=stream.line_buffering,
@@ -91,9 +92,10 @@ def lost_results() -> str:
     """Why not all of standard output was written; "" if it was, or if its reader has gone away."""
     with contextlib.suppress(OSError, ValueError):  # a stream of another kind, or closed
         sys.stdout.flush()
-    return next((text for text in LOST if text.startswith("stdout") and "BrokenPipe" not in text), "")
+    reason = LOST.get("stdout", "")
+    return "" if reason.startswith("BrokenPipeError") else reason
 
 
 def raw_of(stream: io.TextIOWrapper) -> Any:
-    """What a text stream of Python writes to, below its buffer."""
-    return getattr(stream.buffer, "raw", None)
+    """What a text stream of Python writes to, below its buffer if it has one."""
+    return getattr(stream.buffer, "raw", stream.buffer)

@@ -15,6 +15,7 @@ from trainkit.files.trackers import make_trackers
 from trainkit.launch import alike, environment, together
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
+from trainkit.launch.streams import keep_printing
 from trainkit.outside.fixes import end_workers, share_frozen_weights
 from trainkit.outside.names import mesh_groups
 from trainkit.report.reporter import Reporter
@@ -34,6 +35,7 @@ def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator
 
     Every process must call this. Raises UsageError on all of them.
     """
+    keep_printing()  # for scripts that startup.run() has not called
     refuse_pickled_code()
     compute_float32_in_full()
     precision = environment.check_launch()

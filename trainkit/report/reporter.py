@@ -2,7 +2,6 @@
 
 import math
 import time
-from contextlib import suppress
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,6 +10,7 @@ from tqdm import tqdm
 from trainkit.config import TrainingConfig
 from trainkit.files.log import JsonlTracker, is_evaluation
 from trainkit.launch import together
+from trainkit.launch.streams import LOST
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Length, Progress
 from trainkit.report.plan import describe_plan
@@ -31,6 +31,7 @@ class Reporter:
         self.num_before = 0  # samples of this epoch that were trained on before
         self.started_at = self.train_seconds = self.said_at = 0.0
         self.last_loss = ""
+        self.has_noted_lost = False
 
     def print(self, text: str) -> None:
         """Print on the main process."""
@@ -86,11 +87,17 @@ class Reporter:
     def say_stopped(self, signal_name: str | None, step: int) -> None:
         """Print that a signal has ended the run, after a checkpoint."""
         self.bar.close()  # or the sentence would begin on its line
-        with suppress(BrokenPipeError):  # of a tee that the same Ctrl-C has ended
-            self.print(
-                f"stopped by {signal_name or 'a signal to another process'} at step {step}, saved: "
-                "start the same command with --resume auto to continue"
-            )
+        self.print(
+            f"stopped by {signal_name or 'a signal to another process'} at step {step}, saved: "
+            "start the same command with --resume auto to continue"
+        )
+        self._note_lost()
+
+    def _note_lost(self) -> None:
+        """Say once in timing.jsonl that something could not be printed, and why."""
+        if LOST and not self.has_noted_lost:
+            self.has_noted_lost = True
+            self.tracker.log_timing({"not printed": LOST})
 
     def stop(self) -> None:
         """End the steps of an epoch; the evaluation comes next, and prints where the bar was."""
@@ -132,6 +139,7 @@ class Reporter:
         is_rest = progress.epoch > 1 and progress.epoch % math.ceil(self.config.epochs / NUM_LINES)
         if progress.step_in_epoch or not is_rest or length.is_over(progress):
             self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))
+        self._note_lost()
 
 
 def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
