@@ -137,7 +137,8 @@ class PicturePredictor(PixelClassifier):
         return self.metadata["pictures"] | learned
 
     def read(self, path: Path | BytesIO, as_is: bool = False) -> tuple[torch.Tensor, str]:
-        return read_photo(path, self.metadata["size"], self.framing, as_is)
+        reading = self.metadata.get("reading", {})
+        return read_photo(path, self.metadata["size"], self.framing, as_is, **reading)
 
 
 class PhotoPredictor(PixelClassifier):
@@ -149,7 +150,8 @@ class PhotoPredictor(PixelClassifier):
         from trainkit.pictures.files import read_photo_pixels
 
         with as_usage_error(f"{path} cannot be read as a picture"):
-            pixels = read_photo_pixels(path, self.metadata["resize"], self.metadata["size"])
+            sides = self.metadata["resize"], self.metadata["size"]
+            pixels = read_photo_pixels(path, *sides, **self.metadata.get("reading", {}))
         return pixels[None], ""
 
 

@@ -105,6 +105,11 @@ class Config(TrainingConfig):
     """column of classes (default: the only one)"""
     model: Literal["compact", "lenet", "wide", "deep"] = "compact"
     """the network"""
+    fit: Literal["crop", "pad", "squash"] = "squash"
+    """of pictures that are not square: crop reads the centre square, pad all of it, with its border
+    colour around it, squash all of it in another shape"""
+    grey_range: tuple[float, float] | None = None
+    """values of black and of white in grey pictures of more than 8 bits (default: by all values)"""
     label_smoothing: Share = 0.1
     """of the training loss"""
     augment: bool = True
@@ -138,6 +143,12 @@ class Config(TrainingConfig):
         if self.learning_rate is None:
             self.learning_rate = 0.1 if self.optimizer == "sgd" else 6e-3
 
+    def find_problems(self, num_processes: int) -> list[str]:
+        problems = super().find_problems(num_processes)
+        if self.grey_range and not self.grey_range[0] < self.grey_range[1]:
+            problems.append("--grey-range needs the value of black and a larger one of white")
+        return problems
+
 
 # Defaults for MNIST, and those that differ for a much smaller data set.
 LARGE = {"batch_size": 128, "epochs": 3, "max_shift": 1.0, "max_turn": 5.0, "drop_last": True}
@@ -154,12 +165,16 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
         load_images,
         sample,
     )
+    from trainkit.pictures.shown import describe_reading, how_read
     from trainkit.pictures.splits import describe_evaluation
 
     name, label, number = config.dataset, config.label, config.validation_split
-    train_set, train = load_images(name, "train", SIZE, label, None, number)
+    how: dict[str, Any] = {"fit": config.fit}
+    if config.grey_range:
+        how["greys"] = {"any": [*config.grey_range]}
+    train_set, train = load_images(name, "train", SIZE, label, None, number, **how)
     classes = train.classes
-    eval_set, held_out = load_images(name, "test", SIZE, label, classes, number)
+    eval_set, held_out = load_images(name, "test", SIZE, label, classes, number, **how)
     sampled = sample((train_set, train), (eval_set, held_out))
     pictures = describe_pictures(SIZE, sampled)
     plan = {
@@ -171,10 +186,12 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
         plan["pictures"] += f"; for their colour: {for_colour}"
     if (num_read := train.forms.total()) > len(train_set):
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
-    plan |= describe_values(sampled) | describe_evaluation(train, held_out)
+    plan |= describe_reading(train, held_out) | describe_values(sampled)
+    plan |= describe_evaluation(train, held_out)
     plan |= fit_to_size(config, len(train_set), LARGE, SMALL)
     plan["next"] = for_colour if is_photo else f"python app.py {config.run_dir}"
-    return train_set, eval_set, {"classes": classes, "pictures": pictures, "plan": plan}
+    metadata = {"classes": classes, "pictures": pictures, "reading": how_read(train, held_out)}
+    return train_set, eval_set, metadata | {"plan": plan}
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:

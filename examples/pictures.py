@@ -20,6 +20,7 @@ from torch import nn
 from trainkit.config import Schedule, Share, parse
 from trainkit.pictures import backbones, photos
 from trainkit.pictures.files import standardise
+from trainkit.pictures.shown import how_read
 
 make_model = backbones.make_network  # for predict.py, which loads the weights into it
 NUM_SEEN = 12_000  # by default at least so many are trained on, unless 20 epochs have fewer
@@ -81,6 +82,7 @@ def load_data(config: Config) -> tuple:
     epochs = 20 if config.freeze else min(20, max(5, NUM_SEEN // len(train)))
     vars(config).update(epochs=config.epochs or epochs)
     metadata |= {"script": Path(__file__).stem, "classes": train.classes}
+    metadata |= {"reading": how_read(train.split, held_out.split)}
     return train, held_out, network, metadata, plan | lines
 
 
@@ -137,7 +139,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                run.add(loss=losses, accuracy=logits.argmax(1) == batch.labels)
+                run.add(
+                    loss=F.cross_entropy(logits.detach(), batch.labels, reduction="none"),
+                    loss_smoothed=losses,  # what is minimised
+                    accuracy=logits.argmax(1) == batch.labels,
+                )
                 if run.end_step():
                     run.save()
             logits = run.predict(eval_loader, lambda b: model(standardise(b.images, metadata)))

@@ -160,14 +160,12 @@ def save_truncated(path: Path):
 
 
 POSTSCRIPT = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n"
-TWO = {"save_all": True, "append_images": [Image.new("L", (28, 28), 9)]}  # frames
 # How a bad file is written, and the sentence.
 BAD_FILES = {
     "20,000 x 20,000.png": (save_large, "400000000 pixels"),
     "truncated.png": (save_truncated, "truncated"),
     "text.png": (lambda path: path.write_text("not a picture"), "not one of PNG, JPEG"),
     "postscript.png": (lambda path: path.write_text(POSTSCRIPT), "not one of PNG, JPEG"),
-    "moving.gif": (lambda path: Image.new("L", (28, 28)).save(path, **TWO), "holds 2 pictures"),
 }
 
 
@@ -339,20 +337,165 @@ def test_other_pixels_and_another_decoder_are_other_data(kind, tmp_path, monkeyp
     assert len([*tmp_path.rglob("*.npy")]) == before + 1
 
 
+# How the values of digits, 0 to 255, are stored: the factor, the type, and what is read as white.
+DEPTHS = {
+    "8 bits in 16": (1, np.uint16, 255),
+    "10 bits in 16": (4, np.uint16, 1023),
+    "12 bits in 16": (16, np.uint16, 4095),
+    "14 bits in 16": (64, np.uint16, 16383),
+    "16 bits": (257, np.uint16, 65535),
+    "8 bits in 32": (1, np.int32, 255),
+    "12 bits in 32": (16, np.int32, 4095),
+    "fractions": (1 / 255, np.float32, 1),
+    "floats of 8 bits": (1, np.float32, 255),
+}
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_the_range_of_deep_greys_is_that_of_the_whole_set_and_is_said(name, tmp_path):
+    """Also for a dark file, and for a split that has no bright one."""
+    factor, kind, white = DEPTHS[name]
+    to_depth = lambda p: Image.fromarray((np.asarray(p, float) * factor).astype(kind))  # noqa: E731
+    parquet(tmp_path / "data", dataset(change=to_depth))
+    darker = [to_depth(p.point(lambda value: value // 8)) for p in digits(17)]
+    labels = [n % 3 for n in range(17)]
+    features = Features(picture=datasets.Image(), kind=ClassLabel(names=NAMES))
+    rows = {"picture": darker, "kind": labels}
+    parquet(tmp_path / "data", {"test": Dataset.from_dict(rows, features=features)})
+    train_set, eval_set, metadata = load(tmp_path / "data")
+    for images, expected in (
+        (train_set, digits(60)),
+        (eval_set, [p.point(lambda value: value // 8) for p in digits(17)]),
+    ):
+        for pixels, picture in zip(images.tensors[0], expected, strict=True):
+            assert np.abs(pixels[0].numpy().astype(int) - np.asarray(picture)).max() <= 1
+    (mode,) = metadata["reading"]["greys"]
+    assert metadata["reading"]["greys"][mode] == [0, white]
+    assert f"mode {mode}: 0 is black and {white} is white" in metadata["plan"]["greys"]
+    darker[0].save(tmp_path / "0.tiff")
+    framing = photos.learn_framing(eval_set.tensors[0]) | metadata["pictures"]
+    read, _ = photos.read_photo(tmp_path / "0.tiff", 28, framing, **metadata["reading"])
+    assert torch.equal(read[0], eval_set.tensors[0][0])
+    config = parse(Config, ["--dataset", str(tmp_path / "data"), "--size=28", "--resize=28"])
+    train, held_out, plan = photos_in_colour.load_sets(config)
+    assert plan["greys"] == metadata["plan"]["greys"]
+    for part, images in ((train, train_set), (held_out, eval_set)):
+        colours = part.pick(torch.arange(len(part))).images
+        assert (colours.float() - images.tensors[0]).abs().max() <= 1
+    assert not [*Path(datasets.config.HF_DATASETS_CACHE).rglob("*.tmp*")]
+
+
 @pytest.mark.parametrize(
-    "scale, kind, said",
+    "factor, kind, said",
     [
-        (1, np.uint16, "I of 0 to 65535 must .* as 8 bits"),
-        (1 / 255, np.uint8, r".*\(0 to 1\), .* spread"),
-        (1 / 2550, np.float32, "F of 0 to 1 must"),
-        (257, np.uint16, None),
+        (-1, np.int32, r"mode I are -255 to 0, .* --grey-range -255 0$"),
+        (300, np.int32, "mode I are 0 to 76500"),
+        (1 / 200, np.float32, "mode F are 0 to 1.275"),
+        (1 / 2550, np.float32, "mode F are 0 to 0.1"),
+        (0.1, np.uint16, "mode I;16 are 0 to 25"),
     ],
 )
-def test_values_that_fill_a_small_part_of_their_range_are_named(scale, kind, said, tmp_path):
-    make = changed(lambda p: Image.fromarray((np.asarray(p, int) * scale).astype(kind)))
-    make(tmp_path, False)
-    line = load(tmp_path)[-1]["plan"].get("values", "")
-    assert re.search(f"^77 of 77 pictures .*{said}", line) if said else not line
+def test_deep_greys_that_fit_no_range_are_a_question_with_an_answer(factor, kind, said, tmp_path):
+    to_depth = lambda p: Image.fromarray((np.asarray(p, float) * factor).astype(kind))  # noqa: E731
+    parquet(tmp_path / "data", dataset(change=to_depth))
+    with refused("which values are black and white.*" + said):
+        load(tmp_path / "data")
+    low, high = sorted((0, 255 * factor))
+    train_set, _, metadata = load(tmp_path / "data", "--grey-range", low, high)
+    expected = np.asarray(digits(1)[0], int)
+    if factor < 0:
+        expected = 255 - expected
+    assert np.abs(train_set.tensors[0][0, 0].numpy() - expected).max() <= 10
+    assert metadata["reading"]["greys"] == {"any": [low, high]}
+    for each in (train_mnist.Config, Config):
+        turned = parse(each, ["--dataset", "x", "--grey-range", str(high), str(low)])
+        assert any("a larger one of white" in text for text in turned.find_problems(1))
+
+
+def test_small_pictures_are_fitted_as_the_run_says_by_predict_too(tmp_path):
+    """A page of 90 x 30 with a mark at its left end, on white."""
+    page = Image.new("L", (90, 30), 255)
+    page.paste(0, (4, 4, 14, 26))
+    page.paste(200, (40, 10, 50, 20))
+    for n in range(10):
+        page.putpixel((80, n), 100)
+        for name in ("a", "b"):
+            page.putpixel((85, 5), 10 * (name == "a"))
+            (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
+            page.save(tmp_path / "data" / name / f"{n}.png")
+    for fit in ("crop", "pad", "squash"):
+        train_set, eval_set, metadata = load(tmp_path / "data", "--fit", fit)
+        framing = {"border": [0.0, 1.0], "framed": False} | metadata["pictures"]
+        read, _ = photos.read_photo(
+            tmp_path / "data" / "a" / "0.png", 28, framing, **metadata["reading"]
+        )
+        assert (
+            (read[0] == torch.cat((train_set.tensors[0], eval_set.tensors[0]))).all((1, 2, 3)).any()
+        )
+        dark = (read[0, 0] < 128).any(1).sum().item()
+        assert dark == {"crop": 0, "pad": 7, "squash": 20}[fit], (fit, dark)
+        assert read[0, 0, 0, 14] == 255
+    assert load(tmp_path / "data")[2]["reading"]["fit"] == "squash"
+
+
+def test_pictures_of_nearly_one_shade_are_named(tmp_path):
+    changed(lambda p: p.point(lambda value: value // 16))(tmp_path, False)
+    line = load(tmp_path)[-1]["plan"]["values"]
+    assert re.search(r"^77 of 77 pictures .*\(0 to 15\), .* spread", line)
+
+
+def test_of_several_pictures_in_a_file_the_first_is_read_in_grey_and_in_colour(tmp_path):
+    ending(".png")(tmp_path / "data")
+    first, second = Image.new("L", (28, 28), 10), Image.new("L", (28, 28), 200)
+    for name in ("a.gif", "b.webp", "c.png", "d.tiff", "e.avif"):
+        path = tmp_path / "data" / "train" / "one" / name
+        first.save(path, save_all=True, append_images=[second])
+        for read in (picture_files.read_square, picture_files.read_centre):
+            values, form = read(path, 28)
+            assert np.abs(values.astype(int) - 10).max() <= 3 and form.endswith("several)"), name
+    *_, metadata = load(tmp_path / "data")
+    assert metadata["plan"]["several"].startswith("5 of 82 files hold several pictures")
+
+
+def test_one_file_on_transparent_ground_is_seen_alike_in_grey_and_in_colour(tmp_path):
+    """On white, as on a page, or on black where it could not be seen on white."""
+    for grey, ground in ((255, 0), (230, 0), (150, 255), (0, 255)):
+        icon = np.full((28, 28, 4), grey, np.uint8)
+        icon[..., 3] = 0
+        icon[8:20, 8:20, 3] = 255
+        Image.fromarray(icon).save(tmp_path / "icon.png")
+        square, _ = picture_files.read_square(tmp_path / "icon.png", 28)
+        centre, _ = picture_files.read_centre(tmp_path / "icon.png", 28)
+        assert (centre == square[0][..., None]).all() and square[0, 0, 0] == ground
+        assert square[0, 14, 14] == grey
+
+
+@pytest.mark.parametrize("ending, size", [(".jpg", (14_000, 7000)), (".png", (9500, 9500))])
+def test_a_picture_of_90_million_pixels_is_made_smaller_as_it_is_read(ending, size, tmp_path):
+    large, path = Image.new("L", size, 40), tmp_path / f"large{ending}"
+    large.paste(220, (0, 0, size[0] // 2, size[1]))
+    large.save(path, compress_level=1)
+    for read in (picture_files.read_square, picture_files.read_centre):
+        values, form = read(path, 56)
+        assert form == f"{size[0]} x {size[1]} L"
+        values = values.reshape(56, 56, -1).astype(int)
+        assert np.abs(values[:, 5] - 220).max() <= 2 and np.abs(values[:, -5] - 40).max() <= 2
+
+
+def test_files_whose_names_are_not_utf_8_are_named_and_passed_over(tmp_path, capfd):
+    ending(".png")(tmp_path / "data")
+    for name in (b"train/one/caf\xe9.png", b"train/\xff/0.png"):
+        path = Path(os.fsdecode(os.fsencode(tmp_path / "data") + b"/" + name))
+        path.parent.mkdir(exist_ok=True)
+        digits(1)[0].save(path)
+    train_set, _, metadata = load(tmp_path / "data")
+    assert len(train_set) == 60 and metadata["classes"] == sorted(NAMES)
+    assert r"2 not read: names that are not UTF-8 (2): train/one/caf\xe9.png, " in (
+        capfd.readouterr().err
+    )
+    other = (tmp_path / "data").rename(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xe9")))
+    with refused(r"\\xe9: rename it"):
+        load(other)
 
 
 def test_the_column_of_the_classes_can_be_named(tmp_path):
@@ -405,7 +548,7 @@ def test_pictures_of_every_mode_keep_their_values_in_grey_and_in_colour(tmp_path
         if (values == values[0]).all():
             np.testing.assert_array_equal(picture_files.to_grey(picture), values[0])
     grey.save(tmp_path / "0.png", exif=TURNED)
-    upright = picture_files.open_picture(tmp_path / "0.png")
+    upright, _ = picture_files.open_upright(tmp_path / "0.png", 28)
     np.testing.assert_array_equal(picture_files.to_grey(upright), np.rot90(ramp, -1))
 
 
@@ -413,11 +556,13 @@ def test_floats_and_32_bits_are_read_by_one_rule_for_all_pictures():
     """Classes that differ by brightness alone stay different."""
     for kind, white in ((np.float32, 1), (np.int32, 65535)):
         values = np.full((28, 28), 51 / 255 * white).astype(kind)
-        assert picture_files.to_grey(Image.fromarray(values)) == pytest.approx(51)
+        greys = {"F" if white == 1 else "I": (0, white)}
+        assert picture_files.to_grey(Image.fromarray(values), greys) == pytest.approx(51)
         for wrong in (-white, 2 * white) + (np.nan, np.inf) * (white == 1):
             values[3, 3] = wrong
-            with pytest.raises(ValueError, match=f"must be 0 to {white}"):
-                picture_files.to_grey(Image.fromarray(values))
+            said = f"must be 0 to {white}" if np.isfinite(wrong) else "not finite"
+            with pytest.raises(ValueError, match=said):
+                picture_files.to_grey(Image.fromarray(values), greys)
 
 
 def colour_folder(folder: Path, number: int):

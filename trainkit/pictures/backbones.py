@@ -52,7 +52,10 @@ def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[s
     if is_fixed and config.size not in (None, side):
         raise UsageError(f"--size {config.size}: this network takes only pictures of size {side}")
     size = config.size or (side if is_fixed else min(224, side))
-    vars(config).update(size=size, resize=config.resize or round(size / 0.95))
+    # What is padded or squashed is seen whole, without the margin that a crop leaves out.
+    is_whole = config.fit in ("pad", "squash")
+    usual = size if is_whole else round(size / 0.95)
+    vars(config).update(size=size, resize=config.resize or usual)
     metadata = {"input": "photo", "model": settings["architecture"], "freeze": config.freeze}
     metadata |= {"size": size, "resize": config.resize}
     metadata |= {name: [float(value) for value in settings[name]] for name in ("mean", "std")}
@@ -63,6 +66,8 @@ def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[s
     elif num_norms:
         text += f"; its {num_norms} BatchNorm layers keep their mean and variance"
     squares = f"{size} x {size} of the short side {config.resize}"
+    if is_whole:
+        squares = f"{size} x {size} of {config.resize} x {config.resize}"
     return network, metadata, {"network": text, "squares": squares}
 
 
@@ -182,6 +187,9 @@ def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -
     whole.load_state_dict(weights)
     settings = {"input_size": (3, size, size), "crop_pct": size / metadata["resize"]}
     settings |= {"mean": metadata["mean"], "std": metadata["std"], "interpolation": "bicubic"}
+    modes = {"squash": "squash", "pad": "border"}  # timm's names; its border has the mean colour
+    if (fit := metadata.get("reading", {}).get("fit")) in modes:
+        settings["crop_mode"] = modes[fit]
     whole.pretrained_cfg.update(settings)
     save_for_hf(whole, str(folder), {"label_names": metadata["classes"]}, safe_serialization=True)
     print(describe_recall(run_dir))

@@ -1,16 +1,19 @@
-"""Read picture files of any kind as numbers, in the same way for all scripts.
+"""Read picture files of any kind as numbers, by the same rules for all scripts.
 
-read_square is for small grey pictures, whose transparent pixels become ground_of(...), read_centre
-for photos in colour, which are put on white. Decoded pictures are cached; after any change to this
+Every picture is turned upright. Of a file that holds several the first is read. Transparent pixels
+become white, or black if what is visible could not be seen on white (ground_of). Grey values of
+more than 8 bits are scaled by the range of their set (choose_range). read_square is for small grey
+pictures, read_centre for photos in colour. Decoded pictures are cached; after any change to this
 file they are all decoded again.
 """
 
 import contextlib
 import math
 import warnings
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import PIL
@@ -20,7 +23,6 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 # The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
 PILLOW_FORMATS = ["PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO", "AVIF"]
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see open_file
 with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
     import pillow_heif
 
@@ -29,64 +31,156 @@ with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
 # Everything that the values of a picture depend on, besides its file.
 READER = f"{PILLOW_FORMATS} {PIL.__version__} {torch.__version__}".encode()
 READER += Path(__file__).read_bytes()
-RANGES = {"F": "F of 0 to 1", "I": "I of 0 to 65535"}  # of modes that do not define one
+
+# A file may have so many pixels; a JPEG is decoded at a smaller scale, any other takes up to 1 GiB.
+Image.MAX_IMAGE_PIXELS = 2**28
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see open_upright
+WHOLE = 89_478_485  # pixels up to which a picture is not made smaller before it is resized
+SHRUNK = 2**24  # pixels that a larger one is brought to
+SEVERAL = " (first of several)"  # at the end of the form of an animation, or of a file of pages
+
+BRIGHT = 192  # of 255: a mean grey value that hardly differs from white
+WHITES = (255, 1023, 4095, 16383, 65535)  # of 8, 10, 12, 14 and 16 bits
+RANGES = "0 to 1 (fractions), 255, 1023, 4095, 16383 or 65535 (8 to 16 bits)"
+Fit = Literal["crop", "pad", "squash"]
+LONG = 2  # sides beyond 2 : 1: by default such a picture is padded, since a crop would lose half
+
+# The values of black and of white for each kind of deep grey picture ("I;16", "I", "F"). "any" is
+# for all kinds, and values outside of it are cut off.
+Greys = Mapping[str, tuple[float, float]]
 
 
-def open_file(file: Path | BytesIO) -> Image.Image:
-    """Open one picture. Raises an exception that says what is wrong with it."""
+def open_upright(
+    file: Path | BytesIO, side: int, is_photo: bool = False
+) -> tuple[Image.Image, str]:
+    """Open one picture and turn it upright; return its form too: its size and mode in words.
+
+    A JPEG that is a photo or very large is decoded at the smallest scale with sides of at least
+    `side`. Raises an exception that says what is wrong with the picture.
+    """
     try:
-        picture = Image.open(file, formats=PILLOW_FORMATS)
+        picture: Image.Image = Image.open(file, formats=PILLOW_FORMATS)
     except UnidentifiedImageError:
         more = "" if "HEIF" in PILLOW_FORMATS else " (for HEIC: `pip install pillow-heif`)"
         raise ValueError(f"it is not one of {', '.join(PILLOW_FORMATS)}{more}") from None
-    clear = picture.info.get("transparency")
-    if isinstance(clear, tuple) and max(clear) > 255:  # of 16 bits, where Pillow keeps the upper 8
-        picture.info["transparency"] = tuple(value >> 8 for value in clear)
-    num_pixels = math.prod(picture.size)
-    most = Image.MAX_IMAGE_PIXELS or math.inf
-    if num_pixels > most:  # Pillow itself only warns, up to twice as many
-        raise ValueError(f"it has {num_pixels} pixels, more than {most}")
-    return picture
-
-
-def open_picture(file: Path | BytesIO) -> Image.Image:
-    """Open one picture and turn it upright. Raises an exception that says what is wrong with it."""
-    with open_file(file) as picture:
+    with picture:
+        clear = picture.info.get("transparency")
+        if isinstance(clear, tuple) and max(clear) > 255:  # of 16 bits; Pillow keeps the upper 8
+            picture.info["transparency"] = tuple(value >> 8 for value in clear)
+        width, height = picture.size
+        most = Image.MAX_IMAGE_PIXELS or math.inf
+        if width * height > most:  # Pillow itself only warns, up to twice as many
+            raise ValueError(
+                f"it has {width * height} pixels, more than {most}: save a smaller copy of it"
+            )
+        mode = picture.mode
         # MPO is a JPEG as many phones write it: one photo, and a small or brighter copy of it.
-        if (number := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
-            raise ValueError(f"it holds {number} pictures: save one of them")
+        is_one = picture.format == "MPO" or not getattr(picture, "is_animated", False)
+        if is_photo or width * height > WHOLE:
+            picture.draft("RGB", (side, side))
         picture.load()
+        before = picture.size
         if picture.info:  # without metadata it is upright, and looking costs a sixth of decoding
             ImageOps.exif_transpose(picture, in_place=True)
-    return picture
+    if picture.size != before:
+        width, height = height, width
+    if math.prod(picture.size) > WHOLE:
+        picture = shrink(picture, side)
+    return picture, f"{width} x {height} {mode}{'' if is_one else SEVERAL}"
+
+
+def shrink(picture: Image.Image, side: int) -> Image.Image:
+    """Return a very large picture in about SHRUNK pixels, with sides of at least `side`."""
+    if picture.mode.startswith("I;16"):
+        picture = picture.convert("I")
+    elif not is_deep(picture.mode):
+        picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
+    factor = math.ceil(math.sqrt(math.prod(picture.size) / SHRUNK))
+    return picture.reduce(max(1, min(factor, min(picture.size) // side)))
+
+
+def is_deep(mode: str) -> bool:
+    """Return whether a mode of Pillow has grey values whose range it does not define."""
+    return mode[0] in "IF"
+
+
+def kind_of_mode(mode: str) -> str:
+    """Return "I;16", "I" or "F" for a deep mode. Byte orders are one kind."""
+    return "I;16" if mode.startswith("I;16") else mode
+
+
+def choose_range(kind: str, low: float, high: float) -> tuple[float, float] | None:
+    """Return the values of black and white of pictures whose values lie from low to high.
+
+    It is the smallest of RANGES that holds them, if they use more than a quarter of it, else None.
+    """
+    whites = (1, *WHITES) if kind == "F" else WHITES
+    for white in whites:
+        if low >= 0 and white / 4 < high <= white:
+            return 0, white
+    return None
+
+
+def measure_greys(file: Path | BytesIO) -> dict[str, tuple[float, float]]:
+    """Return the kind of a deep grey picture with its smallest and largest value; {} for others."""
+    with contextlib.suppress(Exception), Image.open(file, formats=PILLOW_FORMATS) as picture:
+        if is_deep(picture.mode):
+            values = np.asarray(picture, dtype=np.float64)
+            values = values[np.isfinite(values)]
+            return {kind_of_mode(picture.mode): (float(values.min()), float(values.max()))}
+    return {}
+
+
+def scale_greys(picture: Image.Image, greys: Greys | None) -> np.ndarray:
+    """Return the values of a deep grey picture as 0 to 255, float64 (height, width).
+
+    greys: None, or without this kind: the range is chosen by this picture alone. Raises ValueError
+    for values outside of the range.
+    """
+    values = np.asarray(picture, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError("some of its values are not finite numbers")
+    kind, low, high = kind_of_mode(picture.mode), values.min(), values.max()
+    given = (greys or {}).get("any")
+    chosen = given or (greys or {}).get(kind) or choose_range(kind, low, high)
+    what = f"its values (mode {picture.mode}) are {low:g} to {high:g}"
+    if chosen is None:
+        raise ValueError(f"{what}, and none of {RANGES} fits them")
+    black, white = chosen
+    if given:
+        values = values.clip(black, white)
+    elif low < black or high > white:
+        raise ValueError(f"{what}, and must be {black:g} to {white:g}")
+    return (values - black) * (255 / (white - black))
 
 
 def ground_of(grey: np.ndarray, alpha: np.ndarray) -> int:
-    """Return what transparent pixels of a small grey picture become: 255 (white) or 0 (black).
+    """Return what transparent pixels of a picture become: 255 (white) or 0 (black).
 
-    It is read for its shape, so it is put on white if its visible pixels are dark, else on black.
+    White, as on a page, unless its visible pixels are so bright that they could not be seen there.
 
     Args:
         grey: the picture's grey values, 0 to 255. alpha: its opacity, 0 to 1, of the same shape.
     """
-    return 255 if (grey * alpha).sum() <= 128 * alpha.sum() else 0
+    return 255 if (grey * alpha).sum() <= BRIGHT * alpha.sum() else 0
 
 
-def to_values(picture: Image.Image, mode: str, ground: int | None = None) -> np.ndarray:
+def on_ground(values: np.ndarray, grey: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    """Return values (..., height, width), 0 to 255, on the ground that ground_of chooses."""
+    return values * alpha + (1 - alpha) * ground_of(grey, alpha)
+
+
+def to_values(picture: Image.Image, mode: str, greys: Greys | None = None) -> np.ndarray:
     """Return values 0 to 255 as float64 (channels, height, width), for mode "L" or "RGB".
 
-    Transparent pixels become `ground`; None: ground_of(...). Raises ValueError for values
-    outside the range of the picture's own mode.
+    greys: see scale_greys, of which this raises the ValueError.
     """
     transparent = picture.has_transparency_data
-    if picture.mode[0] in RANGES:  # Pillow's own conversion would cut off above 255
-        white = 1 if picture.mode == "F" else 65535
-        stored = np.asarray(picture, dtype=np.float64)
-        grey = stored * (255 / white)
-        if not (grey.min() >= 0 and grey.max() <= 255):  # or NaN
-            raise ValueError(f"the values of a picture of mode {picture.mode} must be 0 to {white}")
+    if is_deep(picture.mode):  # Pillow's own conversion would cut off above 255
+        grey = scale_greys(picture, greys)
         values = np.stack([grey] * len(mode))
         if transparent:
+            stored = np.asarray(picture)
             alpha = (stored != picture.info["transparency"]).astype(np.float64)
     else:
         if transparent:
@@ -97,54 +191,119 @@ def to_values(picture: Image.Image, mode: str, ground: int | None = None) -> np.
         values = grey[None]
         if mode != "L":
             values = np.array(shown.convert(mode), dtype=np.float64).transpose(2, 0, 1)
-    if transparent:
-        ground = ground_of(grey, alpha) if ground is None else ground
-        values = values * alpha + (1 - alpha) * ground
-    return values
+    return on_ground(values, grey, alpha) if transparent else values
 
 
-def to_grey(picture: Image.Image) -> np.ndarray:
+def to_grey(picture: Image.Image, greys: Greys | None = None) -> np.ndarray:
     """Return grey values 0 to 255 as float64 (height, width). See to_values."""
-    return to_values(picture, "L")[0]
+    return to_values(picture, "L", greys)[0]
 
 
-def resize(values: np.ndarray, size: int) -> np.ndarray:
-    """Resize values, float64 (height, width), to uint8 (size, size)."""
-    if values.shape == (size, size):
+def resize(values: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resize values, float64 (height, width), to uint8 of another height and width."""
+    if values.shape == (height, width):
         return values.round().astype(np.uint8)
     batch = torch.from_numpy(values)[None, None]
-    resized = F.interpolate(batch, (size, size), mode="bilinear", antialias=True)
+    resized = F.interpolate(batch, (height, width), mode="bilinear", antialias=True)
     return resized.round()[0, 0].byte().numpy()
 
 
-def read_centre(file: Path | BytesIO, side: int) -> tuple[np.ndarray, str]:
-    """Return the centre square of a picture in colour, uint8 (side, side, 3), and its form.
+def pad(values: np.ndarray, side: int) -> np.ndarray:
+    """Put values, uint8 (height, width, ...), into the middle of a square of this side.
 
-    Of an animation the first picture is taken. Raises an exception that says what is wrong with the
-    picture.
+    Around them is the median colour of their border: paper goes on as paper.
     """
-    with open_file(file) as picture:
-        width, height = picture.size
-        form = f"{width} x {height} {picture.mode}"
-        picture.draft("RGB", (side, side))  # a JPEG is decoded at the smallest scale that is enough
-        ImageOps.exif_transpose(picture, in_place=True)
-    if picture.mode[0] in RANGES:  # Pillow would cut them off
-        values = to_values(picture, "L", ground=255)[0]
-        picture = Image.fromarray(values.round().astype(np.uint8))
+    height, width = values.shape[:2]
+    border = np.concatenate((values[0], values[-1], values[:, 0], values[:, -1]))
+    square = np.empty((side, side, *values.shape[2:]), np.uint8)
+    square[:] = np.median(border, axis=0).round()
+    top, left = (side - height) // 2, (side - width) // 2
+    square[top : top + height, left : left + width] = values
+    return square
+
+
+def inside(width: int, height: int, side: int) -> tuple[int, int]:
+    """Return the width and height of a picture whose longer side is made this long."""
+    longer = max(width, height)
+    return max(1, round(width * side / longer)), max(1, round(height * side / longer))
+
+
+def fit_square(values: np.ndarray, size: int, fit: Fit) -> np.ndarray:
+    """Bring grey values, float64 (height, width), to uint8 (size, size)."""
+    height, width = values.shape
+    if fit == "pad":
+        new_width, new_height = inside(width, height, size)
+        return pad(resize(values, new_height, new_width), size)
+    if fit == "crop":
+        short = min(height, width)
+        top, left = (height - short) // 2, (width - short) // 2
+        values = values[top : top + short, left : left + short]
+    return resize(values, size, size)
+
+
+def read_square(
+    file: Path | BytesIO, size: int, fit: Fit = "squash", greys: Greys | None = None
+) -> tuple[np.ndarray, str]:
+    """Return the grey values of a picture, uint8 (1, size, size), and its form.
+
+    Raises an exception that says what is wrong with the picture.
+    """
+    picture, form = open_upright(file, size)
+    if form == f"{size} x {size} L" and not picture.has_transparency_data:
+        # As it is: digits come by ten thousands. np.asarray(picture) would take longer.
+        return np.frombuffer(picture.tobytes(), np.uint8).reshape(1, size, size), form
+    return fit_square(to_grey(picture, greys), size, fit)[None], form
+
+
+def read_centre(
+    file: Path | BytesIO,
+    side: int,
+    fit: Fit | None = "crop",
+    seen: int | None = None,
+    greys: Greys | None = None,
+) -> tuple[np.ndarray, str]:
+    """Return a picture in colour as a square, uint8 (side, side, 3), and its form.
+
+    Raises an exception that says what is wrong with the picture.
+
+    Args:
+        fit: "crop" returns the centre square. "pad" shows all of the picture in the middle `seen`
+            pixels, which cut_centre leaves. "squash" changes its shape. None: the centre square,
+            but all of a picture beyond 2 : 1.
+        seen: None: all of the side.
+        greys: see scale_greys.
+    """
+    picture, form = open_upright(file, side, is_photo=True)
+    if is_deep(picture.mode):  # Pillow would cut them off
+        picture = Image.fromarray(to_grey(picture, greys).round().astype(np.uint8))
     picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
+    width, height = picture.size
     short = min(picture.size)
-    left, top = ((length - short) / 2 for length in picture.size)
-    box = left, top, left + short, top + short
-    picture = picture.resize((side, side), Image.Resampling.BICUBIC, box)
+    if fit is None:
+        fit = "pad" if max(picture.size) > LONG * short else "crop"
+    size = side, side
+    box = 0.0, 0.0, float(width), float(height)
+    if fit == "crop":
+        left, top = (width - short) / 2, (height - short) / 2
+        box = left, top, left + short, top + short
+    elif fit == "pad":
+        size = inside(width, height, seen or side)
+    picture = picture.resize(size, Image.Resampling.BICUBIC, box)
+    values = np.array(picture)
     if picture.mode == "RGBA":
-        white = Image.new("RGBA", picture.size, "white")  # as a page or a browser shows it
-        picture = Image.alpha_composite(white, picture).convert("RGB")
-    return np.array(picture), form
+        grey = np.asarray(picture.convert("RGB").convert("L"), dtype=np.float64)
+        colours = values[..., :3].transpose(2, 0, 1).astype(np.float64)
+        shown = on_ground(colours, grey, values[..., 3] / 255)
+        values = np.ascontiguousarray(shown.round().astype(np.uint8).transpose(1, 2, 0))
+    return (pad(values, side) if fit == "pad" else values), form
 
 
-def read_photo_pixels(file: Path | BytesIO, side: int, size: int) -> torch.Tensor:
+def read_photo_pixels(
+    file: Path | BytesIO, side: int, size: int, fit: Fit | None = "crop", greys: Greys | None = None
+) -> torch.Tensor:
     """Return a photo with the evaluation crop: uint8 (3, size, size), the centre of read_centre."""
-    return cut_centre(torch.from_numpy(read_centre(file, side)[0]).permute(2, 0, 1), size)
+    values, _ = read_centre(file, side, fit, size, greys)
+    return cut_centre(torch.from_numpy(values).permute(2, 0, 1), size)
 
 
 def cut_centre(pictures: torch.Tensor, size: int) -> torch.Tensor:
@@ -168,14 +327,3 @@ def standardise(images: torch.Tensor, metadata: dict[str, Any]) -> torch.Tensor:
     shift, scale = (images.new_tensor(metadata[name]).view(-1, 1, 1) for name in ("mean", "std"))
     images = (images - 255 * shift) / (255 * scale)
     return images.contiguous(memory_format=torch.channels_last)
-
-
-def read_square(file: Path | BytesIO, size: int) -> tuple[np.ndarray, str]:
-    """Return the grey values of a picture, uint8 (1, size, size), and its size and mode."""
-    picture = open_picture(file)
-    width, height = picture.size
-    form = f"{width} x {height} {RANGES.get(picture.mode[0], picture.mode)}"
-    if form == f"{size} x {size} L" and not picture.has_transparency_data:
-        # As it is: digits come by ten thousands. np.asarray(picture) would take longer.
-        return np.frombuffer(picture.tobytes(), np.uint8).reshape(1, size, size), form
-    return resize(to_grey(picture), size)[None], form

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
@@ -54,9 +55,11 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
 
     list_of_labels: a CSV file that names pictures and their classes; others are not read.
     """
+    if not is_text(folder):
+        raise UsageError(f"--dataset {name_of(folder)}: rename it: its name is not UTF-8")
     below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     paths = sorted((path.relative_to(folder) for path in below), key=str)
-    files = [path for path in paths if (folder / path).is_file()]
+    files = [path for path in paths if is_text(path) and (folder / path).is_file()]
     pictures = [path for path in files if is_picture(path)]
     visible = [path for path in files if is_read(path.as_posix())]
     holders = [p for p in visible if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
@@ -92,6 +95,8 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
 
 def reason_unread(folder: Path, path: Path) -> str:
     """Return why a path is in no split."""
+    if not is_text(path):
+        return "names that are not UTF-8"
     if (folder / path).is_dir():
         return "linked folders"
     if not (folder / path).exists():
@@ -105,9 +110,23 @@ def describe_unread(unread: dict[Path, str]) -> str:
     """Return how many files are not read, why, and the first of them."""
     paths: dict[str, list[str]] = {}
     for path, reason in unread.items():
-        paths.setdefault(reason, []).append(str(path))
+        paths.setdefault(reason, []).append(name_of(path))
     reasons = (f"{reason} ({len(names)}): {shorten(names)}" for reason, names in paths.items())
     return f"{len(unread)} not read: {'; '.join(reasons)}"
+
+
+def is_text(path: Path) -> bool:
+    """Return whether a path is UTF-8, as tables, JSON and class names must be."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def name_of(path: Path) -> str:
+    """Return a path for a message, with each byte that is not UTF-8 as in caf\\xe9."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def is_picture(path: Path) -> bool:

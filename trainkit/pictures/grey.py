@@ -28,13 +28,16 @@ class Sampled(NamedTuple):
     forms: Counter[str]
 
 
-def load_images(name: str, split: str, size: int, *options: Any) -> tuple[InMemory, Split]:
+def load_images(
+    name: str, split: str, size: int, *options: Any, **how: Any
+) -> tuple[InMemory, Split]:
     """Return the pictures and labels of a split, and the split itself.
 
     Pictures are decoded once and cached; they are decoded again if a file's content or the way of
-    decoding changes. For the options see splits.read_split. Raises UsageError.
+    decoding changes. For the options see splits.read_split, and files.read_square for `how`.
+    Raises UsageError.
     """
-    part = load_split(name, split, files.read_square, (1, size, size), *options)
+    part = load_split(name, split, files.read_square, (1, size, size), *options, **how)
     pixels = torch.from_numpy(np.load(part.path, mmap_mode="r")[part.rows.numpy()])
     return InMemory(pixels, part.labels), part
 
@@ -53,10 +56,7 @@ def describe_pictures(size: int, sampled: Sampled) -> dict[str, Any]:
     they are the same for all files, else None.
     """
     if (sampled.pixels == sampled.pixels[:, :1]).all():
-        raise UsageError(
-            "every picture has a single grey value, so there is nothing in it (16 bit "
-            "files must use 0 to 65535, float ones 0 to 1)"
-        )
+        raise UsageError("every picture has a single grey value, so there is nothing in it")
     forms = [form for form, _ in sampled.forms.most_common()]
     shapes = {tuple(map(int, form.split()[:3:2])) for form in forms}
     others = f" and {len(forms) - 1} other kinds" * (len(forms) > 1)
@@ -84,13 +84,8 @@ def describe_values(sampled: Sampled) -> dict[str, str]:
     narrow = sampled.pixels[high - low < 32]  # an eighth of the range
     if len(narrow) * 10 < len(sampled.pixels):
         return {}
-    forms = " ".join(sampled.forms)
-    deep = [values for values in files.RANGES.values() if values in forms]
-    remedy = "spread their values over the whole range"
-    if deep:
-        remedy = f"files of {' and '.join(deep)} must use that range: save 8 bit values as 8 bits"
     return {
         "values": f"{len(narrow)} of {len(sampled.pixels)} pictures looked at use less than an "
         f"eighth of the range 0 to 255 ({narrow.min()} to {narrow.max()}), nearly one shade: "
-        f"{remedy}"
+        "spread their values over the whole range"
     }

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 from trainkit.config import UNSET, Count, MayChange, NonNegative, TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.pictures import files
+from trainkit.pictures import files, splits
 from trainkit.pictures.decoding import source_of
-from trainkit.pictures.splits import Split, describe_evaluation, load_split
+from trainkit.pictures.shown import describe_reading
 from trainkit.text import shorten
 
 NUM_SHOWN, SIDE_SHOWN = 100, 96  # evaluation pictures saved for plots and page, and their side
@@ -47,7 +47,13 @@ class PhotoConfig(TrainingConfig):
     size: Count = UNSET
     """side of the squares that the network sees, in pixels (default: the model's, at most 224)"""
     resize: Count = UNSET
-    """the short side of a picture, before squares are cut out of it (default: --size / 0.95)"""
+    """the short side of a picture, before squares are cut out of it (default: --size / 0.95, or
+    --size with --fit pad or squash)"""
+    fit: files.Fit | None = None
+    """of pictures that are not square: crop reads the centre square, pad all of it, with its border
+    colour around it, squash all of it in another shape (default: crop, but pad beyond 2 : 1)"""
+    grey_range: tuple[float, float] | None = None
+    """values of black and of white in grey pictures of more than 8 bits (default: by all values)"""
     cache_bytes: MayChange[NonNegative[int]] = 2**35
     """decode pictures for each batch if they would take more bytes on disk"""
     epochs: int = UNSET
@@ -65,6 +71,8 @@ class PhotoConfig(TrainingConfig):
     def find_problems(self, num_processes: int) -> list[str]:
         """What is wrong with the values, one phrase each."""
         problems = super().find_problems(num_processes)
+        if self.grey_range and not self.grey_range[0] < self.grey_range[1]:
+            problems.append("--grey-range needs the value of black and a larger one of white")
         if not self.dataset:
             problems.append("--dataset must name a folder with a folder of pictures for each class")
         if self.base and (self.model or self.scratch):
@@ -94,7 +102,7 @@ class Batch(NamedTuple):
 class Photos(Dataset):
     """The photos of a split, whose file is uint8 (num_rows, side, side, 3). A sample is a Batch."""
 
-    def __init__(self, split: Split):
+    def __init__(self, split: splits.Split):
         self.split, self.labels, self.classes = split, split.labels, split.classes
 
     def __len__(self) -> int:
@@ -117,13 +125,14 @@ class Photos(Dataset):
 class Files(Photos):
     """The same samples, decoded each time they are read, if possible by loader workers."""
 
-    def __init__(self, split: Split, side: int):
+    def __init__(self, split: splits.Split, side: int):
         super().__init__(split)
         self.side = side
 
     def __getitem__(self, index: int) -> Batch:
         (cell,) = self.split.cells[int(self.split.rows[index])].values()
-        pixels = torch.from_numpy(files.read_centre(source_of(cell), self.side)[0])
+        values, _ = files.read_centre(source_of(cell), self.side, **self.split.how)
+        pixels = torch.from_numpy(values)
         return Batch(pixels.permute(2, 0, 1), self.labels[index], torch.tensor(index))
 
     def pick(self, indices: torch.Tensor) -> Batch:
@@ -140,7 +149,12 @@ def load_photos(
     leaves them out. For the other arguments see splits.read_split.
     """
     side = config.resize
-    part = load_split(
+    how: dict[str, Any] = {"fit": config.fit}
+    if config.fit in (None, "pad"):
+        how["seen"] = config.size
+    if config.grey_range:
+        how["greys"] = {"any": [*config.grey_range]}
+    part = splits.load_split(
         config.dataset,
         split,
         files.read_centre,
@@ -150,6 +164,7 @@ def load_photos(
         list_of_labels=config.labels,
         skip_unreadable=config.skip_unreadable,
         max_bytes=config.cache_bytes,
+        **how,
     )
     plan = {}
     if part.problems:
@@ -173,10 +188,10 @@ def load_sets(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
     if not len(held_out):
         raise UsageError(
             f"--dataset {config.dataset}: all {len(train)} pictures look the same, or are too few "
-            "to hold some out: pictures are put on white, so give white drawings another ground"
+            "to hold some out"
         )
-    plan = {"data": config.dataset} | plan | more
-    return train, held_out, plan | describe_evaluation(train.split, held_out.split)
+    plan = {"data": config.dataset} | plan | more | describe_reading(train.split, held_out.split)
+    return train, held_out, plan | splits.describe_evaluation(train.split, held_out.split)
 
 
 def recolour(images: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

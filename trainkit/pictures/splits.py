@@ -10,6 +10,8 @@ import shlex
 import sys
 import zipfile
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from datasets.data_files import DataFilesList
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.outside.names import fingerprint_of
 from trainkit.pictures import files, folders
-from trainkit.pictures.decoding import Read, decode_once
+from trainkit.pictures.decoding import Decoded, Read, decode_once, merge_greys
 from trainkit.reading.recall import describe_classes
 from trainkit.reading.splits import describe_equal, split_rows
 
@@ -40,6 +42,8 @@ class Split(NamedTuple):
         classes: the names of the classes.
         forms: how many pictures of all rows are of which size and mode.
         problems: what is wrong with the rows that were left out.
+        how: what `read` was given beside the file and the side: "fit", and for deep grey pictures
+            "greys", the values of black and white of each kind.
     """
 
     path: Path
@@ -50,6 +54,7 @@ class Split(NamedTuple):
     classes: list[str]
     forms: Counter[str]
     problems: list[str]
+    how: dict[str, Any]
 
 
 def load_split(
@@ -63,6 +68,7 @@ def load_split(
     list_of_labels: Path | None = None,
     skip_unreadable: bool | None = None,
     max_bytes: float = math.inf,
+    **how: Any,
 ) -> Split:
     """Return a split, whose pictures are decoded once and cached.
 
@@ -76,27 +82,84 @@ def load_split(
         skip_unreadable: leave out the pictures that cannot be read. None: the script has no such
             flag.
         max_bytes: if the values would take more, no file is written.
+        how: what `read` gets too. Without "greys" the range of deep grey pictures is chosen by the
+            values of both splits.
     """
-    options = label, classes, num_held_out, list_of_labels
-    rows, labels, classes, is_whole, where = read_split(name, split, *options)
-    (image,) = rows.column_names
-    cells = rows.cast_column(image, datasets.Image(decode=False))
-    key = f"{fingerprint_of(rows)} {shape} ".encode() + files.READER
-    decoded = decode_once(cells, shape, read, key, len(rows) * math.prod(shape) <= max_bytes)
+    options = num_held_out, list_of_labels
+    rows, labels, classes, is_whole, where = read_split(name, split, label, classes, *options)
+    other = "test" if split == "train" else "train"
+    read_other = partial(read_split, name, other, label, None, *options)
+    cells, decoded, how = decode_as_set(rows, read_other, how, read, shape, max_bytes)
     problems, hashes = decoded.problems, decoded.hashes
     if problems and not skip_unreadable:
-        text = f"{where}: {len(problems)} of {len(rows)} pictures cannot be read: "
-        text += "; ".join(problems.values())
-        if skip_unreadable is not None:
-            command = shlex.join(["python", *sys.argv, "--skip-unreadable"])
-            text += f"\nThis works, without them: {command}"
-        raise UsageError(text)
+        what = f"{where}: {len(problems)} of {len(rows)}"
+        refuse_unreadable(what, problems, has_flag=skip_unreadable is not None)
     chosen = torch.arange(len(rows))
     if not is_whole:
         chosen = split_rows(hashes, labels=labels, number=num_held_out)[split == "test"]
     chosen = chosen[~torch.isin(chosen, torch.tensor([*problems], dtype=torch.int64))]
     samples = chosen, labels[chosen], hashes[chosen]
-    return Split(decoded.path, cells, *samples, classes, decoded.forms, [*problems.values()])
+    report = decoded.forms, [*problems.values()], how
+    return Split(decoded.path, cells, *samples, classes, *report)
+
+
+def refuse_unreadable(what: str, problems: dict[int, str], has_flag: bool) -> None:
+    """Raise UsageError with all problems, and the command that works if there is a flag for it."""
+    text = f"{what} pictures cannot be read: " + "; ".join(problems.values())
+    if has_flag:
+        command = shlex.join(["python", *sys.argv, "--skip-unreadable"])
+        text += f"\nThis works, without them: {command}"
+    raise UsageError(text)
+
+
+def decode_as_set(
+    rows: datasets.Dataset, read_other: Callable[[], tuple], how: dict[str, Any], *how_read: Any
+) -> tuple[datasets.Dataset, Decoded, dict[str, Any]]:
+    """Return what decode_rows returns, and `how` with the range of deep grey pictures, if any.
+
+    read_other: returns what read_split does for the other split, whose values count too.
+    """
+    cells, decoded = decode_rows(rows, how, *how_read)
+    if decoded.greys:
+        others, *_, where = read_other()
+        _, others_decoded = decode_rows(others, how, *how_read)
+        merge_greys(decoded.greys, others_decoded.greys)
+        how = how | {"greys": choose_greys(decoded.greys, where.partition(", split")[0])}
+        cells, decoded = decode_rows(rows, how, *how_read)
+    return cells, decoded, how
+
+
+def decode_rows(
+    rows: datasets.Dataset,
+    how: dict[str, Any],
+    read: Read,
+    shape: tuple[int, ...],
+    max_bytes: float,
+) -> tuple[datasets.Dataset, Decoded]:
+    """Return rows of one column of pictures as they are stored, and decoded. See load_split."""
+    (image,) = rows.column_names
+    cells = rows.cast_column(image, datasets.Image(decode=False))
+    key = f"{fingerprint_of(rows)} {shape} {how} ".encode() + files.READER
+    is_stored = len(rows) * math.prod(shape) <= max_bytes
+    return cells, decode_once(cells, shape, partial(read, **how), key, is_stored, "greys" in how)
+
+
+def choose_greys(greys: dict[str, list[float]], where: str) -> dict[str, list[float]]:
+    """Return the values of black and of white for each kind of deep grey pictures of a set.
+
+    greys: the smallest and the largest value of each kind. Raises UsageError if no range fits.
+    """
+    chosen = {}
+    for kind, (low, high) in greys.items():
+        found = files.choose_range(kind, low, high)
+        if found is None:
+            raise UsageError(
+                f"{where}: which values are black and white? Those of its pictures of "
+                f"mode {kind} are {low:g} to {high:g}, and none of {files.RANGES} fits them: say "
+                f"it, for example with --grey-range {low:g} {high:g}"
+            )
+        chosen[kind] = [*found]
+    return chosen
 
 
 def describe_evaluation(train: Split, held_out: Split) -> dict[str, str]:

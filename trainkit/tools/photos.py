@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.pictures.files import open_picture, resize, to_grey, to_values
+from trainkit.pictures.files import Fit, Greys, fit_square, open_upright, to_grey, to_values
 
 SIDE, WIDE = 64, 27  # pixels: of the copy in which ink is found, and wider than strokes in it
+LARGE_SIDE = 1024  # pixels that are enough to find ink in a picture of 100 million
 INK = 20 / 28  # the longer side of MNIST's ink, as a share of the picture
 NUM_LOOKED_AT = 2000  # pictures from which the framing of all is learned
 
@@ -39,7 +40,12 @@ def learn_framing(pictures: torch.Tensor) -> dict[str, Any]:
 
 
 def read_photo(
-    path: Path | BytesIO, size: int, framing: dict[str, Any], as_is: bool = False
+    path: Path | BytesIO,
+    size: int,
+    framing: dict[str, Any],
+    as_is: bool = False,
+    fit: Fit = "squash",
+    greys: Greys | None = None,
 ) -> tuple[torch.Tensor, str]:
     """Make a picture file look like the training pictures; return what is doubtful about it too.
 
@@ -51,19 +57,20 @@ def read_photo(
         framing: what learn_framing returned, and "shape", the width and height of all training
             pictures, or None.
         as_is: resize the picture and do nothing else.
+        fit, greys: see files.read_square; the same as in training.
 
     Returns:
         uint8 (1, 1, size, size), and for example "2 separate groups of ink", or "".
     """
     with as_usage_error(f"{path} cannot be read as a picture"):
-        picture = open_picture(path)
-        grey = to_grey(picture)
+        picture, _ = open_upright(path, LARGE_SIDE)
+        grey = to_grey(picture, greys)
     low, high = framing["border"]
     num_groups = 1
     if as_is or not framing["framed"] or framing["shape"] in (None, [*picture.size]):
-        pixels = torch.from_numpy(resize(grey, size))
+        pixels = torch.from_numpy(fit_square(grey, size, fit))
     else:
-        ink, num_groups = choose_groups(find_ink(picture))
+        ink, num_groups = choose_groups(find_ink(picture, greys))
         if not num_groups:
             raise UsageError(f"{path} is blank: nothing in it differs from its border")
         pixels = frame_ink(ink, size)
@@ -74,13 +81,13 @@ def read_photo(
     return pixels[None, None], f"{num_groups} separate groups of ink" * (num_groups > 1)
 
 
-def find_ink(picture: Image.Image) -> torch.Tensor:
+def find_ink(picture: Image.Image, greys: Greys | None = None) -> torch.Tensor:
     """Return how much each place differs from the paper, 0 to 1; all 0 if nothing does.
 
     Paper is what a filter wider than strokes leaves. Of red, green and blue and their negatives the
     one is used in which some places are most below the median: dark or bright ink of any colour.
     """
-    values = torch.from_numpy(to_values(picture, "RGB")).float()[None]
+    values = torch.from_numpy(to_values(picture, "RGB", greys)).float()[None]
     values = torch.cat((values, -values), 1)
     size = [math.ceil(side * SIDE / max(picture.size)) for side in values.shape[2:]]
     values = F.interpolate(values, size, mode="bilinear", antialias=True)
