@@ -21,10 +21,10 @@ from trainkit.checkpoints.durable import Commits
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.files import atomic as files
 from trainkit.files.log import JsonlTracker
 from trainkit.files.manifest import list_files, verify, write_manifest
 from trainkit.files.records import read_rows
+from trainkit.launch import run_folder
 from trainkit.loop.ema import EMA
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Progress
@@ -405,5 +405,5 @@ def test_files_of_others_are_not_overwritten(tmp_path, resume):
     (run_dir / "model.safetensors").write_text("theirs")
     args = argparse.Namespace(run_dir=run_dir, resume=resume)
     single = SimpleNamespace(num_processes=1, is_main_process=True)
-    files.open_run(single, args).release()
+    run_folder.open_run(single, args).release()
     assert Path(f"{run_dir}.1", "model.safetensors").read_text() == "theirs"

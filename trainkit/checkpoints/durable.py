@@ -47,11 +47,11 @@ class Commits:
     ):
         self.accelerator = accelerator
         self.tracker = tracker
-        self.keep, self.mirror = keep, mirror
+        self.keep, self.mirror = keep, mirror  # a mirror on the main process alone
         self.what = ""
         self.thread = ThreadPoolExecutor(1, "checkpoint")  # the interpreter joins it at its end
         self.jobs: list[Future] = []
-        self.leaving = mirror.leaving if mirror else threading.Event()
+        self.leaving = threading.Event()
 
     def start(
         self, folder: Path, final: Path, trainer: dict[str, Any], what: str, started_at: float
@@ -69,9 +69,6 @@ class Commits:
         rank = self.accelerator.process_index
         text = json.dumps(trainer, indent=2) + "\n"  # now, because the training changes its values
         best = step_name(trainer["progress"]["best_step"])
-        if self.mirror:
-            with failing_together(self.accelerator, what, RunFailure):
-                self.mirror.take(folder, final, best)
         blocked = since(started_at)
 
         def finish_own_files() -> dict[str, Any]:
@@ -90,6 +87,8 @@ class Commits:
             write_manifest(folder, files)
             os.rename(folder, final)
             sync(final.parent)
+            if self.mirror:
+                self.mirror.copy(final, best)
             for old in steps_in(final.parent)[: -self.keep]:
                 if old.name != best and not (self.mirror and self.mirror.is_copying(old.name)):
                     remove_tree(old)
@@ -103,8 +102,8 @@ class Commits:
         """Has this process found that the newest checkpoint cannot be made durable?"""
         return any(job.done() and job.exception() is not None for job in self.jobs)
 
-    def wait(self, seconds_for_mirror: float = 0.0) -> None:
-        """Wait until the newest checkpoint is durable, and so long at most until it is mirrored.
+    def wait(self) -> None:
+        """Wait until the newest checkpoint is durable.
 
         Every process must call this. Raises RunFailure on all of them if any has failed.
         """
@@ -117,8 +116,6 @@ class Commits:
         except RunFailure:
             self.leaving.set()
             raise
-        if self.mirror and seconds_for_mirror:
-            self.mirror.wait(seconds_for_mirror)
 
     def close(self) -> None:
         """Wait for this process and, for a short time, for the others, some of which may be dead.
@@ -130,8 +127,7 @@ class Commits:
         if wait(self.jobs, LAST_SECONDS).not_done or self.failed():
             self.leaving.set()
         if self.mirror:
-            self.mirror.close(LAST_SECONDS)
-        self.leaving.set()
+            self.mirror.close()
         self.thread.shutdown()
         for problem in filter(None, [job.exception() for job in self.jobs][-1:]):
             print(f"{self.what}: {first_sentence(problem)}", flush=True)

@@ -26,7 +26,7 @@ explains why, whatever run reads them.
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -50,8 +50,8 @@ from trainkit.files.log import JsonlTracker
 from trainkit.files.manifest import abandon_later, hash_of, step_name
 from trainkit.files.weights import read_weights
 from trainkit.launch.alike import hash_sources
-from trainkit.launch.together import failing_together
-from trainkit.mirror.mirror import open_mirror
+from trainkit.launch.together import failing_together, on_main
+from trainkit.mirror.mirror import Mirror, open_mirror
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.optim import keep_when_loading
 from trainkit.numbers.position import Progress
@@ -84,7 +84,8 @@ class Checkpoints:
         self.tracker, self.means, self.averages = tracker, means, averages
         self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
-        self.mirror = open_mirror(accelerator, config)
+        self.has_mirror = config.mirror is not None
+        self.mirror = open_mirror(accelerator, config)  # on the main process
         self.commits = Commits(accelerator, tracker, config.keep, self.mirror)
         for optimizer in prepared_optimizers(accelerator):
             keep_when_loading(optimizer.optimizer)
@@ -106,8 +107,7 @@ class Checkpoints:
         if progress.step == self.saved_step:
             return  # same weights; a resume repeats what was done since, for example an evaluation
         self.commits.wait()
-        if self.mirror:
-            self.mirror.wait_if_late()
+        self._with_mirror(Mirror.wait_if_late)
         started_at = time.monotonic()
         accelerator = self.accelerator
         final = self.directory / step_name(progress.step)
@@ -128,10 +128,32 @@ class Checkpoints:
             if accelerator.is_main_process:
                 temporary.mkdir()  # without parents: the run folder may have been moved away
                 (temporary / "state").mkdir()
+                if self.mirror:
+                    self.mirror.take(temporary, is_best=progress.best_step == progress.step)
         with failing_together(accelerator, what, RunFailure):
             save_state(temporary / "state")
         self.commits.start(temporary, final, trainer, what, started_at)
         self.saved_step = progress.step
+
+    def wait_for_mirror(self, seconds: float) -> None:
+        """Wait so long at most until the mirror has the newest checkpoint.
+
+        Every process must call this.
+        """
+        self._with_mirror(lambda mirror: mirror.wait(seconds))
+
+    def finish_mirror(self) -> None:
+        """Copy what else the run left to the mirror. Every process must call this.
+
+        Raises RunFailure on all of them with --mirror-must, if the mirror lacks something.
+        """
+        self._with_mirror(Mirror.finish)
+
+    def _with_mirror(self, call: Callable[[Mirror], object]) -> None:
+        """Let the main process do this while the others wait for it, however long it takes."""
+        if self.has_mirror:
+            mirror = self.mirror
+            on_main(self.accelerator, "--mirror", lambda: mirror and call(mirror))
 
     def resume(self, wanted: str | None, last_step: int = sys.maxsize) -> Progress:
         """Load the checkpoint that --resume names, and return the position of the run.
@@ -162,8 +184,7 @@ class Checkpoints:
                 notices.extend(abandon_later(self.directory, progress.step, path))
                 self.tracker.cut(trainer.get("log_bytes", 0))
                 sync(self.directory.parent)
-        if self.mirror:
-            self.mirror.go_on(path, trainer)
+        self._with_mirror(lambda mirror: mirror.go_on(path, trainer))
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
         for notice in notices:
             print(notice, flush=True)

@@ -313,7 +313,8 @@ class Run:
             self.checkpoints.save(self.progress)
         self.prepared.note(self.progress.state)
         if self.signals.stopping:
-            self.checkpoints.commits.wait(seconds_for_mirror=self.config.timeout)
+            self.checkpoints.commits.wait()
+            self.checkpoints.wait_for_mirror(self.config.timeout)
             self.stage = "over"
             leave_stopped(self.signals, self.log, self.progress.step)
 
@@ -384,9 +385,12 @@ class Run:
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)
         self.checkpoints.commits.wait()
-        mirror = self.checkpoints.mirror
         self.results.finish(
-            self.progress, self.ema.trained_weights, next_command, self.print, mirror
+            self.progress,
+            self.ema.trained_weights,
+            next_command,
+            self.print,
+            self.checkpoints.finish_mirror,
         )
         self.stage = "over"
         return dict(self.progress.metrics)

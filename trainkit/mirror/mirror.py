@@ -1,9 +1,9 @@
 """--mirror URL: copy checkpoints to where they outlive this machine, and fetch them from there.
 
-The mirror is laid out like the run folder. A checkpoint is copied once it is durable: a thread of
-each process copies what its process wrote, and the main process waits for the others as commit.py
-does, compares the sizes of what has arrived, and copies MANIFEST.json last. A checkpoint that has
-one is whole. Each checkpoint also holds what else a run in an empty folder goes on with (BESIDE).
+The main process alone has a Mirror, because the run folder is one folder for all processes. The
+mirror is laid out like the run folder. Once a checkpoint is durable, a thread copies it, compares
+the sizes of what has arrived, and copies MANIFEST.json last: a checkpoint that has one is whole.
+Each checkpoint also holds what else a run in an empty folder goes on with (BESIDE).
 
 No checkpoint is removed from the run folder before it was copied. The training waits, with its
 newest checkpoint durable, only for a mirror that is more than --keep checkpoints behind.
@@ -33,14 +33,11 @@ from trainkit.files.atomic import remove_tree, rename_free, replacing
 from trainkit.files.manifest import (
     FILE_NAME,
     read_manifest,
-    read_part,
     step_name,
     verify,
-    write_part,
-    writer_of,
 )
 from trainkit.files.stores import find_secret, open_store, shown, trying
-from trainkit.launch.together import background, failing_together, on_main, wait_together
+from trainkit.launch.together import background, on_main
 from trainkit.text import first_sentence
 
 BESIDE = ("metrics.jsonl", "predictions.safetensors", "best.safetensors")
@@ -50,13 +47,18 @@ SECONDS, BYTES_PER_SECOND = 60.0, 2**20
 
 
 class Mirror:
-    """The copy of a run folder at --mirror.
+    """The copy of a run folder at --mirror. Nothing here communicates with other processes.
 
     Raises UsageError if fsspec cannot open the URL, for example because a package is missing.
+
+    Attributes:
+        listed: what _list() returned last.
+        jobs: what copies each checkpoint, by its name, in order: each waits for the one before.
+        problem: why something of the newest checkpoint or of the end was not copied.
     """
 
-    def __init__(self, accelerator: Accelerator, config: TrainingConfig):
-        self.accelerator, self.config, self.leaving = accelerator, config, threading.Event()
+    def __init__(self, config: TrainingConfig):
+        self.config = config
         self.url = shown(config.mirror or "")
         if problem := find_secret(config.mirror or ""):
             raise UsageError(f"--mirror {problem}")
@@ -69,13 +71,9 @@ class Mirror:
             raise UsageError(f"--mirror {self.url} cannot be used: {reason}") from None
         self.files.auto_mkdir = True  # if it is a folder
         self.root = root.rstrip("/")
-        self.listed = defaultdict[str, dict[str, int]](dict)  # what _list() returned last
-        # By the names of checkpoints what copies them, in order: each waits for the one before.
+        self.listed = defaultdict[str, dict[str, int]](dict)
         self.jobs: dict[str, Future] = {}
-        # Of the newest checkpoint: what waits for its name, and what copies this process's files.
-        self.naming: list[Future] = []
-        self.own: list[Future] = []
-        self.problem = ""  # why something of the newest checkpoint or of the end was not copied
+        self.problem = ""
         self.is_late = False
 
     def _ask(self, name: str, num_bytes: int, call: Callable, *args: Any) -> Any:
@@ -126,7 +124,7 @@ class Mirror:
         return listed
 
     def open(self) -> None:
-        """List what is there. Main process only, as fetch.
+        """List what is there.
 
         Raises UsageError if a new run would begin where another one is.
         """
@@ -183,98 +181,63 @@ class Mirror:
     def go_on(self, path: Path | None, trainer: dict[str, Any]) -> None:
         """Let the mirror have what the run folder has, a checkpoint at `path` or none.
 
-        Every process must call this. What this run no longer leads to, and parts that a kill left,
-        are removed from the mirror.
+        What this run no longer leads to, and parts that a kill left, are removed from the mirror.
         """
-        with failing_together(self.accelerator, ""):
-            if self.accelerator.is_main_process:
-                newest = path.name if path else ""
-                parts = self.listed.keys() - whole_checkpoints(self.listed) - {""}
-                doomed = parts | {name for name in self.listed if name > newest}
-                self._remove_checkpoints(doomed)
-                if "DONE" in self.listed[""]:
-                    self._remove("DONE")
+        newest = path.name if path else ""
+        parts = self.listed.keys() - whole_checkpoints(self.listed) - {""}
+        self._remove_checkpoints(parts | {name for name in self.listed if name > newest})
+        if "DONE" in self.listed[""]:
+            self._remove("DONE")
         if path and trainer["is_missing"]:
-            self.add(path, step_name(trainer["progress"].best_step))
+            self.copy(path, step_name(trainer["progress"].best_step))
 
-    def wait_if_late(self) -> None:
-        """Wait while more than --keep checkpoints are not copied. Every process must call this."""
-        keep, main = self.config.keep, self.accelerator.is_main_process
-        late = [*self.jobs.values()][:-keep]
-        if main and not self.is_late and not all(job.done() for job in late):
-            self.is_late = True
-            tqdm.write(
-                f"--mirror {self.url} is more than --keep {keep} checkpoints behind: the training "
-                "waits for it"
-            )
-        wait_together(self.accelerator, late)
+    def take(self, folder: Path, is_best: bool) -> None:
+        """Put what is beside a checkpoint into its folder, before it is made durable.
+
+        is_best: best.safetensors is of this checkpoint.
+        """
+        for name in BESIDE[: 2 + is_best]:
+            with suppress(FileNotFoundError):
+                shutil.copyfile(self.config.run_dir / name, folder / name)
+
+    def copy(self, folder: Path, best: str) -> None:
+        """Copy a durable checkpoint in a thread, after those before it.
+
+        best: the name of the checkpoint that is kept because it was the best.
+        """
+        before = [*self.jobs.values()][-1:]
+
+        def copy() -> None:
+            wait(before)
+            self.problem = _failure(self._copy, folder)
+            if self.problem:
+                tqdm.write(f"{folder.name} was not mirrored: {self.problem}")
+            elif problem := _failure(self._prune, folder, best):
+                tqdm.write(f"old checkpoints were not removed from the mirror: {problem}")
+
+        self.jobs[folder.name] = background(copy)
 
     def is_copying(self, name: str) -> bool:
         """Is this checkpoint still to be copied?"""
         return name in self.jobs and not self.jobs[name].done()
 
-    def take(self, folder: Path, final: Path, best: str) -> None:
-        """Copy a checkpoint in the thread, when `folder`, complete by then, has become `final`.
+    def wait_if_late(self) -> None:
+        """Wait while more than --keep checkpoints are not copied."""
+        keep = self.config.keep
+        late = [*self.jobs.values()][:-keep]
+        if not self.is_late and not all(job.done() for job in late):
+            self.is_late = True
+            tqdm.write(
+                f"--mirror {self.url} is more than --keep {keep} checkpoints behind: the training "
+                "waits for it"
+            )
+        wait(late)
 
-        It puts into the folder what is beside it.
-
-        best: the name of the checkpoint that is kept because it was the best.
-        """
-        if self.accelerator.is_main_process:
-            for name in BESIDE[: 2 + (best == final.name)]:
-                with suppress(FileNotFoundError):
-                    shutil.copyfile(self.config.run_dir / name, folder / name)
-        self.add(final, best)
-
-    def add(self, folder: Path, best: str) -> None:
-        """Copy a checkpoint as soon as it has its name. Every process must call this."""
-        own_before, before = self.own, [*self.jobs.values()][-1:]
-        rank = self.accelerator.process_index
-        parts = folder.with_name(f".tmp-mirror-{folder.name}")
-
-        def see_name() -> None:
-            while not folder.exists() and not self.leaving.wait(0.01):
-                pass
-
-        def copy_own() -> str | None:
-            wait([*own_before, naming])
-            return _failure(self._copy_own, folder) if folder.exists() else None
-
-        def copy() -> None:
-            wait(before)
-            if (problem := own.result()) is None:
-                return
-            if rank != 0:
-                parts.mkdir(exist_ok=True)
-                write_part(parts, rank, {"problem": problem})
-                return
-            for other in range(1, self.accelerator.num_processes):
-                try:
-                    problem = read_part(parts, other, self.leaving)["problem"] or problem
-                except RunFailure as failure:
-                    problem = str(failure)
-            self.problem = problem or _failure(self._complete, folder)
-            if self.problem:
-                tqdm.write(f"{folder.name} was not mirrored: {self.problem}")
-            elif problem := _failure(self._prune, folder, best):
-                tqdm.write(f"old checkpoints were not removed from the mirror: {problem}")
-            if parts.exists():
-                remove_tree(parts)
-
-        naming = background(see_name)
-        own = background(copy_own)
-        self.naming, self.own = [naming], [own]
-        self.jobs[folder.name] = background(copy)
-
-    def _copy_own(self, folder: Path) -> None:
-        for name in read_manifest(folder):
-            # Modulo: more processes may have saved it than there are now.
-            writer = writer_of(name) % self.accelerator.num_processes
-            if writer == self.accelerator.process_index:
-                self._put(f"checkpoints/{folder.name}/{name}", folder / name)
-
-    def _complete(self, folder: Path) -> None:
-        self.listed, files = self._list(), read_manifest(folder)
+    def _copy(self, folder: Path) -> None:
+        files = read_manifest(folder)
+        for name in files:
+            self._put(f"checkpoints/{folder.name}/{name}", folder / name)
+        self.listed = self._list()
         sizes = {name: files[name]["bytes"] for name in files}
         if not sizes.items() <= self.listed[folder.name].items():
             raise LoneFailure(f"{self.url} does not have all of what it took")
@@ -291,27 +254,20 @@ class Mirror:
     def finish(self) -> None:
         """Copy what is beside the checkpoints, DONE last, and say what the mirror lacks.
 
-        Every process must call this. Raises RunFailure on all of them with --mirror-must.
+        Raises RunFailure with --mirror-must.
         """
-        earlier, missing = [*self.jobs.values()][-1:], ""
-
-        def copy() -> None:
-            wait(earlier)
-            problem = _failure(self._copy_rest)
-            self.problem = self.problem or problem
-
-        if self.accelerator.is_main_process:
-            self.jobs["DONE"] = background(copy)
-        self.wait()
-        if self.problem:
-            missing = (
-                f"--mirror {self.url} lacks some of this run, which the same command with "
-                f"--resume auto copies again: {self.problem}"
-            )
-        with failing_together(self.accelerator, ""):
-            if missing and self.config.mirror_must:
-                raise RunFailure(missing)
-        print(missing, end="\n" * bool(missing), flush=True)
+        wait(self.jobs.values())
+        problem = _failure(self._copy_rest)
+        self.problem = self.problem or problem
+        if not self.problem:
+            return
+        missing = (
+            f"--mirror {self.url} lacks some of this run, which the same command with "
+            f"--resume auto copies again: {self.problem}"
+        )
+        if self.config.mirror_must:
+            raise RunFailure(missing)
+        print(missing, flush=True)
 
     def _copy_rest(self) -> None:
         run_dir = self.config.run_dir
@@ -323,58 +279,49 @@ class Mirror:
             self._ask("DONE", 0, self.files.pipe_file, f"{self.root}/DONE", b"")
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Wait so long at most until all processes have copied all. Every process must call this.
-
-        What is still to be copied then is said, and not waited for again.
-        """
-        wait_together(self.accelerator, [*self.jobs.values()], seconds)
-        self._end()
-
-    def _end(self) -> None:
-        is_late = not all(job.done() for job in self.jobs.values())
+        """Wait until all is copied, but not longer than this; say so if something is not."""
+        is_late = wait(self.jobs.values(), min(seconds, threading.TIMEOUT_MAX)).not_done
         self.jobs.clear()
-        if is_late and self.accelerator.is_main_process:
+        if is_late:
             tqdm.write(f"--mirror {self.url} does not have the newest checkpoint")
 
-    def close(self, seconds_for_others: float) -> None:
+    def close(self) -> None:
         """Wait until all is copied: for --timeout at most, and not after a second Ctrl-C.
 
-        This does not communicate. It is for the end after an error, which it prints if it waits:
-        the launcher may kill this process 30 s after the first one has ended. Others, which may be
-        dead, get so many seconds more than this process.
+        It is for the end after an error, which it prints if it waits: the launcher may kill this
+        process 30 s after the first one has ended.
         """
-        error, jobs = sys.exception(), [*self.jobs.values()]
-        interrupted, main = isinstance(error, KeyboardInterrupt), self.accelerator.is_main_process
-        limit = 0 if interrupted else self.config.timeout
-        if wait(jobs, min(1, limit)).not_done and main and not interrupted:
+        error = sys.exception()
+        limit = 0 if isinstance(error, KeyboardInterrupt) else self.config.timeout
+        if limit and wait(self.jobs.values(), min(1, limit)).not_done:
             reason = first_sentence(error) if error else "the run is over"
             tqdm.write(f"{reason}: now waiting until --mirror {self.url} has the newest checkpoint")
-        if wait(self.naming, min(seconds_for_others, limit)).not_done:
-            self.leaving.set()  # the first process, which gives the name, may be dead
-        wait(self.own, limit)
-        wait(jobs, min(seconds_for_others, limit))
-        self.leaving.set()
-        wait(jobs, limit)
-        self._end()
+        self.wait(limit)
 
 
 def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | None:
-    """Return the mirror, or None without --mirror. Every process must call this.
+    """Return the mirror on the main process; None on the others, and without --mirror.
 
-    Raises UsageError on all of them if it cannot be used, or if it holds a run and this one is new.
+    Every process must call this. Raises UsageError on all of them if it cannot be used, or if it
+    holds a run and this one is new.
     """
     if config.mirror_must and not config.mirror:
         raise UsageError("--mirror-must needs --mirror URL")
     if not config.mirror:
         return None
-    with failing_together(accelerator, "--mirror cannot be used"):
-        mirror = Mirror(accelerator, config)
-    if config.resume is None:
-        on_main(accelerator, "--mirror cannot be used", mirror.open)
-    return mirror
+
+    def make() -> Mirror:
+        mirror = Mirror(config)
+        if config.resume is None:
+            mirror.open()
+        return mirror
+
+    made = on_main(accelerator, "--mirror cannot be used", make)
+    return made[0] if made else None
 
 
 def whole_checkpoints(listed: dict[str, dict[str, int]]) -> set[str]:
+    """The names of the checkpoints that the mirror has whole."""
     return {name for name in listed if "MANIFEST.json" in listed[name]}
 
 

@@ -21,7 +21,6 @@ from trainkit.files.atomic import rename_free, write_durably, write_json
 from trainkit.files.manifest import step_name
 from trainkit.files.weights import layout, numbered, write_tensors
 from trainkit.launch.together import failing_together
-from trainkit.mirror.mirror import Mirror
 from trainkit.numbers.position import Progress
 from trainkit.report.plan import describe_run
 from trainkit.report.tables import show, show_best
@@ -137,7 +136,7 @@ class Results:
         trained_weights: TrainedWeights,
         next_command: str,
         say: Callable[[str], None],
-        mirror: Mirror | None,
+        finish_mirror: Callable[[], None],
     ) -> None:
         """Write weights and pictures, say so, complete the mirror, and write DONE last.
 
@@ -164,8 +163,7 @@ class Results:
             + f"\nnext: {next_command}"
             * bool(next_command)
         )
-        if mirror:
-            mirror.finish()
+        finish_mirror()
         with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
             if self.accelerator.is_main_process:
                 write_durably(self.run_dir / "DONE", b"")
