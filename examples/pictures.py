@@ -41,8 +41,10 @@ class Config(photos.PhotoConfig):
 
     def find_problems(self, num_processes: int) -> list[str]:
         changed = self.freeze and (self.mix or (self.smallest_crop, self.colour) != (0.6, 0.3))
-        problem = "--freeze augments nothing: leave out --mix, --smallest-crop and --colour"
-        return super().find_problems(num_processes) + [problem] * bool(changed)
+        problems = super().find_problems(num_processes)
+        if changed:
+            problems.append("--freeze augments nothing: leave out --mix, --smallest-crop, --colour")
+        return problems
 
 
 def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config) -> torch.Tensor:

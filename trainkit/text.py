@@ -39,4 +39,7 @@ def first_sentence(problem: BaseException) -> str:
 
 def shorten(names: Sequence[str], most: int = 3) -> str:
     """Return the first few names, and how many more there are."""
-    return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)
+    shown = ", ".join(names[:most])
+    if len(names) > most:
+        shown += f" and {len(names) - most:,} more"
+    return shown

@@ -112,10 +112,12 @@ def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> None:
 def keeping_host_seeds() -> Iterator[None]:
     """After the body the generators that seed_host seeds go on as if there had been none."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    yield
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 def random_collation(accelerator: Accelerator) -> dict[str, str]:

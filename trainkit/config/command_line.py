@@ -98,4 +98,6 @@ def _first_sentence(box: str) -> str:
     text, below, *_ = re.split("\n[-\u2500 ]*\n", rows)
     meant = re.findall(r"^ +(--[\w-]+)", below, re.M) if "erhaps you meant" in below else ()
     sentence = " ".join(text.split()).rstrip(".")
-    return sentence + f"; perhaps you meant {' or '.join(meant)}" * bool(meant)
+    if meant:
+        sentence += f"; perhaps you meant {' or '.join(meant)}"
+    return sentence

@@ -166,7 +166,9 @@ def read_prompt(kind: Format, row: dict[str, Any]) -> list[Turn]:
     prompt = row[kind.prompt]
     more = next((row[name] for name in kind.more if row.get(name)), "")
     if more:
-        prompt = prompt + "\n\n" * (prompt != "") + more
+        if prompt != "":
+            prompt += "\n\n"
+        prompt += more
     return as_turns(prompt, "user")
 
 

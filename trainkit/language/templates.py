@@ -130,7 +130,7 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         bos = self.tokenizer.bos_token_id
         start = bos if eos is None else eos
-        return self.begin(prompt) or [start] * (start is not None)
+        return self.begin(prompt) or ([] if start is None else [start])
 
     def encode(self, conversation: Conversation, size: int) -> Encoded:
         """Return samples in which the assistant's words are learned.
@@ -339,4 +339,6 @@ def show_sample(tokenizer: Any, sample: Sample) -> str:
         if len(text) > 150:
             text = f"{text[:80]} ... {text[-60:]}"
         shown += f"[[{text}]]" if learned else text
-    return shown[:MAX_CHARACTERS] + " ..." * (len(shown) > MAX_CHARACTERS)
+    if len(shown) > MAX_CHARACTERS:
+        return f"{shown[:MAX_CHARACTERS]} ..."
+    return shown

@@ -44,16 +44,18 @@ class EMA:
     def trained_weights(self) -> Iterator[None]:
         """In the body, the models hold the weights being trained, for a step or a checkpoint.
 
-        It may be nested. After an error nothing is swapped back.
+        It may be nested.
         """
         was_in_models = self.in_models
         self.in_models = False
         if was_in_models:
             self._swap()
-        yield
-        if was_in_models:
-            self._swap()
-        self.in_models = was_in_models
+        try:
+            yield
+        finally:
+            if was_in_models:
+                self._swap()
+            self.in_models = was_in_models
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -28,9 +28,11 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
     modes = {layer: layer.training for model in models for layer in model.modules()}
     for model in models:
         model.eval()
-    yield
-    for layer, mode in modes.items():
-        layer.training = mode
+    try:
+        yield
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
 
 
 def samples_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator[range]:

@@ -249,7 +249,11 @@ def batch_method(dataset: Dataset, may_make_batch: bool) -> str:
     samples to its transform at once. Random transforms must be seeded for each sample.
     """
     passes_on = isinstance(dataset, Subset | StackDataset) or has_transform(dataset)
-    names = (*["make_batch"] * may_make_batch, *["__getitems__"] * (not passes_on), "__getitem__")
+    names = ["__getitem__"]
+    if not passes_on:
+        names.insert(0, "__getitems__")
+    if may_make_batch:
+        names.insert(0, "make_batch")
     for kind in type(dataset).__mro__:
         for name in names:
             if name in vars(kind):
@@ -320,7 +324,7 @@ def make_loader(
         batch_sampler=batches,
         collate_fn=already_made,
         num_workers=num_workers,
-        timeout=config.timeout * (num_workers > 0),  # a batch is lost if /dev/shm is full
+        timeout=config.timeout if num_workers else 0,  # a batch is lost if /dev/shm is full
         persistent_workers=num_workers > 0,
         pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
         worker_init_fn=outlive_signals,

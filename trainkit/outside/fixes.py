@@ -214,8 +214,10 @@ def without_loss_scale(accelerator: Accelerator, hide: bool) -> Iterator[None]:
     """In the body Accelerate has no loss scale if `hide`, so load_state does not look for one."""
     scaler = accelerator.scaler
     accelerator.scaler = None if hide else scaler
-    yield
-    accelerator.scaler = scaler
+    try:
+        yield
+    finally:
+        accelerator.scaler = scaler
 
 
 def count_micro_batches_anew(accelerator: Accelerator) -> None:

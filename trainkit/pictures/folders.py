@@ -86,7 +86,7 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
         or HOLDERS.fullmatch(path.suffix)
     }
     if not read:
-        others = f" ({describe_unread(unread)})" * bool(unread)
+        others = f" ({describe_unread(unread)})" if unread else ""
         raise UsageError(f"--dataset {folder} cannot be read: it has no picture files{others}")
     if are_pictures and not classes and not lists:
         classes = classes_of_folders(folder, read, int({*parts} != {""}))

@@ -59,7 +59,7 @@ def describe_pictures(size: int, sampled: Sampled) -> dict[str, Any]:
         raise UsageError("every picture has a single grey value, so there is nothing in it")
     forms = [form for form, _ in sampled.forms.most_common()]
     shapes = {tuple(map(int, form.split()[:3:2])) for form in forms}
-    others = f" and {len(forms) - 1} other kinds" * (len(forms) > 1)
+    others = f" and {len(forms) - 1} other kinds" if len(forms) > 1 else ""
     grey = f"{size} x {size} grey"
     is_grey = forms == [f"{size} x {size} L"]
     return {

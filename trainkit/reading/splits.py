@@ -143,5 +143,6 @@ def describe_equal(train: torch.Tensor, evaluated: torch.Tensor, noun: str) -> d
 
 def describe_given(evaluated: str, unread: Sequence[str]) -> dict[str, str]:
     """Return the line of the plan about a split that the user made; "" if there is none."""
-    line = evaluated + f"; not read: {shorten([*unread])}" * bool(unread)
-    return {"evaluated on": line} if line else {}
+    if unread:
+        evaluated += f"; not read: {shorten([*unread])}"
+    return {"evaluated on": evaluated} if evaluated else {}

@@ -91,7 +91,9 @@ def checkpoint_bytes(optimizers: Sequence[torch.optim.Optimizer], ema: float | N
 
 def num_moments(group: dict[str, Any]) -> int:
     """How many numbers torch's AdamW, Adam and SGD keep for each weight of a parameter group."""
-    return 2 * ("betas" in group) + bool(group.get("momentum"))
+    if "betas" in group:
+        return 2
+    return 1 if group.get("momentum") else 0
 
 
 def describe_model(accelerator: Accelerator, model: nn.Module) -> str:

@@ -157,12 +157,13 @@ class Results:
         if config.keep_best:
             messages += f"{self._describe_best(progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
-        say(
-            f"{messages}done: {count(progress.step, 'step')}, {measured}; in "
-            f"{self.run_dir}: weights, metrics, checkpoints{names}"
-            + f"\nnext: {next_command}"
-            * bool(next_command)
+        messages += (
+            f"done: {count(progress.step, 'step')}, {measured}; in {self.run_dir}: weights, "
+            f"metrics, checkpoints{names}"
         )
+        if next_command:
+            messages += f"\nnext: {next_command}"
+        say(messages)
         finish_mirror()
         with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
             if self.accelerator.is_main_process:

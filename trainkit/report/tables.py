@@ -60,7 +60,8 @@ def by_interest(metrics: dict[str, float], keep_best: str | None) -> list[str]:
     """Return the names of an evaluation's metrics: that of --keep-best, those of READ_FIRST."""
     best, _ = metric_and_direction(keep_best or "")
     names = [name for name in metrics if name.startswith("eval_") and name != "eval_samples"]
-    names += [best] * (best in metrics and best not in names)
+    if best in metrics and best not in names:
+        names.append(best)
     return sorted(names, key=lambda name: (name != best, not name.endswith(READ_FIRST)))
 
 

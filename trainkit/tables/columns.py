@@ -86,14 +86,15 @@ class Column:
             kind = f"category: {shorten([text[:20] for text in self.categories])}"
         if self.num_numbers:
             kind += f", with {self.num_numbers} cells that read as numbers"
-        filled = f", filled in where missing{list_counts(self.words or {})}"
-        return kind + filled * (self.fill is not None)
+        if self.fill is not None:
+            kind += f", filled in where missing{list_counts(self.words or {})}"
+        return kind
 
 
 def list_counts(words: dict[str, int]) -> str:
     """Return `: 20 empty, 8 'NA'`, or nothing if there are no words."""
     counts = [f"{number} {repr(word) if word else 'empty'}" for word, number in words.items()]
-    return f": {shorten(counts, MAX_SHOWN)}" * bool(counts)
+    return f": {shorten(counts, MAX_SHOWN)}" if counts else ""
 
 
 def read_numbers(values: pd.Series) -> pd.Series:

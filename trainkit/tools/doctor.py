@@ -213,7 +213,7 @@ def find_wrong_sum(
     )
     wrong = [rank for rank, right in enumerate(gather_object([right])) if not right]
     what = f"an all-reduce of {num_bytes} bytes{where}"
-    return [f"{what} is wrong on processes {wrong}"] * bool(wrong)
+    return [f"{what} is wrong on processes {wrong}"] if wrong else []
 
 
 def mean_seconds(accelerator: Accelerator, work: Callable[[], object], repetitions: int) -> float:
