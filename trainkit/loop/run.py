@@ -25,6 +25,7 @@ from trainkit.checkpoints.fingerprint import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
 from trainkit.checks.data import load_checked, random_collation
+from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.prepared import Prepared, check_loader
 from trainkit.config import TrainingConfig
 from trainkit.launch.run_folder import open_run
@@ -63,6 +64,7 @@ class Run:
         results: writes the files that the run leaves.
         progress: where the run stands: progress.step, and progress.epoch, completed ones.
         step: the current Step.
+        evaluating: looks at the functions of evaluate and predict.
         means: of the values given to run.add.
     """
 
@@ -140,8 +142,17 @@ class Run:
     def _resume(self, fingerprint: dict[str, Any]) -> None:
         """Make what a step changes; lock the run folder, and load the checkpoint of --resume."""
         config, accelerator = self.config, self.accelerator
-        self.step = Step(accelerator, config, self.signals, self.models, self.length)
+        self.step = Step(
+            accelerator,
+            config,
+            self.signals,
+            self.models,
+            self.length,
+            self.prepared.wrapped,
+            self.print,
+        )
         self.resources.callback(self.step.release)
+        self.evaluating = Evaluating(accelerator.device, self.print)
         self.means = RunningMeans(accelerator)
         self.ema = EMA(self.models, config.ema)
         parts = self.log.tracker, self.means, self.ema.values
@@ -221,7 +232,12 @@ class Run:
 
     @property
     def num_samples(self) -> int:
-        """How many samples this process has in the current batch; 0: a stand-in, which counts 0."""
+        """How many samples this process has in the current batch; 0: a stand-in, which counts 0.
+
+        Also in the functions of evaluate and predict.
+        """
+        if self.stage in ("ready", "epoch", "trained") and self.evaluating.num_samples is not None:
+            return self.evaluating.num_samples
         need(self, "run.num_samples", *IN_BATCH)
         return self.step.num_samples
 
@@ -336,7 +352,7 @@ class Run:
     def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
         # Only then can a checkpoint record that this evaluation is still to be done.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
-        collected = collect(self.accelerator, loader, function, stopping)
+        collected = collect(self.accelerator, loader, function, stopping, self.evaluating)
         if self.signals.stopping:
             self.stage = "must save"
             self.save()
@@ -355,6 +371,7 @@ class Run:
         """
         progress, length, every = self.progress, self.length, self.config.save_every
         predicted = check_predictions(predictions, metadata or {})
+        self.step.mistakes.check_schedules(progress.step + progress.num_skipped)
         num_done = length.num_done(progress)
         if progress.step_in_epoch == length.steps_per_epoch:
             progress.epoch += 1
@@ -362,8 +379,7 @@ class Run:
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
         if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
-            if note := self.step.mistakes.unmoved_schedules():
-                self.print(note)
+            self.step.mistakes.say_notes()
         # Both before the checkpoint, because that records this evaluation as done.
         is_best, unknown_metric = self.results.write_best(progress)
         if is_over := length.is_over(progress):
