@@ -174,6 +174,7 @@ def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpo
         monkeypatch.setattr(accelerator.state, "fsdp_plugin", plugin, raising=False)
         state, write = shards.writer(accelerator, ema.values)
         write(tmp_path)
+        (tmp_path / "._shard-00000.safetensors").write_bytes(b"of a Mac")
         state = json.loads(json.dumps(state))
         whole = partial(shards.read_whole, accelerator, ema.values, step(tmp_path, 1) / "state")
         for module in (pickle, torch):  # nothing of it is unpickled
@@ -249,6 +250,58 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto_unless_
         (step(saved, number) / "trainer.json").unlink()
     for wanted in ("auto", "latest"):  # and nothing starts anew
         assert run.refuses(wanted).count("trainer.json is missing") == 2
+
+
+STRAY = [
+    ".DS_Store",
+    "._trainer.json",
+    ".nfs000000000001",
+    ".fuse_hidden0001",
+    "trainer.json~",
+    ".trainer.json.swp",
+    "Thumbs.db",
+    "desktop.ini",
+    ".~lock.trainer.json#",
+    "@eaDir/x",
+    ".trainer.json.Ab3dEf",
+    "state/.DS_Store",
+    "state/._model.safetensors",
+    "state/optimizer.bin.part",
+    "state/model~1.safetensors",
+]
+
+
+def test_files_of_other_programs_in_a_checkpoint_are_named_and_passed_over(saved, capsys):
+    for name in STRAY:
+        path = step(saved, 3) / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    (step(saved, 3) / ".snapshot").mkdir()
+    assert Run(saved).checkpoints.resume("auto").step == 3
+    said = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
+    assert said == [
+        "not read, as the checkpoint does not list it: .DS_Store, ._trainer.json, "
+        ".fuse_hidden0001 and 12 more"
+    ]
+
+
+def test_other_programs_may_write_into_a_checkpoint_while_it_is_saved(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    start = run.checkpoints.commits.start
+
+    def start_later(folder: Path, *args):
+        (folder / "state" / ".nfs000000000001").symlink_to("nothing")  # gone when it is read
+        start(folder, *args)
+
+    monkeypatch.setattr(run.checkpoints.commits, "start", start_later)
+    run.train(1)
+    assert Run(tmp_path).checkpoints.resume("auto").step == 1
+
+
+@pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "optimizer_1.bin"])
+def test_a_file_that_load_state_would_open_must_be_in_the_manifest(saved, name):
+    (step(saved, 3) / "state" / name).write_bytes(b"x")
+    assert f"state/{name} does not belong there" in Run(saved).refuses(step(saved, 3))
 
 
 class Payload:

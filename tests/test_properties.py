@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 from functools import partial, reduce
 from pathlib import Path
 from threading import Thread
@@ -188,7 +187,6 @@ CHANGES = {
     "a bit": flip,
     "longer": lambda file, place: file.write_bytes(file.read_bytes() + bytes([place % 256])),
     "gone": lambda file, place: file.unlink(),
-    "beside another": lambda file, place: shutil.copy(file, f"{file}.{place}"),
     "linked": link,
     "a folder": lambda file, place: (file.unlink(), file.mkdir()),
 }

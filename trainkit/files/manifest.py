@@ -13,6 +13,7 @@ import xxhash
 
 from trainkit.errors import RunFailure, UsageError
 from trainkit.files.atomic import rename_free, sync
+from trainkit.text import shorten
 
 # Of manifests with this hash, which finds damage. It cannot find forgery, because whoever changes a
 # file can change the manifest too; that is why nothing in a checkpoint can execute.
@@ -24,6 +25,16 @@ FILE_NAME = re.compile(
     r"|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.safetensors)"
 )
+
+# What accelerator.load_state would open besides, some of it without asking whether it is code.
+OPENED_BY_ACCELERATE = re.compile(
+    r"state/(custom_checkpoint_\d+\.pkl|(pytorch_model|sampler|dl_state_dict)(_\d+)?\.bin)"
+)
+
+
+def is_listed(name: str) -> bool:
+    """May a manifest list a file of this name? Nothing else in a checkpoint is ever opened."""
+    return FILE_NAME.fullmatch(name) is not None
 
 
 def step_name(step: int) -> str:
@@ -65,6 +76,8 @@ def choose_checkpoint(
             problem = mirrored[path.name](path)
         if problem is None:
             notices.extend([*damaged, f"resuming from {path}"])
+            if others := not_listed(path):
+                notices.append(f"not read, as the checkpoint does not list it: {shorten(others)}")
             return path
         damaged.append(f"skipped {path}: {problem}")
     if damaged:
@@ -98,14 +111,16 @@ def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
     Only the process that wrote a file does this: on a network file system its machine alone may
     hold the bytes. Raises RunFailure for a file that a resume would refuse.
     """
-    files = list_files(folder, rank)
+    names = [name for name in _paths(folder) if writer_of(name.rpartition("/")[2]) == rank]
+    for name in filter(OPENED_BY_ACCELERATE.fullmatch, names):
+        raise RunFailure(
+            f"the checkpoint would hold {name}, which no resume reads, because that could "
+            "execute code: keep its content in a buffer of a module that accelerator.prepare "
+            "is given"
+        )
+    # Others may write there too: a file manager, a network file system, a virus scanner.
+    files = {name: _described(folder / name) for name in names if is_listed(name)}
     for name in files:
-        if not FILE_NAME.fullmatch(name):
-            raise RunFailure(
-                f"the checkpoint would hold {name}, which no resume reads, because that could "
-                "execute code: keep its content in a buffer of a module that accelerator.prepare "
-                "is given"
-            )
         sync(folder / name)
     return files
 
@@ -159,33 +174,42 @@ def verify(path: Path) -> str | None:
         if manifest["format"] != FORMAT:
             return f"another version saved it, in format {manifest['format']}, not {FORMAT}"
         files = manifest["files"]
-        there = list_files(path)
-        for name in sorted(files | there):
+        there = _paths(path)
+        for name in sorted(files):
             if name not in there:
                 return f"{name} is missing"
-            if name not in files or not FILE_NAME.fullmatch(name):
+            if not is_listed(name):
                 return f"{name} does not belong there"
-            if files[name] != there[name]:
+            if files[name] != _described(there[name]):
                 return f"{name} was changed"
+        for name in sorted(there.keys() - files):
+            if is_listed(name) or OPENED_BY_ACCELERATE.fullmatch(name):
+                return f"{name} does not belong there"
     except Exception as problem:  # a forged manifest may raise anything
         return f"MANIFEST.json cannot be read ({type(problem).__name__})"
     return None
 
 
-def list_files(folder: Path, rank: int | None = None) -> dict[str, dict[str, Any]]:
-    """Size and hash of each file below a folder except its manifest; empty for links and pipes.
+def not_listed(path: Path) -> list[str]:
+    """The files in the folder of a checkpoint that are not part of it, such as .DS_Store."""
+    return sorted(_paths(path).keys() - read_manifest(path))
 
-    With `rank`, only of the files that this process writes.
-    """
+
+def list_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of each file below a folder except its manifest; empty for links and pipes."""
+    return {name: _described(path) for name, path in _paths(folder).items()}
+
+
+def _paths(folder: Path) -> dict[str, Path]:
+    """What is below a folder, by name, except folders and the manifest."""
     paths = [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
-    plain = {p for p in paths if p.is_file() and not p.is_symlink()}
-    names = {p.relative_to(folder).as_posix(): p for p in paths if p.name != "MANIFEST.json"}
-    return {
-        # Links and pipes are not read: reading a pipe would never end.
-        name: {"bytes": p.stat().st_size, HASH: hash_of(p, HASH)} if p in plain else {}
-        for name, p in names.items()
-        if rank in (None, writer_of(p.name))
-    }
+    return {p.relative_to(folder).as_posix(): p for p in paths if p.name != "MANIFEST.json"}
+
+
+def _described(path: Path) -> dict[str, Any]:
+    if path.is_symlink() or not path.is_file():
+        return {}  # links and pipes are not read: reading a pipe would never end
+    return {"bytes": path.stat().st_size, HASH: hash_of(path, HASH)}
 
 
 def writer_of(name: str) -> int:

@@ -1,5 +1,6 @@
 """The folder of a run: one run at a time uses it, and an earlier run in it is moved aside."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -12,8 +13,13 @@ from trainkit.launch.together import failing_together
 
 LOCK_WAIT_SECONDS = 10.0
 # What a run writes at its end, and before that.
-END_OF_A_RUN = ("DONE", "*.safetensors", "curves.png")
+END_OF_A_RUN = ("DONE", "[!.]*.safetensors", "curves.png")
 RUN = ("run.json", "metrics.jsonl", "timing.jsonl", "checkpoints/step-*")
+
+
+def is_of_run(name: str) -> bool:
+    """Is a file of this name, relative to a run folder, one that a run wrote?"""
+    return any(fnmatch(name, pattern) for pattern in (*END_OF_A_RUN, *RUN))
 
 
 def open_run(accelerator: Accelerator, config: TrainingConfig) -> BaseFileLock | None:

@@ -37,6 +37,7 @@ from trainkit.files.manifest import (
     verify,
 )
 from trainkit.files.stores import find_secret, open_store, shown, trying
+from trainkit.launch.run_folder import is_of_run
 from trainkit.launch.together import background, on_main
 from trainkit.text import first_sentence
 
@@ -129,7 +130,9 @@ class Mirror:
         Raises UsageError if a new run would begin where another one is.
         """
         self.listed = self._list()
-        if self.listed and self.config.resume is None:
+        beside = [name for name in self.listed[""] if is_of_run(name)]
+        is_used = beside or self.listed.keys() - {""}
+        if is_used and self.config.resume is None:
             raise UsageError(
                 f"--mirror {self.url} holds a run: continue it with --resume auto, or choose "
                 "another place"

@@ -34,6 +34,7 @@ from torch import nn
 
 from trainkit.checks.content import hash_tensor
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.files.manifest import is_listed
 from trainkit.files.weights import file_parts, numbered, separate
 from trainkit.launch.alike import check_same
 from trainkit.launch.environment import num_copies, shards_wanted
@@ -342,7 +343,8 @@ def before_load(
     """
     parts = parts_of(accelerator, averages)
     others = {"scaler.pt", *(path.name for path in Path(folder).glob("random_states_*.pkl"))}
-    if wrong := {path.name for path in Path(folder).iterdir()} - others ^ parts.keys():
+    there = {path.name for path in Path(folder).iterdir() if is_listed(f"state/{path.name}")}
+    if wrong := there - others ^ parts.keys():
         raise UsageError(
             f"{folder}: {min(wrong)} is in the checkpoint or in this run, not in both: the script "
             "has prepared other models, optimizers or schedules"
@@ -458,6 +460,8 @@ def read(
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     reader = HuggingFaceStorageReader(str(folder))
+    list_all = reader.fs.ls  # what else lies there, such as ._shard-00000.safetensors, is not read
+    reader.fs.ls = lambda path: [f for f in list_all(path) if is_listed(f"state/{Path(f).name}")]
     saved = reader.read_metadata().state_dict_metadata
     others = {}
     tensors: Tensors = {}
