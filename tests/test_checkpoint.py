@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import math
 import os
 import pickle
+import re
 import shutil
 import threading
 import time
@@ -11,19 +13,23 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import contents, forget_accelerator, linux_only, refused
+from conftest import contents, forget_accelerator, linux_only, posix_only, refused
 
 from trainkit.checkpoints.durable import Commits
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
+from trainkit.files import records, weights
+from trainkit.files.atomic import write_json
 from trainkit.files.log import JsonlTracker
 from trainkit.files.manifest import list_files, verify, write_manifest
 from trainkit.files.records import read_rows
+from trainkit.files.standard_json import to_json
 from trainkit.launch import run_folder
 from trainkit.loop.ema import EMA
 from trainkit.numbers.means import RunningMeans
@@ -451,12 +457,114 @@ def test_a_run_that_ends_before_its_last_save_has_failed_says_so(saved, monkeypa
     assert not step(saved, 4).exists()
 
 
+EDITS = {
+    "a digit": lambda log: log.replace(b'"step": 2', b'"step": 7'),
+    "a bit": lambda log: bytes([log[0] ^ 1]) + log[1:],
+    "CRLF": lambda log: log.replace(b"\n", b"\r\n"),
+    "shorter": lambda log: re.sub(rb": 0\.\d+", b": 0.0", log, count=1),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_log_that_was_edited_is_said_in_one_line_and_keeps_its_rows(saved, edit, capsys):
+    log = saved / "metrics.jsonl"
+    edited = EDITS[edit](log.read_bytes())
+    log.write_bytes(edited)
+    run = Run(saved)
+    run.progress = run.checkpoints.resume(str(step(saved, 2)))
+    assert log.read_bytes() == b"".join(edited.splitlines(keepends=True)[:2])
+    run.train(1)
+    run = Run(saved)
+    run.checkpoints.resume("auto")  # what was said once is not said again
+    said = [line for line in capsys.readouterr().out.splitlines() if "was changed after" in line]
+    assert said == [f"{log} was changed after this run wrote it: its rows are kept as they are now"]
+
+
+def test_a_log_of_which_a_row_is_gone_is_refused(saved):
+    log = saved / "metrics.jsonl"
+    rows = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(rows[0] + rows[2] + b" " * 200)  # as many bytes
+    with refused("bytes but the checkpoint expects"):
+        Run(saved).checkpoints.resume("auto")
+
+
+def strictly(text: str) -> Any:
+    def no_json(name: str):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=no_json)
+
+
+def test_what_json_lacks_is_written_as_null_and_inf_and_comes_back(tmp_path):
+    run = Run(tmp_path)
+    run.checkpoints.fingerprint |= strictly(to_json({"clip_norm": math.inf, "x": math.nan}))
+    run.progress.state = {"best": -math.inf, "worst": [math.nan], "name": "inf"}
+    run.progress.metrics = {"eval_loss": math.nan}
+    run.train(1)
+    run.tracker.log({"eval_loss": math.nan, "eval_top": math.inf}, step=1)
+    write_json(tmp_path / "run.json", {"clip_norm": math.inf})
+    weights.write_tensors(tmp_path / "m.safetensors", {"a": torch.ones(1)}, {"max": math.inf})
+    fingerprint = strictly((step(tmp_path, 1) / "trainer.json").read_text())["fingerprint"]
+    assert (fingerprint["clip_norm"], fingerprint["x"]) == ("inf", None)
+    assert strictly((tmp_path / "run.json").read_text()) == {"clip_norm": "inf"}
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert strictly(last) == {"step": 1, "eval_loss": None, "eval_top": "inf"}
+    row = records.last_evaluation(tmp_path)
+    assert math.isnan(row["eval_loss"]) and row["eval_top"] == math.inf
+    assert records.read_metadata(tmp_path / "m.safetensors") == {"max": math.inf}
+    again = Run(tmp_path)
+    again.checkpoints.fingerprint = run.checkpoints.fingerprint
+    assert repr(again.checkpoints.resume("auto")) == repr(run.progress)
+
+
+def open_folder(run_dir: Path, resume: str | None = None):
+    args = argparse.Namespace(run_dir=run_dir, resume=resume, mirror=None)
+    return run_folder.open_run(SimpleNamespace(num_processes=1, is_main_process=True), args)
+
+
+@linux_only
+def test_a_volume_that_is_the_run_folder_of_two_containers_is_used_by_one(tmp_path):
+    """Each has a lock of its own beside it, so the one inside must tell them apart."""
+    import fcntl
+
+    run_dir = tmp_path / "run"
+    open_folder(run_dir).release()
+    with open(run_dir / "run.lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with refused("is in use by another process"):
+            open_folder(run_dir)
+    held = open_folder(run_dir)  # nor is the lock beside it kept by what was refused
+    held.release()
+
+
+def test_a_run_that_is_moved_aside_is_locked_by_nobody(tmp_path):
+    run_dir = tmp_path / "run"
+    open_folder(run_dir).release()
+    (run_dir / "metrics.jsonl").write_text("{}")
+    held = open_folder(run_dir)
+    assert sorted(path.name for path in run_dir.iterdir()) == ["checkpoints", "run.lock"]
+    open_folder(tmp_path / "run.1", "auto").release()
+    with refused("in use|Deadlock"):
+        open_folder(run_dir)
+    held.release()
+
+
+@posix_only
+def test_a_run_folder_that_is_a_link_stays_one(tmp_path):
+    (tmp_path / "large_disk").mkdir()
+    run_dir, target = tmp_path / "run", tmp_path / "large_disk" / "run"
+    run_dir.symlink_to(target)  # of which there is nothing yet
+    open_folder(run_dir).release()
+    (target / "metrics.jsonl").write_text("of the first run")
+    open_folder(run_dir).release()
+    assert run_dir.is_symlink() and not (target / "metrics.jsonl").exists()
+    assert (tmp_path / "large_disk" / "run.1" / "metrics.jsonl").read_text() == "of the first run"
+
+
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_files_of_others_are_not_overwritten(tmp_path, resume):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "model.safetensors").write_text("theirs")
-    args = argparse.Namespace(run_dir=run_dir, resume=resume)
-    single = SimpleNamespace(num_processes=1, is_main_process=True)
-    run_folder.open_run(single, args).release()
+    open_folder(run_dir, resume).release()
     assert Path(f"{run_dir}.1", "model.safetensors").read_text() == "theirs"

@@ -3,6 +3,7 @@
 import importlib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import refused
 import train_mnist
 import train_regression
 from trainkit.config import TrainingConfig, parse
+from trainkit.config.command_line import find_urls
 from trainkit.numbers.position import Progress
 from trainkit.report.results import update_best
 
@@ -160,3 +162,20 @@ def test_help_names_the_default_that_depends_on_other_flags(script, capsys, monk
     for name, hint in get_type_hints(kind).items():
         if getattr(kind, name, 0) is None and type(None) not in get_args(hint):
             assert "(default:" in about[name.replace("_", "-")], name
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("--run-dir s3://bucket/run", "and copy it there with --mirror s3://bucket/run"),
+        ("--run-dir file:///tmp/run", "write /tmp/run"),
+        ("--start-from https://me:secret@host/a.safetensors?key=1", "copy it to this machine"),
+    ],
+)
+def test_a_url_where_a_path_is_needed_is_refused_without_its_passwords(words, sentence):
+    with refused(sentence) as raised:
+        parse(TrainingConfig, words.split())
+    assert "secret" not in str(raised.value) and "key=" not in str(raised.value)
+    assert find_urls(TrainingConfig(run_dir=Path("C:/runs/a"))) == []
+    with refused("is a URL"):  # from code
+        TrainingConfig(start_from=Path("s3://bucket/a.safetensors")).validate(1)

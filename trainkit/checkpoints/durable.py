@@ -6,7 +6,6 @@ hashes its own files and leaves their hashes beside them, in part-00001.json. Th
 for these parts, writes MANIFEST.json and renames the folder.
 """
 
-import json
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from trainkit.files.manifest import (
     write_manifest,
     write_part,
 )
+from trainkit.files.standard_json import to_exact_json
 from trainkit.launch.together import failing_together
 from trainkit.mirror.mirror import Mirror
 from trainkit.text import first_sentence
@@ -67,7 +67,7 @@ class Commits:
         """
         self.what = what
         rank = self.accelerator.process_index
-        text = json.dumps(trainer, indent=2) + "\n"  # now, because the training changes its values
+        text = to_exact_json(trainer, indent=2) + "\n"  # now: the training changes its values
         best = step_name(trainer["progress"]["best_step"])
         blocked = since(started_at)
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from trainkit.checks.content import hash_fixed, text_of
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.files.standard_json import from_exact_json, to_json
 from trainkit.launch import alike
 from trainkit.launch.environment import num_copies
 from trainkit.launch.together import failing_together
@@ -70,8 +71,8 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
     the last step of this run.
     """
     with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
-        trainer = json.loads((path / "trainer.json").read_text())
-        before = trainer["fingerprint"]
+        trainer = from_exact_json((path / "trainer.json").read_text())
+        before = json.loads(to_json(trainer["fingerprint"]))  # older ones have Infinity
         progress = Progress(**trainer["progress"])
     # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):

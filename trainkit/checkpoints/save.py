@@ -48,6 +48,7 @@ from trainkit.errors import RunFailure
 from trainkit.files.atomic import sync
 from trainkit.files.log import JsonlTracker
 from trainkit.files.manifest import abandon_later, hash_of, step_name
+from trainkit.files.standard_json import to_json
 from trainkit.files.weights import read_weights
 from trainkit.launch.alike import hash_sources
 from trainkit.launch.together import failing_together, on_main
@@ -82,7 +83,7 @@ class Checkpoints:
         self.accelerator = accelerator
         self.directory = config.run_dir / "checkpoints"
         self.tracker, self.means, self.averages = tracker, means, averages
-        self.fingerprint = json.loads(json.dumps(fingerprint, default=str))
+        self.fingerprint = json.loads(to_json(fingerprint, default=str))
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.has_mirror = config.mirror is not None
         self.mirror = open_mirror(accelerator, config)  # on the main process
@@ -116,6 +117,7 @@ class Checkpoints:
             "progress": asdict(progress),
             "sums": self.means.state(),
             "log_bytes": self.tracker.size(),
+            "log": self.tracker.state(),
             "fingerprint": self.fingerprint,
             "world": world_facts(accelerator),
             "sources": self.sources,
@@ -182,7 +184,7 @@ class Checkpoints:
                 notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
                 notices += compare_sources(trainer.get("sources", {}), self.sources)
                 notices.extend(abandon_later(self.directory, progress.step, path))
-                self.tracker.cut(trainer.get("log_bytes", 0))
+                notices += self.tracker.cut(trainer.get("log_bytes", 0), trainer.get("log"))
                 sync(self.directory.parent)
         self._with_mirror(lambda mirror: mirror.go_on(path, trainer))
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps

@@ -20,6 +20,9 @@ C = TypeVar("C")
 # A comment, or (group 1) text that is not one: quoted, or a word with a # inside it.
 COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\s'"\\#])[^\s'"\\]*)|(?<!\S)#.*""")
 
+# A path that was made from a URL, with one slash less; a letter alone is a drive of Windows.
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+
 # The flags that people use, which --help shows before all others.
 USED_MOST = "dataset data target model epochs batch_size learning_rate run_dir resume"
 
@@ -50,7 +53,28 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
             raise  # after --help
         raise UsageError(f"{_first_sentence(messages.getvalue())} (see {script} --help)") from None
     config.__class__ = kind
+    if problems := find_urls(config):
+        raise UsageError("; ".join(problems))
     return config
+
+
+def find_urls(config: Any) -> list[str]:
+    """A phrase for each URL that was given where a path on this machine is read or written."""
+    problems = []
+    for name, value in vars(config).items():
+        for path in value if isinstance(value, list | tuple) else [value]:
+            match = URL.match(path.as_posix()) if isinstance(path, Path) else None
+            if match is None:
+                continue
+            rest = re.sub(r"^[^/]*@|\?.*", "", path.as_posix()[match.end() :])  # no passwords
+            url = f"{match[1]}://{rest}"
+            remedy = "copy it to this machine first, and give the path of that"
+            if match[1].lower() == "file":
+                remedy = f"write /{rest}"
+            elif name == "run_dir":
+                remedy = f"give a folder here, and copy it there with --mirror {url}"
+            problems.append(f"{flag(name)} {url} is a URL, where a path is needed: {remedy}")
+    return problems
 
 
 def flag(name: str) -> str:

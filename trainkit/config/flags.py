@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
-from trainkit.config.command_line import flag
+from trainkit.config.command_line import find_urls, flag
 from trainkit.config.command_line import parse as parse
 from trainkit.config.directions import metric_and_direction
 from trainkit.errors import UsageError
@@ -159,7 +159,7 @@ class TrainingConfig:
 
     def find_problems(self, num_processes: int) -> list[str]:
         """What is wrong with the values, one phrase each; a script adds to what this returns."""
-        problems = []
+        problems = find_urls(self)
         for name, rule in dict.fromkeys(_notes_of(type(self))):
             value = getattr(self, name)
             if isinstance(rule, Rule) and value is not None and not rule.holds(value):

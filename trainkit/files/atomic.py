@@ -1,12 +1,13 @@
 """Lock a run folder for one run at a time, and write files that survive a crash."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from trainkit.files.standard_json import to_json
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def write_durably(path: Path, content: bytes | Iterable[bytes | memoryview]) -> 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """write_durably for a JSON object."""
-    write_durably(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
+    write_durably(path, (to_json(content, indent=2, default=str) + "\n").encode())
 
 
 def sync(path: Path) -> None:

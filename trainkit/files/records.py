@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from trainkit.errors import as_usage_error
 from trainkit.files.log import is_evaluation
+from trainkit.files.standard_json import as_numbers, from_exact_json
 
 PREDICTIONS = "predictions.safetensors"
 
@@ -26,7 +27,9 @@ def read_run_json(run_dir: Path) -> dict[str, Any]:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl or timing.jsonl, empty without the file. Raises UsageError."""
     with as_usage_error(f"{path} cannot be read"):
-        return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+        if not path.exists():
+            return []
+        return [as_numbers(json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
@@ -73,4 +76,4 @@ def load_predictions(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any
 def read_metadata(path: Path) -> dict[str, Any]:
     """Read the metadata of a safetensors file of a run. Raises UsageError."""
     with as_usage_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
-        return json.loads((file.metadata() or {}).get("trainkit", "{}"))
+        return from_exact_json((file.metadata() or {}).get("trainkit", "{}"))

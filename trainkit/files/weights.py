@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.atomic import write_durably
+from trainkit.files.standard_json import to_exact_json
 
 
 def numbered(name: str, number: int) -> str:
@@ -52,7 +53,7 @@ def layout(tensors: dict[str, torch.Tensor], entry: dict[str, Any]) -> tuple[lis
     """Return the order of the tensors in a safetensors file, and its bytes before the first."""
     # The library decides on the order and on the names of types, from tensors without elements.
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    text = {name: json.dumps(value) for name, value in entry.items()}
+    text = {name: to_exact_json(value) for name, value in entry.items()}
     head = json.loads(save(empty, metadata=text)[8:])
     names = [name for name in head if name in tensors]
     end = 0

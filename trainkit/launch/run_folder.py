@@ -1,5 +1,6 @@
 """The folder of a run: one run at a time uses it, and an earlier run in it is moved aside."""
 
+import os
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def is_of_run(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in (*END_OF_A_RUN, *RUN))
 
 
-def open_run(accelerator: Accelerator, config: TrainingConfig) -> BaseFileLock | None:
+def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
     """Lock --run-dir for this run until the returned lock is released or the process ends.
 
     Without --resume, or if an earlier run in the folder has ended and its checkpoints are gone,
@@ -35,45 +36,79 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> BaseFileLock |
     moved_to = None
     with failing_together(accelerator, f"--run-dir {run_dir} cannot be used"):
         if accelerator.is_main_process:
+            real = run_dir.resolve()  # a link stays where it is, also if what it leads to is moved
             # It may be moved aside, and --run-dir .. would move the repository too.
-            if Path.cwd().is_relative_to(run_dir.resolve()):
+            if Path.cwd().is_relative_to(real):
                 raise UsageError(f"--run-dir {run_dir}: choose a folder that you are not in")
-            no_steps = not _holds(run_dir, "checkpoints/step-*")
+            no_steps = not _holds(real, "checkpoints/step-*")
             if (
                 config.resume == "latest" and no_steps and not config.mirror
             ):  # before anything is created
                 raise UsageError(f"--resume latest: there is no checkpoint in {run_dir}")
             # Nothing was created until here.
-            held = lock(run_dir, LOCK_WAIT_SECONDS if config.resume is not None else 0.0)
-            over = config.resume == "auto" and no_steps and _holds(run_dir, *END_OF_A_RUN)
-            if over or (config.resume is None and _holds(run_dir, *END_OF_A_RUN, *RUN)):
-                moved_to = rename_free(run_dir, run_dir.name)
-            (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-            sync(run_dir)
-            sync(run_dir.parent)
+            held = Lock(run_dir, LOCK_WAIT_SECONDS if config.resume is not None else 0.0)
+            over = config.resume == "auto" and no_steps and _holds(real, *END_OF_A_RUN)
+            if over or (config.resume is None and _holds(real, *END_OF_A_RUN, *RUN)):
+                moved_to = held.move_aside()
+            (real / "checkpoints").mkdir(parents=True, exist_ok=True)
+            sync(real)
+            sync(real.parent)
     if moved_to:
+        beside = run_dir.with_name(moved_to.name)  # unless a link leads elsewhere
+        moved_to = beside if beside.resolve() == moved_to else moved_to
         print(f"{run_dir} held an earlier run: moved to {moved_to}", flush=True)
     return held
 
 
-def lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
-    """Lock a run folder; the lock is held until it is released or the process ends.
+class Lock:
+    """The lock of a run folder, held until release() or the end of the process.
 
-    Its file is RUN_DIR.lock, beside the folder, so that the folder can be moved aside. Raises
-    UsageError if another process holds the lock.
+    There are two files: RUN_DIR.lock beside the folder, so that it can be moved aside, and run.lock
+    inside, for a volume that is mounted as the run folder in several containers. Raises UsageError
+    if another process holds one of them.
     """
-    real = run_dir.resolve()  # the same path through any link
-    path = real.with_name(f"{real.name}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    held = FileLock(path)
-    try:
-        held.acquire(timeout=wait_seconds, poll_interval=0.2)
-    except Timeout as problem:
-        raise UsageError(
-            f"--run-dir {run_dir} is in use by another process: wait for it, stop it (on its "
-            f"machine `fuser {path}` names it), or choose another folder"
-        ) from problem
-    return held
+
+    def __init__(self, run_dir: Path, wait_seconds: float):
+        self.run_dir, self.wait_seconds = run_dir, wait_seconds
+        self.real = run_dir.resolve()  # the same path through any link
+        self.beside = self._acquire(self.real.with_name(f"{self.real.name}.lock"))
+        try:
+            self.inside = self._acquire(self.real / "run.lock")
+        except BaseException:
+            self.beside.release()
+            raise
+
+    def _acquire(self, path: Path) -> BaseFileLock:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(path)
+        try:
+            held.acquire(timeout=self.wait_seconds, poll_interval=0.2)
+        except Timeout as problem:
+            raise UsageError(
+                f"--run-dir {self.run_dir} is in use by another process: wait for it, stop it (on "
+                f"its machine `fuser {path}` names it), or choose another folder"
+            ) from problem
+        return held
+
+    def move_aside(self) -> Path:
+        """Rename the folder, make an empty one in its place, and return the new name."""
+        if os.path.ismount(self.real):
+            raise UsageError(
+                f"--run-dir {self.run_dir} holds an earlier run and cannot be moved aside, because "
+                "something is mounted there: choose a folder inside it, or go on with --resume auto"
+            )
+        if os.name == "nt":  # where a folder with an open file cannot be renamed
+            self.inside.release()
+        moved_to = rename_free(self.real, self.real.name)
+        self.inside.release()
+        (moved_to / "run.lock").unlink(missing_ok=True)
+        self.inside = self._acquire(self.real / "run.lock")
+        return moved_to
+
+    def release(self) -> None:
+        """Let another run use the folder."""
+        self.inside.release()
+        self.beside.release()
 
 
 def _holds(run_dir: Path, *names: str) -> bool:

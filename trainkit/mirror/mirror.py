@@ -276,7 +276,7 @@ class Mirror:
         run_dir = self.config.run_dir
         for path in sorted(run_dir.rglob("*")):
             name = path.relative_to(run_dir).as_posix()
-            if path.is_file() and not name.startswith("checkpoints/"):
+            if path.is_file() and name != "run.lock" and not name.startswith("checkpoints/"):
                 self._put(name, path)
         if not self.problem:
             self._ask("DONE", 0, self.files.pipe_file, f"{self.root}/DONE", b"")

@@ -1,7 +1,6 @@
 """Export a finished run as a folder that works without this repository, and upload it."""
 
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -16,6 +15,7 @@ from PIL import Image
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.files.atomic import write_json
 from trainkit.files.records import last_evaluation, read_run_json
+from trainkit.files.standard_json import to_json
 from trainkit.tools import plots
 
 TOLERANCE = 1e-5  # between PyTorch and onnxruntime, relative to the largest output
@@ -97,7 +97,7 @@ def write_onnx(predictor: Any, path: Path) -> None:
         output_names=["outputs"],
         dynamic_shapes=[{0: torch.export.Dim("n")}],
     )
-    program.model.metadata_props["trainkit"] = json.dumps(predictor.metadata)
+    program.model.metadata_props["trainkit"] = to_json(predictor.metadata)
     for node in program.model.graph:
         node.metadata_props.clear()  # they name paths of this machine
     program.save(temporary)
