@@ -35,6 +35,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.config import UNSET, MayChange, NonNegative, Schedule, Share, TrainingConfig, parse
+from trainkit.pictures.drawn import draw_input, spread
 from trainkit.pictures.small import fit_to_size
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
@@ -236,6 +237,18 @@ def augment(
     return F.grid_sample(images.float(), grid, align_corners=False)  # 0 outside: black
 
 
+def first_input(
+    train_set: InMemory, eval_set: InMemory, config: Config
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return some pictures of each side as the network gets them, and their classes."""
+    train_indices, eval_indices = spread(train_set), spread(eval_set)
+    images, labels = (values[train_indices] for values in train_set.tensors)
+    if config.augment:
+        images = augment(images, train_indices, 0, config)
+    held_out, targets = (values[eval_indices] for values in eval_set.tensors)
+    return {"to train on": (images, labels), "to evaluate on": (held_out, targets)}
+
+
 def validate(
     run: Run, model: nn.Module, loader: DataLoader, eval_set: InMemory, classes: list[str]
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, Any]]:
@@ -280,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         plan = metadata.pop("plan")
         next_command = plan.pop("next")
         run.begin(model, metadata, plan)  # locks the run folder, loads the checkpoint
+        draw_input(run, lambda: first_input(train_set, eval_set, config), metadata["classes"])
 
         for epoch in run.epochs():
             for images, labels, indices in run.steps(train_loader):

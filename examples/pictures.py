@@ -19,7 +19,8 @@ from torch import nn
 
 from trainkit.config import Schedule, Share, parse
 from trainkit.pictures import backbones, photos
-from trainkit.pictures.files import standardise
+from trainkit.pictures.drawn import draw_input, spread
+from trainkit.pictures.files import cut_centre, standardise
 from trainkit.pictures.shown import how_read
 
 make_model = backbones.make_network  # for predict.py, which loads the weights into it
@@ -77,6 +78,17 @@ def make_input(batch: photos.Batch, epoch: int, config: Config, train: photos.Ph
     return photos.mix_photos(config.mix, (images, targets), (second, shares), numbers[:, 1:])
 
 
+def first_input(config: Config, train: photos.Photos, held_out: photos.Photos) -> dict:
+    """Return some pictures of each side as the network gets them, and their classes."""
+    batch, evaluated = train.pick(spread(train)), held_out.pick(spread(held_out))
+    images = batch.images
+    if not config.freeze:
+        images, _ = make_input(batch, 0, config, train)
+    sides = {"to train on": (images, batch.labels)}
+    sides["to evaluate on"] = (evaluated.images, evaluated.labels)
+    return {title: (cut_centre(x, config.size), y) for title, (x, y) in sides.items()}
+
+
 def load_data(config: Config) -> tuple:
     """Return the photos to train and evaluate on, the network, its metadata, the plan's lines."""
     network, metadata, lines = backbones.load_network(config)
@@ -125,6 +137,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             model, optimizer, *loaders, scheduler
         )
         run.begin(model, metadata, plan)
+        draw_input(run, lambda: first_input(config, train, held_out), train.classes)
         for part in sets if config.freeze else ():  # the plan is on the screen: this takes longest
             part.compute(accelerator, network, metadata)
 

@@ -217,6 +217,22 @@ def test_what_of_wide_pictures_is_seen_is_said_and_the_same_for_predict(
             assert ((end - torch.tensor(colour)).abs().max() < 40) == seen, end
 
 
+@pytest.mark.parametrize("flags", [[], ["--mix=cutmix"], ["--freeze"]])
+def test_the_first_pictures_are_shown_as_they_go_in(flags, tmp_path):
+    strips(tmp_path, (60, 40))
+    words = ["--dataset", str(tmp_path), "--size=32", "--resize=36", *flags]
+    config = parse(pictures.Config, words)
+    train, held_out, _ = photos.load_sets(config)
+    sides = pictures.first_input(config, train, held_out)
+    (trained, labels), (evaluated, targets) = sides.values()
+    assert trained.shape == (16, 3, 32, 32) and evaluated.shape == (4, 3, 32, 32)
+    assert labels.tolist() == [0] * 8 + [1] * 8 and targets.tolist() == [0, 0, 1, 1]
+    whole = held_out.pick(torch.arange(4)).images
+    assert torch.equal(evaluated, files.cut_centre(whole, 32))
+    centres = files.cut_centre(train.pick(torch.arange(16)).images, 32)
+    assert torch.equal(trained, centres) == config.freeze
+
+
 def test_pictures_that_are_hardly_longer_than_wide_are_cropped_and_the_share_is_said(tmp_path):
     strips(tmp_path / "data", (60, 30))
     _, _, plan = photos.load_sets(

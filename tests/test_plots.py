@@ -1,15 +1,18 @@
 """The numbers behind each picture, and pictures that the files of a run folder alone give again."""
 
 import json
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import colours
+import numpy as np
 import pytest
 import torch
 from conftest import rows, saved
 from PIL import Image
 
-from trainkit.tools import curves, plots
+from trainkit.tools import answers, curves, lettering, plots
 
 FLAGS = "--model lenet --batch-size 16 --epochs 2 --log-every 5 --run-dir"
 
@@ -106,3 +109,101 @@ def test_mistakes_are_shown_in_colour_if_there_is_a_picture_of_them(tmp_path):
     assert (drawn[24, 24].argmax(), drawn.shape) == (1, (48, 48, 3))
     tensors["shown"], tensors["image"] = tensors["shown"][1:], tensors["image"][1:]
     assert plots.worst_mistakes(tensors)[0].tolist() == [11]
+
+
+NAMES = [
+    "$5 up to $10_",
+    "$\\frac$",
+    "$x_1$",
+    "a\\b$c",
+    "\u5c71",
+    "Tussilago_farfara_common_coltsfoot",
+]
+
+
+def test_names_are_drawn_as_they_are_written_and_letters_without_a_font_are_one_line(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(lettering, "list_fonts", lambda: [])
+    monkeypatch.setattr(lettering, "read_new_fonts", lambda: None)
+    monkeypatch.setattr(lettering, "UNKNOWN", set())
+    lettering.find_families.cache_clear()
+    target = torch.arange(6)
+    images = torch.zeros(6, 1, 28, 28, dtype=torch.uint8)
+    tensors = {"prediction": 5 - target, "target": target, "image": images}
+    tensors["logits"] = torch.eye(6)[5 - target]
+    figures = [plots.draw_confusion(tensors, NAMES), plots.draw_mistakes(tensors, NAMES)]
+    one, two = torch.rand(9, 2), torch.rand(9, 1)
+    fit = {"prediction": one, "target": one, "feature": two}
+    figures += [plots.draw_fit(fit, {"targets": ["$\\frac$", "$a$ \u5c71"], "feature": "$_$"})]
+    points = np.linspace(0, 1, 5)
+    figures += [answers.draw_responses(points, points[:, None], "$\\frac$", ["$_$ \u5c71"])]
+    for figure in figures:
+        with warnings.catch_warnings(action="error"):
+            warnings.filterwarnings("ignore", r"Glyph \d+ ")  # as lettering does, once
+            figure.savefig(tmp_path / "drawn.png")
+    labels = [label.get_text() for label in figures[0].axes[0].get_yticklabels()]
+    assert labels == [*NAMES[:5], "Tussilago_farfara_com..."]
+    assert figures[1].axes[0].get_title() == "predicted $\\frac$,\n35.22%\ntrue \u5c71"
+    plots.draw_seen(tmp_path, {"to $_$": (images, target)}, NAMES)
+    assert capsys.readouterr().err.count("no installed font has \u5c71: boxes are drawn") == 1
+    lettering.find_families.cache_clear()
+
+
+def test_letters_come_from_the_first_usual_font_that_has_them(monkeypatch):
+    """And from one that was installed since matplotlib made its list; never from one of boxes."""
+    has = {"boxes": "\u5c71\u0e40x", "odd": "\u5c71", "cjk": "\u5c71", "thai": "\u0e40"}
+    names = {"boxes": "Last Resort HE", "odd": "A", "cjk": "Noto Sans CJK JP", "thai": "Thai"}
+    fonts = [
+        SimpleNamespace(fname=path, index=0, name=name, style="normal", weight=400)
+        for path, name in names.items()
+    ]
+    known = SimpleNamespace(ttflist=fonts[:3], addfont=lambda path: known.ttflist.append(fonts[3]))
+    monkeypatch.setattr(lettering.font_manager, "fontManager", known)
+    monkeypatch.setattr(lettering.font_manager, "findfont", lambda name: "own")
+    monkeypatch.setattr(lettering.font_manager, "findSystemFonts", lambda: ["thai"])
+    monkeypatch.setattr(lettering, "letters_of", lambda path, _: frozenset(has.get(path, "abc")))
+    lettering.find_families.cache_clear()
+    assert lettering.find_families(frozenset("ab")) == ("DejaVu Sans",)
+    found = lettering.find_families(frozenset("a\u5c71\u0e40"))
+    assert found == ("DejaVu Sans", "Noto Sans CJK JP", "Thai")
+    lettering.find_families.cache_clear()
+
+
+def test_one_picture_that_cannot_be_drawn_leaves_the_others(run_dir, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(plots, "draw_confusion", fail)
+    assert [path.name for path in plots.draw_run(run_dir)] == ["curves.png", "mistakes.png"]
+    assert "confusion.png was not drawn: ValueError: no such thing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_what_goes_in_is_drawn_with_its_classes(channels, tmp_path):
+    """A picture of one colour in each of 12 places."""
+    values = torch.arange(12, dtype=torch.float32)[:, None, None, None] * 20
+    pictures = values.expand(12, channels, 40, 40)
+    sides = {
+        "to train on": (pictures, torch.arange(12) % 2),
+        "to evaluate on": (pictures[:3], [1, 0, 1]),
+    }
+    path = plots.draw_seen(tmp_path, sides, ["a", "b"])
+    with Image.open(path) as picture:
+        drawn = np.asarray(picture.convert("L")).astype(int)
+    for value, wanted in ((0, 2), (20, 2), (40, 2), (60, 1), (220, 1)):
+        share = (np.abs(drawn - value) < 3).mean()
+        assert 0.4 < share / wanted / 0.0235 < 2.5, (value, share)
+
+
+def test_a_run_draws_what_the_network_sees_before_its_first_step(
+    tiny_mnist, tmp_path, run_main, capsys
+):
+    flags = ["--dataset", tiny_mnist, "--stop-after-steps=1", "--run-dir", tmp_path / "run"]
+    run_main("train_mnist", *flags, "--pictures")
+    said, path = capsys.readouterr().out, tmp_path / "run" / "input.png"
+    drawn_at = said.index(f"as the network sees them: {path}\n")
+    assert said.index("run folder") < drawn_at < said.index("epoch  ") and path.exists()
+    path.unlink()
+    run_main("train_mnist", *flags, "--no-pictures")
+    assert not path.exists() and "sees them" not in capsys.readouterr().out

@@ -25,7 +25,6 @@ from trainkit.checkpoints.fingerprint import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
 from trainkit.checks.data import load_checked, random_collation
-from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.prepared import Prepared, check_loader
 from trainkit.config import TrainingConfig
 from trainkit.launch.run_folder import open_run
@@ -36,7 +35,6 @@ from trainkit.loop.session import leave_processes, leave_stopped, start_accelera
 from trainkit.loop.step import CountValues, Step
 from trainkit.numbers.means import RunningMeans, Selection
 from trainkit.numbers.position import Length
-from trainkit.report.profile import Profile
 from trainkit.report.results import Results, check_predictions
 
 # Where the generators are seeded for what the script draws outside of a batch.
@@ -65,8 +63,6 @@ class Run:
         results: writes the files that the run leaves.
         progress: where the run stands: progress.step, and progress.epoch, completed ones.
         step: the current Step.
-        evaluating: looks at the functions of evaluate and predict.
-        profile: what --profile measures.
         means: of the values given to run.add.
     """
 
@@ -144,17 +140,8 @@ class Run:
     def _resume(self, fingerprint: dict[str, Any]) -> None:
         """Make what a step changes; lock the run folder, and load the checkpoint of --resume."""
         config, accelerator = self.config, self.accelerator
-        self.step = Step(
-            accelerator,
-            config,
-            self.signals,
-            self.models,
-            self.length,
-            self.prepared.wrapped,
-            self.print,
-        )
+        self.step = Step(accelerator, config, self.signals, self.models, self.length)
         self.resources.callback(self.step.release)
-        self.evaluating = Evaluating(accelerator.device, self.print)
         self.means = RunningMeans(accelerator)
         self.ema = EMA(self.models, config.ema)
         parts = self.log.tracker, self.means, self.ema.values
@@ -165,9 +152,6 @@ class Run:
         self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
-        num_steps = self.length.last_step - self.progress.step
-        self.profile = Profile(accelerator, config, num_steps, self.print)
-        self.resources.callback(self.profile.close)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -210,7 +194,6 @@ class Run:
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
                 yield from self._steps_to_evaluation(loader, count)
             self.step.check_weights()
-        self.profile.end()
         self.log.stop()
         self.step.seed_outside(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
@@ -218,7 +201,7 @@ class Run:
     def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
         progress = self.progress
         length = self.length
-        batches = self.profile.read(iter(loader))
+        batches = iter(loader)
         while length.num_in_step(progress):
             self.step.start(progress)
             micro_batches: Iterable[Any] = islice(batches, self.step.num_micro_batches)
@@ -238,12 +221,7 @@ class Run:
 
     @property
     def num_samples(self) -> int:
-        """How many samples this process has in the current batch; 0: a stand-in, which counts 0.
-
-        Also in the functions of evaluate and predict.
-        """
-        if self.stage in ("ready", "epoch", "trained") and self.evaluating.num_samples is not None:
-            return self.evaluating.num_samples
+        """How many samples this process has in the current batch; 0: a stand-in, which counts 0."""
         need(self, "run.num_samples", *IN_BATCH)
         return self.step.num_samples
 
@@ -317,7 +295,6 @@ class Run:
             return False
         progress.step += 1
         self.ema.update(progress.step)
-        self.profile.end_step()
         self.log.bar.update()
         if progress.step % length.log_every == 0:
             self.signals.barrier()
@@ -359,7 +336,7 @@ class Run:
     def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
         # Only then can a checkpoint record that this evaluation is still to be done.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
-        collected = collect(self.accelerator, loader, function, stopping, self.evaluating)
+        collected = collect(self.accelerator, loader, function, stopping)
         if self.signals.stopping:
             self.stage = "must save"
             self.save()
@@ -378,7 +355,6 @@ class Run:
         """
         progress, length, every = self.progress, self.length, self.config.save_every
         predicted = check_predictions(predictions, metadata or {})
-        self.step.mistakes.check_schedules(progress.step + progress.num_skipped)
         num_done = length.num_done(progress)
         if progress.step_in_epoch == length.steps_per_epoch:
             progress.epoch += 1
@@ -386,7 +362,8 @@ class Run:
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
         if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
-            self.step.mistakes.say_notes()
+            if note := self.step.mistakes.unmoved_schedules():
+                self.print(note)
         # Both before the checkpoint, because that records this evaluation as done.
         is_best, unknown_metric = self.results.write_best(progress)
         if is_over := length.is_over(progress):
@@ -408,11 +385,9 @@ class Run:
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)
         self.checkpoints.commits.wait()
-        memory = self.log.log_memory(self.progress.step)
         self.results.finish(
             self.progress,
             self.ema.trained_weights,
-            memory,
             next_command,
             self.print,
             self.checkpoints.finish_mirror,

@@ -1,4 +1,4 @@
-"""Say and draw how pictures are read: lines of the plan, and input.png."""
+"""Say how pictures are read: lines of the plan, and what predict.py needs to read them alike."""
 
 from collections import Counter
 from typing import Any

@@ -134,7 +134,6 @@ class Results:
         self,
         progress: Progress,
         trained_weights: TrainedWeights,
-        memory: str,
         next_command: str,
         say: Callable[[str], None],
         finish_mirror: Callable[[], None],
@@ -142,7 +141,7 @@ class Results:
         """Write weights and pictures, say so, complete the mirror, and write DONE last.
 
         trainkit.tools.plots draws the pictures from the files in the run folder. If one cannot be
-        drawn, the message says so and the run does not fail. memory: what the last line says of it.
+        drawn, the message says so and the run does not fail.
         """
         config = self.config
         messages = ""
@@ -159,8 +158,8 @@ class Results:
             messages += f"{self._describe_best(progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
         messages += (
-            f"done: {count(progress.step, 'step')}, {measured}{memory}; in {self.run_dir}: "
-            f"weights, metrics, checkpoints{names}"
+            f"done: {count(progress.step, 'step')}, {measured}; in {self.run_dir}: weights, "
+            f"metrics, checkpoints{names}"
         )
         if next_command:
             messages += f"\nnext: {next_command}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from html import escape
-from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 
 from trainkit.tools import curves, plots
+from trainkit.tools.lettering import as_written, wrap
 from trainkit.tools.photos import border_of
 
 FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of curves.COLOURS
@@ -81,10 +81,12 @@ def draw_responses(
     points, (n, targets). name: of the column.
     """
     lines = outputs.T[:MAX_DRAWN]
+    style = as_written([name, *targets])
     figure = curves.new_figure(5, 3.2 * len(lines))
     grid = figure.subplots(len(lines), squeeze=False).flat
     for axes, target, line in zip(grid, targets, lines, strict=False):
         axes.plot(points[1:], line[1:], color=curves.COLOURS[4])
         axes.plot(points[0], line[0], "o", color=curves.COLOURS[1], mec="white")
-        axes.set(xlabel=fill(name, 40), ylabel=fill(target, 30))
+        axes.set_xlabel(wrap(name, 40), **style)
+        axes.set_ylabel(wrap(target, 30), **style)
     return figure

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from trainkit.config.directions import metric_and_direction
 from trainkit.files.log import is_evaluation
 from trainkit.files.records import read_rows, read_run_json
+from trainkit.tools.lettering import as_written
 
 LABELS = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}
 LABELS["learning_rate"] = "learning rate"
@@ -27,6 +28,7 @@ def draw_curves(run_dir: Path) -> Figure:
     heights = {"loss": 3.0} | dict.fromkeys(scores, 3.0) | {"learning_rate": 1.3}
     figure = new_figure(8, 1.7 + sum(heights.values()))
     grid = figure.subplots(len(heights), sharex=True, height_ratios=[*heights.values()])
+    style = as_written(heights)
     timing = read_rows(run_dir / "timing.jsonl")
     resumes = [row["resumed_at"] for row in timing if "resumed_at" in row]
     for axes, name in zip(grid, heights, strict=True):
@@ -39,7 +41,7 @@ def draw_curves(run_dir: Path) -> Figure:
         for number, step in enumerate(resumes):
             label = "_" if number else "resumed"  # one line of the legend
             axes.axvline(step, color="0.45", linestyle=":", zorder=0, label=label)
-        axes.set_ylabel(LABELS.get(name, name))
+        axes.set_ylabel(LABELS.get(name, name), **style)
         axes.grid(color="0.9")
         if axes is not grid[-1]:
             legend_above(axes, ncols=3)

@@ -21,6 +21,7 @@ from PIL import Image
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.tables.columns import Column
+from trainkit.text import first_sentence
 from trainkit.tools import answers, plots
 
 MAX_FILE = "32mb"  # of a picture file
@@ -98,8 +99,13 @@ def add_confusions(predictor: Any) -> None:
 
     if "prediction" in predictor.evaluated:
         with gradio.Accordion("confusions", open=False):
-            classes = predictor.metadata["classes"]
-            gradio.Plot(plots.draw_confusion(predictor.evaluated, classes), show_label=False)
+            try:
+                figure = plots.draw_confusion(predictor.evaluated, predictor.metadata["classes"])
+                figure.draw_without_rendering()  # what cannot be drawn fails here
+            except Exception as problem:  # as in training, the rest goes on
+                gradio.HTML(f"They cannot be drawn: {escape(first_sentence(problem))}")
+            else:
+                gradio.Plot(figure, show_label=False)
 
 
 def build_picture_page(page: Any, predictor: Any) -> None:
@@ -184,7 +190,12 @@ def answer_row(
     if not spans:
         return html, None
     names = [targets[number] for number in order]
-    return html, answers.draw_responses(points, outputs[:, order], along, names)
+    try:
+        figure = answers.draw_responses(points, outputs[:, order], along, names)
+        figure.draw_without_rendering()
+    except Exception as problem:  # the answer is worth more than its curve
+        return f"{html}The curve cannot be drawn: {escape(first_sentence(problem))}", None
+    return html, figure
 
 
 def build_table_page(page: Any, predictor: Any) -> None:
