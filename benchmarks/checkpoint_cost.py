@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from trainkit import startup
 
@@ -28,22 +27,29 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from benchmarks._runs import ROOT, Parser, in_turn, spread, table
+from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.files.log import JsonlTracker
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Progress
+from trainkit.outside.names import prepared_models
 from trainkit.sharding import shards
+from trainkit.sharding.frozen import Frozen
 
 SHARDED = ["-m", "accelerate.commands.launch", "--config_file"]
 SHARDED += [str(ROOT / "accelerate_configs" / "2cpu_fsdp.yaml")]
 SHARDED += ["--fsdp_state_dict_type", "SHARDED_STATE_DICT"]
 
 
-def make_checkpoints(run_dir: Path, width: int, layers: int) -> tuple[Any, ...]:
-    """Return what saves a square network and the moments of AdamW, its progress, and the two."""
+def save_when_asked(run_dir: Path, width: int, layers: int) -> None:
+    """For each line from stdin save; print seconds until that returns, of CPU, until it is durable.
+
+    The other version runs this too.
+    """
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     shards.shard(accelerator)
+    main = accelerator.is_main_process
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -52,17 +58,9 @@ def make_checkpoints(run_dir: Path, width: int, layers: int) -> tuple[Any, ...]:
     optimizer.zero_grad()
     config = TrainingConfig(run_dir=run_dir, keep=1)
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    parts = JsonlTracker(run_dir), RunningMeans(accelerator)
-    checkpoints = Checkpoints(accelerator, config, {}, *parts)
-    return checkpoints, Progress(), model, optimizer, accelerator.is_main_process
-
-
-def save_when_asked(run_dir: Path, width: int, layers: int) -> None:
-    """For each line from stdin save; print seconds until that returns, of CPU, until it is durable.
-
-    The other version runs this too.
-    """
-    checkpoints, progress, *_, main = make_checkpoints(run_dir, width, layers)
+    progress, parts = Progress(), (JsonlTracker(run_dir), RunningMeans(accelerator))
+    contents = Contents(accelerator, Frozen(prepared_models(accelerator)))
+    checkpoints = Checkpoints(accelerator, config, {}, *parts, contents)
     while broadcast_object_list([sys.stdin.readline() if main else ""])[0]:
         progress.step += 1
         started_at, cpu = time.perf_counter(), time.thread_time()

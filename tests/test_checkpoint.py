@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from conftest import contents, forget_accelerator, linux_only, posix_only, refused
 
+from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.durable import Commits
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
@@ -34,7 +35,9 @@ from trainkit.launch import run_folder
 from trainkit.loop.ema import EMA
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Progress
+from trainkit.outside.names import prepared_models
 from trainkit.sharding import shards
+from trainkit.sharding.frozen import Frozen
 
 
 class Run:
@@ -59,6 +62,7 @@ class Run:
             {},
             self.tracker,
             self.means,
+            Contents(self.accelerator, Frozen(prepared_models(self.accelerator))),
         )
         self.progress = Progress()
 
@@ -160,8 +164,10 @@ def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpo
     accelerator.prepare(*models, *optimizers, *rates)
     ema, parts = EMA(models, 0.5), [*models, *optimizers, *rates]
     (tmp_path / "checkpoints").mkdir()
+    contents = Contents(accelerator, Frozen(models), ema.values)
+    saved_parts = contents.parts({})
     checkpoints = Checkpoints(
-        accelerator, config, {}, JsonlTracker(tmp_path), RunningMeans(accelerator), ema.values
+        accelerator, config, {}, JsonlTracker(tmp_path), RunningMeans(accelerator), contents
     )
 
     def train(number: int) -> str:
@@ -178,15 +184,15 @@ def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpo
         checkpoints.save(Progress(step=1))
         checkpoints.commits.wait()
         monkeypatch.setattr(accelerator.state, "fsdp_plugin", plugin, raising=False)
-        state, write = shards.writer(accelerator, ema.values)
+        state, write = shards.writer(accelerator, saved_parts)
         write(tmp_path)
         (tmp_path / "._shard-00000.safetensors").write_bytes(b"of a Mac")
         state = json.loads(json.dumps(state))
-        whole = partial(shards.read_whole, accelerator, ema.values, step(tmp_path, 1) / "state")
+        whole = partial(shards.read_whole, saved_parts, step(tmp_path, 1) / "state")
         for module in (pickle, torch):  # nothing of it is unpickled
             monkeypatch.setattr(module, "load", None)
         for load in (
-            partial(shards.read, accelerator, ema.values, tmp_path, state),
+            partial(shards.read, saved_parts, tmp_path, state),
             lambda: (monkeypatch.undo(), checkpoints.resume("auto")),
             whole,  # by a sharded run
         ):
@@ -205,7 +211,7 @@ def test_a_state_that_json_cannot_hold_is_refused_when_a_sharded_run_saves_it(sa
     run = Run(saved)
     run.optimizer.param_groups[0]["names"] = {"a set"}
     with pytest.raises(RuntimeError, match="has a state that JSON cannot hold"):
-        shards.writer(run.accelerator, [])
+        shards.writer(run.accelerator, run.checkpoints.contents.parts({}))
 
 
 def test_a_checkpoint_of_other_optimizers_and_a_shortened_log_are_refused(saved):

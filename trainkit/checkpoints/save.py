@@ -3,16 +3,18 @@
     checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
         state/                      the files that accelerator.save_state writes, or the shards
         trainer.json                position of the run, running sums, size of the log; for a
-                                    sharded run also that part of its state that is not tensors
+                                    sharded run also that part of its state that is not tensors,
+                                    as is that of what the script registered
         MANIFEST.json               size and hash of every file
 
 save() calls accelerator.save_state and resume() calls accelerator.load_state. This module adds
-three things to them: the files become durable while the training continues (run_dir/commit.py);
-their hashes are compared before any file is read; and two hooks in shards.py save the averages of
---ema and refuse missing and extra files. Four things that load_state restores are not used:
+three things to them: the files become durable while the training continues (durable.py); their
+hashes are compared before any file is read; and two hooks in shards.py save the averages of --ema
+and refuse missing and extra files. What was registered with Accelerate is saved by registered.py.
+Four things that load_state restores are not used:
 
 * Objects registered with Accelerate. It unpickles them without weights_only, so a forged file could
-  execute code. A checkpoint with a file of such an object is neither written nor read.
+  execute code. A checkpoint with a file that it pickled is not read.
 * Random states. load_state restores them, or skips them without a message. Nothing depends on them
   (trainkit/numbers/loaders.py says what is used instead). numpy does not check the position in a
   saved state, which could be forged, so the generators are seeded again afterwards.
@@ -23,10 +25,11 @@ A sharded run calls neither function. Sharded checkpoints are written and read b
 explains why, whatever run reads them.
 """
 
+import copy
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,7 +37,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
+from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.durable import Commits
 from trainkit.checkpoints.fingerprint import (
     compare_sources,
@@ -60,7 +65,9 @@ from trainkit.numbers.rng import seed_host
 from trainkit.outside.fixes import count_micro_batches_anew, without_loss_scale
 from trainkit.outside.names import prepared_optimizers
 from trainkit.sharding import shards
-from trainkit.text import check_json
+from trainkit.text import check_json, shorten
+
+NUM_WATCHED = 3  # saves: every loop has then shown what it does after one
 
 
 class Checkpoints:
@@ -68,7 +75,7 @@ class Checkpoints:
 
     Args:
         fingerprint: names and values that a checkpoint must share with this run to continue it.
-        averages: for each model, the averages of its weights that --ema keeps, by name.
+        contents: what its checkpoints hold.
     """
 
     def __init__(
@@ -78,11 +85,11 @@ class Checkpoints:
         fingerprint: dict[str, Any],
         tracker: JsonlTracker,
         means: RunningMeans,
-        averages: Sequence[dict[str, torch.Tensor]] = (),
+        contents: Contents,
     ):
         self.accelerator = accelerator
         self.directory = config.run_dir / "checkpoints"
-        self.tracker, self.means, self.averages = tracker, means, averages
+        self.tracker, self.means, self.contents = tracker, means, contents
         self.fingerprint = json.loads(to_json(fingerprint, default=str))
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.has_mirror = config.mirror is not None
@@ -91,9 +98,13 @@ class Checkpoints:
         for optimizer in prepared_optimizers(accelerator):
             keep_when_loading(optimizer.optimizer)
         self.saved_step = -1  # the step of the newest checkpoint
-        written = averages if accelerator.is_main_process else ()
-        accelerator.register_save_state_pre_hook(partial(shards.before_save, written))
-        accelerator.register_load_state_pre_hook(partial(shards.before_load, accelerator, averages))
+        self.num_watched = NUM_WATCHED  # saves, after which a change that they lack is refused
+        # Of a resume in the middle of an epoch: the checkpoint, its trainer.json and run.state.
+        self.loaded: tuple[Path, dict[str, Any], dict[str, Any]] | None = None
+        self.parts: shards.Parts = {}  # of the checkpoint that is being written or read
+        before_save = partial(shards.before_save, lambda: self.parts, accelerator.is_main_process)
+        accelerator.register_save_state_pre_hook(before_save)
+        accelerator.register_load_state_pre_hook(partial(shards.before_load, lambda: self.parts))
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
@@ -107,35 +118,77 @@ class Checkpoints:
         check_json("run.state", progress.state)
         if progress.step == self.saved_step:
             return  # same weights; a resume repeats what was done since, for example an evaluation
+        self.contents.check()
         self.commits.wait()
         self._with_mirror(Mirror.wait_if_late)
         started_at = time.monotonic()
         accelerator = self.accelerator
         final = self.directory / step_name(progress.step)
         temporary = self.directory / f".tmp-{final.name}"
-        trainer = {
-            "progress": asdict(progress),
-            "sums": self.means.state(),
-            "log_bytes": self.tracker.size(),
-            "log": self.tracker.state(),
-            "fingerprint": self.fingerprint,
-            "world": world_facts(accelerator),
-            "sources": self.sources,
-        }
+        trainer = self._trainer(progress)
         save_state = accelerator.save_state
         if accelerator.is_fsdp2:
-            trainer["state"], save_state = shards.writer(accelerator, self.averages)
+            trainer["state"], save_state = shards.writer(accelerator, self.parts)
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if accelerator.is_main_process:
                 temporary.mkdir()  # without parents: the run folder may have been moved away
                 (temporary / "state").mkdir()
                 if self.mirror:
-                    self.mirror.take(temporary, is_best=progress.best_step == progress.step)
+                    self.mirror.take(temporary, has_best=progress.best_step > 0)
         with failing_together(accelerator, what, RunFailure):
             save_state(temporary / "state")
         self.commits.start(temporary, final, trainer, what, started_at)
         self.saved_step = progress.step
+        if self.num_watched:
+            self.contents.note()
+
+    def _trainer(self, progress: Progress) -> dict[str, Any]:
+        """The content of trainer.json; it chooses the parts of the checkpoint."""
+        states, tensors = self.contents.registered.states()
+        self.parts = self.contents.parts(tensors)
+        return {
+            "progress": asdict(progress),
+            "sums": self.means.state(),
+            "log_bytes": self.tracker.size(),
+            "log": self.tracker.state(),
+            "fingerprint": self.fingerprint,
+            "world": world_facts(self.accelerator),
+            "sources": self.sources,
+            "moved": [sorted(names) for names in self.contents.frozen.moved],
+            "registered": {"kinds": self.contents.registered.kinds, "states": states},
+        }
+
+    def check_unchanged(self) -> None:
+        """Refuse what a loop changes after run.save() and before its next batch: a resume lacks it.
+
+        It is looked for after the first saves, in which every loop has shown it. Raises
+        RuntimeError.
+        """
+        if self.num_watched:
+            self.num_watched -= 1
+            if names := self.contents.changed():
+                raise RuntimeError(
+                    f"{shorten(sorted(names))} was changed after run.save(), so the checkpoint "
+                    "lacks the change: change it before run.end_step()"
+                )
+
+    def restore(self, progress: Progress) -> None:
+        """Undo what the script did at the start of an epoch in whose middle this run was resumed.
+
+        It does there what it does at the start of each epoch, such as copying a network, and the
+        run that saved the checkpoint had done that before. Every process must call this.
+        """
+        loaded, self.loaded = self.loaded, None
+        if loaded is None:
+            return
+        path, trainer, state = loaded
+        progress.state.clear()
+        progress.state.update(state)
+        if not any(gather_object([bool(self.contents.changed())])):
+            return
+        with failing_together(self.accelerator, f"{path} cannot be loaded"):
+            self._load(path / "state", trainer)
 
     def wait_for_mirror(self, seconds: float) -> None:
         """Wait so long at most until the mirror has the newest checkpoint.
@@ -174,9 +227,12 @@ class Checkpoints:
         progress = trainer.get("progress", Progress())
         with failing_together(accelerator, f"{path} cannot be loaded"):
             if path:
-                self._load_state(path / "state", trainer.get("state"))
+                self._load(path / "state", trainer)
                 self.means.load(trainer["sums"])
                 self.saved_step = progress.step
+                if progress.metrics_step != progress.step:
+                    self.loaded = path, trainer, copy.deepcopy(progress.state)
+                    self.contents.note()
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
                 # The run continues from this checkpoint. Rows are cut only after later checkpoints
@@ -194,12 +250,25 @@ class Checkpoints:
             self.tracker.log_timing({"resumed_at": progress.step})  # the curves mark this step
         return progress
 
+    def _load(self, folder: Path, trainer: dict[str, Any]) -> None:
+        """Load what a checkpoint holds; a UsageError comes before any weight changes."""
+        contents = self.contents
+        registered = trainer.get("registered", {"kinds": [], "states": []})  # older ones lack both
+        contents.registered.check_kinds(registered["kinds"])
+        if moved := trainer.get("moved"):
+            contents.frozen.moved = [set(names) for names in moved]
+        states = registered["states"]
+        tensors = contents.registered.places(states)
+        self.parts = contents.parts(tensors)
+        self._load_state(folder, trainer.get("state"))
+        contents.registered.load(states, tensors)
+
     def _load_state(self, folder: Path, state: dict[str, Any] | None) -> None:
         accelerator = self.accelerator
         if state is not None:  # a sharded run saved it
-            return shards.read(accelerator, self.averages, folder, state)
+            return shards.read(self.parts, folder, state)
         if accelerator.is_fsdp2:
-            return shards.read_whole(accelerator, self.averages, folder)
+            return shards.read_whole(self.parts, folder)
         is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
         with without_loss_scale(accelerator, hide=is_new_scale):
             accelerator.load_state(

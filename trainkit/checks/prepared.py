@@ -18,6 +18,7 @@ from trainkit.outside.names import (
     prepared_models,
     prepared_optimizers,
     prepared_schedulers,
+    registered_things,
 )
 
 
@@ -54,12 +55,15 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         )
     schedules = prepared_schedulers(accelerator)
     steered = [optimizer for schedule in schedules for optimizer in schedule.optimizers]
+    steered += [getattr(thing, "optimizer", None) for thing in registered_things(accelerator)]
     for optimizer in optimizers:
         # A schedule stores its initial rate there.
-        if "initial_lr" in optimizer.param_groups[0] and optimizer not in steered:
+        is_steered = optimizer in steered or optimizer.optimizer in steered
+        if "initial_lr" in optimizer.param_groups[0] and not is_steered:
             raise RuntimeError(
                 "a learning rate schedule was not given to accelerator.prepare, so a resume "
-                "would restart it: prepare it with its optimizer"
+                "would restart it: prepare it with its optimizer, or, if it is none of torch, give "
+                "it to accelerator.register_for_checkpointing(...)"
             )
 
 

@@ -22,7 +22,7 @@ STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
     r"trainer\.json|metrics\.jsonl|(predictions|best)\.safetensors"  # the last three for --mirror
-    r"|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
+    r"|state/((model|average|registered)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.safetensors)"
 )
 

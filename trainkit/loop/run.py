@@ -21,6 +21,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.fingerprint import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
@@ -36,6 +37,8 @@ from trainkit.loop.step import CountValues, Step
 from trainkit.numbers.means import RunningMeans, Selection
 from trainkit.numbers.position import Length
 from trainkit.report.results import Results, check_predictions
+from trainkit.sharding.frozen import Frozen
+from trainkit.text import check_json
 
 # Where the generators are seeded for what the script draws outside of a batch.
 AFTER_BEGIN, IN_EPOCH, IN_EVALUATION = range(3)
@@ -124,12 +127,15 @@ class Run:
         """
         self.prepared = Prepared(self.accelerator, model)
         self.models = self.prepared.models
-        self.results = Results(self.accelerator, self.config, self.models, metadata, save_frozen)
+        self.frozen = Frozen(self.models)
+        parts = self.models, metadata, self.frozen, save_frozen
+        self.results = Results(self.accelerator, self.config, *parts)
         lines = (plan or {}) | self.data_plan | random_collation(self.accelerator)
         self.log.print_plan(self, lines)
         started_from, sha256 = start_from(self.accelerator, self.config, self.models[0])
         fingerprint = fingerprint_run(self, metadata, sha256, fixed or {})
-        self._resume(fingerprint)
+        self.frozen.watch()
+        self._resume(fingerprint, fixed or {})
         if self.progress.step == 0 and started_from:
             self.print(started_from)
         self.results.write_start()  # only now: a refused resume leaves DONE and run.json
@@ -137,14 +143,15 @@ class Run:
         self.accelerator.init_trackers(self.project, flags)
         self.step.seed_outside(AFTER_BEGIN)
 
-    def _resume(self, fingerprint: dict[str, Any]) -> None:
+    def _resume(self, fingerprint: dict[str, Any], fixed: dict[str, Any]) -> None:
         """Make what a step changes; lock the run folder, and load the checkpoint of --resume."""
         config, accelerator = self.config, self.accelerator
         self.step = Step(accelerator, config, self.signals, self.models, self.length)
         self.resources.callback(self.step.release)
         self.means = RunningMeans(accelerator)
         self.ema = EMA(self.models, config.ema)
-        parts = self.log.tracker, self.means, self.ema.values
+        contents = Contents(accelerator, self.frozen, self.ema.values, fixed, fingerprint)
+        parts = self.log.tracker, self.means, contents
         self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)
         # Only now, as --mirror may have refused this run: it moves an earlier run aside.
         if lock := open_run(accelerator, config):
@@ -177,7 +184,9 @@ class Run:
 
         A process without a sample of a short batch gets a stand-in; num_samples is then 0. The body
         must end with `if run.end_step(): run.save()`; a `continue` before that, and `break`, raise
-        RuntimeError. An exception or a second Ctrl-C ends the run without saving.
+        RuntimeError. An exception or a second Ctrl-C ends the run without saving. At the end a
+        checkpoint is saved, which becomes durable while the script evaluates; with --save-every
+        only at its steps and at the end of the run. A run that is resumed from it evaluates first.
 
         count: needed for means with a mask or weights with --accumulate above 1, used only then:
             count(micro_batch) returns how many values its mean is over, or a dict of the numbers
@@ -187,16 +196,26 @@ class Run:
         num_done = self.length.num_done(progress)
         batches = check_loader(self.accelerator, loader, "run.steps(...)")
         self.prepared.check_unchanged(progress.state)
+        self.checkpoints.contents.registered.check_late()
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
         self.step.mistakes.start_epoch(is_new=progress.step_in_epoch == 0)
         with self.ema.trained_weights(), batches.read_by_run():
+            self.checkpoints.restore(progress)
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
                 yield from self._steps_to_evaluation(loader, count)
             self.step.check_weights()
-        self.log.stop()
+            self.log.stop()
+            if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
+                self.checkpoints.save(progress)
+        self.log.start_evaluation()
         self.step.seed_outside(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
+
+    def _is_due(self) -> bool:
+        """Is a checkpoint due with this evaluation, whatever its metrics are?"""
+        progress, every = self.progress, self.config.save_every
+        return not every or progress.step % every == 0 or self.length.is_over(progress)
 
     def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
         progress = self.progress
@@ -215,6 +234,7 @@ class Run:
                 need(self, "the next batch", "counted")
             if self.checkpoints.saved_step == progress.step:
                 self.prepared.check_unchanged(progress.state)
+                self.checkpoints.check_unchanged()
             if length.is_over(progress) or length.must_evaluate(progress):
                 break
         loader.end()  # tells Accelerate that this loader is not read further
@@ -290,9 +310,12 @@ class Run:
     def _finish_step(self) -> bool:
         progress, length, every = self.progress, self.length, self.config.save_every
         progress.step_in_epoch += 1
+        is_watched = self.step.mistakes.num_left > 0
         if not self.step.finish():  # fp16 overflowed
             progress.num_skipped += 1
             return False
+        if is_watched:  # a mistake is told now, and not after an epoch
+            self.checkpoints.contents.check()
         progress.step += 1
         self.ema.update(progress.step)
         self.log.bar.update()
@@ -349,11 +372,13 @@ class Run:
         predictions: dict[str, Tensor] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Log, print and save after an evaluation, with the same metrics on all processes.
+        """Log and print an evaluation, with the same metrics on all processes.
 
+        A checkpoint of the best step of --keep-best is saved, unless run.steps(...) has saved it.
         The predictions of the last evaluation and `metadata` go to predictions.safetensors.
         """
-        progress, length, every = self.progress, self.length, self.config.save_every
+        progress, length = self.progress, self.length
+        check_json("run.state", progress.state)
         predicted = check_predictions(predictions, metadata or {})
         num_done = length.num_done(progress)
         if progress.step_in_epoch == length.steps_per_epoch:
@@ -364,12 +389,12 @@ class Run:
             self.means.clear()
             if note := self.step.mistakes.unmoved_schedules():
                 self.print(note)
-        # Both before the checkpoint, because that records this evaluation as done.
+        # Both before a checkpoint that records this evaluation as done.
         is_best, unknown_metric = self.results.write_best(progress)
-        if is_over := length.is_over(progress):
+        if length.is_over(progress):
             self.results.write_predictions(predicted)
-        due = not every or progress.step % every == 0
-        if is_over or is_best or due or unknown_metric:
+        is_saved = self.checkpoints.saved_step == progress.step
+        if not is_saved and (is_best or unknown_metric or self._is_due()):
             self.stage = "must save"
             self.save()
         if unknown_metric:  # raised after saving, so that the epoch is not lost

@@ -194,12 +194,12 @@ class Mirror:
         if path and trainer["is_missing"]:
             self.copy(path, step_name(trainer["progress"].best_step))
 
-    def take(self, folder: Path, is_best: bool) -> None:
+    def take(self, folder: Path, has_best: bool) -> None:
         """Put what is beside a checkpoint into its folder, before it is made durable.
 
-        is_best: best.safetensors is of this checkpoint.
+        has_best: best.safetensors is of an evaluation before this checkpoint.
         """
-        for name in BESIDE[: 2 + is_best]:
+        for name in BESIDE[: 2 + has_best]:
             with suppress(FileNotFoundError):
                 shutil.copyfile(self.config.run_dir / name, folder / name)
 

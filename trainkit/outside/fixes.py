@@ -220,6 +220,16 @@ def without_loss_scale(accelerator: Accelerator, hide: bool) -> Iterator[None]:
         accelerator.scaler = scaler
 
 
+def take_registered(accelerator: Accelerator) -> list[Any]:
+    """Return what accelerator.register_for_checkpointing(...) was given since the last call.
+
+    Accelerate no longer knows of it, so that save_state does not pickle it.
+    """
+    things = accelerator._custom_objects
+    accelerator._custom_objects = []
+    return things
+
+
 def count_micro_batches_anew(accelerator: Accelerator) -> None:
     """Let the next micro-batch be the first of its step, whatever load_state has restored."""
     accelerator.step = 0

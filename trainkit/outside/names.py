@@ -35,6 +35,11 @@ def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
     return accelerator._schedulers
 
 
+def registered_things(accelerator: Accelerator) -> list[Any]:
+    """What accelerator.register_for_checkpointing(...) was given."""
+    return accelerator._custom_objects
+
+
 def prepared_loaders(accelerator: Accelerator) -> list[DataLoader]:
     """The data loaders that accelerator.prepare returned, in order."""
     return accelerator._dataloaders
@@ -78,3 +83,8 @@ def precision_of_notebook_launcher() -> str:
         if caller.frame.f_code is accelerate.notebook_launcher.__code__:
             return str(caller.frame.f_locals["mixed_precision"])
     return os.environ.get("MIXED_PRECISION", "no") if "NPROC" in os.environ else "no"
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often torch has changed this tensor in place; those of inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version

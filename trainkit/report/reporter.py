@@ -29,7 +29,7 @@ class Reporter:
         self.bar = tqdm(disable=True)
         self.table = MetricsTable(config.keep_best)
         self.num_before = 0  # samples of this epoch that were trained on before
-        self.started_at = self.train_seconds = self.said_at = 0.0
+        self.started_at = self.train_seconds = self.evaluated_at = self.said_at = 0.0
         self.last_loss = ""
         self.has_noted_lost = False
 
@@ -104,6 +104,10 @@ class Reporter:
         self.bar.clear()
         self.train_seconds = time.perf_counter() - self.started_at
 
+    def start_evaluation(self) -> None:
+        """Begin the time of an evaluation, after the checkpoint that was saved before it."""
+        self.evaluated_at = time.perf_counter()
+
     def log_evaluation(
         self,
         progress: Progress,
@@ -124,7 +128,7 @@ class Reporter:
         done = (
             progress.epoch + progress.step_in_epoch / length.steps_per_epoch
         )  # epochs, with fractions
-        eval_seconds = time.perf_counter() - self.started_at - self.train_seconds
+        eval_seconds = time.perf_counter() - self.evaluated_at
         self.accelerator.log(progress.metrics, step=progress.step)
         self.tracker.log_timing(
             {

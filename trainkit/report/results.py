@@ -25,6 +25,7 @@ from trainkit.numbers.position import Progress
 from trainkit.report.plan import describe_run
 from trainkit.report.tables import show, show_best
 from trainkit.sharding import shards
+from trainkit.sharding.frozen import Frozen
 from trainkit.text import check_json, count, first_sentence
 
 Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
@@ -62,7 +63,7 @@ class Results:
 
     Args:
         metadata: saved with the weights, as JSON.
-        save_frozen: False leaves out frozen weights, as checkpoints do.
+        save_frozen: False leaves out frozen weights that are as at the start, as checkpoints do.
     """
 
     def __init__(
@@ -71,13 +72,15 @@ class Results:
         config: TrainingConfig,
         models: Sequence[nn.Module],
         metadata: dict[str, Any],
+        frozen: Frozen,
         save_frozen: bool,
     ):
         check_json("the metadata of run.begin(...)", metadata)
         self.accelerator = accelerator
         self.config = config
         self.run_dir = config.run_dir
-        self.models, self.metadata, self.save_frozen = models, metadata, save_frozen
+        self.models, self.metadata = models, metadata
+        self.frozen, self.save_frozen = frozen, save_frozen
         self.has_weights = False
 
     def write_start(self) -> None:
@@ -213,7 +216,7 @@ class Results:
                     pass
 
     def _write_model(self, name: str, model: nn.Module, more: dict[str, Any]) -> None:
-        tensors = model.state_dict() if self.save_frozen else shards.state_of(model)
+        tensors = model.state_dict() if self.save_frozen else self.frozen.state_of(model)
         self._write(name, tensors, self.metadata | more)
 
     def _write_models(self, name: str) -> None:

@@ -16,7 +16,7 @@ import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
@@ -50,14 +50,12 @@ from trainkit.outside.fixes import (
 )
 from trainkit.outside.names import (
     named_weights,
-    prepared_models,
-    prepared_optimizers,
-    prepared_schedulers,
     tree_leaves,
     tree_map_only,
 )
 
 Tensors = dict[str, torch.Tensor]
+Parts = dict[str, Any]  # of a checkpoint, by file name: see trainkit/checkpoints/contents.py
 
 # By model the hashes of its frozen weights, from before it was sharded: see hash_frozen.
 HASHED = WeakKeyDictionary[nn.Module, dict[str, str]]()
@@ -288,12 +286,12 @@ def frozen(model: nn.Module) -> Tensors:
     return {name: weight for name, weight in named if not weight.requires_grad}
 
 
-def state_of(model: nn.Module) -> Tensors:
-    """The state of a model without its frozen parameters, by name.
+def state_of(model: nn.Module, moved: Set[str] = frozenset()) -> Tensors:
+    """The state of a model without its frozen parameters but those that are `moved`, by name.
 
     Scales of quantised weights are left out too: bitsandbytes calls them NAME.absmax and the like.
     """
-    left_out = frozen(model).keys()
+    left_out = frozen(model).keys() - moved
 
     def is_kept(name: str) -> bool:
         return left_out.isdisjoint(accumulate(name.split("."), "{}.{}".format))
@@ -308,40 +306,26 @@ def hash_frozen(model: nn.Module) -> dict[str, str]:
     return {f"the frozen weight {n}": hash_tensor(w) for n, w in state if n not in kept}
 
 
-def parts_of(accelerator: Accelerator, averages: Sequence[Tensors]) -> dict[str, Any]:
-    """The parts of a checkpoint by file name: tensors by name, an optimizer or a schedule.
-
-    The names are those that accelerator.save_state gives its files, and average.safetensors. They
-    are made from numbers and never sorted, because model_10 would come before model_2.
-    """
-    kinds = {
-        "average.safetensors": averages,
-        "model.safetensors": [state_of(model) for model in prepared_models(accelerator)],
-        "optimizer.bin": prepared_optimizers(accelerator),
-        "scheduler.bin": prepared_schedulers(accelerator),
-    }
-    return {numbered(name, n): part for name, of in kinds.items() for n, part in enumerate(of)}
-
-
-def before_save(averages: Sequence[Tensors], models: list, weights: list, folder: str) -> None:
-    """Leave out frozen weights, save tied weights under both names, and save the averages.
+def before_save(
+    parts: Callable[[], Parts], is_main: bool, models: list, weights: list, folder: str
+) -> None:
+    """Leave out frozen weights, save tied weights under both names, and save all other tensors.
 
     This is a hook of accelerator.save_state, which would leave out one of two tied names and warn
     of it each time.
     """
-    weights[:] = (separate(state_of(model)) for model in models)
-    for number, average in enumerate(averages):
-        save_file(separate(average), Path(folder, numbered("average.safetensors", number)))
+    tensors = {name: separate(part) for name, part in parts().items() if isinstance(part, dict)}
+    weights[:] = [tensors.pop(numbered("model.safetensors", n)) for n in range(len(models))]
+    for name, part in tensors.items() if is_main else ():
+        save_file(part, Path(folder, name))
 
 
-def before_load(
-    accelerator: Accelerator, averages: Sequence[Tensors], models: list, folder: str
-) -> None:
-    """Refuse files that do not match this run's models and optimizers; load the averages.
+def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> None:
+    """Refuse files that do not match this run's models and optimizers; load all but those.
 
     This is a hook of accelerator.load_state, which would ignore missing and extra files.
     """
-    parts = parts_of(accelerator, averages)
+    parts = parts_of()
     others = {"scaler.pt", *(path.name for path in Path(folder).glob("random_states_*.pkl"))}
     there = {path.name for path in Path(folder).iterdir() if is_listed(f"state/{path.name}")}
     if wrong := there - others ^ parts.keys():
@@ -350,18 +334,18 @@ def before_load(
             "has prepared other models, optimizers or schedules"
         )
     for name, part in parts.items():
-        if name.startswith("average"):
+        if not isinstance(part, dict):
+            continue
+        if not name.startswith("model"):
             _load_tensors(part, load_file(Path(folder, name)))
-        elif name.startswith("model"):
+        else:
             with safe_open(Path(folder, name), "pt") as file:
                 saved = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
             for key in part | saved:
                 _check_shape(key, part, saved.get(key))
 
 
-def writer(
-    accelerator: Accelerator, averages: Sequence[Tensors]
-) -> tuple[dict[str, Any], Callable[[Path], None]]:
+def writer(accelerator: Accelerator, parts: Parts) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """Return what of the state is no tensor, and a function that writes the rest into a folder.
 
     That function does not communicate, so it may fail on one process alone: FULL_STATE_DICT is
@@ -370,7 +354,7 @@ def writer(
     rank = accelerator.process_index
     state = {}
     tensors: Tensors = {}
-    for filename, part in parts_of(accelerator, averages).items():
+    for filename, part in parts.items():
         name = filename.partition(".")[0]
         if isinstance(part, dict):
             tensors |= {f"{name}.{key}": value for key, value in part.items()}
@@ -450,9 +434,7 @@ def _put_tensors(tree: Any, like: Any, name: str, tensors: Tensors) -> Any:
     return Counter(values) if isinstance(like, Counter) else values
 
 
-def read(
-    accelerator: Accelerator, averages: Sequence[Tensors], folder: Path, state: dict[str, Any]
-) -> None:
+def read(parts: Parts, folder: Path, state: dict[str, Any]) -> None:
     """Load what writer() returned and wrote, on any number of processes, into any run.
 
     It does not communicate. Raises UsageError before any weight changes.
@@ -466,7 +448,7 @@ def read(
     others = {}
     tensors: Tensors = {}
     weights: Tensors = {}
-    for filename, part in parts_of(accelerator, averages).items():
+    for filename, part in parts.items():
         name = filename.partition(".")[0]
         if isinstance(part, dict):
             tensors |= {f"{name}.{key}": value for key, value in part.items()}
@@ -495,10 +477,9 @@ def read(
         part.load_state_dict(_put_tensors(state[name], part.state_dict(), name, tensors))
 
 
-def read_whole(accelerator: Accelerator, averages: Sequence[Tensors], folder: Path) -> None:
+def read_whole(parts: Parts, folder: Path) -> None:
     """Load what accelerator.save_state wrote into a sharded run."""
     load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
-    parts = parts_of(accelerator, averages)
     files = {name: (load_file if ".s" in name else load)(folder / name) for name in parts}
     for name, part in parts.items():
         if isinstance(part, dict):

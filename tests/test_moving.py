@@ -1,0 +1,286 @@
+"""What the loop changes beside the trained weights comes back on a resume, or is refused."""
+
+import json
+from collections import Counter, OrderedDict, deque
+from enum import IntEnum
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bytes, refused, rows
+from safetensors.torch import load_file
+from test_checkpoint import Run as SmallRun
+from test_checkpoint import step as step_of
+from test_run import changed, train
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from trainkit.checkpoints.contents import Contents
+from trainkit.checkpoints.registered import pack_state, unpack_state
+from trainkit.checks.changes import Marks
+from trainkit.errors import RunFailure
+from trainkit.sharding import shards
+from trainkit.sharding.frozen import Frozen
+
+
+class WithTeacher(nn.Module):
+    """A student, a teacher that may follow it, and a base that is frozen and stays as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(2, 4)
+        self.teacher = nn.Linear(2, 4).requires_grad_(False)
+        self.base = nn.Linear(2, 4).requires_grad_(False)
+
+    def forward(self, x):
+        return self.student(x) + self.teacher(x) + self.base(x)
+
+    @torch.no_grad()
+    def follow(self):
+        for teacher, student in zip(
+            self.teacher.parameters(), self.student.parameters(), strict=True
+        ):
+            teacher.data.lerp_(student, 0.5)  # .data: torch does not tally these changes
+
+
+class Count:
+    """A plain object that counts, with a state of every kind that can be saved."""
+
+    def __init__(self):
+        self.state = {"num": 0, 3: None, "pair": (1, float("inf")), "x": torch.zeros(2).bfloat16()}
+        self.state |= {"best": np.float64(0.5), "seen": np.arange(3), "of": {"3": [True, "text"]}}
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        assert [*map(type, state.values())] == [*map(type, self.state.values())]
+        self.state = state
+
+
+def kill_at(number, then=lambda run, number: None):
+    def body(run, n):
+        then(run, n)
+        if n == number:
+            raise KeyboardInterrupt
+
+    return body
+
+
+def registering(things: str, **names):
+    """`train` with a script that registers these things."""
+    line = r"\1run.accelerator.register_for_checkpointing(" + things + r")\n\1run.begin("
+    return changed((r"^( +)run.begin\(", line), **names)
+
+
+def test_a_state_becomes_json_and_tensors_and_is_the_same_afterwards():
+    class Kind(IntEnum):
+        A = 1
+
+    state = {
+        "none": None,
+        4: [1, 2.5, True, "text", float("-inf")],
+        (1, "a"): (1, (2,), torch.Size([3])),
+        "4": OrderedDict(b=Counter("aab"), a={}),
+        "numpy": [np.float32(1.5), np.int64(7), np.bool_(True), np.ones((2, 0)), np.arange(3)],
+        "a.b": torch.ones(2, 3).bfloat16(),
+        "a": {"b": nn.Parameter(torch.zeros(())), "c": torch.arange(6).view(2, 3).T},
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(pack_state(state, "0", "it", tensors))
+    assert len(tensors) == 8
+    again = unpack_state(json.loads(text), tensors)
+    assert repr(again).replace("Parameter containing:\n", "") == repr(state).replace(
+        "Parameter containing:\n", ""
+    ).replace("tensor(0., requires_grad=True)", "tensor(0.)")
+    for value in ({1}, deque([1]), b"text", Kind.A, object(), print, np.array([{}]), 1j):
+        with refused(f"it, 'x', registered with .* holds a {type(value).__name__}, which"):
+            pack_state({"x": value}, "0", "it", {})
+
+
+@pytest.mark.parametrize("since, killed_at", [(1, 9), (8, 6), (8, 11)])
+def test_frozen_weights_are_in_a_checkpoint_once_they_have_moved(tmp_path, since, killed_at):
+    def follow(run, number):
+        # A resume counts its steps from 1, so the position of the run decides.
+        if run.progress.step + 1 >= since:
+            run.models[0].follow()
+
+    flags = f"--save-every 1 --run-dir {tmp_path}/"
+    whole = train(flags + "whole", body=follow, first=WithTeacher)
+    with pytest.raises(KeyboardInterrupt):
+        train(flags + "killed", body=kill_at(killed_at, follow), first=WithTeacher)
+    path = tmp_path / "killed" / "checkpoints" / f"step-{killed_at - 1:010d}"
+    saved = {name.partition(".")[0] for name in load_file(path / "state" / "model.safetensors")}
+    assert saved == ({"student", "teacher"} if killed_at > since else {"student"})
+    again = train(flags + "killed --resume auto", body=follow, first=WithTeacher)
+    assert again == whole[killed_at - 1 :]
+    assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_what_is_registered_comes_back_with_its_types(tmp_path):
+    def run(name, body, **parts):
+        average, tally = parts["average"], parts["tally"]
+
+        def follow(run, number):
+            average.update_parameters(run.models[0])
+            tally.state["num"] += 1
+            tally.state["x"] = tally.state["x"] + 1
+            body(run, number)
+
+        return registering("average, tally", **parts)(
+            f"--save-every 1 --run-dir {tmp_path}/{name}", body=follow
+        )
+
+    def parts():
+        torch.manual_seed(0)
+        return {"average": AveragedModel(nn.Linear(2, 4)), "tally": Count()}
+
+    whole, again = parts(), parts()
+    run("whole", lambda run, number: None, **whole)
+    with pytest.raises(KeyboardInterrupt):
+        run("killed", kill_at(9), **parts())
+    assert (step_of(tmp_path / "killed", 8) / "state" / "registered.safetensors").is_file()
+    run("killed --resume auto", lambda run, number: None, **again)
+    assert repr(again["average"].state_dict()) == repr(whole["average"].state_dict())
+    assert repr(again["tally"].state) == repr(whole["tally"].state)
+    assert again["tally"].state["num"] == again["average"].n_averaged == 12
+    assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
+    with refused("holds AveragedModel, Count of accelerator.register_for_checkpointing"):
+        registering("tally, average", **parts())(f"--run-dir {tmp_path}/killed --resume auto")
+    with refused("this run has registered nothing"):
+        train(f"--run-dir {tmp_path}/killed --resume auto")
+
+
+class Set(Count):
+    def state_dict(self):
+        return {"seen": {1, 2}}
+
+
+def test_what_no_checkpoint_would_hold_is_refused_in_the_first_steps(tmp_path):
+    flags = f"--run-dir {tmp_path}/run --save-every 1"
+    with refused(r"the state_dict\(\) of the Set, 'seen', registered with .* holds a set"):
+        registering("Set()", Set=Set)(flags)
+    line = r"\g<0>\n\1run.accelerator.register_for_checkpointing(Count())"
+    with pytest.raises(RuntimeError, match=r"got a Count after run\.begin"):
+        changed((r"^( +)run.begin.*", line), Count=Count)(flags)
+    teacher = nn.BatchNorm1d(2)
+    edit = r'\{"pictures": "test"\}', r"\g<0>, fixed={'teacher': teacher}"
+    fixed = changed(edit, teacher=teacher)
+    fixed(flags, body=lambda run, number: teacher.eval()(torch.ones(3, 2)))
+    with pytest.raises(RunFailure, match=r"fixed\['teacher'\] .* has changed.*\.eval\(\) on it"):
+        fixed(flags, body=lambda run, number: teacher.train()(torch.ones(3, 2)))
+    assert len(rows(tmp_path / "run")) == 0  # in the first step, before its row
+    tally = Count()
+    line = r"\1run.accelerator.register_for_checkpointing(tally)\n\1run.begin("
+    later = r"^( +)run.save\(\)", r"\g<0>\n\1tally.state['num'] += 1"
+    after = changed((r"^( +)run.begin\(", line), later, tally=tally)
+    with pytest.raises(RuntimeError, match=r"the registered Count was changed after run.save\(\)"):
+        after(flags)
+
+
+def test_what_is_done_at_the_start_of_an_epoch_is_undone_by_a_resume_in_its_middle(tmp_path):
+    """The run that saved the checkpoint had done it before: here with the weights of that time."""
+    heads = []
+    head = r"\1for _ in run.epochs():\n\1    run.models[0].follow()"
+    edit = r"^( +)for _ in run.epochs\(\):", head + r"; heads.append(1)"
+    flags = f"--save-every 1 --run-dir {tmp_path}/"
+    whole = changed(edit, heads=heads)(flags + "whole", first=WithTeacher)
+    heads.clear()
+    for_killed = changed(edit, heads=heads)
+    with pytest.raises(KeyboardInterrupt):
+        for_killed(flags + "killed", body=kill_at(9), first=WithTeacher)
+    again = for_killed(flags + "killed --resume auto", first=WithTeacher)
+    assert len(heads) == 3 and again == whole[8:]
+    assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_what_differs_between_processes_is_refused(tmp_path, monkeypatch):
+    run = SmallRun(tmp_path / "run")
+    run.model.weight.requires_grad_(False)
+    contents = run.checkpoints.contents
+    contents.frozen.watch()
+    contents.check()
+    monkeypatch.setattr(type(run.accelerator), "num_processes", 2)
+    theirs = [([set()], "", {})]
+    gather = "trainkit.checkpoints.contents.gather_object"
+    monkeypatch.setattr(gather, lambda own: [*own, *theirs])
+    contents.check()
+    with torch.no_grad():
+        run.model.weight[3, 7] += 1  # of 350 numbers: torch counts it
+    with pytest.raises(RunFailure, match="the frozen weight weight of model 0 differs between"):
+        contents.check()
+    assert contents.frozen.find_moved() == [{"weight"}]
+
+
+@pytest.mark.parametrize("more", ["", "--ema 0.9 --keep-best eval_loss"])
+def test_an_error_in_an_evaluation_loses_no_step_and_a_resume_evaluates_first(tmp_path, more):
+    drawn: list[float] = []
+
+    def draw(losses, fails_at=0):
+        drawn.append(float(torch.rand(()) + np.random.rand()))
+        if len(drawn) == fails_at:
+            raise ValueError("Only one class present in y_true")
+        return losses
+
+    flags = f"--run-dir {tmp_path}/"
+    losses = train(flags + f"whole {more}", change=draw)
+    whole, num_batches = drawn.copy(), len(drawn) // 2
+    drawn.clear()
+    with pytest.raises(ValueError, match="Only one class"):
+        train(flags + f"failed {more}", change=lambda losses: draw(losses, num_batches + 2))
+    names = [path.name for path in sorted((tmp_path / "failed" / "checkpoints").iterdir())]
+    assert names == ["step-0000000006", "step-0000000012"] and len(losses) == 12
+    drawn.clear()
+    assert train(flags + f"failed --resume auto {more}", change=draw) == []
+    assert drawn == whole[num_batches:]
+    best = ["best.safetensors"] if more else []
+    assert_same_bytes(tmp_path / "failed", tmp_path / "whole", "model_1.safetensors", *best)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1000, 1000),
+        torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last),
+        torch.zeros(6, 1000).T,
+        torch.zeros(3000, dtype=torch.bfloat16),
+        torch.zeros((), dtype=torch.int64),
+        torch.zeros(0),
+    ],
+)
+def test_marks_see_that_a_tensor_has_changed(tensor):
+    with torch.inference_mode():
+        constant = torch.zeros(3)
+    marks = Marks({"before": torch.ones(3), "tensor": tensor, "constant": constant})
+    assert marks.changed() == set()
+    assert marks.changed_in(marks.tensors) == set()
+    tensor.data.add_(0.7 if tensor.is_floating_point() else 3)  # all of it, not counted
+    assert marks.changed() == ({"tensor"} if tensor.numel() else set())
+    marks = Marks({"tensor": tensor})
+    tensor[(0,) * tensor.dim() if tensor.numel() else ...] += 1  # one of its numbers, counted
+    assert marks.changed() == {"tensor"}
+    tensor = nn.Parameter(torch.zeros(50))
+    marks = Marks({"tensor": tensor})
+    tensor.data = torch.ones(50)  # other memory
+    assert marks.changed() == {"tensor"}
+    assert marks.changed_in({"tensor": torch.zeros(2)}) == {"tensor"}
+
+
+def test_a_sharded_run_saves_and_reads_what_is_registered(tmp_path, monkeypatch):
+    run, average, tally = SmallRun(tmp_path / "run"), AveragedModel(nn.Linear(3, 3)), Count()
+    plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name="SHARDED_STATE_DICT"))
+    monkeypatch.setattr(run.accelerator.state, "fsdp_plugin", plugin, raising=False)
+    run.accelerator.register_for_checkpointing(average, tally)
+    contents = Contents(run.accelerator, Frozen([run.model]))
+    states, tensors = json.loads(json.dumps(contents.registered.states()[0])), {}
+    before = repr([average.state_dict(), tally.state])
+    state, write = shards.writer(run.accelerator, contents.parts(contents.registered.states()[1]))
+    write(tmp_path)
+    average.update_parameters(nn.Linear(3, 3))
+    tally.state |= {"x": torch.ones(2).bfloat16(), "num": 5, "seen": np.ones(3, dtype=int)}
+    assert repr([average.state_dict(), tally.state]) != before
+    tensors = contents.registered.places(states)
+    shards.read(contents.parts(tensors), tmp_path, json.loads(json.dumps(state)))
+    contents.registered.load(states, tensors)
+    assert repr([average.state_dict(), tally.state]) == before

@@ -1,0 +1,130 @@
+"""What a checkpoint holds of a run, and what must not change because no checkpoint holds it."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from trainkit.checkpoints.registered import Registered
+from trainkit.checks.changes import Marks
+from trainkit.checks.content import hash_fixed
+from trainkit.errors import RunFailure
+from trainkit.files.weights import numbered
+from trainkit.outside.names import prepared_optimizers, prepared_schedulers
+from trainkit.sharding.frozen import Frozen
+from trainkit.sharding.shards import Tensors
+
+
+class Contents:
+    """The contents of the checkpoints of one run.
+
+    Args:
+        averages: for each model, the averages of its weights that --ema keeps, by name.
+        fixed: what is used and not trained, by name: see Run.begin.
+        hashes: of what is fixed, as fingerprint_run returns them.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        frozen: Frozen,
+        averages: Sequence[Tensors] = (),
+        fixed: Mapping[str, Any] = MappingProxyType({}),
+        hashes: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.accelerator, self.frozen, self.averages = accelerator, frozen, averages
+        self.registered = Registered(accelerator)
+        self.fixed = [
+            (name, module, Marks(tensors_of(module)), hashes[f"fixed[{name}]"])
+            for name, module in fixed.items()
+            if isinstance(module, nn.Module)
+        ]
+
+    def parts(self, registered: Tensors) -> dict[str, Any]:
+        """The parts of a checkpoint by file name: tensors by name, an optimizer or a schedule.
+
+        The names are those that accelerator.save_state gives its files, and average.safetensors and
+        registered.safetensors. They are made from numbers and never sorted, because model_10 would
+        come before model_2.
+        """
+        kinds: dict[str, Sequence[Any]] = {
+            "average.safetensors": self.averages,
+            "model.safetensors": [self.frozen.state_of(model) for model in self.frozen.models],
+            "optimizer.bin": prepared_optimizers(self.accelerator),
+            "scheduler.bin": prepared_schedulers(self.accelerator),
+            "registered.safetensors": [registered] if registered else [],
+        }
+        return {numbered(name, n): part for name, of in kinds.items() for n, part in enumerate(of)}
+
+    def note(self) -> None:
+        """Remember what is held as it is now, which is as the newest checkpoint has it."""
+        self.noted_states, tensors = self._held()
+        self.noted = Marks(tensors)
+
+    def changed(self) -> set[str]:
+        """The names of what this process no longer holds as it was noted."""
+        states, tensors = self._held()
+        pairs = zip(self.registered.kinds, self.noted_states, states, strict=True)
+        others = {f"the registered {kind}" for kind, old, new in pairs if old != new}
+        return others | self.noted.changed_in(tensors)
+
+    def _held(self) -> tuple[list[Any], Tensors]:
+        states, registered = self.registered.states()
+        tensors: Tensors = {}
+        for file, part in self.parts(registered).items():
+            if isinstance(part, dict):
+                tensors |= {f"{name} of {file}": value for name, value in part.items()}
+        return states, tensors
+
+    def check(self) -> None:
+        """Find the frozen weights that have moved. Every process must call this.
+
+        Raises RunFailure on all of them if what is fixed has changed, or if what one checkpoint
+        holds for all processes differs between them.
+        """
+        moved = self.frozen.find_moved()
+        own = (moved, self._changed_fixed(), self._digests(moved))
+        everybody = gather_object([own]) if self.accelerator.num_processes > 1 else [own]
+        for theirs, changed, digests in everybody:
+            if changed:
+                raise RunFailure(
+                    f"fixed[{changed!r}] of run.begin(...) has changed, and no checkpoint holds "
+                    "it: if the loop moves it, leave it out of fixed= and call "
+                    "accelerator.register_for_checkpointing(...) with it before run.begin(...); if "
+                    "its own forward pass does, as with BatchNorm, call .eval() on it"
+                )
+            first = everybody[0][2]
+            for name in first | digests:
+                if digests.get(name) != first.get(name):
+                    raise RunFailure(
+                        f"{name} differs between processes, and a checkpoint holds one of them: "
+                        "change it by the same numbers on all processes"
+                    )
+            for known, names in zip(self.frozen.moved, theirs, strict=True):
+                known |= names
+
+    def _changed_fixed(self) -> str:
+        """The name of a module that is fixed and has changed, "" if none has."""
+        for name, module, marks, before in self.fixed:
+            if marks.changed() and hash_fixed(name, module) != before:
+                return name
+        return ""
+
+    def _digests(self, moved: Sequence[set[str]]) -> dict[str, str]:
+        """Texts that must be equal on all processes, by the name of what they are of."""
+        texts = self.registered.digests()
+        for number, (marks, names) in enumerate(zip(self.frozen.marks, moved, strict=True)):
+            for name in sorted(names):
+                weight = marks.tensors[name]
+                if not hasattr(weight, "to_local"):  # the rows of processes differ
+                    text = Marks({name: weight}).digest()
+                    texts[f"the frozen weight {name} of model {number}"] = text
+        return texts
+
+
+def tensors_of(module: nn.Module) -> Tensors:
+    """The state of a module without what is no tensor."""
+    return {n: x for n, x in module.state_dict().items() if isinstance(x, Tensor)}
