@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from trainkit import startup
 
@@ -42,14 +43,10 @@ SHARDED += [str(ROOT / "accelerate_configs" / "2cpu_fsdp.yaml")]
 SHARDED += ["--fsdp_state_dict_type", "SHARDED_STATE_DICT"]
 
 
-def save_when_asked(run_dir: Path, width: int, layers: int) -> None:
-    """For each line from stdin save; print seconds until that returns, of CPU, until it is durable.
-
-    The other version runs this too.
-    """
+def make_checkpoints(run_dir: Path, width: int, layers: int) -> tuple[Any, ...]:
+    """Return what saves a square network and the moments of AdamW, its progress, and the two."""
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     shards.shard(accelerator)
-    main = accelerator.is_main_process
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -58,9 +55,18 @@ def save_when_asked(run_dir: Path, width: int, layers: int) -> None:
     optimizer.zero_grad()
     config = TrainingConfig(run_dir=run_dir, keep=1)
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    progress, parts = Progress(), (JsonlTracker(run_dir), RunningMeans(accelerator))
     contents = Contents(accelerator, Frozen(prepared_models(accelerator)))
-    checkpoints = Checkpoints(accelerator, config, {}, *parts, contents)
+    parts = JsonlTracker(run_dir), RunningMeans(accelerator), contents
+    checkpoints = Checkpoints(accelerator, config, {}, *parts)
+    return checkpoints, Progress(), model, optimizer, accelerator.is_main_process
+
+
+def save_when_asked(run_dir: Path, width: int, layers: int) -> None:
+    """For each line from stdin save; print seconds until that returns, of CPU, until it is durable.
+
+    The other version runs this too.
+    """
+    checkpoints, progress, *_, main = make_checkpoints(run_dir, width, layers)
     while broadcast_object_list([sys.stdin.readline() if main else ""])[0]:
         progress.step += 1
         started_at, cpu = time.perf_counter(), time.thread_time()

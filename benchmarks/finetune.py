@@ -79,7 +79,7 @@ def peer(trainer: str, flags: list[str], pack: bool = False) -> None:
         tempfile.mkdtemp(),
         per_device_train_batch_size=2 if pack else args.batch_size,
         num_train_epochs=1,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         bf16=False,  # unlike SFTTrainer's default
         gradient_checkpointing=False,
         save_strategy="no",

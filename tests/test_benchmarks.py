@@ -70,6 +70,22 @@ def test_a_benchmark_prints_its_table(name, flags, first):
     assert all(number(row[-1]) > 0 for row in rows)
 
 
+def test_each_row_of_a_gpu_is_written_as_soon_as_it_is_measured(tmp_path):
+    out = tmp_path / "gpu.md"
+    benchmark(".gpu", "--tiny", "--out", out)
+    head, line, *rows = out.read_text().splitlines()
+    assert head.startswith("| row | ours | ") and line.startswith("| --- |")
+    assert len(rows) == 8 and not [row for row in rows if "failed" in row or "not meas" in row]
+    assert all(row.count("|") == head.count("|") for row in rows)
+    assert all("| compact, batch 128" in row for row in rows[:2])
+
+
+def test_a_row_for_which_no_time_is_left_is_named(tmp_path):
+    out = tmp_path / "gpu.md"
+    benchmark(".gpu", "--tiny", "--out", out, "--rows", "compact", "save", "--limit", 1)
+    assert out.read_text().count("not measured: --limit 1 was over") == 2
+
+
 def test_peers_find_the_shipped_pictures_and_the_same_network(small_mnist, tmp_path):
     from torchvision.datasets import MNIST
 

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -19,6 +20,7 @@ import train_regression
 from examples import table_classes
 from trainkit.config import parse
 from trainkit.errors import UsageError
+from trainkit.tables.amounts import find_form, read_amount
 from trainkit.tables.columns import INDEX, Column, encode
 
 
@@ -185,7 +187,7 @@ NO_NUMBER = r"  a: row {}: '{}' is not a number like 1234\.5"
 REFUSED = {
     **{f"a column of {value}": ("t.csv", rows("a", [value, value.replace("0", "7")]), [],
                                 NO_NUMBER.format(1, re.escape(value)))
-       for value in ("1,234.50", "10 m2")},
+       for value in ("1_234.50", "10:30")},
     **{f"a name twice in {name}": (name, content, [], "two columns are called 'a'")
        for name, content in (
            ("t.csv", b'a,y," a"\n1,2,3\n'), ("t.json", b'[{"a": 1, "y": 2, "a": 3}]'),
@@ -200,8 +202,16 @@ REFUSED = {
                      NO_NUMBER.format(2, "x2")),
     "a stray date": ("t.csv", rows("a", ["2020-01-10", "2020-01-11", "2020-13-10"]), [],
                      "a: row 3: '2020-13-10' is not a date as in training"),
-    "decimal commas in the target": ("t.csv", b"a;y\n" + b"1;2,5\n2;3,5\n" * 9, [],
-                                     "y: row 1: '2,5' is not a number(?s:.*)decimal point"),
+    "two currencies": ("t.csv", rows("a", ["$1", "$2", "$3", "$4", "EUR 5"]), [],
+                       r"a: row 5: 'EUR 5' is not a number like \$1"),
+    "two kinds of decimals": ("t.csv", rows("a", ["1,5 m", "2,5 m", "1,25 m", "0,5 m", "1.25 m"]),
+                              [], "a: row 5: '1.25 m' is not a number like 1,25 m"),
+    "a target in words": ("t.csv", b"a,y\n" + b"1,5:30\n2,6:30\n" * 9, [],
+                          "y: row 1: '5:30' is not a number(?s:.*)in one way: 1234.5"),
+    "nothing below the names": ("t.csv", b"a,b,y\n", [], "there is no row below the names"),
+    "a number of 400 digits": ("t.json", b'[{"a": 1, "y": 2}, {"a": 1' + b"0" * 400 + b', "y": 3}'
+                               + b', {"a": 2, "y": 2}, {"a": 3, "y": 5}' * 9 + b"]",
+                               [], "a: row 2: '10000000.*' is not a number.*1e38"),
     "spaces between": ("t.csv", b"a b y\n1 2 3\n", [], "one column, 'a b y', .* --separator"),
     "a name too few": ("t.csv", b"a,y\n1,2,3\n", [], "saw 3: the first line must name all"),
     "beyond float32": ("t.csv", b"a,y\n1,2\n2,2\n-1e300,4\n", [], "a: row 3: '-1e300' .*1e38"),
@@ -375,7 +385,7 @@ def test_dates_are_days_and_other_dates_are_refused_in_a_new_table():
 
 def test_all_columns_are_judged_at_once_and_the_command_below_works(here, monkeypatch):
     path = here / "t.csv"
-    table = frame(60).assign(far=["12 km", "3 km"] * 30, note=[f"no {n}" for n in range(60)])
+    table = frame(60).assign(far=["12:10", "3:10"] * 30, note=[f"no {n}" for n in range(60)])
     table["year"] = [*range(56), *["?", "unknown"] * 2]
     table = table.astype({"area": object}).rename(columns={"city": "city, town"})
     table.loc[5, "area"] = "about 30"
@@ -387,7 +397,7 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(here, monkey
         load(*typed[1:])
     lines = str(raised.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:4]] == ["area", "far", "note"]
-    assert "row 6: 'about 30' is not a number" in lines[1] and "row 1: '12 km'" in lines[2]
+    assert "row 6: 'about 30' is not a number" in lines[1] and "row 1: '12:10'" in lines[2]
     assert "  year: number, filled in where missing: 2 '?', 2 'unknown'" in lines
     assert lines[-2].endswith("are kinds, not amounts, add --categorical area,far")
     command = shlex.split(lines[-1].removeprefix("This works: python train_regression.py "))
@@ -521,3 +531,163 @@ def test_a_target_of_texts_is_answered_with_the_command_for_classes():
     made = table_classes.load_data(config)
     assert made.metadata["classes"] == ["Köln", "Orléans", "Rome"]
     assert made.metadata["features"] == ["area"]
+
+
+AMOUNTS = {
+    "$1,721 $850 -$3.5": ("$", [1721, 850, -3.5]),
+    "40% 3%": ("%", [40, 3]),
+    "1.234,56|12,00|850 EUR|7.000 EUR": None,
+    "1.234,56 EUR|12,00 EUR|850 EUR|7.000 EUR": ("EUR", [1234.56, 12, 850, 7000]),
+    "1\u202f234,5 \u20ac|\u20ac3": ("\u20ac", [1234.5, 3]),
+    "1'234.50 CHF|CHF 20": ("CHF", [1234.5, 20]),
+    "Rs. 1,23,456|Rs 20": ("Rs", [123456, 20]),
+    "R$ 1.234,56|R$5": ("R$", [1234.56, 5]),
+    "(1,200) 300": ("", [-1200, 300]),
+    "2,5 3,25": ("", [2.5, 3.25]),
+    "1,234.50 7": ("", [1234.5, 7]),
+    "1,729 EUR|0,729 EUR": ("EUR", [1.729, 0.729]),
+    "1.234.567 3": ("", [1234567, 3]),
+    "10 m2|17 m2": ("m2", [10, 17]),
+    "36 months|1 month": ("month", [36, 1]),
+    "\u22125 \u00b0C|3 \u00b0C": ("\u00b0C", [-5, 3]),
+    "12 13.5 -1": None,
+    "10:30 9:15": None,
+    "5-10 3-4": None,
+    "01.02.2020 03.02.2020": None,
+    "A1 A2": None,
+    "555-1234 555-9876": None,
+    "1. Yes|2. No": None,
+    "1,2,3 4,5": None,
+    "1_200 1_300": None,
+}
+
+
+@pytest.mark.parametrize("cells", AMOUNTS)
+def test_an_amount_is_the_number_that_is_written(cells):
+    cells, expected = cells.split("|" if "|" in cells else " "), AMOUNTS[cells]
+    form = find_form(cells)
+    assert (form and form.unit) == (expected and expected[0])
+    if form is not None:
+        read = [read_amount(cell, form.unit, form.decimal) for cell in cells]
+        assert read == expected[1]
+
+
+def test_amounts_are_trained_on_and_predicted_and_the_plan_gives_an_example(model):
+    amounts = [f"${1000 + 50 * n:,}" for n in range(29)]
+    table = pd.DataFrame({"rent": [*amounts, "n/a"], "share": [f"{n % 7} %" for n in range(30)]})
+    table["y"] = [f"{n},5 EUR" for n in range(30)]
+    _, _, metadata = read(table)
+    assert metadata["plan"]["columns"] == (
+        "rent (number, '$1,000' is 1000, filled in where missing: 1 'n/a'), "
+        "share (number, '0 %' is 0), y (number, '10,5 EUR' is 10.5)"
+    )
+    assert 20 < metadata["target_range"][0][1] <= 29.5
+    model = untrained(metadata)
+    assert predicted(model, Path("t.csv")).predicted_y.notna().all()
+    Path("new.csv").write_text('rent,share\n"$1,250",3 %\n1250,3 %\n"$1,250",0.03\n')
+    said = model.predict_file(Path("new.csv"))
+    assert (
+        "no prediction for row 2 (column 'rent': '1250' is not a number like $1,000), row 3" in said
+    )
+    frame = pd.DataFrame({"rent": [1250.0, 1250.0], "share": ["3 %", 0.03]})
+    frame.astype({"share": object}).to_json("other.json", orient="records")
+    said = model.predict_file(Path("other.json"))  # a number needs no currency, but 0.03 may be 3 %
+    assert "no prediction for row 2 (column 'share': '0.03' is not a number like 0 %)" in said
+
+
+@pytest.mark.parametrize(
+    "code, others, asked",
+    [
+        ("-999", [f"{n / 7:.2f}" for n in range(28)], "is -999 in 2 rows of a"),
+        ("-999.00", [f"{n / 7:.2f}" for n in range(28)], "is -999 in 2 rows of a"),
+        ("99", [n % 5 + 1 for n in range(28)], "is 99 in 2 rows of a"),
+        ("32767", [*range(28)], "is 32767 in 2 rows of a"),
+        ("9999-12-31", [f"2020-01-{n + 1:02}" for n in range(28)], "is 9999-12-31 in 2 rows of a"),
+        ("$-999", [f"${n}" for n in range(28)], "is $-999 in 2 rows of a"),
+        ("99", [*range(60, 88)], None),
+        ("900", [*range(28)], None),
+        ("0", [*range(100, 128)], None),
+    ],
+)
+def test_a_number_far_off_that_reads_as_a_code_is_asked_about(code, others, asked):
+    table = pd.DataFrame({"a": [*others, code, code], "n": range(30), "y": range(30)})
+    plan = planned(table)
+    assert plan.get("asked", "").partition(" a missing value?")[0] == (asked or "")
+    if asked:
+        flag = re.search("--missing-values=(.*)", plan["asked"])[0]
+        plan = planned(table, shlex.split(flag)[0])
+        assert "asked" not in plan and plan["missing"].endswith(": 2 cells of a")
+        assert "filled in where missing: 2 empty" in plan["columns"]
+
+
+def test_a_target_that_is_a_code_is_dropped_once_it_is_said_and_new_rows_follow():
+    table = pd.DataFrame({"a": [*range(28), -999, 5], "y": [*range(29), -999]})
+    _, _, metadata = read(pd.concat([table] * 2), "--missing-values=-999")
+    assert metadata["plan"]["data"] == "t.csv, 2 rows dropped: no target: 2 empty"
+    assert metadata["feature_range"][0][0] >= 0
+    Path("new.csv").write_text("a\n-999\n3\n")
+    assert predicted(untrained(metadata), Path("new.csv")).predicted_y.notna().all()
+
+
+@pytest.mark.parametrize(
+    "cells, asked",
+    [
+        ([f"{n % 5 * 7919 + 10111}" for n in range(40)], "a (5 whole numbers of 5 digits)"),
+        ([f"0{n % 5 + 3}" for n in range(40)], "a (5 whole numbers of 2 digits)"),
+        ([1990 + n % 5 for n in range(40)], None),
+        ([10000 + n % 5 * 500 for n in range(40)], None),
+        ([10000 + 7 * n for n in range(40)], None),
+        ([n % 5 for n in range(40)], None),
+    ],
+    ids=str,
+)
+def test_whole_numbers_that_look_like_codes_are_asked_about(cells, asked):
+    table = pd.DataFrame({"a": cells, "n": range(40), "y": range(40)})
+    plan = planned(table)
+    assert plan.get("asked") == (asked and f"are these codes: {asked}? Then add --categorical a")
+    assert "asked" not in planned(table, "--categorical", "a")
+    named = table.rename(columns={"a": "zip_code"})
+    assert ("zip_code" in planned(named).get("asked", "")) == (cells != [*map(str, cells)] or True)
+
+
+def test_numbers_beyond_the_training_rows_are_said_for_each_row(model):
+    path = Path("t.csv")
+    table = frame(5).astype({"area": object})
+    table.to_csv(path, index=False)
+    assert "outside" not in model.predict_file(path)
+    table.loc[[1, 3], "area"] = [2e8, -50]
+    table.to_csv(path, index=False)
+    said = model.predict_file(path).splitlines()[1]
+    assert said.startswith("outside the range of the training rows: row 2 (column 'area': 2")
+    assert re.search(r"not 2\d\.\d+ to 19\d\.\d+\), row 4 \(column 'area': -50", said)
+    days = pd.DataFrame({"day": pd.date_range("2020-01-01", periods=30).astype(str)})
+    model = untrained(read(days.assign(y=range(30)))[2])
+    Path("new.csv").write_text("day\n2020-01-09\n2031-05-06\n")
+    said = model.predict_file(Path("new.csv")).splitlines()[1]
+    assert "row 2 (column 'day': 2031-05-06, not 2020-01-0" in said and "row 1" not in said
+
+
+def test_half_a_surrogate_pair_and_a_name_too_long_for_a_path_are_no_tracebacks():
+    cells = [{"k": "\ud800" if n % 2 else "b", "n": n, "y": n} for n in range(30)]
+    Path("t.json").write_text(json.dumps(cells))
+    _, _, metadata = read("t.json")
+    assert metadata["features"][:2] == ["k=b", "k=\ufffd"]
+    assert predicted(untrained(metadata), Path("t.json")).predicted_y.notna().all()
+    with refused("cannot be read"):
+        read("n" * 5000)
+    Path("none.csv").write_text("k,n\n")
+    with refused("there is no row below the names of the columns"):
+        untrained(metadata).predict_file(Path("none.csv"))
+
+
+def test_thousands_of_columns_are_read_by_few_calls_of_pandas(monkeypatch):
+    made = []
+    series = pd.Series.__init__
+    monkeypatch.setattr(pd.Series, "__init__", lambda *a, **k: [made.append(1), series(*a, **k)][1])
+    random = np.random.default_rng(0).normal(size=(20, 200))
+    for numbers in (random.round(4), (random * 100).round().astype(int)):
+        table = pd.DataFrame(numbers).add_prefix("c").assign(y=range(20))
+        table.to_csv("t.csv", index=False)
+        made.clear()
+        read("t.csv")
+        assert len(made) < 40 * 200

@@ -16,11 +16,12 @@ import pandas as pd
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
 from trainkit.reading.paths import select_read
-from trainkit.text import count, shorten
+from trainkit.text import count, first_sentence, shorten
 
 KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx")
 # Text files may also be followed by one of these.
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+MAX_DIGITS = 300  # of a whole number that a float can hold
 MAX_SHOWN = 30  # columns in a message
 
 
@@ -44,7 +45,11 @@ def read_parts(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]
     files, and attrs["unread"] of "train" those that are in no split.
     """
     path = Path(name)
-    if not path.exists() or splits.is_saved(path):
+    try:
+        is_here = path.exists()
+    except (OSError, ValueError) as problem:  # a name may be too long for a path
+        raise UsageError(f"{where:.80} cannot be read: {first_sentence(problem):.80}") from None
+    if not is_here or splits.is_saved(path):
         with as_usage_error(f"{where} cannot be read"):
             parts = splits.load_parts(name)
             tables = {split: rows.to_pandas() for split, rows in parts.items()}
@@ -153,10 +158,10 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
     source = fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer")
     with source as file:
         if "json" in kind:
-            decode = json.JSONDecoder(object_pairs_hook=_unique).decode
+            decode = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_read_whole).decode
             lines = filter(str.strip, file)
             rows = decode(file.read()) if kind == ".json" else [*map(decode, lines)]
-            return pd.DataFrame(rows, dtype=object)
+            return _without_halves(pd.DataFrame(rows, dtype=object))
         first = file.readline()
     with source as file:  # opened again, because not every compressed file can be read from 0 again
         if first.startswith(("sep=", '"sep=')):  # a line that Excel reads, above the names
@@ -169,6 +174,23 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
             rule = "the first line must name all columns, and quotation marks come in pairs"
             raise ValueError(f"{str(problem).strip()}: {rule}") from None
     return _name_columns(rows)
+
+
+def _read_whole(text: str) -> int | str:
+    """Return a whole number of JSON, as a text if no float is as large."""
+    return text if len(text) > MAX_DIGITS else int(text)
+
+
+def _without_halves(table: pd.DataFrame) -> pd.DataFrame:
+    """Replace halves of surrogate pairs, which JSON may hold and no file can be written with."""
+    for name in table:
+        cells = [_heal(cell) if isinstance(cell, str) else cell for cell in table[name]]
+        table[name] = pd.Series(cells, table.index, dtype=object)
+    return table.rename(columns=lambda name: _heal(name) if isinstance(name, str) else name)
+
+
+def _heal(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _name_columns(rows: pd.DataFrame) -> pd.DataFrame:

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from trainkit.reading.frames import MAX_SHOWN, as_text
+from trainkit.tables.amounts import find_form, read_amount, read_amounts
 from trainkit.text import shorten
 
 # Columns that R and pandas write for the numbers or names of the rows.
@@ -27,6 +28,8 @@ CYCLES = {"hour": (1.0, 0.0), "weekday": (7.0, 4.0), "day of the year": (365.242
 LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\d?\s*"
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 MAX_WHOLE = 2**53  # float64 cannot tell all whole numbers above apart
+KEPT_AS_TEXT = re.compile(r"^\s*[-+]?0\d|\.")  # whole numbers that the plan may ask about
+MAX_NUMBER = 1e38  # float32 ends at 3.4e38
 # Texts that mean a missing value in a column of numbers or dates. In a column of texts only ""
 # does, because None may be a category.
 MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]
@@ -46,6 +49,10 @@ class Column:
         words: texts that counted as missing values, including "", and how many cells held each.
         cycles: names from CYCLES; each becomes the sine and the cosine of its phase.
         num_numbers: how many cells of a column of texts read as numbers.
+        unit: of its numbers, as amounts.Form has it, "" if they have none but thousands
+            separators or decimal commas; None: they are plain.
+        decimal: the mark before their decimals, if unit is not None.
+        example: a cell that is written so.
         problem: why it is left out, or "".
     """
 
@@ -56,6 +63,9 @@ class Column:
     words: dict[str, int] | None = None
     cycles: list[str] = field(default_factory=list)
     num_numbers: int = 0
+    unit: str | None = None
+    decimal: str = "."
+    example: str = ""
     problem: str = ""
 
     def feature_names(self) -> list[str]:
@@ -76,6 +86,14 @@ class Column:
             parts += [np.sin(phase), np.cos(phase)]
         return np.stack(parts, axis=1)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a prediction needs of it, as keywords of this class."""
+        values = dict(vars(self))
+        if self.unit is None:  # as older runs have it
+            for name in ("unit", "decimal", "example"):
+                del values[name]
+        return values
+
     def __str__(self) -> str:
         if self.problem:
             return self.problem
@@ -84,6 +102,9 @@ class Column:
             kind += f" and {', '.join(self.cycles)}"
         if self.categories:
             kind = f"category: {shorten([text[:20] for text in self.categories])}"
+        if self.unit is not None:
+            number = read_amount(self.example, self.unit, self.decimal)
+            kind = f"number, {self.example!r} is {number:.10g}"
         if self.num_numbers:
             kind += f", with {self.num_numbers} cells that read as numbers"
         if self.fill is not None:
@@ -98,16 +119,54 @@ def list_counts(words: dict[str, int]) -> str:
 
 
 def read_numbers(values: pd.Series) -> pd.Series:
-    """Return texts that all are numbers as float64, which a table of thousands of columns needs.
+    """Return texts that all are plain numbers as float64, which thousands of columns need.
 
-    Others stay texts: whole numbers and those with three decimals too, of which the plan may ask
-    whether . separates thousands, and those that float64 may not tell apart.
+    Others stay texts: numbers with leading zeros, which may be codes, with three decimals, of which
+    the plan may ask whether . separates thousands, and those that float64 may not tell apart.
     """
     if values.dtype.kind in "biuf":
         return values
-    numbers = pd.to_numeric(values, errors="coerce")
-    are_numbers = numbers.isna().equals(values.isna()) and numbers.abs().max() <= MAX_WHOLE
-    return numbers.astype(float) if are_numbers and (numbers * 1000 % 1 > 0).any() else values
+    cells = values.to_numpy(dtype=object)
+    numbers = pd.to_numeric(cells, errors="coerce").astype(np.float64)
+    present = np.isfinite(numbers)
+    if present.sum() != values.count() or not (np.abs(numbers[present]) <= MAX_WHOLE).all():
+        return values
+    are_whole = not (numbers[present] % 1).any()
+    if are_whole and any(
+        map(KEPT_AS_TEXT.search, (cell for cell in cells if isinstance(cell, str)))
+    ):
+        return values
+    if not are_whole and not (numbers[present] * 1000 % 1).any():
+        return values
+    return pd.Series(numbers, values.index, name=values.name)
+
+
+def target_column(values: pd.Series, classes: list[str] | None) -> Column:
+    """Return how a target is read: as one of these classes or, if None, as a number."""
+    column = Column(str(values.name), classes)
+    if classes is None:
+        kind = find_kind(values, [])
+        column.unit, column.decimal, column.example = kind.unit, kind.decimal, kind.example
+    return column
+
+
+def empty_cells(table: pd.DataFrame, missing: Sequence[str]) -> tuple[pd.DataFrame, dict[str, int]]:
+    """Return the table with NaN in cells that are one of these, and how many each column had.
+
+    missing: texts; one that is a number means this number however it is written.
+    """
+    numbers = pd.to_numeric(pd.Series(missing, dtype=object), errors="coerce").dropna().to_numpy()
+    counts = {}
+    table = table.copy()
+    for name in table:
+        values = table[name]
+        read = pd.to_numeric(values, errors="coerce").to_numpy(dtype=float)
+        is_one = np.isclose(read[:, None], numbers, rtol=1e-6, atol=0).any(1)
+        is_one |= values.astype(object).map(str, na_action="ignore").isin(missing).to_numpy()
+        if is_one.any():
+            counts[str(name)] = int(is_one.sum())
+            table[name] = values.mask(is_one)
+    return table, counts
 
 
 def parse_cells(values: pd.Series, column: Column) -> pd.Series:
@@ -116,13 +175,17 @@ def parse_cells(values: pd.Series, column: Column) -> pd.Series:
         return values.astype(object).map(as_text, na_action="ignore")
     if column.days and column.days not in UNITS:
         return _read_dates(values.astype(str), column.days)
-    if values.dtype.kind not in "biuf":
+    if column.unit is not None:
+        values = read_amounts(values, column.unit, column.decimal)
+    elif values.dtype.kind not in "biuf":
         texts = values.astype(str).str.lower()
         if texts.isin(["true", "false"]).any():  # asked first, because replacing takes long
             texts = texts.replace({"true": "1", "false": "0"})
         values = pd.to_numeric(texts, errors="coerce")
     numbers = values.astype(float)
-    numbers = numbers.where(numbers.abs() <= 1e38)  # float32 ends at 3.4e38
+    too_large = numbers.abs().to_numpy() > MAX_NUMBER
+    if too_large.any():
+        numbers = numbers.mask(too_large)
     return numbers / UNITS[column.days] if column.days else numbers
 
 
@@ -150,6 +213,8 @@ def learn_column(
         return column
     parsed = parse_cells(values, column)
     present = parsed.iloc[train]
+    if column.categories is None and parsed.notna().all():  # as in tables of thousands of columns
+        return _learn_whole(column, present.to_numpy(), missing)
     odd = values[parsed.isna()].astype(object).fillna("").astype(str)
     others = odd[~odd.isin(MISSING)]
     impute = missing == "impute" or (missing is None and len(odd) > 0)
@@ -172,11 +237,28 @@ def learn_column(
         column.categories = [*counts.index]
         fill = counts.idxmax()
     if column.days:
-        waves = {name: ((present - start) / period % 1) for name, (period, start) in CYCLES.items()}
-        waves["weekday"] = waves["weekday"].mul(7) // 1 / 7
-        column.cycles = [name for name, wave in waves.items() if (wave.round(2) % 1).nunique() > 1]
+        column.cycles = find_cycles(present.dropna().to_numpy())
     column.fill = fill if impute else None
     return column
+
+
+def _learn_whole(column: Column, numbers: np.ndarray, missing: str | None) -> Column:
+    """Do what learn_column does for a column of numbers or dates that lacks none."""
+    if not len(numbers) or (numbers == numbers[0]).all():
+        column.problem = "left out: always the same"
+        return column
+    if missing == "impute":
+        column.fill, column.words = float(pd.Series(numbers).mean()), {}
+    if column.days:
+        column.cycles = find_cycles(numbers)
+    return column
+
+
+def find_cycles(days: np.ndarray) -> list[str]:
+    """Return those of CYCLES whose phase varies among these days."""
+    waves = {name: (days - start) / period % 1 for name, (period, start) in CYCLES.items()}
+    waves["weekday"] = waves["weekday"] * 7 // 1 / 7
+    return [name for name, wave in waves.items() if len(np.unique(wave.round(2) % 1)) > 1]
 
 
 def hardly_repeats(num_different: int, num_cells: int) -> bool:
@@ -193,12 +275,15 @@ def find_kind(values: pd.Series, categorical: Sequence[str]) -> Column:
     texts too: they are ids.
     """
     column = Column(str(values.name))
-    cells = values[values.notna() & ~values.isin(MISSING)]
+    if values.dtype.kind == "f":  # first, because a table may have thousands of these
+        cells = values.dropna()
+    else:
+        cells = values[values.notna() & ~values.isin(MISSING)]
     if column.name in categorical or not len(cells):
         column.categories = []
         return column
     numbers = parse_cells(cells, column).dropna()
-    if len(numbers) == len(cells):  # first, because a table may have thousands of these
+    if len(numbers) == len(cells):
         if numbers.abs().max() > MAX_WHOLE and numbers.nunique() < cells.astype(str).nunique():
             column.categories = []
         column.days = _unix_unit(numbers)
@@ -213,6 +298,10 @@ def find_kind(values: pd.Series, categorical: Sequence[str]) -> Column:
             asked = "the day or the month may come first"
             column.problem = f"left out: dates, but {asked}, so write 2020-01-31"
         column.days = DATES[int(np.argmax(read))]
+        return column
+    form = find_form(distinct.tolist())
+    if form is not None:
+        column.unit, column.decimal, column.example = form
     elif 2 * distinct.isin(others).sum() > len(distinct) and not _have_a_unit(others):
         column.categories = []
         column.num_numbers = len(numbers)
@@ -241,10 +330,11 @@ def is_index(values: pd.Series) -> bool:
 
 def _unix_unit(numbers: pd.Series) -> Any:
     """Return the key of UNITS if whole numbers are Unix times, otherwise False."""
-    if (numbers % 1 == 0).all() and numbers.nunique() > 1:
-        for name, unit in UNITS.items():
-            if (numbers * (UNITS["unix"] / unit)).between(*UNIX_SECONDS).all():
-                return name
+    first, last = UNIX_SECONDS
+    for name, unit in UNITS.items():
+        seconds = numbers.to_numpy(float) * (UNITS["unix"] / unit)
+        if first <= seconds.min() < seconds.max() <= last and (numbers % 1 == 0).all():
+            return name
     return False
 
 
@@ -259,11 +349,18 @@ def encode(
     for column in columns:
         values = table[column.name]
         numbers = parse_cells(values, column)
+        if numbers.notna().all():
+            blocks.append(column.expand(numbers.to_numpy()))
+            continue
         wrong = numbers.isna() & values.notna() & ~values.isin([*MISSING, *(column.words or [])])
         if column.fill is not None:
             numbers = numbers.fillna(column.fill)
         for row in table.index[wrong | numbers.isna()]:
-            wanted = "date as in training" if column.days else "number like 1234.5 (at most 1e38)"
+            wanted = "number like 1234.5 (at most 1e38)"
+            if column.days:
+                wanted = "date as in training"
+            if column.unit is not None:
+                wanted = f"number like {column.example}"
             why = (
                 f"'{values[row]!s:.40}' is not a {wanted}" if wrong[row] else "the value is missing"
             )

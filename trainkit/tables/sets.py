@@ -31,10 +31,12 @@ from trainkit.reading.frames import (
     typed,
 )
 from trainkit.reading.recall import describe_classes
+from trainkit.tables import doubts
 from trainkit.tables.columns import (
     MAX_CATEGORIES,
     MISSING,
     Column,
+    empty_cells,
     encode,
     find_kind,
     is_index,
@@ -42,6 +44,7 @@ from trainkit.tables.columns import (
     list_counts,
     parse_cells,
     read_numbers,
+    target_column,
 )
 from trainkit.tables.network import NUM_FOLDS
 from trainkit.text import count, shorten
@@ -57,7 +60,7 @@ OF_DATA = [
     "separator",
     "encoding",
 ]
-OF_DATA += ["test_fraction", "data_seed"]
+OF_DATA += ["missing_values", "test_fraction", "data_seed"]
 
 
 def split_names(text: str) -> list[str]:
@@ -97,6 +100,8 @@ class TableConfig(TrainingConfig):
     missing: Literal["refuse", "impute", "drop"] | None = None
     """what to do with a missing feature: refuse it, fill in the training mean, drop the row
     (default: impute)"""
+    missing_values: Names = field(default_factory=list)
+    """cells that mean a missing value in every column, with = in between: =-999,unknown"""
     separator: str | None = None
     """of the values in text files (default: , ; tab or |)"""
     encoding: str | None = None
@@ -166,7 +171,7 @@ def load_table(
     """
     assert config.data is not None
     where = f"--data {config.data}"
-    options = {"separator": config.separator, "encoding": config.encoding}
+    options: dict[str, Any] = {"separator": config.separator, "encoding": config.encoding}
     parts = read_parts(config.data, where, **options)
     table = parts["train"]
     attributes = table.attrs
@@ -180,6 +185,12 @@ def load_table(
         metadata["given"] = (len(table), where := evaluated.attrs["where"])
         others = choose_columns(evaluated, names, where)
         table = pd.concat([table, others], ignore_index=True)
+    if config.missing_values:
+        table, emptied = empty_cells(table, config.missing_values)
+        options["missing_values"] = config.missing_values
+        cells = [f"{count(number, 'cell')} of {name}" for name, number in emptied.items()]
+        found = shorten(cells, MAX_SHOWN) or "none found"
+        lines |= {"missing": f"{', '.join(config.missing_values)}: {found}"}
     for name in table.columns.difference([*target, *config.categorical]):
         table[name] = read_numbers(table[name])
     if not predicts_classes:
@@ -201,6 +212,8 @@ def _find_target(table: pd.DataFrame, config: TableConfig, where: str) -> list[s
             f"{where}: there is one column, {table.columns[0]!r}, and two are needed: if it is "
             "several, name what lies between them with --separator, such as ' '"
         )
+    if not len(table):
+        raise UsageError(f"{where}: there is no row below the names of the columns")
     if not config.target:
         raise UsageError(
             f"{where}: choose the column to predict with --target: "
@@ -285,7 +298,7 @@ def make_table_sets(
     UsageError that says of each column whether it can be used. metadata: what load_table returns.
     in_folds: see TableSplit.
     """
-    targets = [Column(name, classes) for name in names]
+    targets = [target_column(table[name], classes) for name in names]
     metadata = {**metadata}
     first, where = metadata.pop("given", (math.inf, ""))
     given = torch.from_numpy(table.index.to_numpy() >= first) if where else None
@@ -306,7 +319,7 @@ def make_table_sets(
     else:
         outputs, more = standardise_columns("target", numbers, split, config)
         facts |= more | {"baseline": numbers[split.train].mean(0).tolist()}
-    plan = metadata["plan"] | make_plan(facts, learned, table, split)
+    plan = metadata["plan"] | make_plan(facts, learned, targets, table, split)
     rows = torch.from_numpy(table.index.to_numpy(copy=True))
     if where:
         rows[split.test] -= first  # as the file to evaluate on numbers them
@@ -321,7 +334,7 @@ def _describe_columns(learned: dict[str, Column]) -> dict[str, Any]:
     """Return the metadata of the columns that are used, and the names of the others."""
     columns = [column for column in learned.values() if not column.problem]
     return {
-        "columns": [*map(vars, columns)],
+        "columns": [column.facts() for column in columns],
         "left_out": [name for name, column in learned.items() if column.problem],
         "features": [name for column in columns for name in column.feature_names()],
     }
@@ -454,10 +467,26 @@ def standardise_columns(
 
 
 def make_plan(
-    facts: dict[str, Any], learned: dict[str, Column], table: pd.DataFrame, split: TableSplit
+    facts: dict[str, Any],
+    learned: dict[str, Column],
+    targets: list[Column],
+    table: pd.DataFrame,
+    split: TableSplit,
 ) -> dict[str, str]:
     """Return the lines of the plan that say how the table is used."""
-    texts = {name: f"{learned.get(name, 'number')}{_doubt(table[name])}" for name in table}
+    used = learned | {column.name: column for column in targets if column.categories is None}
+    texts: dict[str, str] = {}
+    missing: dict[str, dict[str, int]] = {}
+    codes: dict[str, str] = {}
+    for name, values in table.items():
+        column = used.get(name, Column(name))
+        texts[name] = str(column)
+        if thousands := doubts.ask_thousands(values, column):
+            texts[name] += f", {thousands}"
+        if column.categories is None and not column.problem:
+            missing[name] = doubts.ask_missing(values, column)
+            if name not in facts["targets"]:
+                codes[name] = doubts.ask_codes(values, column)
     special = [f"{name} ({text})" for name, text in texts.items() if text != "number"]
     num_features, num_rows = len(facts["features"]), len(split.train)
     plan = {
@@ -465,6 +494,9 @@ def make_plan(
         "columns": shorten(special, MAX_SHOWN) or "numbers",
         "targets": ", ".join(facts["targets"]),
     }
+    asked = ask(missing, codes)
+    if asked:
+        plan["asked"] = asked
     if num_rows < 2 * num_features:
         plan["few rows"] = (
             f"{num_rows} to train on for {num_features} features: another split may give a very "
@@ -473,14 +505,31 @@ def make_plan(
     return plan | split.plan
 
 
-def _doubt(values: pd.Series) -> str:
-    """Ask whether . separates thousands if values have no or three decimals: 850 and 1.180."""
-    if values.dtype.kind != "O":
-        return ""
-    texts = values[pd.to_numeric(values, errors="coerce").abs() >= 1].astype(str)
-    decimals = texts.str.extract(r"\.(\d*)\s*$", expand=False).fillna("").str.len()
-    asked = ", whole or with three decimals: is . a thousands separator?"
-    return asked * ({*decimals} == {0, 3})
+def ask(missing: dict[str, dict[str, int]], codes: dict[str, str]) -> str:
+    """Return questions about cells that may mean a missing value, and columns that may be codes.
+
+    missing: of each column, such cells and their counts. codes: what its codes look like, or "".
+    """
+    questions = []
+    found = {name: cells for name, cells in missing.items() if cells}
+    if found:
+        cells = [
+            f"{cell} in {count(number, 'row')} of {name}"
+            for name, counts in found.items()
+            for cell, number in counts.items()
+        ]
+        values = dict.fromkeys(cell for counts in found.values() for cell in counts)
+        questions.append(
+            f"is {shorten(cells, MAX_SHOWN)} a missing value? Then add "
+            f"--missing-values={typed(*values)}"
+        )
+    coded = {name: what for name, what in codes.items() if what}
+    if coded:
+        named = [f"{name} ({what})" for name, what in coded.items()]
+        questions.append(
+            f"are these codes: {shorten(named, MAX_SHOWN)}? Then add --categorical {typed(*coded)}"
+        )
+    return "; ".join(questions)
 
 
 def _name_row(row: int, first: int, where: str) -> str:
@@ -503,10 +552,8 @@ def _judge(
     lines = [f"  {name}: {texts[name]}" for name in sorted(texts, key=good.__contains__)]
     text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
     if not good or refused - learned.keys():
-        return (
-            f"{text}\nWrite numbers like 1234.5, with a decimal point, without currency, unit, % "
-            "or thousands separator"
-        )
+        one_way = "1234.5, $1,234.50, 1.234,50 EUR or 5%"
+        return f"{text}\nWrite all numbers of a column in one way: {one_way}"
     no_numbers = [name for name in texts if "is not a number" in texts[name]]
     if kinds := [name for name in no_numbers if table[name].nunique() <= MAX_CATEGORIES]:
         text += f"\nIf their values are kinds, not amounts, add --categorical {typed(*kinds)}"

@@ -1,7 +1,7 @@
 """Write a copy of a table, with columns of predictions, beside the table."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ import torch
 from trainkit.errors import UsageError
 from trainkit.files.atomic import write_durably
 from trainkit.reading import frames
-from trainkit.tables.columns import Column, encode, parse_cells
+from trainkit.tables.columns import Column, empty_cells, encode, parse_cells
 from trainkit.text import shorten
 
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers, or begin with
 # a tab or line break.
 FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
+
+# A number is named if it is further beyond those of the training rows, in parts of their range.
+MARGIN = 0.1
 
 WRITTEN: dict[Path, Path] = {}  # by this process: each file and the table it was made from
 
@@ -43,6 +46,10 @@ def add_predictions(
     written = frames.read_table(where, where, **options)
     columns = [Column(**column) for column in metadata["columns"]]
     table = frames.choose_columns(written, [column.name for column in columns], where)
+    if not len(table):
+        raise UsageError(f"{where}: there is no row below the names of the columns")
+    if options.get("missing_values"):
+        table, _ = empty_cells(table, options["missing_values"])
     inputs, problems = encode(table, columns)
     why = {
         row: f"row {row + 1} (column {name!r}: {cell})" for row, name, cell in reversed(problems)
@@ -60,7 +67,11 @@ def add_predictions(
             texts = parse_cells(table[column.name], column).dropna()
             if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
-    notes += f"\nno prediction for {unknown}" * bool(why)
+    outside = find_outside(table, inputs, columns, metadata)
+    if outside:
+        notes += f"\noutside the range of the training rows: {shorten(outside)}"
+    if why:
+        notes += f"\nno prediction for {unknown}"
     kinds, packed = ("|".join(map(re.escape, x)) for x in (frames.KINDS, frames.COMPRESSED))
     stem = re.sub(rf"({kinds})({packed})?$", "", path.name, flags=re.IGNORECASE)
     output = path.with_name(f"{stem}_predictions.csv")
@@ -74,6 +85,29 @@ def add_predictions(
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
     write_durably(output, rows.to_csv(index=False).encode())
     return f"{output}{notes}\n{shown}"
+
+
+def find_outside(
+    table: pd.DataFrame, inputs: np.ndarray, columns: Sequence[Column], metadata: dict[str, Any]
+) -> list[str]:
+    """Return a text for each row with numbers beyond those of the training rows, in order.
+
+    inputs: what encode() returns for the table and these columns.
+    """
+    found: dict[Any, list[str]] = {}
+    place = 0
+    for column in columns:
+        if column.categories is None:
+            low, high = metadata["feature_range"][place]
+            beyond = np.maximum(low - inputs[:, place], inputs[:, place] - high)
+            for row in table.index[beyond > MARGIN * (high - low)]:
+                limits = [f"{limit:.6g}" for limit in (low, high)]
+                if column.days:
+                    limits = [str(np.datetime64(int(limit), "D")) for limit in (low, high)]
+                cell = f"column {column.name!r}: {table[column.name][row]!s:.40}"
+                found.setdefault(row, []).append(f"{cell}, not {' to '.join(limits)}")
+        place += len(column.feature_names())
+    return [f"row {row + 1} ({shorten(found[row], 2)})" for row in sorted(found)]
 
 
 def _not_a_formula(value: Any) -> Any:

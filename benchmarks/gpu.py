@@ -1,0 +1,468 @@
+"""What one GPU gives: the scripts beside bare PyTorch loops on it, and beside peers.
+
+    python -m benchmarks.gpu --out gpu.md
+    python -m benchmarks.gpu --rows gpt pictures --limit 120
+    python -m benchmarks.gpu --pytorch CLONE           (of pytorch/examples, for `process`)
+    python -m benchmarks.gpu --tiny                    the same on a CPU, with models of no use
+
+Each row is measured in a process of its own and is printed, and appended to --out, as soon as it is
+there; the most valuable come first, and those for which --limit leaves no time are named. Ours and
+bare take turns. A bare loop has the same model, loss, optimizer, precision and compilation, and its
+data on the card: no loader, no checks, no log. Rates are from one optimizer step to another, with
+the card awaited at both ends. `host` is the time of the main thread on a core in a step.
+"""
+
+import contextlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+from trainkit import startup
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import train_mnist
+from benchmarks._runs import MNIST, Parser, as_text, in_process, in_turn, one_run, spread
+from benchmarks.checkpoint_cost import make_checkpoints
+from benchmarks.finetune import LONGEST, make_base, make_chats, packed, peer
+from examples import gpt, pictures
+from trainkit.config import parse
+from trainkit.pictures import backbones, photos
+from trainkit.report.profile import peak_memory
+
+HEAD = "row | ours | bare or peer | ours / theirs | asked | more"
+WARM_UP = 3  # optimizer steps
+
+
+class Size(NamedTuple):
+    """How large the measurements are: of a card, or tiny ones."""
+
+    rounds: int = 3
+    steps: int = 60
+    layers: int = 12
+    width: int = 768
+    vocabulary: int = 50_304
+    tokens: int = 1024
+    sequences: int = 8
+    pixels: int = 224
+    parameters: float = 1e9
+    backend: str = "inductor"
+
+
+TINY = Size(1, 5, 1, 32, 64, 16, 2, 32, 1e4, "eager")
+
+
+class Rate(NamedTuple):
+    """Of a loop: steps a second, host microseconds a step, bytes at most, seconds to a step."""
+
+    steps: float
+    host: float
+    memory: int
+    first: float
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(train: Callable[[], Any]) -> Rate:
+    """Run a loop; take its time from the third optimizer step to its last."""
+    marks: list[tuple[float, float]] = []
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def mark(*_: Any) -> None:
+        if len(marks) in (0, WARM_UP - 1):
+            wait()  # for what the first steps left on the card
+        marks.append((time.perf_counter(), time.thread_time()))
+
+    hook = register_optimizer_step_post_hook(mark)
+    started_at = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        last = train()
+    hook.remove()
+    (start, core), (stop, core_stop) = marks[WARM_UP - 1], last or marks[-1]
+    num = len(marks) - WARM_UP
+    memory = peak_memory(device())
+    return Rate(
+        num / (stop - start), 1e6 * (core_stop - core) / num, memory, marks[0][0] - started_at
+    )
+
+
+def ours(script: ModuleType, *flags: object, dynamo: str = "no", precision: str = "bf16") -> Any:
+    """Run a script; return when its last step was over on the card, before any evaluation."""
+    over = []
+    checked = script.Run.steps
+
+    def steps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        yield from checked(self, *args, **kwargs)
+        wait()
+        over.append((time.perf_counter(), time.thread_time()))
+
+    mode = "reduce-overhead" if dynamo == "inductor" and torch.cuda.is_available() else "default"
+    env = {"ACCELERATE_DYNAMO_BACKEND": dynamo, "ACCELERATE_DYNAMO_MODE": mode}
+    env["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "False"
+    with mock.patch.dict(os.environ, env), mock.patch.object(script.Run, "steps", steps):
+        in_process(script, *flags, "--epochs", 1, precision=precision)
+    return over[-1]
+
+
+def loop(step: Callable[[int], None], num_steps: int) -> tuple[float, float]:
+    """Run the steps of a bare loop; return when they were over on the card."""
+    for number in range(num_steps):
+        step(number)
+    wait()
+    return time.perf_counter(), time.thread_time()
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast(device().type, torch.bfloat16)
+
+
+def compiled(model: torch.nn.Module, dynamo: str) -> Any:
+    if dynamo == "no":
+        return model
+    cuda = torch.cuda.is_available() and dynamo == "inductor"
+    return torch.compile(
+        model, backend=dynamo, dynamic=False, **({"mode": "reduce-overhead"} if cuda else {})
+    )
+
+
+def compare(
+    name: str, ways: dict[str, Callable[[], Any]], size: Size, num: int, unit: str, asked: str
+) -> tuple:
+    """Return a row about two loops. num: of units in a step."""
+    rates = in_turn({way: partial(measure, call) for way, call in ways.items()}, size.rounds)
+    mine, theirs = rates.values()
+    ratio = statistics.median(a.steps / b.steps for a, b in zip(mine, theirs, strict=True))
+    hosts, memories = (
+        [statistics.median(r[k] for r in way) for way in (mine, theirs)] for k in (1, 2)
+    )
+    more = (
+        f"host {hosts[0]:.0f} and {hosts[1]:.0f} us a step; peak memory {memories[0] / 2**20:,.0f} "
+        f"and {memories[1] / 2**20:,.0f} MiB; to the first step {mine[0].first:.1f} and "
+        f"{theirs[0].first:.1f} s"
+    )
+    texts = (f"{spread([num * r.steps for r in way])} {unit}/s" for way in (mine, theirs))
+    return name, *texts, f"{ratio:.2f}", asked, more
+
+
+def compact(size: Size, dynamo: str = "no") -> tuple:
+    """A step of train_mnist.py."""
+    num_steps = 5 * size.steps  # they are short
+    config = parse(train_mnist.Config, [])
+    config.max_shift, config.max_turn = 1.0, 5.0
+    model = train_mnist.Compact(10).to(device(), memory_format=torch.channels_last)
+    model = compiled(model, dynamo)
+
+    def bare() -> tuple[float, float]:
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.0, fused=True)
+        rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, num_steps + 1)
+        pictures = torch.randint(0, 256, (num_steps, 128, 1, 28, 28), dtype=torch.uint8)
+        labels, pictures = (
+            torch.randint(0, 10, (num_steps, 128)).to(device()),
+            pictures.to(device()),
+        )
+        indices = torch.arange(num_steps * 128, device=device()).view(-1, 128)
+
+        def step(n: int) -> None:
+            images = train_mnist.augment(pictures[n], indices[n], 0, config)
+            with autocast():
+                logits = model(train_mnist.normalise(images))
+            F.cross_entropy(logits.float(), labels[n], label_smoothing=0.1).backward()
+            optimizer.step()
+            rates.step()
+            optimizer.zero_grad()
+
+        return loop(step, num_steps)
+
+    flags = ["--stop-after-steps", num_steps, "--validation-split", 1000]
+    ways = {"ours": partial(ours, train_mnist, *flags, dynamo=dynamo), "bare": bare}
+    name = "compact, batch 128, bf16" + (", compiled" if dynamo != "no" else "")
+    asked = "0.9 of bare; host 1.15" if dynamo == "no" else "0.9; 4 times eager"
+    return compare(name, ways, size, 128, "pictures", asked)
+
+
+def gpt_124m(size: Size, dynamo: str = "no") -> tuple:
+    """A step of examples/gpt.py, of the sizes of the smallest GPT-2."""
+    words = f"--layers {size.layers} --width {size.width} --vocabulary {size.vocabulary}".split()
+    model = gpt.GPT(parse(gpt.Config, words), size.vocabulary, size.tokens)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    num = size.sequences * size.tokens
+    text = np.random.default_rng(0).integers(
+        0, size.vocabulary, (size.sequences * size.steps, size.tokens + 1), np.int32
+    )
+
+    def bare() -> tuple[float, float]:
+        net = compiled(model.to(device()), dynamo)
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3, fused=True)
+        tokens = torch.from_numpy(text).to(device()).long().view(size.steps, size.sequences, -1)
+
+        def step(n: int) -> None:
+            with autocast():
+                logits = net(tokens[n, :, :-1])
+            F.cross_entropy(logits.float().flatten(0, 1), tokens[n, :, 1:].flatten()).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        last = loop(step, size.steps)
+        model.to("cpu")
+        model.zero_grad()
+        return last
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = [f"{folder}/{name}.parquet" for name in ("train", "test")]
+        for file, rows in zip(files, (text, text[: size.sequences]), strict=True):
+            column = pyarrow.FixedSizeListArray.from_arrays(rows.flatten(), rows.shape[1])
+            pyarrow.parquet.write_table(pyarrow.table({"tokens": column}), file)
+        flags = [*words, "--data", *files, "--batch-size", size.sequences]
+        ways = {"ours": partial(ours, gpt, *flags, dynamo=dynamo), "bare": bare}
+        name = f"gpt, {num_weights / 1e6:.0f}M, {size.tokens} tokens, bf16"
+        name += ", compiled" if dynamo != "no" else ""
+        *row, more = compare(name, ways, size, num, "tokens", "0.97; memory 1.02")
+    reached = 6 * num_weights * float(row[1].split()[0].replace(",", "")) / 1e12
+    peak = teraflops(64 if size is TINY else 8192)
+    return *row, f"{more}; {reached:.3g} of {peak:.3g} TFLOP/s of a product"
+
+
+def teraflops(width: int) -> float:
+    """Of a product of two bf16 matrices."""
+    a = torch.randn(width, width, device=device(), dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(8):
+        wait()
+        start = time.perf_counter()
+        a @ a
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return 2 * width**3 / min(seconds) / 1e12
+
+
+def whole_process(size: Size, clone: Path | None) -> tuple:
+    """Seconds of train_mnist.py @examples/recipes/fast, beside mnist/main.py of a clone."""
+    few = ["--stop-after-steps", size.steps] if size is TINY else []
+    mine = one_run(MNIST, "@examples/recipes/fast", "--no-pictures", *few)
+    accuracy = mine.metrics[-1]["eval_accuracy"]
+    theirs, ratio = "no --pytorch CLONE", "-"
+    if clone:
+        with tempfile.TemporaryDirectory() as folder:
+            files = subprocess.check_output(["git", "-C", clone, "archive", "HEAD", "mnist"])
+            subprocess.run(["tar", "x", "-C", folder], input=files, check=True)
+            from benchmarks.peers import lay_data
+
+            lay_data(Path(folder), None)
+            start = time.perf_counter()
+            words = [sys.executable, "main.py", "--epochs", "4"]
+            subprocess.run(words, cwd=Path(folder, "mnist"), check=True, capture_output=True)
+            seconds = time.perf_counter() - start
+        theirs, ratio = f"{seconds:.1f} s, 4 epochs", f"{seconds / mine.seconds:.1f} times"
+    cells = f"{mine.seconds:.1f} s, {100 * accuracy:.2f} %", theirs, ratio, "20 times"
+    return "whole process to 99.0 %", *cells, f"training {mine.train_seconds:.2f} s"
+
+
+def finetune(size: Size) -> tuple:
+    """Packed fine-tuning of the small chat model, beside TRL's."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = ["--layers", "1", "--width", "64"] if size is TINY else []
+        flags = make_base(folder, *(tiny or ["--layers", "8", "--width", "256"]))
+        flags += make_chats(folder, 20 if size is TINY else 512, LONGEST)
+        ways: dict[str, Callable[[], Any]] = {"ours": partial(packed, flags)}
+        if importlib.util.find_spec("trl") and size is not TINY:
+            ways["trl"] = partial(peer, "sft", flags, pack=True)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(size.rounds):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                with contextlib.redirect_stdout(io.StringIO()):
+                    way()
+                wait()
+                seconds[name].append(time.perf_counter() - start)
+    texts = [f"{spread(values)} s" for values in seconds.values()]
+    ratio = "-"
+    if len(texts) == 1:
+        texts.append("no trl")
+    else:
+        ratio = f"{statistics.median(seconds['trl']) / statistics.median(seconds['ours']):.2f}"
+    memory = f"peak memory of both at most {peak_memory(device()) / 2**20:,.0f} MiB"
+    return "finetune --pack, whole, float32", *texts, ratio, "1.5; memory 0.7", memory
+
+
+def photo_steps(size: Size) -> tuple:
+    """A step of examples/pictures.py, and what its first step waits for."""
+    num, batch = size.steps * 32, 32
+    with tempfile.TemporaryDirectory() as folder:
+        generator = np.random.default_rng(0)
+        for number in range(num + 32):
+            path = Path(folder, "set", "test" if number < 32 else "train", f"{number % 2}")
+            path.mkdir(parents=True, exist_ok=True)
+            side = size.pixels + 32
+            values = generator.integers(0, 256, (side // 8, side // 8, 3), np.uint8)
+            Image.fromarray(values).resize((side, side)).save(path / f"{number}.jpg")
+        flags = ["--dataset", f"{folder}/set", "--size", str(size.pixels)]
+
+        def bare(
+            change: Callable[[Any], Any] = lambda model: model, steps: int = size.steps
+        ) -> Any:
+            model = backbones.load_weights(None, None, False)[0]
+            model.reset_classifier(2)
+            model = change(model.to(device(), memory_format=torch.channels_last))
+            pictures.train_but_norms(model)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
+            config = parse(pictures.Config, flags)
+            images = torch.randint(0, 256, (batch, 3, size.pixels, size.pixels), dtype=torch.uint8)
+            images, indices = images.to(device()), torch.arange(batch, device=device())
+            targets = F.one_hot(indices % 2, 2).float()
+            metadata = {"mean": [0.5] * 3, "std": [0.5] * 3, "size": size.pixels}
+
+            def step(_: int) -> None:
+                seen = pictures.augment(images, indices, 0, config)
+                with autocast():
+                    logits = model(pictures.standardise(seen, metadata))
+                F.cross_entropy(logits.float(), targets, label_smoothing=0.1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return loop(step, steps)
+
+        with (
+            mock.patch.object(backbones, "write_timm_folder"),
+            mock.patch.object(
+                photos, "measure", lambda *_: ({"eval_loss": 0.0, "eval_accuracy": 0.0},)
+            ),
+        ):
+            # The first process of a network builds the plans of its convolutions: so this is first.
+            row = compare(
+                f"pictures, {size.pixels} pixels, whole, bf16",
+                {"ours": partial(ours, pictures, *flags), "bare": bare},
+                size, batch, "pictures", "0.95; 5 s to the first step",
+            )  # fmt: skip
+        # New shapes, so that nothing is kept from above: what does the first step wait for?
+        batch, firsts = 24, {}
+        firsts["channels last"] = measure(partial(bare, steps=WARM_UP + 1)).first
+        batch = 20
+        firsts["contiguous"] = measure(
+            partial(bare, lambda m: m.to(memory_format=torch.contiguous_format), WARM_UP + 1)
+        ).first
+        batch = 16
+        with torch.backends.cudnn.flags(enabled=False):
+            firsts["without cuDNN"] = measure(partial(bare, steps=WARM_UP + 1)).first
+    first = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in firsts.items())
+    return *row[:-1], f"{row[-1]}; first step of new shapes: {first}"
+
+
+def save(size: Size) -> tuple:
+    """How long the training stands still for a save, beside the copy from the card."""
+    width = round((size.parameters / 8) ** 0.5)
+    mine, theirs = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints, progress, model, optimizer, _ = make_checkpoints(Path(folder), width, 8)
+        tensors = [*model.parameters()]
+        tensors += [v for state in optimizer.state.values() for v in state.values() if v.ndim]
+        for number in range(size.rounds):
+            progress.step = number + 1
+            wait()
+            start = time.perf_counter()
+            checkpoints.save(progress)
+            mine.append(time.perf_counter() - start)
+            checkpoints.commits.wait()
+            start = time.perf_counter()
+            _ = [tensor.to("cpu", copy=True) for tensor in tensors]
+            theirs.append(time.perf_counter() - start)
+        checkpoints.commits.close()
+    ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+    texts = (f"{spread(seconds)} s" for seconds in (mine, theirs))
+    return (
+        f"save of {as_text(8 * width**2)} parameters",
+        *texts,
+        f"{ratio:.2f}",
+        "1.2",
+        "less is better",
+    )
+
+
+def measure_row(name: str, size: Size, clone: Path | None, out: Path | None, head: str) -> None:
+    """Measure a row; print it, and append it to the file. A failure is a row too."""
+    rows: dict[str, Callable[[], tuple]] = {
+        "compact": partial(compact, size),
+        "compiled": partial(compact, size, size.backend),
+        "process": partial(whole_process, size, clone),
+        "gpt": partial(gpt_124m, size),
+        "gpt_compiled": partial(gpt_124m, size, size.backend),
+        "pictures": partial(photo_steps, size),
+        "save": partial(save, size),
+        "finetune": partial(finetune, size),
+    }
+    try:
+        cells = rows[name]()
+    except Exception as problem:  # the rows that follow must be measured
+        traceback.print_exc()
+        cells = (name, "failed", type(problem).__name__, *str(problem).strip().splitlines()[:1])
+    write(f"{head}| {' | '.join(cells)} |", out)
+
+
+def write(line: str, out: Path | None) -> None:
+    print(line, flush=True)
+    if out:
+        with open(out, "a") as file:
+            file.write(line + "\n")
+
+
+ROWS = "compact compiled process gpt gpt_compiled pictures save finetune".split()  # noqa: SIM905
+
+
+def main() -> None:
+    parser = Parser(__doc__, rounds=3)
+    parser.add_argument("--tiny", action="store_true", help="on a CPU: only whether it runs")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--limit", type=float, default=240, help="seconds for all rows")
+    parser.add_argument("--out", type=Path, help="file to which each row is appended")
+    parser.add_argument("--pytorch", type=Path, metavar="CLONE")
+    args = parser.parse_args()
+    size = TINY if args.tiny else Size(rounds=args.rounds)
+    start = time.monotonic()
+    head = f"| {HEAD} |\n|{' --- |' * (HEAD.count('|') + 1)}\n"
+    for name in args.rows:
+        left = args.limit - (time.monotonic() - start)
+        if left < 5:
+            write(f"| {name} | not measured: --limit {args.limit:g} was over |", args.out)
+            continue
+        # Forked before anything asks for a card, which a forked process could then not use.
+        values = name, size, args.pytorch, args.out, head
+        process = multiprocessing.get_context("fork").Process(target=measure_row, args=values)
+        process.start()
+        process.join(left)
+        if process.is_alive() or process.exitcode:
+            process.kill()
+            why = f"stopped after {left:.0f} s" if process.exitcode is None else "its process died"
+            write(f"{head}| {name} | not measured: {why} |", args.out)
+        head = ""
+
+
+if __name__ == "__main__":
+    startup.run(main)  # with the settings of a run, for the other loops as well

@@ -1,0 +1,94 @@
+"""Questions about columns whose numbers may mean something else than amounts."""
+
+import re
+
+import numpy as np
+import pandas as pd
+
+from trainkit.reading.frames import as_text
+from trainkit.tables.columns import Column, parse_cells
+from trainkit.text import count
+
+# Numbers that stand for a missing value: 99 or -999, which surveys number down to 97 or up to
+# -997, limits of integers, and what netCDF and rasters are filled with.
+REPEATED = [int(digit * width) for digit in "789" for width in range(2, 8)]
+SURVEYS = [number - less for number in (99, 999, 9999) for less in (1, 2, 3)]
+FILLS = [32767, 32768, 65535, 2**31 - 1, 2**31, 1e20, 1e30, 1e34, 1e35, 1e36, 9.96921e36]
+POSITIVE = [*REPEATED, *SURVEYS, *FILLS, 99.9, 999.9, 9999.9, 99.99, 999.99, 9999.99]
+NUMBERS = np.array(sorted([*POSITIVE, *(-number for number in POSITIVE), -7.0, -8.0, -9.0]))
+# The same of dates, in days since 1970: 9999-12-31 and the days before it, 2099-12-31, and the
+# first days of 1, 1582, 1753, 1899, 1900 and 1970, which are zero in files of many programs.
+DAYS = np.array([-719162.0, -141427, -79257, -25569, -25568, -25567, 0, 47481, 2932895, 2932896])
+# Names of columns of whole numbers that are codes.
+CODED = re.compile(r"(?i)(^|_|\b)(zip|plz|cep|fips|postal|post_?code|zip_?code|code)(_|\b|$)")
+YEARS = (1800, 2200)
+MAX_CODES = 0.2  # different numbers for each row, above which they hardly repeat
+MIN_WIDTH = 4  # digits
+
+
+def ask_missing(values: pd.Series, column: Column) -> dict[str, int]:
+    """Return cells that repeat, lie far from all others and read as a code, with their counts.
+
+    They probably mean a missing value. Far is more than the range of the others.
+    """
+    numbers = parse_cells(values, column)
+    different, counts = np.unique(numbers.dropna().to_numpy(), return_counts=True)
+    like_a_code = is_like(different, DAYS if column.days else NUMBERS)
+    others = different[~like_a_code]
+    if len(others) < 2 or not like_a_code.any():
+        return {}
+    low, high = others[0], others[-1]
+    distance = np.maximum(low - different, different - high)
+    found = different[like_a_code & (counts > 1) & (distance > high - low)]
+    if not len(found):
+        return {}
+    return values[numbers.isin(found)].map(as_text).value_counts().to_dict()
+
+
+def is_like(numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Return which numbers are one of these, which are sorted, but for rounding to float32."""
+    after = np.searchsorted(codes, numbers).clip(1, len(codes) - 1)
+    near = np.minimum(np.abs(codes[after] - numbers), np.abs(codes[after - 1] - numbers))
+    return near <= 1e-6 * np.abs(numbers)
+
+
+def ask_codes(values: pd.Series, column: Column) -> str:
+    """Return what looks like codes in a column of plain whole numbers, or "".
+
+    They have leading zeros, or a width of four digits or more and many repeats, or a telling name.
+    """
+    if column.unit is not None or column.days:
+        return ""
+    numbers = parse_cells(values, column)
+    present = numbers.dropna().to_numpy()
+    if not len(present) or present.min() < 0 or (present % 1 != 0).any():
+        return ""
+    different = np.unique(present)
+    if len(different) < 3:
+        return ""
+    texts = values[numbers.notna()].astype(str) if values.dtype.kind == "O" else pd.Series()
+    widths = {len(str(int(number))) for number in different}
+    has_zeros = bool(texts.str.fullmatch(r"0\d+").any()) if len(texts) else False
+    if has_zeros:
+        widths = {*texts.str.len()}
+    are_years = YEARS[0] <= different[0] and different[-1] <= YEARS[1]
+    repeat = len(different) <= MAX_CODES * values.count()
+    # Amounts are often round, so that all of them are multiples of 10 or more.
+    are_round = np.gcd.reduce(different.astype(np.int64)) >= 10
+    looks_so = len(widths) == 1 and max(widths) >= MIN_WIDTH and repeat
+    looks_so = looks_so and not are_years and not are_round
+    if not (has_zeros or looks_so or CODED.search(column.name)):
+        return ""
+    width = f" of {max(widths)} digits" if len(widths) == 1 else ""
+    return f"{count(len(different), 'whole number')}{width}"
+
+
+def ask_thousands(values: pd.Series, column: Column) -> str:
+    """Ask whether . separates thousands if values have no or three decimals: 850 and 1.180."""
+    if values.dtype.kind != "O" or column.categories is not None or column.days:
+        return ""
+    texts = values[parse_cells(values, column).abs() >= 1].astype(str)
+    decimals = texts.str.extract(r"\.(\d*)\D*$", expand=False).fillna("").str.len()
+    if {*decimals} == {0, 3} and not texts.str.contains(",").any():
+        return "whole or with three decimals: is . a thousands separator?"
+    return ""
