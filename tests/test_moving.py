@@ -3,6 +3,7 @@
 import json
 from collections import Counter, OrderedDict, deque
 from enum import IntEnum
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,11 +16,15 @@ from test_checkpoint import step as step_of
 from test_run import changed, train
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.registered import pack_state, unpack_state
 from trainkit.checks.changes import Marks
+from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
+from trainkit.numbers.loaders import batches_of, make_loaders
+from trainkit.outside.fixes import end_workers
 from trainkit.sharding import shards
 from trainkit.sharding.frozen import Frozen
 
@@ -284,3 +289,57 @@ def test_a_sharded_run_saves_and_reads_what_is_registered(tmp_path, monkeypatch)
     shards.read(contents.parts(tensors), tmp_path, json.loads(json.dumps(state)))
     contents.registered.load(states, tensors)
     assert repr([average.state_dict(), tally.state]) == before
+
+
+class Epochal(Dataset):
+    """Samples that depend on the epoch, which set_epoch tells it."""
+
+    def __init__(self, held=None):
+        self.epoch, self.held = 0, held
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([index, self.epoch])
+
+
+class Wrapping(Dataset):
+    def __init__(self, base):
+        self.base = base
+
+    def __len__(self):
+        return len(self.base)
+
+    def __getitem__(self, index):
+        return self.base[index]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda one: one,
+        lambda one: Subset(one, [0, 1, 2, 3]),
+        lambda one: ConcatDataset([one, Epochal()]),
+        lambda one: Wrapping(Subset(Wrapping(one), range(4))),
+        lambda one: Wrapping({"a": one}["a"]),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_set_is_told_the_epoch_where_its_samples_are_made(accelerator, wrap, workers):
+    config = TrainingConfig(run_dir=Path("unused"), batch_size=2, num_workers=workers)
+    train_set = wrap(Epochal())
+    loaders = make_loaders(accelerator, train_set, Epochal(), config)
+    train_loader, eval_loader = accelerator.prepare(*loaders)
+    for epoch in (0, 1, 5):
+        batches = batches_of(train_loader)
+        batches.set_position(epoch, 0)
+        with batches.read_by_run():
+            seen = {int(row[1]) for batch in train_loader for row in batch}
+        assert seen == {epoch}, "a worker that lives on has the epoch of its start"
+    with batches_of(eval_loader).read_by_run():
+        assert {int(row[1]) for batch in eval_loader for row in batch} == {0}
+    end_workers(accelerator)

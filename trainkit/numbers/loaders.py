@@ -28,6 +28,7 @@ from trainkit.numbers.orders import Order, weighted
 from trainkit.numbers.rng import seed_host
 
 NUM_AHEAD = 2**16  # how many places of an order are computed at a time
+MOST_PARTS = 1000  # sets that a set holds in a list, as ConcatDataset does
 MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
 
 
@@ -196,6 +197,11 @@ class WholeBatches(Dataset):
     must not use random numbers. The method of the most derived class that has one of the three is
     used, because a subclass may inherit a faster method and override `__getitem__`. A
     datasets.Dataset with a transform is read sample by sample.
+
+    Args:
+        epoch: of the samples, shared with loader workers.
+        told: the sets within `dataset` whose set_epoch(epoch) is called before samples are made, in
+            the process that makes them: a worker never sees a call in the training process.
     """
 
     def __init__(
@@ -204,8 +210,10 @@ class WholeBatches(Dataset):
         collate_fn: Callable[[list], Any] | None,
         seed: int,
         epoch: torch.Tensor,
+        told: Sequence[Any] = (),
     ):
         self.dataset = dataset
+        self.told, self.told_epoch = told, -1
         self.collate_fn = collate_fn or default_collate
         self.seed, self.epoch = seed, epoch
         self.method = batch_method(dataset, may_make_batch=collate_fn is None)
@@ -218,6 +226,10 @@ class WholeBatches(Dataset):
 
     def make(self, indices: torch.Tensor) -> Any:
         """Return the batch of the samples at `indices`, int64 of shape (n,), n > 0."""
+        if self.told and self.told_epoch != int(self.epoch):
+            self.told_epoch = int(self.epoch)
+            for dataset in self.told:
+                dataset.set_epoch(self.told_epoch)
         if self.method == "make_batch":
             return self.dataset.make_batch(indices)
         if self.method == "__getitems__":
@@ -234,6 +246,29 @@ class WholeBatches(Dataset):
 
     def _seed(self, *position: int) -> None:
         seed_host(key(self.seed, int(self.epoch), *position))
+
+
+def sets_with_epoch(dataset: Any) -> list[Any]:
+    """The sets with a method set_epoch: this one, or else those that it holds, as Subset does."""
+    found: list[Any] = []
+    seen: set[int] = set()
+
+    def look(part: Any) -> None:
+        if id(part) in seen:
+            return
+        seen.add(id(part))
+        if callable(getattr(part, "set_epoch", None)):
+            found.append(part)
+        elif isinstance(part, Dataset):
+            for value in vars(part).values():
+                look(value)
+        elif isinstance(part, list | tuple | dict) and len(part) <= MOST_PARTS:
+            for value in part.values() if isinstance(part, dict) else part:
+                if isinstance(value, Dataset):
+                    look(value)
+
+    look(dataset)
+    return found
 
 
 def has_transform(dataset: Dataset) -> bool:
@@ -275,7 +310,9 @@ def make_loaders(
     A data set has `__len__`, and `__getitem__` or `__getitems__`, which takes a list of indices. If
     it also has `make_batch` and no collate_fn is given, that makes whole batches from a tensor of
     indices, in the training process; --num-workers is then ignored. collate_fn makes a batch from a
-    list of samples (None: PyTorch's own); it is not used with InMemory. Batch sizes are over all
+    list of samples (None: PyTorch's own); it is not used with InMemory. If the training set, or one
+    within it, has set_epoch, the loader calls it with the epoch in the process that makes samples.
+    Batch sizes are over all
     processes; --eval-batch-size is rounded up to a multiple of their number. weights has one number
     per training sample: how often it is drawn, with replacement, relative to the others.
     order(epoch, start, stop) returns the indices, int64, at these places of an epoch, which has as
@@ -316,7 +353,9 @@ def make_loader(
             batches.device = accelerator.device
             dataset = dataset.to(accelerator.device)
     batches.is_read_by_run = False  # until Run reads it
-    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch)
+    # Not the evaluation set: its samples are those of epoch 0 each time.
+    told = sets_with_epoch(dataset) if batches.seed is not None else []
+    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, told)
     # make_batch only copies rows: that is faster here than passing a batch from a worker.
     num_workers = 0 if whole.method == "make_batch" else config.num_workers
     return DataLoader(
