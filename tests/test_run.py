@@ -433,6 +433,12 @@ def kind(batch: dict[str, torch.Tensor]) -> torch.dtype:
     return torch.float64 if len(batch["y"]) == 3 else torch.float32
 
 
+def perturbed(run: Run, one: nn.Module, two: nn.Module, batch: dict) -> torch.Tensor:
+    """The loss at other weights, as in the second pass of SAM."""
+    one.weight.data.add_(0.1)
+    return run.step_mean(two(one(batch["x"])))
+
+
 class Stream(IterableDataset):
     """Data without an index."""
 
@@ -498,6 +504,27 @@ MISTAKES = r"""
 - optimizer.zero_grad()
 + pass
 ! optimizer.zero_grad\(\) was not called since
+- (*optimizers, *schedules)
++ (*optimizers, optimizers[1], *schedules)
+! optimizer.step\(\) was called twice in one step of the run
+- (*optimizers, *schedules)
++ (*optimizers, *schedules, schedules[1])
+! scheduler.step\(\) moved LambdaLR 2 times in one step
+- metrics =
++ schedules[0].scheduler.step(); metrics =
+! scheduler.step\(\) was called 7 times in 6 steps: .* not at the end of an epoch
+- run.step_mean(loss)
++ run.step_mean(loss) / args.accumulate
+! the loss was divided by 2, which accelerator.backward
+- run.step_mean(loss)
++ run.step_mean(loss) / args.accumulate + 0.1 * one.weight.square().sum()
+! the loss was divided by 2, which accelerator.backward
+- losses.append(
++ run.accelerator.backward(perturbed(run, one, two, batch)); losses.append(
+! --accumulate 2: the weights were changed between two backward passes .* as SAM does
+- metrics =
++ one.bias = nn.Parameter(torch.zeros(4)); metrics =
+! bias was replaced, added or removed after accelerator.prepare
 - (*optimizers, *schedules)
 + optimizers
 ! scheduler.step\(\) was not called
@@ -715,6 +742,41 @@ def test_processes_that_add_other_names_are_told_so(monkeypatch):
     for call in (lambda: means.flush("train"), means.state):
         with pytest.raises(RuntimeError, match=r"got loss on one process and loss_b"):
             call()
+
+
+class Idle(nn.Linear):
+    """A layer with weights that forward uses never, or from a batch of the first epoch on."""
+
+    def __init__(self, first: int | None):
+        super().__init__(4, 1)
+        self.spare, self.first, self.num = nn.Linear(4, 1), first, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num += 1
+        is_used = self.first is not None and self.num >= self.first
+        return super().forward(x) + (self.spare(x) if is_used else 0)
+
+
+@pytest.mark.parametrize("first, is_said", [(None, True), (5, False), (0, False)])
+def test_weights_without_a_gradient_in_the_first_epoch_are_named_once(
+    tmp_path, capfd, first, is_said
+):
+    idle = r"nn.Linear\(4, 1\)", "Idle(used_from)"
+    changed(idle, Idle=Idle, used_from=first)("--run-dir", tmp_path)
+    said = capfd.readouterr().out
+    note = "note: 2 weights of the model, such as spare.weight, got no gradient, so the optimizer"
+    assert said.count(note) == is_said and said.count("gradient") == is_said, said
+
+
+def test_what_looks_like_a_mistake_and_is_none_goes_through(tmp_path, capfd):
+    """The mean of two means, half of a mean, the mean of halves."""
+    for text, other in (
+        (r"step_mean\(loss\)", "step_mean(loss) / 2 + run.step_mean(loss) / 2"),
+        (r"step_mean\(loss\)", "step_mean(loss) * 0.5"),
+        (r"step_mean\(loss\)", "step_mean(loss / 2)"),
+    ):
+        changed((text, other))(f"--accumulate 2 --epochs 1 --run-dir {tmp_path}")
+    assert "note" not in capfd.readouterr().out
 
 
 @posix_only

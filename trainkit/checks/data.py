@@ -16,6 +16,12 @@ from accelerate.utils import gather_object
 from torch.utils.data import Dataset, default_collate
 
 from trainkit.checks.content import held_in_memory, sample_parts, text_of
+from trainkit.checks.shared_rows import (
+    NUM_EVALUATED,
+    NUM_TRAINED,
+    shared_rows,
+    texts_in_memory,
+)
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import alike
@@ -57,9 +63,9 @@ def spread_indices(dataset: Dataset, num: int) -> torch.Tensor:
     return torch.from_numpy(np.linspace(0, len(dataset) - 1, num).astype(np.int64))
 
 
-def read_samples(dataset: Dataset, indices: torch.Tensor) -> Iterator[Any]:
+def read_samples(dataset: Dataset, indices: torch.Tensor, seed: int = 0) -> Iterator[Any]:
     """Make the samples at these indices one by one, each with its own seed."""
-    batches = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64))
+    batches = WholeBatches(dataset, list, seed, torch.zeros((), dtype=torch.int64))
     return chain.from_iterable(map(batches.make, indices.split(1)))
 
 
@@ -81,22 +87,55 @@ def random_parts(dataset: Dataset) -> set[str]:
     return set(chain.from_iterable(differing(*pair) for pair in pairs))
 
 
+def augmented(eval_set: Dataset) -> dict[str, str]:
+    """A line for the plan if samples of the evaluation set are others with another seed."""
+    is_held = held_in_memory(eval_set) is not None and not has_transform(eval_set)
+    is_whole = makes_batches(eval_set, batch_method(eval_set, True))
+    if is_held or is_whole or hasattr(eval_set, "fingerprint"):
+        return {}
+    indices = torch.arange(min(len(eval_set), NUM_COLLATED))
+    made = (map(sample_parts, read_samples(eval_set, indices, seed)) for seed in (0, 1))
+    drawn = set(chain.from_iterable(differing(*pair) for pair in zip(*made, strict=True)))
+    text = (
+        f"{say(drawn)} of a sample of the evaluation set depends on random numbers: as it should "
+        "where tokens are hidden, but augmentation belongs into the training set alone"
+    )
+    return {"drawn": text} if drawn else {}
+
+
+def shared_with_training(
+    train_set: Dataset, eval_set: Dataset, made: list[list[str]]
+) -> dict[str, str]:
+    """A line for the plan if many samples of the evaluation set are in the training set.
+
+    made: texts of samples of both sets, of those that are not held in memory.
+    """
+    trained = texts_in_memory(train_set, NUM_TRAINED)
+    evaluated = texts_in_memory(eval_set, NUM_EVALUATED)
+    if trained is None or evaluated is None:
+        trained, evaluated = made
+    return shared_rows(trained, len(train_set), evaluated)
+
+
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
     """The names whose texts differ."""
     return {name for name in one | other if one.get(name) != other.get(name)}
 
 
-def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> None:
-    """Add to the digest what identifies a data set.
+def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> list[str]:
+    """Add to the digest what identifies a data set; return the texts of samples that were made.
 
     These are all tensors of an InMemory set; what fingerprint() of a set returns; all of a set that
     is held in memory; of any other set the length and NUM_HASHED samples spread over it, without
     the entries that are random.
     """
+    made: list[str] = []
     if isinstance(dataset, InMemory):
-        return digest.update(text_of(dataset.tensors).encode())
+        digest.update(text_of(dataset.tensors).encode())
+        return made
     if hasattr(dataset, "fingerprint"):
-        return digest.update(repr(dataset.fingerprint()).encode())
+        digest.update(repr(dataset.fingerprint()).encode())
+        return made
     texts = held_in_memory(dataset)
     for text in texts or ():
         digest.update(text.encode())
@@ -105,7 +144,9 @@ def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> None:
         for sample in read_samples(dataset, spread_indices(dataset, NUM_HASHED).unique()):
             parts = sample_parts(sample).items()
             kept = [part for part in parts if part[0] not in drawn and "" not in drawn]
-            digest.update(repr(kept).encode())
+            made.append(repr(kept))
+            digest.update(made[-1].encode())
+    return [] if drawn else made
 
 
 @contextmanager
@@ -193,14 +234,18 @@ def check_data(
         )
     digest = hashlib.md5(usedforsecurity=False)
     plan = {}
+    made: list[list[str]] = []
     for name, dataset in (("training set", train_set), ("evaluation set", eval_set)):
         # The union of all processes: a process may see no difference by chance.
         drawn = set(gather_object([*random_parts(dataset)]))
-        fingerprint_set(digest, dataset, drawn)
+        made.append(fingerprint_set(digest, dataset, drawn))
         if drawn:
             remedy = REMEDIES[batch_method(dataset, True)]
             plan[f"random {name[:-4]}"] = (
                 f"{say(drawn)} of a sample of the {name} differs when it is {remedy}"
             )
     alike.check_same(accelerator, {"the data's md5": digest.hexdigest()})
+    plan |= shared_with_training(train_set, eval_set, made)
+    if "random evaluation" not in plan:
+        plan |= augmented(eval_set)
     return digest.hexdigest(), plan

@@ -1,12 +1,15 @@
 """Refuse the commonest mistakes of a copied loop, in the first steps of a run, where they show."""
 
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
+from trainkit.checks.losses import Losses
+from trainkit.checks.unused import Unused
 from trainkit.numbers.optim import BY_STEP, weights_of
 from trainkit.outside.fixes import unwatch, watch
 from trainkit.outside.names import prepared_optimizers, prepared_schedulers
@@ -15,10 +18,16 @@ NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
 
 
 class Mistakes:
-    """What the body of run.steps(...) has called so far; nothing here waits for a device.
+    """What the body of run.steps(...) has called so far.
+
+    Args:
+        wrapped: what accelerator.prepare returned for each model.
+        say: prints a note on the main process.
 
     Attributes:
         num_left: steps that are still watched.
+        losses: what was done to the loss.
+        unused: the weights that got no gradient.
         backward: accelerator.backward was called in this micro-batch.
         in_window: the step has earlier micro-batches, and its gradients were not clipped yet.
         zeroed: the optimizers whose zero_grad() was called since their last step.
@@ -27,13 +36,23 @@ class Mistakes:
         unmoved: the same before the first step of the epoch, [] before that.
     """
 
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        accumulate: int,
+        wrapped: Sequence[nn.Module],
+        say: Callable[[str], object],
+    ):
+        self.accelerator, self.say = accelerator, say
+        weights = weights_of(*prepared_optimizers(accelerator))
+        self.losses = Losses(accelerator, weights, accumulate)
+        self.unused = Unused(accelerator, wrapped)
         self.num_left = NUM_WATCHED
         self.backward = self.in_window = False
         self.zeroed: set[torch.optim.Optimizer] = set()
         self.gradients: dict[torch.optim.Optimizer, torch.Tensor | None] = {}
         self.smallest: dict[torch.optim.Optimizer, torch.Tensor] = {}
+        self.said: set[str] = set()
         self.positions: list[int | None] = []
         self.unmoved: list[int | None] = []
         watch(accelerator, "backward", self._note_backward)
@@ -44,10 +63,11 @@ class Mistakes:
             self.smallest[optimizer] = min(trained, key=torch.numel)
             watch(optimizer, "zero_grad", partial(self._note_zeroed, optimizer))
 
-    def _note_backward(self) -> None:
+    def _note_backward(self, loss: Any, *_: Any, **__: Any) -> None:
+        self.losses.note_backward(loss)
         self.backward = True
 
-    def _note_zeroed(self, optimizer: torch.optim.Optimizer) -> None:
+    def _note_zeroed(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         if self.in_window:
             raise RuntimeError(
                 "optimizer.zero_grad() before the step drops the gradients of the earlier "
@@ -60,14 +80,30 @@ class Mistakes:
         self.positions = self._positions()
         self.unmoved = [] if is_new else self.unmoved
 
-    def finish_micro_batch(self, is_last: bool) -> None:
-        """Raise RuntimeError if the loss was backpropagated without Accelerate."""
+    def watch_mean(self, mean: torch.Tensor) -> None:
+        """Look at the gradient that comes to a mean of run.step_mean."""
+        if self.num_left:
+            self.losses.watch_mean(mean)
+
+    def look_at_gradients(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Look for weights without a gradient, when those of a step are complete."""
+        self.in_window = False
+        if self.num_left:
+            self.unused.look(*optimizers)
+
+    def finish_micro_batch(self, is_last: bool, num_micro_batches: int) -> None:
+        """Raise RuntimeError if the loss was backpropagated without Accelerate, or divided twice.
+
+        num_micro_batches: of the step.
+        """
         if self.num_left and not self.backward:
             raise RuntimeError(
                 "accelerator.backward(loss) was not called: loss.backward() gives gradients that "
                 "are --accumulate times too large, and under fp16 not scaled; call "
                 "accelerator.backward(loss) instead"
             )
+        if self.num_left:
+            self.losses.finish_micro_batch(num_micro_batches)
         self.backward = False
         self.in_window = not is_last
 
@@ -86,25 +122,63 @@ class Mistakes:
         self.zeroed.discard(optimizer)
 
     def finish_step(self, stepped: Set[torch.optim.Optimizer]) -> None:
-        """Raise RuntimeError if a schedule of make_scheduler was not stepped with its optimizer."""
+        """Raise RuntimeError unless a schedule of make_scheduler was stepped with its optimizer.
+
+        Of another schedule that was stepped several times there is a note.
+        """
         if not self.num_left:
             return
         before = self.positions
         self.positions = self._positions()
         self.unmoved = self.unmoved or before
         for schedule, old, new in zip(self._schedules(), before, self.positions, strict=True):
+            if old is not None and new is not None and new - old > 1:
+                self._refuse_twice(schedule, new - old)
             if old == new and schedule in BY_STEP and schedule.optimizer in stepped:
                 raise RuntimeError(
                     "scheduler.step() was not called, so the learning rate would stay as it is: "
                     "call it after optimizer.step() and before run.end_step()"
                 )
         self.num_left -= 1
-        if not self.num_left:  # from now on nothing of this costs time
+        if not self.num_left:
+            self.unused.watch_on()
+            # from now on nothing of this costs time
             self.gradients.clear()
             self.in_window = False
             unwatch(self.accelerator, "backward")
             for optimizer in self.smallest:
                 unwatch(optimizer, "zero_grad")
+
+    def _refuse_twice(self, schedule: Any, times: int) -> None:
+        name = type(schedule).__name__
+        if schedule in BY_STEP:
+            raise RuntimeError(
+                f"scheduler.step() moved {name} {times} times in one step, so the learning rate "
+                "would end too early: call it once, after optimizer.step()"
+            )
+        note = f"note: {name} was stepped {times} times in one step"
+        if note not in self.said:
+            self.said.add(note)
+            self.say(note)
+
+    def check_schedules(self, num_steps: int) -> None:
+        """Raise RuntimeError if a schedule of make_scheduler is ahead of the steps of the run.
+
+        num_steps: that the run has made, with those that fp16 skipped.
+        """
+        for schedule, position in zip(self._schedules(), self._positions(), strict=True):
+            if schedule in BY_STEP and position is not None and position > num_steps:
+                raise RuntimeError(
+                    f"scheduler.step() was called {position} times in {num_steps} steps: a "
+                    "schedule of make_scheduler(...) goes by steps, so call it once after "
+                    "optimizer.step(), and not at the end of an epoch"
+                )
+
+    def say_notes(self) -> None:
+        """Print what shows at the end of an epoch."""
+        for note in (self.unmoved_schedules(), self.unused.note()):
+            if note:
+                self.say(note)
 
     def unmoved_schedules(self) -> str:
         """A note about schedules that were not stepped in an epoch; "" if all were."""

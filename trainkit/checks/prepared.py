@@ -4,7 +4,7 @@ Each check raises RuntimeError or UsageError, with one sentence that says what t
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -106,6 +106,7 @@ class Prepared:
                 model.train()
         fix_bucket_order(*self.wrapped)
         self.requires_grad = self._requires_grad()
+        self.layers = [*self._layers()]
         self.saved: str | None = None  # schedules and run.state as in the checkpoint
 
     def note(self, state: dict[str, Any]) -> None:
@@ -120,6 +121,7 @@ class Prepared:
                 "DistributedDataParallel does not notice: to unfreeze weights start a new run with "
                 "--start-from, or keep them trainable from the start, in a group with lr=0"
             )
+        self._check_layers()
         if not all(model.training for model in self.models):
             raise RuntimeError(
                 "a model is in evaluation mode: call model.train() before run.steps(...), then "
@@ -131,6 +133,25 @@ class Prepared:
                 "run.end_epoch(...), so the checkpoint lacks the change: do that before"
             )
 
+    def _check_layers(self) -> None:
+        """Raise RuntimeError if a layer, or a weight of one, is another object than at the start.
+
+        While a sharded model computes, other objects stand for its weights.
+        """
+        before, now = self.layers, [*self._layers()]
+        for (name, old), (_, new) in zip(before, now, strict=False):
+            if old is not new:
+                raise replaced(name)
+        if len(before) != len(now):
+            longer = max(before, now, key=len)
+            raise replaced(longer[min(len(before), len(now))][0])
+
+    def _layers(self) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+        for model in self.models:
+            yield from model.named_modules()
+            if not self.accelerator.is_fsdp2:
+                yield from model.named_parameters()
+
     def _requires_grad(self) -> list[bool]:
         return [weight.requires_grad for weight in weights_of(*self.optimizers)]
 
@@ -139,3 +160,10 @@ class Prepared:
         return repr(
             ([getattr(wrapped.scheduler, "last_epoch", None) for wrapped in schedules], state)
         )
+
+
+def replaced(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name or 'a model'} was replaced, added or removed after accelerator.prepare(...), so "
+        "no optimizer trains what is there now: do that before the optimizer is made"
+    )

@@ -11,6 +11,8 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader
 
+from trainkit.checks.evaluating import Evaluating
+from trainkit.checks.outer import check_outer
 from trainkit.checks.prepared import check_loader
 from trainkit.checks.values import EqualSizes, check_rows
 from trainkit.numbers.loaders import EpochBatches, share_of_batch
@@ -39,24 +41,31 @@ def samples_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator
     """Yield the samples of the set that a process has of each batch; none for a stand-in."""
     size = batches.batch_size
     slots = batches.batch_size // num_processes
-    for first in range(0, batches.num_used, size):
-        num = min(size, batches.num_used - first)
-        start, stop = share_of_batch(num, size, rank * slots, (rank + 1) * slots)
-        yield range(first + start, first + stop)
+    for batch in batches.spans():
+        start, stop = share_of_batch(len(batch), size, rank * slots, (rank + 1) * slots)
+        yield range(batch.start + start, batch.start + stop)
 
 
-def shares_of(
-    accelerator: Accelerator, loader: DataLoader, call: str
+def results_of(
+    accelerator: Accelerator,
+    loader: DataLoader,
+    call: str,
+    function: Callable[[Any], Any],
+    watched: Evaluating,
 ) -> Iterator[tuple[Any, range]]:
-    """Yield this process's share of each batch, without gradients, and which samples it is.
+    """Yield function(batch) of this process's share of each batch, and which samples it is.
 
-    The models are in evaluation mode meanwhile. Every process must call this.
+    The models are in evaluation mode meanwhile, without gradients. Every process must call this.
     """
     batches = check_loader(accelerator, loader, call)
-    indices = samples_of(batches, accelerator.num_processes, accelerator.process_index)
+    models = prepared_models(accelerator)
+    shares = samples_of(batches, accelerator.num_processes, accelerator.process_index)
     # Not inference_mode: FSDP could not train with its tensors afterwards.
-    with torch.no_grad(), evaluating(prepared_models(accelerator)), batches.read_by_run():
-        yield from zip(loader, indices, strict=True)
+    with torch.no_grad(), evaluating(models), batches.read_by_run():
+        for number, (batch, indices) in enumerate(zip(loader, shares, strict=True)):
+            with watched.batch(call, models, len(indices), is_first=number == 0):
+                result = function(batch)
+            yield result, indices
 
 
 def evaluate(
@@ -64,6 +73,7 @@ def evaluate(
     loader: DataLoader,
     compute_losses: Callable[[Any], dict[str, Any]],
     stopping: Callable[[], bool],
+    watched: Evaluating,
 ) -> dict[str, float]:
     """Return eval_samples, and the mean of each value of compute_losses(batch) as eval_NAME.
 
@@ -76,11 +86,12 @@ def evaluate(
     """
     means = RunningMeans(accelerator)
     sizes = EqualSizes()
-    for batch, indices in shares_of(accelerator, loader, EVALUATE):
-        values = dict(compute_losses(batch))
+    for result, indices in results_of(accelerator, loader, EVALUATE, compute_losses, watched):
+        values = dict(result)
         mask, weights = values.pop("mask", None), values.pop("weights", None)
         for name, value, selection in select(EVALUATE, values, mask, weights):
             call = f"{EVALUATE}, for {name},"
+            check_outer(call, value)
             if not selection:
                 check_rows(call, value, len(indices))
                 if indices:
@@ -97,6 +108,7 @@ def predict(
     loader: DataLoader,
     function: Callable[[Any], Any],
     stopping: Callable[[], bool],
+    watched: Evaluating,
 ) -> Any:
     """Return what function(batch) gives for each sample of a set, in its order, on every process.
 
@@ -115,8 +127,7 @@ def predict(
     """
     columns: dict[str, Any] = {}  # tensors or lists
     is_dict = False
-    for batch, indices in shares_of(accelerator, loader, PREDICT):
-        result = function(batch)
+    for result, indices in results_of(accelerator, loader, PREDICT, function, watched):
         is_dict = isinstance(result, dict)
         if isinstance(result, tuple):
             raise RuntimeError(f"{PREDICT} got a tuple: return a dict, which names its parts")

@@ -26,6 +26,7 @@ from trainkit.checkpoints.fingerprint import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
 from trainkit.checks.data import load_checked, random_collation
+from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.prepared import Prepared, check_loader
 from trainkit.config import TrainingConfig
 from trainkit.launch.run_folder import open_run
@@ -66,6 +67,7 @@ class Run:
         results: writes the files that the run leaves.
         progress: where the run stands: progress.step, and progress.epoch, completed ones.
         step: the current Step.
+        evaluating: looks at the functions of evaluate and predict.
         means: of the values given to run.add.
     """
 
@@ -146,8 +148,17 @@ class Run:
     def _resume(self, fingerprint: dict[str, Any], fixed: dict[str, Any]) -> None:
         """Make what a step changes; lock the run folder, and load the checkpoint of --resume."""
         config, accelerator = self.config, self.accelerator
-        self.step = Step(accelerator, config, self.signals, self.models, self.length)
+        self.step = Step(
+            accelerator,
+            config,
+            self.signals,
+            self.models,
+            self.length,
+            self.prepared.wrapped,
+            self.print,
+        )
         self.resources.callback(self.step.release)
+        self.evaluating = Evaluating(accelerator.device, self.print)
         self.means = RunningMeans(accelerator)
         self.ema = EMA(self.models, config.ema)
         contents = Contents(accelerator, self.frozen, self.ema.values, fixed, fingerprint)
@@ -241,7 +252,12 @@ class Run:
 
     @property
     def num_samples(self) -> int:
-        """How many samples this process has in the current batch; 0: a stand-in, which counts 0."""
+        """How many samples this process has in the current batch; 0: a stand-in, which counts 0.
+
+        Also in the functions of evaluate and predict.
+        """
+        if self.stage in ("ready", "epoch", "trained") and self.evaluating.num_samples is not None:
+            return self.evaluating.num_samples
         need(self, "run.num_samples", *IN_BATCH)
         return self.step.num_samples
 
@@ -359,7 +375,7 @@ class Run:
     def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
         # Only then can a checkpoint record that this evaluation is still to be done.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
-        collected = collect(self.accelerator, loader, function, stopping)
+        collected = collect(self.accelerator, loader, function, stopping, self.evaluating)
         if self.signals.stopping:
             self.stage = "must save"
             self.save()
@@ -380,6 +396,7 @@ class Run:
         progress, length = self.progress, self.length
         check_json("run.state", progress.state)
         predicted = check_predictions(predictions, metadata or {})
+        self.step.mistakes.check_schedules(progress.step + progress.num_skipped)
         num_done = length.num_done(progress)
         if progress.step_in_epoch == length.steps_per_epoch:
             progress.epoch += 1
@@ -387,8 +404,7 @@ class Run:
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
         if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
-            if note := self.step.mistakes.unmoved_schedules():
-                self.print(note)
+            self.step.mistakes.say_notes()
         # Both before a checkpoint that records this evaluation as done.
         is_best, unknown_metric = self.results.write_best(progress)
         if length.is_over(progress):

@@ -1,6 +1,7 @@
 """The current optimizer step: its number of samples, its means and its gradients."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.checks.finite import FiniteGuard
 from trainkit.checks.mistakes import Mistakes
+from trainkit.checks.outer import check_outer
 from trainkit.checks.values import EqualSizes, check_rows
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
@@ -44,6 +46,7 @@ class Step:
         divisors: what its means are divided by.
         sizes: of values without a mask, which must be equal in the whole step.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.
+        depths: how many calls of the step of an optimizer are within each other now.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Step:
         signals: Signals,
         models: Sequence[nn.Module],
         length: Length,
+        wrapped: Sequence[nn.Module] = (),
+        say: Callable[[str], object] = print,
     ):
         self.accelerator, self.config, self.signals = accelerator, config, signals
         self.length = length
@@ -61,7 +66,7 @@ class Step:
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.optimizers = prepared_optimizers(accelerator)
         self.guard = FiniteGuard(accelerator)
-        self.mistakes = Mistakes(accelerator)
+        self.mistakes = Mistakes(accelerator, config.accumulate, wrapped, say)
         # Samples per micro-batch, over all processes.
         self.size = config.batch_size // config.accumulate
         self.key: tuple[int, ...] = ()
@@ -75,8 +80,10 @@ class Step:
         self.is_shared = accelerator.num_processes * config.accumulate > 1
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
+        self.depths: Counter[torch.optim.Optimizer] = Counter()
         for optimizer in self.optimizers:
             optimizer.optimizer.register_step_pre_hook(self.check_clipped)
+            optimizer.optimizer.register_step_post_hook(self.leave_step)
         self.update_scale = take_loss_scale(accelerator)
 
     def start(self, progress: Progress) -> None:
@@ -159,6 +166,8 @@ class Step:
         """
         selection = weights if mask is None else mask
         is_stand_in = self.num_samples == 0
+        if self.mistakes.num_left:
+            check_outer(CALL, values)
         total, count = sum_and_count(CALL, values, mask, weights, is_stand_in)
         if selection is None:
             self._check(CALL, values, len(self.losses))
@@ -168,7 +177,9 @@ class Step:
         self.losses.append(share)
         scale = self.accelerator.num_processes * self.num_micro_batches / divisor
         # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
-        return total * (scale + 0 * share)
+        mean = total * (scale + 0 * share)
+        self.mistakes.watch_mean(mean)
+        return mean
 
     def sums(
         self, values: dict[str, torch.Tensor], mask: Selection, weights: Selection
@@ -176,6 +187,8 @@ class Step:
         """Yield name, sum and number of each of these values of run.add: see metrics.select."""
         for name, value, selection in select("run.add(...)", values, mask, weights):
             call = f"run.add({name}=...)"
+            if self.mistakes.num_left:
+                check_outer(call, value)
             if not selection:
                 self._check(call, value)
             is_stand_in = self.num_samples == 0
@@ -202,12 +215,12 @@ class Step:
             self.signals.barrier()  # GradScaler reads the gradients of this step
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}
-        self.mistakes.in_window = False
+        self.mistakes.look_at_gradients(*optimizers)
         self.guard.check(norm, self.losses, self.label)
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
-        self.mistakes.finish_micro_batch(is_last)
+        self.mistakes.finish_micro_batch(is_last, self.num_micro_batches)
         self.num_before = min(self.num_before + self.size, self.num_in_step)
         if is_last != (self.num_before == self.num_in_step):
             raise RuntimeError(
@@ -248,13 +261,26 @@ class Step:
 
         torch calls this before each step of an optimizer.
         """
+        if self.depths[optimizer] == 0:  # a step may call that of the class it extends
+            self._check_step(optimizer)
+        self.depths[optimizer] += 1
+
+    def leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """torch calls this after each step of an optimizer."""
+        self.depths[optimizer] -= 1
+
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self.clipped:
             raise RuntimeError(
                 "optimizer.step() must come after run.clip_and_check(optimizer), which clips and "
                 "checks its gradients"
             )
-        if optimizer not in self.stepped:  # a step may call that of the class it extends
-            self.mistakes.check_zeroed(optimizer)
+        if optimizer in self.stepped:
+            raise RuntimeError(
+                "optimizer.step() was called twice in one step of the run, with the same "
+                "gradients: call it once, after run.clip_and_check(optimizer)"
+            )
+        self.mistakes.check_zeroed(optimizer)
         shards.forget_whole_weights(self.sharded)
         self.stepped.add(optimizer)
 

@@ -85,6 +85,8 @@ class EpochBatches(Sampler):
             an epoch, int64; None yields each sample once, shuffled by seed.
         drop_last: leave out the last num_samples % batch_size samples of each epoch.
         accumulate: micro-batches per optimizer step; divides batch_size.
+        num_processes: no batch has fewer samples, if that is possible; without seed and order. So
+            no process gets a stand-in, which a metric of the script's own would count.
 
     Attributes:
         device: the device of the indices.
@@ -101,11 +103,12 @@ class EpochBatches(Sampler):
         order: Order | None = None,
         drop_last: bool = False,
         accumulate: int = 1,
+        num_processes: int = 1,
     ):
         assert batch_size % accumulate == 0
         self.num_samples = num_samples
         self.batch_size = batch_size // accumulate  # per micro-batch; Accelerate reads this name
-        self.seed = seed
+        self.seed, self.num_processes = seed, num_processes
         self.order = order or shuffled(num_samples, seed)
         self.is_custom = order is not None or num_samples > NUM_HELD
         self.drop_last = False  # Accelerate reads it; Slots make every batch look full
@@ -136,6 +139,22 @@ class EpochBatches(Sampler):
     def __len__(self) -> int:
         return -(-(self.num_used - self.start) // self.batch_size)
 
+    def spans(self) -> Iterator[range]:
+        """Yield the places of each batch. The last but one gives what the last lacks."""
+        first, size, end = self.start, self.batch_size, self.num_used
+        num_last = (end - first) % size
+        missing = self.num_processes - num_last if num_last else 0
+        last = end - num_last
+        if 0 < missing <= size - self.num_processes and last > first:
+            last -= missing
+        for start in range(first, end, size):
+            stop = min(start + size, end)
+            if stop == end and start > first:
+                start = last if num_last else start
+            elif start < last < stop:
+                stop = last
+            yield range(start, stop)
+
     def __iter__(self) -> Iterator[Slots]:
         if not self.is_read_by_run:
             raise RuntimeError(
@@ -146,6 +165,10 @@ class EpochBatches(Sampler):
             )
         epoch = int(self.epoch)
         size = self.batch_size
+        if self.num_processes > 1:
+            for span in self.spans():
+                yield Slots(self.order(epoch, span.start, span.stop).to(self.device), size)
+            return
         ahead = size * max(1, NUM_AHEAD // size)
         for start in range(self.start, self.num_used, ahead):
             part = self.order(epoch, start, min(start + ahead, self.num_used)).to(self.device)
@@ -332,7 +355,7 @@ def make_loaders(
         drop_last=config.drop_last,
         accumulate=config.accumulate,
     )
-    eval_batches = EpochBatches(len(eval_set), eval_batch_size)
+    eval_batches = EpochBatches(len(eval_set), eval_batch_size, num_processes=num_processes)
     return (
         make_loader(accelerator, train_set, train_batches, config, collate_fn),
         make_loader(accelerator, eval_set, eval_batches, config, collate_fn),

@@ -26,7 +26,7 @@ from accelerate.utils import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.outside.names import mesh_groups, prepared_loaders
+from trainkit.outside.names import mesh_groups, prepared_loaders, without_compiler
 
 
 def end_workers(accelerator: Accelerator) -> None:
@@ -49,7 +49,7 @@ def fix_bucket_order(*models: nn.Module) -> None:
     Every process must call this; without DistributedDataParallel it does nothing.
     """
     for model in models:
-        parallel = getattr(model, "_orig_mod", model)  # of a compiled model
+        parallel = without_compiler(model)
         if isinstance(parallel, nn.parallel.DistributedDataParallel):
             _backward_once(parallel)
 
@@ -130,13 +130,13 @@ def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:
     loader.end_of_dataloader = is_last
 
 
-def watch(owner: Any, name: str, before: Callable[[], object]) -> None:
-    """Call before() ahead of each call of owner.name(...)."""
+def watch(owner: Any, name: str, before: Callable[..., object]) -> None:
+    """Call before(...) ahead of each call of owner.name(...), with the same arguments."""
     method = getattr(owner, name)
 
     @functools.wraps(method)
     def watched(*args: Any, **options: Any) -> Any:
-        before()
+        before(*args, **options)
         return method(*args, **options)
 
     setattr(owner, name, watched)

@@ -45,6 +45,25 @@ def prepared_loaders(accelerator: Accelerator) -> list[DataLoader]:
     return accelerator._dataloaders
 
 
+def without_compiler(model: nn.Module) -> nn.Module:
+    """What torch.compile has wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def inputs_of(node: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """The inputs of a node of a graph that have a graph: each with the sizes of its tensor.
+
+    A node that does not tell its sizes has none, ().
+    """
+    found = []
+    for following, number in node.next_functions if node is not None else ():
+        if following is not None:
+            metadata = getattr(following, "_input_metadata", ())
+            sizes = tuple(metadata[number].shape) if number < len(metadata) else ()
+            found.append((following, sizes))
+    return found
+
+
 def fingerprint_of(rows: Any) -> str:
     """The fingerprint of a datasets.Dataset: two with the same fingerprint have the same rows."""
     return rows._fingerprint

@@ -1,0 +1,208 @@
+"""What a run says of a data set or a function that would give misleading numbers, and what not."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import finish
+from test_run import Numbers, changed
+from torch import nn
+from torch.utils.data import Dataset
+
+from trainkit.checks.outer import check_outer
+from trainkit.numbers.loaders import EpochBatches, InMemory
+
+NUM = 16
+
+
+def tables() -> dict[str, tuple[torch.Tensor, bool]]:
+    """Values (n, n) and (n,) by name, and whether they come of (n, 1) against (n,)."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(NUM, size, generator=generator) for size in (10, NUM))
+    torch.manual_seed(0)
+    one, many, rows = nn.Linear(10, 1)(x), nn.Linear(10, NUM)(x), nn.Linear(10, 4)(x)
+    target, labels = y[:, 0], torch.randint(3, (2, NUM), generator=generator)
+    signs = 2 * torch.eye(NUM) - 1
+    few_wrong = torch.ones(NUM, NUM, dtype=torch.bool)
+    few_wrong[3] = False
+    few_wrong[0, 5] = False
+    wrong = {
+        "mse": (one - target) ** 2,
+        "the other way round": (one[:, 0] - target[:, None]) ** 2,
+        "hidden in a mean": ((one - target) ** 2).mean(1),
+        "huber": F.huber_loss(one.expand(NUM, NUM), target.expand(NUM, NUM), reduction="none"),
+        "normal": -torch.distributions.Normal(one, 1.0).log_prob(target),
+        "mse without a graph": (one.detach() - target) ** 2,
+        "mae without a graph": (one.detach() - target).abs(),
+        "accuracy": labels[0][:, None] == labels[1],
+        "accuracy as floats": (labels[0][:, None] == labels[1]).float(),
+        "error rate": labels[0][:, None] != labels[1],
+    }
+    right = {
+        "as many outputs": (many - y) ** 2,
+        "their means": ((many - y) ** 2).mean(1),
+        "weighted": torch.rand(NUM, 1) * (many - y) ** 2,
+        "pairs": -F.logsigmoid(signs * (rows @ rows.T)),
+        "contrastive": F.cross_entropy(rows @ rows.T, torch.arange(NUM), reduction="none"),
+        "ranking": F.softplus(one.T - one),
+        "squeezed": (one[:, 0] - target) ** 2,
+        "outputs without a graph": (many.detach() - y) ** 2,
+        "accuracy of outputs": (many > 0) == (y > 0),
+        "all right": torch.ones(NUM, NUM),
+        "few wrong": few_wrong,
+    }
+    named = {name: (values, True) for name, values in wrong.items()}
+    return named | {name: (values, False) for name, values in right.items()}
+
+
+@pytest.mark.parametrize("name", tables())
+def test_values_of_predictions_broadcast_against_targets_are_told_from_others(name):
+    values, is_wrong = tables()[name]
+    if not is_wrong:
+        return check_outer("it", values)
+    with pytest.raises(RuntimeError, match=r"it got .* \(16, 16\): .* predictions.squeeze\(1\)"):
+        check_outer("it", values)
+
+
+def test_a_loss_and_a_metric_that_broadcast_are_refused_where_they_are_given(tmp_path):
+    flags = f"--batch-size 20 --run-dir {tmp_path}"
+    square = r'\(two\(one\(batch\["x"\]\)\) - batch\["y"\]\)\.square\(\)'
+    for text, other, call in (
+        (rf"loss = {square}", "loss = (two(one(batch['x'])) - batch['y'][:, 0]) ** 2", "step_mean"),
+        (
+            r"run.add\(loss=loss\)",
+            "run.add(loss=loss, right=(batch['index'] % 3)[:, None] == batch['index'] % 3)",
+            r"add\(right=\.\.\.\)",
+        ),
+        (
+            r'lambda batch: {"loss": ',
+            "lambda batch: {'off': (one(batch['x'])[:, :1] - batch['y'][:, 0]).abs(), 'loss': ",
+            "evaluate",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=rf"run\.{call}.* were broadcast"):
+            changed((text, other))(flags)
+
+
+@pytest.mark.parametrize(
+    "function, note",
+    [
+        ("F.dropout(batch['y'], 0.5)", "random numbers"),
+        ("F.dropout(batch['y'], 0.5, training=one.training)", ""),
+        ("torch.nn.Dropout(0.5).eval()(batch['y'])", ""),
+        ("batch['y'] * run.num_samples", ""),
+    ],
+)
+def test_a_function_of_an_evaluation_that_draws_is_named_once(tmp_path, capfd, function, note):
+    edit = r'lambda batch: {"loss": ', "lambda batch: {'other': " + function + ", 'loss': "
+    changed(edit, F=F)("--run-dir", tmp_path)
+    said = capfd.readouterr().out
+    assert said.count("note: the function of run.evaluate(...) draws") == bool(note), said
+
+
+def test_a_model_put_into_training_mode_in_an_evaluation_is_refused(tmp_path):
+    edit = r'lambda batch: {"loss": ', "lambda batch: {'other': one.train()(batch['x']), 'loss': "
+    with pytest.raises(RuntimeError, match=r"its function called model.train\(\), so dropout"):
+        changed(edit)("--run-dir", tmp_path)
+
+
+class Own(Dataset):
+    """Samples that are made when they are read."""
+
+    def __init__(self, rows: torch.Tensor, noise: float = 0.0):
+        self.rows, self.noise = rows, noise
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        noise = self.noise * torch.randn(2) if self.noise else 0
+        return {"x": self.rows[index] + noise, "y": self.rows[index, :1]}
+
+
+@pytest.mark.parametrize("held", ["Own({})", "[{{'x': x, 'y': x[:1]}} for x in {}]"])
+@pytest.mark.parametrize("start, note", [(43, ""), (38, "about 17 %"), (13, "about 100 %")])
+def test_an_evaluation_set_that_is_trained_on_is_named(tmp_path, capfd, held, start, note):
+    rows = torch.randn(73, 2)
+    sets = f"({held.format('rows[:43]')}, {held.format(f'rows[{start}:{start + 30}]')})"
+    edit = r"\(Numbers\(\), Numbers\(\)\)", sets
+    changed(edit, Own=Own, rows=rows)(f"--epochs 1 --run-dir {tmp_path}")
+    said = re.findall("same samples +(about .* %) of the evaluation set", capfd.readouterr().out)
+    assert said == [note] * bool(note)
+
+
+def test_equal_rows_in_the_nature_of_the_data_are_not_named_nor_those_of_other_tensors():
+    from trainkit.checks.shared_rows import shared_rows, texts_in_memory
+
+    def said(train: InMemory, evaluated: InMemory) -> dict[str, str]:
+        texts = texts_in_memory(train, 1024), texts_in_memory(evaluated, 256)
+        return shared_rows(texts[0], len(train), texts[1])
+
+    few, many = torch.arange(2000)[:, None] % 4, torch.randn(5000, 3)
+    assert said(InMemory(few, few), InMemory(few[:100], few[:100])) == {}
+    assert said(InMemory(many), InMemory(many + 1)) == {}
+    assert "about" in said(InMemory(many), InMemory(many[:1000]))["same samples"]
+
+
+@pytest.mark.parametrize("noise, num", [(0.0, 0), (0.5, 1)])
+def test_an_evaluation_set_that_is_augmented_is_named(tmp_path, capfd, noise, num):
+    sets = r"\(Numbers\(\), Numbers\(\)\)", "(Numbers(), Own(torch.randn(30, 2), noise))"
+    changed(sets, Own=Own, Numbers=Numbers, noise=noise)(f"--epochs 1 --run-dir {tmp_path}")
+    assert capfd.readouterr().out.count("] of a sample of the evaluation set depends") == num
+
+
+def test_no_process_of_an_evaluation_has_a_stand_in_if_the_set_has_enough_samples():
+    for num, world, share in ((51, 2, 5), (7, 3, 2), (40, 3, 4), (6, 3, 2), (2, 3, 2), (4, 3, 1)):
+        size = world * share
+        batches = EpochBatches(num, size, num_processes=world)
+        spans = [*batches.spans()]
+        assert [place for span in spans for place in span] == [*range(num)]
+        assert [len(slots.values) for slots in batches] == [*map(len, spans)]
+        assert len(spans) == len(batches) == -(-num // size)
+        if num >= world and share > 1:
+            assert min(map(len, spans)) >= world
+
+
+METRIC = """
+import torch
+from trainkit import InMemory, Run, make_loaders, make_optimizer
+from trainkit.config import TrainingConfig, parse
+def main(argv):
+    config = parse(TrainingConfig, argv)
+    with Run(config, "metric") as run:
+        rows, seen = torch.rand(43, 1), []
+        sets = run.load(lambda _: (InMemory(rows), InMemory(1 - rows)))
+        train_loader, eval_loader = make_loaders(run.accelerator, *sets, config)
+        model = torch.nn.Linear(1, 1)
+        optimizer = make_optimizer(run.accelerator, model.parameters(), config)
+        model, optimizer, train_loader, eval_loader = run.accelerator.prepare(
+            model, optimizer, train_loader, eval_loader
+        )
+        run.begin(model, {})
+        def update(batch):
+            assert run.num_samples == len(batch[1])
+            seen.extend(batch[1].tolist())
+            return {"loss": model(batch[0]).abs()}
+        for _ in run.epochs():
+            for x, _ in run.steps(train_loader):
+                with run.accelerator.accumulate(model):
+                    run.accelerator.backward(run.step_mean(model(x).abs()))
+                    run.clip_and_check(optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if run.end_step():
+                    run.save()
+            run.end_epoch(run.evaluate(eval_loader, update))
+        print(f"seen {seen}.")
+        run.finish()
+"""
+
+
+def test_a_metric_that_the_function_itself_updates_sees_each_sample_once(nursery, tmp_path):
+    path = tmp_path / "metric.py"
+    path.write_text(METRIC)
+    flags = f"--epochs 1 --batch-size 8 --eval-batch-size 6 --no-pictures --run-dir {tmp_path}/run"
+    output = finish(nursery, path.as_posix(), flags, world=2)  # 43: the last batch would have 1
+    seen = [int(n) for part in re.findall(r"seen \[(.*?)\]\.", output) for n in part.split(",")]
+    assert sorted(seen) == [*range(43)], output
