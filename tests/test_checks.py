@@ -1,6 +1,7 @@
 """What a run says of a data set or a function that would give misleading numbers, and what not."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from test_run import Numbers, changed
 from torch import nn
 from torch.utils.data import Dataset
 
+from trainkit.checks.buffers import Buffers
 from trainkit.checks.outer import check_outer
+from trainkit.checks.prepared import check_batch_norm
+from trainkit.errors import UsageError
+from trainkit.launch.alike import check_same
 from trainkit.numbers.loaders import EpochBatches, InMemory
 
 NUM = 16
@@ -105,6 +110,143 @@ def test_a_model_put_into_training_mode_in_an_evaluation_is_refused(tmp_path):
     edit = r'lambda batch: {"loss": ', "lambda batch: {'other': one.train()(batch['x']), 'loss': "
     with pytest.raises(RuntimeError, match=r"its function called model.train\(\), so dropout"):
         changed(edit)("--run-dir", tmp_path)
+
+
+class Tracked(nn.Linear):
+    """A layer with a buffer that forward changes as `how` says."""
+
+    def __init__(self, how: str):
+        super().__init__(2, 4)
+        self.how = how
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("num", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num += 1
+        if self.training and self.how == "share":
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        if self.how == "replaced":
+            self.mean = self.mean + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "how, accumulate, num",
+    [
+        ("share", 1, 0),
+        ("share", 2, 1),
+        ("replaced", 2, 1),
+        ("counted alone", 2, 0),
+    ],
+)
+def test_a_buffer_that_moves_in_each_micro_batch_is_named_once(
+    tmp_path, capfd, how, accumulate, num
+):
+    changed((r"first\(\)", "Tracked(how)"), Tracked=Tracked, how=how)(
+        f"--accumulate {accumulate} --run-dir {tmp_path}"
+    )
+    note = "note: mean: the numbers depend on how a batch is split, because forward changes it in"
+    said = capfd.readouterr().out
+    assert said.count(note) == num == said.count("note"), said
+
+
+@pytest.mark.parametrize("theirs, named", [(0.5, True), (1.0 + 1e-8, False)])
+def test_a_buffer_that_differs_between_processes_is_named(monkeypatch, theirs, named):
+    layer, said = nn.Module(), []
+    layer.register_buffer("load", torch.ones(()))
+    two = SimpleNamespace(num_processes=2, is_fsdp2=False)
+    monkeypatch.setattr(
+        "trainkit.checks.buffers.gather_object", lambda own: [*own, {"load": theirs}]
+    )
+    buffers = Buffers(two, [layer], 1, said.append)
+    buffers.start_micro_batch()
+    buffers.finish_micro_batch()
+    buffers.finish_step()
+    assert [text.startswith("note: load: ") for text in said] == [True] * named
+    assert all("add up over the processes" in text for text in said)
+
+
+class Pooled(nn.Linear):
+    """A model of sequences that differ in length."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.stack([row.sum(0) for row in rows.unbind()]))
+
+
+@pytest.mark.parametrize("layout", ["torch.jagged", "torch.strided"])
+def test_a_batch_may_hold_nested_tensors(tmp_path, layout):
+    def collate(samples: list) -> dict[str, torch.Tensor]:
+        rows = [sample["x"].expand(1 + sample["index"] % 3, 2) for sample in samples]
+        nested = torch.nested.nested_tensor(rows, layout=getattr(torch, layout[6:]))
+        return {"x": nested, "y": torch.stack([sample["y"] for sample in samples])}
+
+    losses = changed(
+        (r"\*sets, args\)", "*sets, args, collate)"),
+        (r"first\(\)", "Pooled(2, 4)"),
+        collate=collate,
+        Pooled=Pooled,
+    )(f"--epochs 2 --accumulate 2 --run-dir {tmp_path}")
+    assert losses[-1] < losses[0]
+
+
+def test_schedules_of_timm_are_known_when_they_are_registered(tmp_path):
+    class Foreign:
+        def __init__(self, optimizer: torch.optim.Optimizer):
+            self.optimizer = optimizer
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+
+        def state_dict(self) -> dict[str, float]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, float]) -> None:
+            pass
+
+    edits = (
+        (r"schedules = \[make_scheduler.*", "foreign = [Foreign(each) for each in optimizers]"),
+        (r"schedules = \[run.accelerator.prepare.*", "schedules = []"),
+    )
+    with pytest.raises(RuntimeError, match=r"none of torch, .*register_for_checkpointing"):
+        changed(*edits, Foreign=Foreign)(f"--run-dir {tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "nodes, values, sentence",
+    [
+        (
+            "aabb",
+            "1122",
+            "the nodes of this run differ: x is 1 on a, and 2 on b: start all of them",
+        ),
+        (
+            "aaaa",
+            "1121",
+            "the processes of this run differ: x is 1 on process 0, and 2 on process 2: let",
+        ),
+        (
+            "aabb",
+            "1112",
+            "the processes of this run differ: x is 1 on process 0, and 2 on process 3: let",
+        ),
+    ],
+)
+def test_what_differs_is_said_of_nodes_only_if_they_are_of_one_mind(
+    accelerator, monkeypatch, nodes, values, sentence
+):
+    everybody = [(node, {"x": value}) for node, value in zip(nodes, values, strict=True)]
+    monkeypatch.setattr("trainkit.launch.alike.gather_object", lambda _: everybody)
+    with pytest.raises(UsageError, match=sentence):
+        check_same(accelerator, {"x": 1})
+
+
+def test_synchronised_batch_norm_on_cpus_is_one_sentence(accelerator):
+    models = [nn.Sequential(nn.SyncBatchNorm(2))]
+    check_batch_norm(accelerator, models)
+    two = SimpleNamespace(num_processes=2, device=accelerator.device)
+    with pytest.raises(UsageError, match=r"SyncBatchNorm computes on GPUs alone, and .* 2 proc"):
+        check_batch_norm(two, models)
+    check_batch_norm(two, [models[0].eval()])
 
 
 class Own(Dataset):

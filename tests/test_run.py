@@ -445,6 +445,13 @@ class Stream(IterableDataset):
     __iter__ = iter
 
 
+class CountedStream(Stream):
+    """The same with a length, which it may have."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
 # What a script has (+) in the place of a text of `train` (-), and what it is told (!).
 MISTAKES = r"""
 - (Numbers(), Numbers())
@@ -554,7 +561,16 @@ MISTAKES = r"""
 ! a learning rate schedule was not given to accelerator.prepare
 - run.begin((one, two)
 + run.begin(one
-! needs all models
+! got 1 model and accelerator.prepare 2: .* A frozen model, such as a teacher, is not prepared
+- (Numbers(), Numbers())
++ (CountedStream(), Numbers())
+! the training set is a CountedStream, whose samples have no index
+- (Numbers(), Numbers())
++ (Numbers(), torch.utils.data.Subset(CountedStream(), range(9)))
+! the evaluation set is a CountedStream, whose samples have no index
+- make_optimizer(run.accelerator, m.parameters(), args)
++ torch.optim.LBFGS(m.parameters())
+! LBFGS computes the loss several times in a step, .* use another optimizer
 - run.begin(
 + run.accelerator.prepare(torch.utils.data.DataLoader(Numbers())); run.begin(
 ! a loader that make_loaders\(...\) did not make
@@ -659,6 +675,14 @@ def test_a_mistake_in_the_loop_is_told_before_the_second_epoch(tmp_path, text, m
             body=lambda run, number: batches.append(number),
         )
     assert len(batches) <= 11
+
+
+def test_gradients_that_are_added_up_over_two_steps_are_told_of_accumulate(tmp_path):
+    edits = (r"run.clip_and_check\(optimizer\)", "pass"), (r"part.step\(\)", "pass")
+    with pytest.raises(
+        RuntimeError, match=r"came without run.clip_and_check.* --accumulate N and N"
+    ):
+        changed(*edits)("--run-dir", tmp_path)
 
 
 def teach(place: str, teacher: nn.Module) -> Callable[..., list[float]]:

@@ -60,7 +60,7 @@ def train(
     outcome = nursery.run(script, *args, "--run-dir", where, world=world, env=variables, **plan)
     assert outcome.codes == (codes or [0] * world), outcome.output
     world_line = outcome.output.splitlines()[0]
-    if not world_line.startswith("error: the nodes of this run differ"):  # before the plan
+    if not world_line.startswith("error: the processes of this run differ"):  # before the plan
         assert f"{world} process" in world_line and ("sharded" in world_line) == (kind is not None)
     assert (f", {copies} copies, each sharded over 2" in world_line) == (copies > 1)
     return outcome
@@ -335,7 +335,10 @@ def test_a_killed_run_ends_with_equal_bytes_and_its_checkpoints_hold_nothing_fro
     assert sum(sizes) < 400 * 400 * 4 * 0.5
     for name in ("model", "raw", "best"):
         assert not any(weight.startswith("base.") for weight in saved(tmp_path / "run", name)[0])
-    for base, words in (("1", "belongs to another run: "), ("$RANK", "nodes of this run differ: ")):
+    for base, words in (
+        ("1", "belongs to another run: "),
+        ("$RANK", "processes of this run differ: "),
+    ):
         changed = train(nursery, tmp_path / "run", *args, **plan, env={"BASE": base}, codes=[2, 2])
         assert f"{words}the frozen weight base.0.weight " in changed.output
         assert changed.output.count("error:") == 1

@@ -142,7 +142,7 @@ def test_batchnorm_is_named_where_a_batch_is_split(
     run = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --batch-size 64 --stop-after-steps 1"
     for flags in ("--model normed", "--accumulate 2", "--model normed --accumulate 2"):
         run_main("train_mnist", run, flags)
-        named = "BatchNorm: its numbers depend on how a batch is split"
+        named = "the numbers depend on how a batch is split"
         assert (named in capfd.readouterr().out) == (flags.count("--") == 2)
 
 

@@ -32,6 +32,17 @@ def need(run: Any, call: str, *stages: str) -> None:
         raise out_of_order(call, run.stage)
 
 
+def need_gradients(run: Any) -> None:
+    """Raise RuntimeError at the end of a step that did not use its gradients."""
+    if run.stage == "backward":
+        raise RuntimeError(
+            "run.end_step() came without run.clip_and_check(optimizer): each batch of "
+            "run.steps(...) is a step of the optimizer; to add up the gradients of N batches give "
+            "--accumulate N and N times the --batch-size"
+        )
+    need(run, "run.end_step()", "checked")
+
+
 def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Callable]:
     """Decorate a method that may be called only in these stages; `then` is the stage after it.
 

@@ -30,12 +30,15 @@ def text_of(value: Any) -> str:
     """Return JSON that differs for different values; tensors, arrays and bytes become hashes."""
     try:
         return json.dumps(value, default=_describe)
-    except (TypeError, ValueError, RecursionError):  # keys that are tuples, or a circle
+    # Keys that are tuples, a circle (RecursionError), a tensor of a kind that has no bytes.
+    except (TypeError, ValueError, RuntimeError):
         return _without_addresses(value)
 
 
 def _describe(value: Any) -> Any:
     """What json.dumps writes for a value that it does not know."""
+    if isinstance(value, torch.Tensor) and value.is_nested:  # also a jagged one
+        return [str(value.dtype), list(value.unbind())]
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), [*value.shape], hash_tensor(value)]
     if isinstance(value, bytes | bytearray | memoryview):

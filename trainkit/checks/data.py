@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    default_collate,
+)
 
 from trainkit.checks.content import held_in_memory, sample_parts, text_of
 from trainkit.checks.shared_rows import (
@@ -44,7 +50,12 @@ REMEDIES = {
 
 def check_indexable(dataset: Any, name: str) -> None:
     """Raise UsageError unless samples can be read by index."""
-    by_index = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    for part in (getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())):
+        if isinstance(dataset, Subset | ConcatDataset | StackDataset) and part is not None:
+            check_indexable(part, name)
+    # torch's Dataset has a __getitem__ that raises, and so has a stream, also one with len().
+    reader = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
+    by_index = reader is not Dataset.__getitem__ or hasattr(dataset, "__getitems__")
     if not (by_index and hasattr(dataset, "__len__")):
         raise UsageError(
             f"the {name} is a {type(dataset).__name__}, whose samples have no index, but an "

@@ -17,7 +17,9 @@ def check_outer(call: str, values: torch.Tensor) -> None:
     Values with a graph show how they were made. Others show it by themselves: of an outer
     comparison or an outer difference, a row says what the others are.
     """
-    num = len(values) if values.ndim else 1
+    if not isinstance(values, torch.Tensor) or values.ndim == 0 or values.is_nested:
+        return
+    num = len(values)
     shape = tuple(values.shape[:2])
     if values.ndim == 1 and values.requires_grad and num > 1:
         is_outer = is_made_by_one_side(values, num)

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
+from trainkit.errors import UsageError
 from trainkit.numbers.loaders import EpochBatches, batches_of
 from trainkit.numbers.optim import weights_of
 from trainkit.outside.fixes import fix_bucket_order
@@ -20,6 +22,7 @@ from trainkit.outside.names import (
     prepared_schedulers,
     registered_things,
 )
+from trainkit.text import count
 
 
 def check_prepared(accelerator: Accelerator, num_models: int) -> None:
@@ -27,7 +30,10 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
     models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
     if num_models != len(models):
         raise RuntimeError(
-            "run.begin(...) needs all models that accelerator.prepare was given, as a list"
+            f"run.begin(...) got {count(num_models, 'model')} and accelerator.prepare "
+            f"{len(models)}: give it all of them, as a list. A frozen model, such as a teacher, is "
+            "not prepared but moved by .to(accelerator.device), and named in "
+            "run.begin(..., fixed={'teacher': teacher})"
         )
     if any(batches_of(loader) is None for loader in prepared_loaders(accelerator)):
         raise RuntimeError(
@@ -36,6 +42,12 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         )
     if not optimizers:
         raise RuntimeError("accelerator.prepare was given no optimizer: prepare every optimizer")
+    if any(isinstance(wrapped.optimizer, torch.optim.LBFGS) for wrapped in optimizers):
+        raise RuntimeError(
+            "LBFGS computes the loss several times in a step, and a step of run.steps(...) is one "
+            "pass over a batch: use another optimizer, or fit this model outside of Run"
+        )
+    check_batch_norm(accelerator, models)
     states = (pair for model in models for pair in model.state_dict().items())
     if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
         raise RuntimeError(
@@ -53,10 +65,27 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
             "accelerator.prepare was given, so they would be neither averaged nor saved: "
             "prepare every module that is trained"
         )
+    check_scheduled(accelerator)
+
+
+def check_batch_norm(accelerator: Accelerator, models: Sequence[nn.Module]) -> None:
+    """Raise UsageError for nn.SyncBatchNorm on CPUs, where torch has none."""
+    layers = (layer for model in models for layer in model.modules())
+    is_synced = any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in layers)
+    if is_synced and accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        raise UsageError(
+            "nn.SyncBatchNorm computes on GPUs alone, and these are "
+            f"{accelerator.num_processes} processes on CPUs: use GroupNorm or LayerNorm, put these "
+            "layers into evaluation mode, or use one process"
+        )
+
+
+def check_scheduled(accelerator: Accelerator) -> None:
+    """Raise RuntimeError if a learning rate schedule would be restarted by a resume."""
     schedules = prepared_schedulers(accelerator)
     steered = [optimizer for schedule in schedules for optimizer in schedule.optimizers]
     steered += [getattr(thing, "optimizer", None) for thing in registered_things(accelerator)]
-    for optimizer in optimizers:
+    for optimizer in prepared_optimizers(accelerator):
         # A schedule stores its initial rate there.
         is_steered = optimizer in steered or optimizer.optimizer in steered
         if "initial_lr" in optimizer.param_groups[0] and not is_steered:

@@ -73,20 +73,28 @@ def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
 
 
 def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
-    """Refuse a run whose nodes differ in one of the described values.
+    """Refuse a run whose nodes, or processes, differ in one of the described values.
 
     Every process must call this. Raises UsageError on all, with name, nodes and values.
     """
     described = {name: shown(str(value)) for name, value in described.items()}
     everybody = gather_object([(node_name(), described)])
     for name in dict.fromkeys(name for _, theirs in everybody for name in theirs):
-        nodes = {theirs.get(name, "not set"): node for node, theirs in reversed(everybody)}
-        if len(nodes) > 1:
-            values = (f"{value} on {node}" for value, node in reversed(nodes.items()))
-            raise UsageError(
-                f"the nodes of this run differ: {name} is {', and '.join(values)}: start all of "
-                "them with the same command, code, packages and data"
-            )
+        values = [(node, theirs.get(name, "not set")) for node, theirs in everybody]
+        if len({value for _, value in values}) == 1:
+            continue
+        by_node = len(set(values)) == len({node for node, _ in values})  # a node is of one mind
+        places: dict[str, str] = {}
+        for rank, (node, value) in enumerate(values):
+            places.setdefault(value, node if by_node else f"process {rank}")
+        who = "nodes" if by_node else "processes"
+        remedy = (
+            "start all of them with the same command, code, packages and data"
+            if by_node
+            else "let nothing depend on the rank or on an unsorted set, and seed what draws"
+        )
+        said = ", and ".join(f"{value} on {place}" for value, place in places.items())
+        raise UsageError(f"the {who} of this run differ: {name} is {said}: {remedy}")
 
 
 def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:

@@ -177,6 +177,7 @@ def leave(code: int) -> NoReturn:
         # A normal exit would wait for the loader workers, one of which may hang, and for
         # communication threads, which wait for the other processes.
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
     if code == EXIT_USAGE and not is_main_rank():
         # The main process may still be importing modules. If this process ended first, the

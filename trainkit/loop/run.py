@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.fingerprint import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
-from trainkit.checks.calls import IN_BATCH, allowed, need, out_of_order
+from trainkit.checks.calls import IN_BATCH, allowed, need, need_gradients, out_of_order
 from trainkit.checks.data import load_checked, random_collation
 from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.prepared import Prepared, check_loader
@@ -317,7 +317,7 @@ class Run:
         """
         is_last = self.accelerator.sync_gradients
         if is_last:
-            need(self, "run.end_step()", "checked")
+            need_gradients(self)
         self.step.finish_micro_batch(is_last)
         is_due = is_last and self._finish_step()
         self.stage = "must save" if is_due else "counted"

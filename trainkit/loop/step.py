@@ -10,6 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
+from trainkit.checks.buffers import Buffers
 from trainkit.checks.finite import FiniteGuard
 from trainkit.checks.mistakes import Mistakes
 from trainkit.checks.outer import check_outer
@@ -43,6 +44,7 @@ class Step:
         num_samples: samples of this process in the current micro-batch; 0: it has a stand-in.
         losses: this process's share of each mean of the micro-batch: its sum, divided by what the
             whole mean is divided by; FiniteGuard reads them.
+        buffers: which ones forward changes from its own share.
         divisors: what its means are divided by.
         sizes: of values without a mask, which must be equal in the whole step.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.
@@ -67,6 +69,7 @@ class Step:
         self.optimizers = prepared_optimizers(accelerator)
         self.guard = FiniteGuard(accelerator)
         self.mistakes = Mistakes(accelerator, config.accumulate, wrapped, say)
+        self.buffers = Buffers(accelerator, models, config.accumulate, say)
         # Samples per micro-batch, over all processes.
         self.size = config.batch_size // config.accumulate
         self.key: tuple[int, ...] = ()
@@ -128,6 +131,8 @@ class Step:
         # Those of numpy and random too: samples that are made meanwhile reseed them.
         seed_host(key(*self.key, first))
         self.losses = []
+        if self.mistakes.num_left:
+            self.buffers.start_micro_batch()
 
     def rows_of(self, rank: int, num_before: int) -> tuple[int, int]:
         """Return where the rows of a process start in a micro-batch, and their number.
@@ -221,6 +226,8 @@ class Step:
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
         self.mistakes.finish_micro_batch(is_last, self.num_micro_batches)
+        if self.mistakes.num_left:
+            self.buffers.finish_micro_batch()
         self.num_before = min(self.num_before + self.size, self.num_in_step)
         if is_last != (self.num_before == self.num_in_step):
             raise RuntimeError(
@@ -239,8 +246,11 @@ class Step:
         if self.mistakes.num_left:
             self.sizes.check_processes(self.accelerator)
             self.divisors.check()
+            self.buffers.finish_step()
         if not skipped:
             self.mistakes.finish_step(self.stepped)
+            if not self.mistakes.num_left:
+                self.buffers.close()
         self.clipped.clear()
         self.stepped.clear()
         return not skipped

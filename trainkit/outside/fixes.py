@@ -155,6 +155,14 @@ def wrap_prepare(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
     accelerator.prepare = functools.partial(wrapper, accelerator.prepare)
 
 
+def wrap_backward(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
+    """Make accelerator.backward(...) call wrapper(backward, ...), with what it was before.
+
+    For an error of torch that a sentence has to explain.
+    """
+    accelerator.backward = functools.partial(wrapper, accelerator.backward)
+
+
 def recompute_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> int:
     """Keep only the inputs of the layers that the plugin wraps, and compute them in backward again.
 

@@ -60,7 +60,8 @@ def inputs_of(node: Any) -> list[tuple[Any, tuple[int, ...]]]:
         if following is not None:
             metadata = getattr(following, "_input_metadata", ())
             sizes = tuple(metadata[number].shape) if number < len(metadata) else ()
-            found.append((following, sizes))
+            is_plain = all(type(size) is int for size in sizes)  # not those of a jagged tensor
+            found.append((following, sizes if is_plain else ()))
     return found
 
 

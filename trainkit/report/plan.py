@@ -53,7 +53,8 @@ def describe_plan(run: Any, plan: dict[str, str]) -> str:
     if config.ema:
         lines["average"] = f"of the weights, decay {config.ema}: evaluated and written"
     layers = (layer for model in run.models for layer in model.modules())
-    if num_parts > 1 and any(isinstance(layer, BATCH_NORMS) and layer.training for layer in layers):
+    untracked = (layer.running_mean is None for layer in layers if isinstance(layer, BATCH_NORMS))
+    if num_parts > 1 and any(untracked):  # of others checks/buffers.py sees the means
         lines["note"] = (
             "BatchNorm: its numbers depend on how a batch is split, so other processes or "
             "micro-batches give other losses"

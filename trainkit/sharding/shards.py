@@ -46,6 +46,7 @@ from trainkit.outside.fixes import (
     copy_shards,
     recompute_layers,
     shard_models,
+    wrap_backward,
     wrap_prepare,
 )
 from trainkit.outside.names import (
@@ -101,6 +102,21 @@ def shard(accelerator: Accelerator) -> None:
 
     _use(accelerator, plugin)
     wrap_prepare(accelerator, prepare_sharded)
+    wrap_backward(accelerator, _backward)
+
+
+def _backward(backward: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Raise UsageError for a second backward pass through weights that the first has given back."""
+    try:
+        backward(*args, **options)
+    except RuntimeError as error:
+        if "out of bounds for storage of size 0" not in str(error):
+            raise
+        raise UsageError(
+            "a gradient of a gradient, as of a gradient penalty, goes through sharded weights "
+            "twice, and they are given back after the first time: call "
+            "model.set_reshard_after_backward(False) on what accelerator.prepare(...) returned"
+        ) from error
 
 
 def _use(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
