@@ -14,7 +14,6 @@ an input and an output into text. See docs/loop.md for a script of your own.
 
 import contextlib
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,10 @@ from tyro.conf import Positional
 from trainkit.config.command_line import flag, parse
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files import records
+from trainkit.files.standard_json import from_exact_json
 from trainkit.launch.streams import LOST
+from trainkit.outside.fixes import name_without_compiler
+from trainkit.outside.names import plain_name
 from trainkit.pictures.files import standardise
 from trainkit.text import printable
 from trainkit.tools.calibration import calibrate
@@ -275,7 +277,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
         raise UsageError(f"{run_dir} is not a finished run: it has no {path.name}")
     with as_usage_error(f"{path} is not a model of these scripts"):
         with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {})["trainkit"])
+            metadata = from_exact_json((file.metadata() or {})["trainkit"])
         evaluated, _ = records.load_predictions(run_dir / records.PREDICTIONS)
         script = load_script(script_path or find_script(metadata["script"]))
         kind = KINDS.get(metadata.get("input", ""))
@@ -293,12 +295,14 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
                 "make_model(metadata), and answer(model, metadata, path) or, in what it gives "
                 f'run.begin, "input", one of {", ".join(KINDS)} (docs/loop.md)'
             )
-        weights = load_file(run_dir / kind.weights)
+        saved = load_file(run_dir / kind.weights)
+        weights = {plain_name(name): value for name, value in saved.items()}
         # The model that the metadata describe is compared with the weights before it takes memory.
         with contextlib.suppress(RuntimeError), torch.device("meta"):
-            if shapes(script.make_model(metadata).state_dict()) != shapes(weights):
+            described = name_without_compiler(script.make_model(metadata)).state_dict()
+            if shapes(described) != shapes(weights):
                 raise ValueError("its weights are not those of the model that it names")
-        model = script.make_model(metadata)
+        model = name_without_compiler(script.make_model(metadata))
         model.load_state_dict(weights)
         predictor = kind(model, metadata, evaluated).eval().requires_grad_(False)
         predictor.open(script, run_dir)

@@ -28,6 +28,8 @@ OWN = {"self", "args", "part", "progress", "run", "column", "table", "settings"}
 OWN |= {"layer", "batches", "ctx", "chat"}
 # What is set on an object of another package elsewhere: settings that are meant to be set.
 SETTINGS = {
+    "sys.stdout",
+    "sys.stderr",
     "torch.backends.cuda.matmul.allow_tf32",
     "torch.backends.cudnn.allow_tf32",
     "Image.MAX_IMAGE_PIXELS",

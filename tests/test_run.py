@@ -37,11 +37,14 @@ from torch.utils.data import Dataset, IterableDataset
 import train_regression
 from trainkit.config import TrainingConfig, parse
 from trainkit.errors import UsageError
+from trainkit.files.weights import read_weights
 from trainkit.launch.together import agree
 from trainkit.loop.run import Run
 from trainkit.numbers.loaders import InMemory, make_loaders
 from trainkit.numbers.means import RunningMeans, sum_and_count, sum_of
 from trainkit.numbers.optim import make_optimizer, make_scheduler
+from trainkit.outside.fixes import name_without_compiler
+from trainkit.outside.names import named_weights
 from trainkit.rng import Dropout
 
 NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
@@ -844,3 +847,30 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(fork_main
     for path, sentence in ((tmp_path / "none", "cannot be read"), (wrong, "none of its 2")):
         assert sentence in start(2, path)
         assert not (tmp_path / "run-2").exists()
+
+
+@pytest.mark.parametrize("compiled", ["whole", "part"])
+def test_compiled_and_plain_models_have_one_name_for_a_weight(compiled, tmp_path):
+    def make(how: str) -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        if how == "whole":
+            return torch.compile(model, backend="eager")
+        if how == "part":
+            model[0] = torch.compile(model[0], backend="eager")
+        return model
+
+    plain, other = make(""), make(compiled)
+    prefixed = {name: value.clone() for name, value in other.state_dict().items()}
+    assert any("_orig_mod." in name for name in prefixed)
+    names = [*plain.state_dict()]
+    assert [*name_without_compiler(other).state_dict()] == names
+    assert [name for name, _ in named_weights(other)] == names
+    for model in other, name_without_compiler(make("")):
+        for state in prefixed, plain.state_dict():
+            model.load_state_dict({name: value + 1 for name, value in state.items()})
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, plain.state_dict()[name] + 1)
+    path = tmp_path / "old.safetensors"
+    save_file(prefixed, path)
+    assert read_weights(path, plain)[0].keys() == {*names}

@@ -52,7 +52,8 @@ def interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-keep_standard_files()
+if None in (sys.stdin, sys.stdout, sys.stderr):  # it was closed when Python started
+    keep_standard_files()
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler and not hasattr(sys, "ps1"):
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, interrupt)

@@ -14,7 +14,7 @@ from torch import nn
 from trainkit.errors import UsageError
 from trainkit.numbers.loaders import EpochBatches, batches_of
 from trainkit.numbers.optim import weights_of
-from trainkit.outside.fixes import fix_bucket_order
+from trainkit.outside.fixes import fix_bucket_order, name_without_compiler
 from trainkit.outside.names import (
     prepared_loaders,
     prepared_models,
@@ -131,6 +131,7 @@ class Prepared:
         self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
         self.optimizers = prepared_optimizers(accelerator)
         for model in self.models:
+            name_without_compiler(model)
             if not any(layer.training for layer in model.modules()):
                 model.train()
         fix_bucket_order(*self.wrapped)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.atomic import write_durably
 from trainkit.files.standard_json import to_exact_json
+from trainkit.outside.names import plain_name
 
 
 def numbered(name: str, number: int) -> str:
@@ -82,7 +83,7 @@ def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Te
         return value.shape, value.is_complex(), value.is_floating_point()
 
     with as_usage_error(f"--start-from {path} cannot be read"):
-        saved = load_file(path)
+        saved = {plain_name(name): value for name, value in load_file(path).items()}
     state = model.state_dict()
     fits = {
         n: v.to(state[n].dtype)

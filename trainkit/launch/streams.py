@@ -66,26 +66,26 @@ def keep_printing() -> None:
     Letters that an encoding lacks are printed as escapes. Streams of another kind than Python's
     own, such as those of a notebook, are left as they are.
     """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # it was closed when Python started
-            kept = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        elif type(stream) is io.TextIOWrapper and not isinstance(raw_of(stream), Unfailing):
-            with contextlib.suppress(OSError):
-                stream.flush()
-            below = Unfailing(name, stream)
-            is_buffered = raw_of(stream) is not stream.buffer  # it is not under python -u
-            kept = io.TextIOWrapper(
-                io.BufferedWriter(below) if is_buffered else below,  # type: ignore[arg-type]
-                encoding=stream.encoding,
-                errors="backslashreplace",
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
-        else:
-            continue
-        setattr(sys, name, kept)
-        setattr(sys, f"__{name}__", kept)
+    sys.stdout = _unfailing("stdout", sys.stdout)
+    sys.stderr = _unfailing("stderr", sys.stderr)
+
+
+def _unfailing(name: str, stream: Any) -> Any:
+    if stream is None:  # it was closed when Python started
+        return open(os.devnull, "w", encoding="utf-8")
+    if type(stream) is not io.TextIOWrapper or isinstance(raw_of(stream), Unfailing):
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    below = Unfailing(name, stream)
+    is_buffered = raw_of(stream) is not stream.buffer  # it is not under python -u
+    return io.TextIOWrapper(
+        io.BufferedWriter(below) if is_buffered else below,  # type: ignore[arg-type]
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def lost_results() -> str:

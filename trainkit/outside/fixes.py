@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,13 @@ from accelerate.utils import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.outside.names import mesh_groups, prepared_loaders, without_compiler
+from trainkit.outside.names import (
+    COMPILED,
+    mesh_groups,
+    plain_name,
+    prepared_loaders,
+    without_compiler,
+)
 
 
 def end_workers(accelerator: Accelerator) -> None:
@@ -241,6 +248,52 @@ def take_registered(accelerator: Accelerator) -> list[Any]:
 def count_micro_batches_anew(accelerator: Accelerator) -> None:
     """Let the next micro-batch be the first of its step, whatever load_state has restored."""
     accelerator.step = 0
+
+
+def reader_of(folder: Path, is_read: Callable[[str], bool]) -> Any:
+    """torch's reader of the shards in a folder, which reads only files with such names.
+
+    By itself it opens whatever ends in .safetensors, also ._shard-00000.safetensors of a Mac.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader(str(folder))
+    list_all = reader.fs.ls
+    reader.fs.ls = lambda path: [file for file in list_all(path) if is_read(Path(file).name)]
+    return reader
+
+
+def name_without_compiler(model: nn.Module) -> nn.Module:
+    """Let weights have one name, whether torch.compile(...) wraps the model, layers, or nothing.
+
+    torch writes _orig_mod. into their names in state_dict(), so that a file of the one did not fit
+    the other. load_state_dict() accepts both names from here on. Returns the model.
+    """
+
+    def rename(state: dict[str, Any], prefix: str, wrapped: str) -> None:
+        """Give the values below a prefix the names that the module has."""
+        items = [*state.items()]
+        state.clear()
+        for name, value in items:
+            if name.startswith(prefix):
+                name = prefix + wrapped + plain_name(name.removeprefix(prefix))
+            state[name] = value
+
+    def after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        rename(state, prefix, "")
+
+    def before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        rename(state, prefix, COMPILED if is_compiled(module) else "")
+
+    def is_compiled(module: nn.Module) -> bool:
+        return [name for name, _ in module.named_children()] == [COMPILED.rstrip(".")]
+
+    for module in model.modules():
+        if module is model or is_compiled(module):
+            module.register_load_state_dict_pre_hook(before_load)
+        if is_compiled(module):
+            module.register_state_dict_post_hook(after_state_dict)
+    return model
 
 
 def skip_the_compiler() -> None:

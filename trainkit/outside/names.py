@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
+COMPILED = "_orig_mod."
+
 __all__ = ["tree_leaves", "tree_map_only"]
 
 
@@ -88,9 +90,17 @@ def mesh_groups(accelerator: Accelerator) -> dict[str, torch.distributed.Process
 
 
 def named_weights(model: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """model.named_parameters(...) with the names of state_dict(), also after recompute_layers."""
+    """model.named_parameters(...) with the names of state_dict(), also after recompute_layers.
+
+    These are also those of a model that torch.compile wraps: see name_without_compiler.
+    """
     for name, weight in model.named_parameters(**options):
-        yield name.replace("_checkpoint_wrapped_module.", ""), weight
+        yield plain_name(name.replace("_checkpoint_wrapped_module.", "")), weight
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight without what torch.compile(model) puts into it."""
+    return name.replace(COMPILED, "")
 
 
 def precision_of_notebook_launcher() -> str:

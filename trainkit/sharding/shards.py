@@ -44,6 +44,7 @@ from trainkit.numbers.rng import Dropout
 from trainkit.outside.fixes import (
     compute_in,
     copy_shards,
+    reader_of,
     recompute_layers,
     shard_models,
     wrap_backward,
@@ -51,6 +52,7 @@ from trainkit.outside.fixes import (
 )
 from trainkit.outside.names import (
     named_weights,
+    plain_name,
     tree_leaves,
     tree_map_only,
 )
@@ -356,7 +358,8 @@ def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> Non
             _load_tensors(part, load_file(Path(folder, name)))
         else:
             with safe_open(Path(folder, name), "pt") as file:
-                saved = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+                keys = file.keys()
+                saved = {plain_name(key): file.get_slice(key).get_shape() for key in keys}
             for key in part | saved:
                 _check_shape(key, part, saved.get(key))
 
@@ -455,11 +458,9 @@ def read(parts: Parts, folder: Path, state: dict[str, Any]) -> None:
 
     It does not communicate. Raises UsageError before any weight changes.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint import load
 
-    reader = HuggingFaceStorageReader(str(folder))
-    list_all = reader.fs.ls  # what else lies there, such as ._shard-00000.safetensors, is not read
-    reader.fs.ls = lambda path: [f for f in list_all(path) if is_listed(f"state/{Path(f).name}")]
+    reader = reader_of(folder, lambda name: is_listed(f"state/{name}"))
     saved = reader.read_metadata().state_dict_metadata
     others = {}
     tensors: Tensors = {}
@@ -508,6 +509,7 @@ def read_whole(parts: Parts, folder: Path) -> None:
 
 def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
     """Copy saved tensors into those of this run, one by one."""
+    saved = {plain_name(name): value for name, value in saved.items()}  # older ones have others
     for name in tensors | saved:
         _check_shape(name, tensors, saved[name].shape)  # copy_ would broadcast a smaller tensor
         tensors[name].copy_(rows_of(tensors[name], saved[name]))
