@@ -21,9 +21,10 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.registered import pack_state, unpack_state
 from trainkit.checks.changes import Marks
+from trainkit.checks.data import WatchedSets
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
-from trainkit.numbers.loaders import batches_of, make_loaders
+from trainkit.numbers.loaders import InMemory, batches_of, make_loaders
 from trainkit.outside.fixes import end_workers
 from trainkit.sharding import shards
 from trainkit.sharding.frozen import Frozen
@@ -343,3 +344,47 @@ def test_a_set_is_told_the_epoch_where_its_samples_are_made(accelerator, wrap, w
     with batches_of(eval_loader).read_by_run():
         assert {int(row[1]) for batch in eval_loader for row in batch} == {0}
     end_workers(accelerator)
+
+
+class Filled(Dataset):
+    """The loop replaces what it holds, as a rollout is."""
+
+    rows = torch.zeros(9)
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return self.rows[index] + torch.rand(()) * 0
+
+
+@pytest.mark.parametrize("make", [Filled, lambda: InMemory(torch.zeros(9)), lambda: [0.0] * 9])
+def test_a_set_that_the_loop_changes_is_told_once(make):
+    changing, other = make(), make()
+    watched = WatchedSets((other, changing))
+    state = torch.get_rng_state()
+    assert watched.notes() == []
+    assert torch.equal(torch.get_rng_state(), state)
+    if isinstance(changing, list):
+        changing[:] = [1.0] * 9
+    elif isinstance(changing, InMemory):
+        changing.tensors[0].add_(1)
+    else:
+        changing.rows = torch.ones(9)
+    (line,) = watched.notes()
+    assert line.startswith("note: the samples of the evaluation set have changed since run.load")
+    assert watched.notes() == []
+
+
+def test_a_set_whose_samples_cannot_be_made_again_or_differ_anyway_is_no_note():
+    generator = np.random.default_rng(0)
+
+    class Drawing(Filled):
+        def __getitem__(self, index):
+            return generator.random()
+
+    failing = Filled()
+    watched = WatchedSets((Drawing(), failing))
+    failing.__class__ = type("Closed", (Filled,), {"__getitem__": lambda self, index: 1 / 0})
+    assert [*watched.texts] == ["evaluation set"]
+    assert watched.notes() == []

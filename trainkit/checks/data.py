@@ -4,7 +4,7 @@ draws random numbers that do not follow from the seed.
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -31,12 +31,19 @@ from trainkit.checks.shared_rows import (
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import alike
-from trainkit.numbers.loaders import InMemory, WholeBatches, batch_method, has_transform
+from trainkit.numbers.loaders import (
+    InMemory,
+    WholeBatches,
+    batch_method,
+    has_transform,
+    sets_with_epoch,
+)
 from trainkit.numbers.rng import seed_host
 from trainkit.outside.names import prepared_loaders
 
 NUM_HASHED = 256  # samples hashed of a set that is not held in memory
 NUM_TWICE = 32  # samples made twice: a transform that changes one of five is missed once in 1,000
+NUM_AGAIN = 4  # samples made again at each save
 NUM_COLLATED = 8  # samples of a batch that is collated twice
 # What is said of a set by the method that makes its samples.
 REMEDIES = {
@@ -201,6 +208,47 @@ def random_collation(accelerator: Accelerator) -> dict[str, str]:
         "give other numbers: draw them for each sample, in __getitem__ (docs/loop.md)"
     )
     return {"collate_fn": text} if drawn else {}
+
+
+class WatchedSets:
+    """Tells of a set that the loop changes: neither a resume nor a loader worker has that.
+
+    A few samples are made again with the seeds of the start. Left out are sets with a fingerprint,
+    whose samples may lie far away, with set_epoch, and such as draw from a generator of their own.
+    """
+
+    def __init__(self, sets: Sequence[Any]):
+        self.sets = dict(zip(("training set", "evaluation set"), sets, strict=True))
+        self.texts: dict[str, str] = {}
+        for name, dataset in self.sets.items():
+            if not hasattr(dataset, "fingerprint") and not sets_with_epoch(dataset):
+                first, again = text_of_samples(dataset), text_of_samples(dataset)
+                if first and first == again:
+                    self.texts[name] = first
+
+    def notes(self) -> list[str]:
+        """A line for each set that has changed, once."""
+        lines = []
+        for name, before in [*self.texts.items()]:
+            now = text_of_samples(self.sets[name])
+            if now and now != before:
+                del self.texts[name]
+                lines.append(
+                    f"note: the samples of the {name} have changed since run.load(...): a resume "
+                    "and loader workers have those of the start, so keep what the loop changes in "
+                    "buffers of a prepared module (docs/loop.md)"
+                )
+        return lines
+
+
+def text_of_samples(dataset: Any) -> str:
+    """Text of NUM_AGAIN samples spread over a set; "" if they cannot be made."""
+    with keeping_host_seeds():
+        try:
+            indices = spread_indices(dataset, NUM_AGAIN).unique()
+            return text_of([*map(sample_parts, read_samples(dataset, indices))])
+        except Exception:  # whatever it is: a note never ends a run
+            return ""
 
 
 def say(names: set[str]) -> str:

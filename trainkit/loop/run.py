@@ -25,7 +25,7 @@ from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.fingerprint import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.checks.calls import IN_BATCH, allowed, need, need_gradients, out_of_order
-from trainkit.checks.data import load_checked, random_collation
+from trainkit.checks.data import WatchedSets, load_checked, random_collation
 from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.prepared import Prepared, check_loader
 from trainkit.config import TrainingConfig
@@ -59,6 +59,7 @@ class Run:
         log: a Reporter, which writes metrics.jsonl and timing.jsonl.
         print: prints on the main process.
         sets: the training set and the evaluation set.
+        watched_sets: the same; it tells if the loop changes them.
         data_fingerprint: the md5 of both.
         data_plan: lines about random numbers that do not follow from the seed.
         length: how long the run is in steps, and when it evaluates.
@@ -103,6 +104,7 @@ class Run:
         loaded = load_checked(self.accelerator, self.config, load_data)
         data, self.data_fingerprint, self.data_plan = loaded
         self.sets = data[:2]
+        self.watched_sets = WatchedSets(self.sets)
         self.length = Length(self.config, len(data[0]))
         self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
         set_seed(self.config.seed)  # so that the initial weights depend only on --seed
@@ -219,9 +221,15 @@ class Run:
             self.log.stop()
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
                 self.checkpoints.save(progress)
+                self._say_what_changed()
         self.log.start_evaluation()
         self.step.seed_outside(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
+
+    def _say_what_changed(self) -> None:
+        if self.accelerator.is_main_process:
+            for note in self.watched_sets.notes():
+                self.print(note)
 
     def _is_due(self) -> bool:
         """Is a checkpoint due with this evaluation, whatever its metrics are?"""
@@ -350,6 +358,7 @@ class Run:
         with self.ema.trained_weights():
             self.step.check_weights()
             self.checkpoints.save(self.progress)
+        self._say_what_changed()
         self.prepared.note(self.progress.state)
         if self.signals.stopping:
             self.checkpoints.commits.wait()
