@@ -1,6 +1,6 @@
 """Which checkpoint a run goes on with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,12 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from trainkit.files.atomic import remove_tree
-from trainkit.files.manifest import (
-    choose_checkpoint,
-)
+from trainkit.errors import UsageError
+from trainkit.files.atomic import remove_tree, rename_free, sync
+from trainkit.files.manifest import not_listed, step_name, steps_in, verify
 from trainkit.launch.together import on_main
 from trainkit.mirror.mirror import Mirror, whole_checkpoints
+from trainkit.text import shorten
 
 
 def choose(
@@ -50,3 +50,61 @@ def choose(
     result = on_main(accelerator, f"cannot resume from {directory}", find)
     (pair,) = broadcast_object_list(result or [None])
     return pair
+
+
+def choose_checkpoint(
+    directory: Path,
+    wanted: str | None,
+    notices: list[str],
+    mirrored: Mapping[str, Callable[[Path], str | None]],
+) -> Path | None:
+    """Return the checkpoint in `directory` that --resume names, verified, or None for a new run.
+
+    Raises UsageError if that checkpoint is not complete, or if none of several is.
+
+    mirrored: by the name of a checkpoint of the mirror what copies it to a path, or says why not.
+    """
+    if wanted is None:
+        return None
+    candidates = sorted({*steps_in(directory), *(directory / name for name in mirrored)})
+    if wanted not in ("auto", "latest"):
+        candidates = [Path(wanted)]
+        if candidates[0].resolve().parent != directory.resolve():
+            raise UsageError(
+                f"--resume {wanted} is not in {directory}, and a run continues only in "
+                "its own folder: name that folder, or a copy of it, with --run-dir"
+            )
+    damaged: list[str] = []
+    for path in reversed(candidates):
+        problem = verify(path)
+        if problem and path.name in mirrored:
+            problem = mirrored[path.name](path)
+        if problem is None:
+            notices.extend([*damaged, f"resuming from {path}"])
+            if others := not_listed(path):
+                notices.append(f"not read, as the checkpoint does not list it: {shorten(others)}")
+            return path
+        damaged.append(f"skipped {path}: {problem}")
+    if damaged:
+        raise UsageError(
+            f"--resume {wanted}: no checkpoint is complete ({'; '.join(damaged)}); without "
+            "--resume a new run starts and this folder is renamed"
+        )
+    if wanted == "latest":
+        raise UsageError(f"--resume latest: there is no checkpoint in {directory}")
+    notices.append(f"no checkpoint in {directory}: starting from the beginning")
+    return None
+
+
+def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:
+    """Rename the checkpoints after this step, the last first; return a sentence for each.
+
+    A run that continues from the checkpoint `used` no longer leads to them.
+    """
+    sentences = []
+    for path in reversed(steps_in(directory)):
+        if path.name >= step_name(step) and (used is None or path.name != used.name):
+            new = rename_free(path, f"abandoned-{path.name}")
+            sentences.append(f"{path.name} is now {new.name}")
+    sync(directory)
+    return sentences

@@ -47,12 +47,12 @@ from trainkit.checkpoints.fingerprint import (
     read_same_run,
     world_facts,
 )
-from trainkit.checkpoints.resume import choose
+from trainkit.checkpoints.resume import abandon_later, choose
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.files.atomic import sync
 from trainkit.files.log import JsonlTracker
-from trainkit.files.manifest import abandon_later, hash_of, step_name
+from trainkit.files.manifest import hash_of, step_name
 from trainkit.files.standard_json import to_json
 from trainkit.files.weights import read_weights
 from trainkit.launch.alike import hash_sources

@@ -4,16 +4,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import xxhash
 
-from trainkit.errors import RunFailure, UsageError
-from trainkit.files.atomic import rename_free, sync
-from trainkit.text import shorten
+from trainkit.errors import RunFailure
+from trainkit.files.atomic import sync
 
 # Of manifests with this hash, which finds damage. It cannot find forgery, because whoever changes a
 # file can change the manifest too; that is why nothing in a checkpoint can execute.
@@ -45,64 +43,6 @@ def step_name(step: int) -> str:
 def steps_in(directory: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
     return sorted(p for p in directory.glob("step-*") if STEP_NAME.fullmatch(p.name))
-
-
-def choose_checkpoint(
-    directory: Path,
-    wanted: str | None,
-    notices: list[str],
-    mirrored: Mapping[str, Callable[[Path], str | None]],
-) -> Path | None:
-    """Return the checkpoint in `directory` that --resume names, verified, or None for a new run.
-
-    Raises UsageError if that checkpoint is not complete, or if none of several is.
-
-    mirrored: by the name of a checkpoint of the mirror what copies it to a path, or says why not.
-    """
-    if wanted is None:
-        return None
-    candidates = sorted({*steps_in(directory), *(directory / name for name in mirrored)})
-    if wanted not in ("auto", "latest"):
-        candidates = [Path(wanted)]
-        if candidates[0].resolve().parent != directory.resolve():
-            raise UsageError(
-                f"--resume {wanted} is not in {directory}, and a run continues only in "
-                "its own folder: name that folder, or a copy of it, with --run-dir"
-            )
-    damaged: list[str] = []
-    for path in reversed(candidates):
-        problem = verify(path)
-        if problem and path.name in mirrored:
-            problem = mirrored[path.name](path)
-        if problem is None:
-            notices.extend([*damaged, f"resuming from {path}"])
-            if others := not_listed(path):
-                notices.append(f"not read, as the checkpoint does not list it: {shorten(others)}")
-            return path
-        damaged.append(f"skipped {path}: {problem}")
-    if damaged:
-        raise UsageError(
-            f"--resume {wanted}: no checkpoint is complete ({'; '.join(damaged)}); without "
-            "--resume a new run starts and this folder is renamed"
-        )
-    if wanted == "latest":
-        raise UsageError(f"--resume latest: there is no checkpoint in {directory}")
-    notices.append(f"no checkpoint in {directory}: starting from the beginning")
-    return None
-
-
-def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:
-    """Rename the checkpoints after this step, the last first; return a sentence for each.
-
-    A run that continues from the checkpoint `used` no longer leads to them.
-    """
-    sentences = []
-    for path in reversed(steps_in(directory)):
-        if path.name >= step_name(step) and (used is None or path.name != used.name):
-            new = rename_free(path, f"abandoned-{path.name}")
-            sentences.append(f"{path.name} is now {new.name}")
-    sync(directory)
-    return sentences
 
 
 def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
