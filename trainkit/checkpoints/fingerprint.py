@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.checks.content import hash_fixed, text_of
+from trainkit.checks.facts import Facts
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.standard_json import from_exact_json, to_json
 from trainkit.launch import alike
@@ -28,7 +29,7 @@ from trainkit.text import shorten
 
 
 def fingerprint_run(
-    run: Any, metadata: dict[str, Any], started_from: str, fixed: dict[str, Any]
+    facts: Facts, metadata: dict[str, Any], started_from: str, fixed: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the values by the names used in messages. Every process must call this.
 
@@ -36,31 +37,32 @@ def fingerprint_run(
     data set with fingerprint() returns an entry for each of its files, so that a message can name
     the file that changed. Raises UsageError on all processes if their values differ.
     """
-    with failing_together(run.accelerator, "run.begin(...) cannot read what is fixed"):
+    accelerator, models = facts.accelerator, facts.prepared.models
+    with failing_together(accelerator, "run.begin(...) cannot read what is fixed"):
         hashes = {f"fixed[{name}]": hash_fixed(name, value) for name, value in fixed.items()}
     digest = hashlib.md5(usedforsecurity=False)
-    files = [dataset.fingerprint() for dataset in run.sets if hasattr(dataset, "fingerprint")]
-    loaders = filter(None, map(batches_of, prepared_loaders(run.accelerator)))
+    files = [dataset.fingerprint() for dataset in facts.sets if hasattr(dataset, "fingerprint")]
+    loaders = filter(None, map(batches_of, prepared_loaders(accelerator)))
     for batches in loaders:
         if batches.is_custom:
             order = batches.order(0, 0, min(batches.num_samples, NUM_HELD))
             digest.update(text_of(order).encode())
     fingerprint = {
-        **run.config.experiment(),
+        **facts.config.experiment(),
         **{name: value for of in files for name, value in of.items()},
-        "data": run.data_fingerprint,
+        "data": facts.data_fingerprint,
         "weights= or order= of the samples": digest.hexdigest(),
-        "size": num_parameters(run.models),
+        "size": num_parameters(models),
         **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
         **hashes,
     }
     if started_from:
         fingerprint["start_from"] = started_from
         shards.HASHED.clear()  # the file may have replaced frozen weights
-    for number, model in enumerate(run.models):
+    for number, model in enumerate(models):
         frozen = shards.HASHED.get(model) or shards.hash_frozen(model)
         fingerprint |= {f"{name} of model {number}": value for name, value in frozen.items()}
-    alike.check_same(run.accelerator, fingerprint)
+    alike.check_same(accelerator, fingerprint)
     return fingerprint
 
 

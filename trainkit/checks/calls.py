@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 # The stages of a run, and the call that comes next in each.
 NEXT = {
@@ -27,7 +27,13 @@ def out_of_order(call: str, stage: str) -> RuntimeError:
     return RuntimeError(f"{call} is out of order: what comes next is {NEXT[stage]}")
 
 
-def need(run: Any, call: str, *stages: str) -> None:
+class Staged(Protocol):
+    """A run, which knows its stage."""
+
+    stage: str
+
+
+def need(run: Staged, call: str, *stages: str) -> None:
     if run.stage not in stages:
         raise out_of_order(call, run.stage)
 
@@ -51,7 +57,7 @@ def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Calla
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
-        def checked(run: Any, *args: Any, **options: Any) -> Any:
+        def checked(run: Staged, *args: Any, **options: Any) -> Any:
             need(run, f"run.{method.__name__}(...)", *stages)
             result = method(run, *args, **options)
             run.stage = then or run.stage

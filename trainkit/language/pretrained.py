@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState
@@ -15,6 +15,9 @@ from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.records import read_run_json
 from trainkit.launch.startup import keep_memory
 from trainkit.reading.pretrained_models import check_embedding
+
+if TYPE_CHECKING:  # predict.py uses this room without the loop
+    from trainkit.loop.run import Run
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by the YAML's mixed_precision
 
@@ -125,7 +128,7 @@ def stop_at(model: Any, token: int | None) -> None:
 
 
 def write_pretrained(
-    run: Any, tokenizer: Any, base: str, merge: bool = False, dtype: torch.dtype | None = None
+    run: "Run", tokenizer: Any, base: str, merge: bool = False, dtype: torch.dtype | None = None
 ) -> None:
     """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
 
@@ -142,7 +145,7 @@ def write_pretrained(
 
 
 def _write_pretrained(
-    run: Any, tokenizer: Any, base: str, merge: bool, dtype: torch.dtype | None
+    run: "Run", tokenizer: Any, base: str, merge: bool, dtype: torch.dtype | None
 ) -> None:
     config = run.config
     model = run.models[0]

@@ -27,6 +27,7 @@ from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.checks.calls import IN_BATCH, allowed, need, need_gradients, out_of_order
 from trainkit.checks.data import WatchedSets, load_checked, random_collation
 from trainkit.checks.evaluating import Evaluating
+from trainkit.checks.facts import Facts
 from trainkit.checks.prepared import Prepared, check_loader
 from trainkit.config import TrainingConfig
 from trainkit.launch.run_folder import open_run
@@ -37,6 +38,7 @@ from trainkit.loop.session import leave_processes, leave_stopped, start_accelera
 from trainkit.loop.step import CountValues, Step
 from trainkit.numbers.means import RunningMeans, Selection
 from trainkit.numbers.position import Length
+from trainkit.report.plan import describe_plan
 from trainkit.report.results import Results, check_predictions
 from trainkit.sharding.frozen import Frozen
 from trainkit.text import check_json
@@ -131,13 +133,21 @@ class Run:
         """
         self.prepared = Prepared(self.accelerator, model)
         self.models = self.prepared.models
+        facts = Facts(
+            self.accelerator,
+            self.config,
+            self.sets,
+            self.data_fingerprint,
+            self.length,
+            self.prepared,
+        )
         self.frozen = Frozen(self.models)
         parts = self.models, metadata, self.frozen, save_frozen
         self.results = Results(self.accelerator, self.config, *parts)
         lines = (plan or {}) | self.data_plan | random_collation(self.accelerator)
-        self.log.print_plan(self, lines)
+        self.print(describe_plan(facts, lines))
         started_from, sha256 = start_from(self.accelerator, self.config, self.models[0])
-        fingerprint = fingerprint_run(self, metadata, sha256, fixed or {})
+        fingerprint = fingerprint_run(facts, metadata, sha256, fixed or {})
         self.frozen.watch()
         self._resume(fingerprint, fixed or {})
         if self.progress.step == 0 and started_from:

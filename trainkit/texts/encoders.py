@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch import nn
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading.pretrained_models import check_embedding, without_dropout
 from trainkit.reading.recall import describe_recall
+
+if TYPE_CHECKING:  # predict.py uses this room without the loop
+    from trainkit.loop.run import Run
 
 MAX_TOKENS = 128
 # Names of code and of other files, and what the model does not depend on.
@@ -111,7 +114,7 @@ def make_encoder(config: dict[str, Any], base: str | None = None) -> tuple[nn.Mo
     return encoder.train(), made.hidden_size  # from_pretrained returns it in evaluation mode
 
 
-def write_results(run: Any, tokenizer: Any) -> None:
+def write_results(run: "Run", tokenizer: Any) -> None:
     """Write RUN_DIR/tokenizer, unless it is None, for predict.py; print what was recognised.
 
     Call it on any process, when the run is over.
