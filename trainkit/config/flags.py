@@ -129,6 +129,8 @@ class TrainingConfig:
     """also log to this tracker"""
     num_workers: MayChange[NonNegative[int]] = 0
     """loader processes per training process"""
+    profile: MayChange[NonNegative[int]] = 0
+    """steps to profile: trace.json, a table, and what limits a step"""
     timeout: MayChange[Count] = 300
     """seconds after which a process that does not answer counts as lost"""
 

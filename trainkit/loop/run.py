@@ -39,6 +39,7 @@ from trainkit.loop.step import CountValues, Step
 from trainkit.numbers.means import RunningMeans, Selection
 from trainkit.numbers.position import Length
 from trainkit.report.plan import describe_plan
+from trainkit.report.profile import Profile
 from trainkit.report.results import Results, check_predictions
 from trainkit.sharding.frozen import Frozen
 from trainkit.text import check_json
@@ -71,6 +72,7 @@ class Run:
         progress: where the run stands: progress.step, and progress.epoch, completed ones.
         step: the current Step.
         evaluating: looks at the functions of evaluate and predict.
+        profile: what --profile measures.
         means: of the values given to run.add.
     """
 
@@ -182,6 +184,9 @@ class Run:
         self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
+        num_steps = self.length.last_step - self.progress.step
+        self.profile = Profile(accelerator, config, num_steps, self.print)
+        self.resources.callback(self.profile.close)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -228,6 +233,7 @@ class Run:
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
                 yield from self._steps_to_evaluation(loader, count)
             self.step.check_weights()
+            self.profile.end()
             self.log.stop()
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
                 self.checkpoints.save(progress)
@@ -249,7 +255,7 @@ class Run:
     def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
         progress = self.progress
         length = self.length
-        batches = iter(loader)
+        batches = self.profile.read(iter(loader))
         while length.num_in_step(progress):
             self.step.start(progress)
             micro_batches: Iterable[Any] = islice(batches, self.step.num_micro_batches)
@@ -352,6 +358,7 @@ class Run:
             self.checkpoints.contents.check()
         progress.step += 1
         self.ema.update(progress.step)
+        self.profile.end_step()
         self.log.bar.update()
         if progress.step % length.log_every == 0:
             self.signals.barrier()
@@ -445,9 +452,11 @@ class Run:
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)
         self.checkpoints.commits.wait()
+        memory = self.log.log_memory(self.progress.step)
         self.results.finish(
             self.progress,
             self.ema.trained_weights,
+            memory,
             next_command,
             self.print,
             self.checkpoints.finish_mirror,

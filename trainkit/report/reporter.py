@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from trainkit.config import TrainingConfig
@@ -13,6 +14,7 @@ from trainkit.launch import together
 from trainkit.launch.streams import LOST
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Length, Progress
+from trainkit.report.profile import peak_memory
 from trainkit.report.tables import MetricsTable, fit
 from trainkit.text import printable
 
@@ -93,6 +95,22 @@ class Reporter:
         if LOST and not self.has_noted_lost:
             self.has_noted_lost = True
             self.tracker.log_timing({"not printed": LOST})
+
+    def log_memory(self, step: int) -> str:
+        """Write what each process needed of its GPU to timing.jsonl; return it for the last line.
+
+        Every process must call this. It returns nothing for a run on CPUs.
+        """
+        device = self.accelerator.device
+        if device.type != "cuda":
+            return ""
+        peaks = gather_object([peak_memory(device)])
+        self.tracker.log_timing({"step": step, "peak_memory_bytes": peaks})
+        amounts = [f"{peak / 2**20:,.0f}" for peak in peaks]
+        if len(set(amounts)) == 1:
+            each = " each" if len(peaks) > 1 else ""
+            return f", peak memory {amounts[0]} MiB{each}"
+        return f", peak memory of the processes {'; '.join(amounts)} MiB"
 
     def stop(self) -> None:
         """End the steps of an epoch; the evaluation comes next, and prints where the bar was."""

@@ -137,6 +137,7 @@ class Results:
         self,
         progress: Progress,
         trained_weights: TrainedWeights,
+        memory: str,
         next_command: str,
         say: Callable[[str], None],
         finish_mirror: Callable[[], None],
@@ -144,7 +145,7 @@ class Results:
         """Write weights and pictures, say so, complete the mirror, and write DONE last.
 
         trainkit.tools.plots draws the pictures from the files in the run folder. If one cannot be
-        drawn, the message says so and the run does not fail.
+        drawn, the message says so and the run does not fail. memory: what the last line says of it.
         """
         config = self.config
         messages = ""
@@ -161,8 +162,8 @@ class Results:
             messages += f"{self._describe_best(progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
         messages += (
-            f"done: {count(progress.step, 'step')}, {measured}; in {self.run_dir}: weights, "
-            f"metrics, checkpoints{names}"
+            f"done: {count(progress.step, 'step')}, {measured}{memory}; in {self.run_dir}: "
+            f"weights, metrics, checkpoints{names}"
         )
         if next_command:
             messages += f"\nnext: {next_command}"

@@ -24,8 +24,8 @@ from trainkit.report.tables import by_interest
 
 # Settings that are not part of the experiment.
 NEVER_SHOWN = (
-    "command run_dir resume keep save_every log_every timeout tracker pictures not_the_experiment "
-    "target_accuracy target_r2"
+    "command run_dir resume keep save_every log_every timeout tracker pictures profile "
+    "not_the_experiment target_accuracy target_r2"
 )
 
 

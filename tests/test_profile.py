@@ -1,0 +1,114 @@
+"""--profile: the numbers stay, the trace opens, and the sentence names what limits a step."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DynamoBackend
+from conftest import ROOT
+
+from trainkit.report import profile
+
+SMALL = ["--num-samples", 250, "--epochs", 4, "--batch-size", 10, "--no-pictures"]
+
+
+@pytest.mark.parametrize(
+    ("world", "more", "num"),
+    [
+        (2, [], 4),
+        (1, ["--accumulate", 2, "--num-workers", 1], 4),
+        (1, ["--batch-size", 50], 3),  # an epoch ends before all steps are profiled
+    ],
+    ids=["2 processes", "accumulate and workers", "short epochs"],
+)
+def test_a_profile_changes_no_number_and_leaves_a_trace(world, more, num, tmp_path, fork_main):
+    out = {}
+    for name, flags in {"with": ["--profile", 4], "without": []}.items():
+        words = [*SMALL, *more, *flags, "--run-dir", tmp_path / name]
+        done = fork_main("train_regression.py", *words, world=world)
+        assert done.codes == [0] * world, done.output
+        out[name] = done.output
+    for file in ("metrics.jsonl", "model.safetensors"):
+        assert (tmp_path / "with" / file).read_bytes() == (tmp_path / "without" / file).read_bytes()
+    assert f"profile      of {num} steps; " in out["with"]
+    assert "limited by   " in out["with"]
+    events = json.loads((tmp_path / "with" / "trace.json").read_text())["traceEvents"]
+    waits = [event for event in events if event.get("name") == "waiting for data"]
+    assert len(waits) == num * (2 if "--accumulate" in more else 1)
+    assert not (tmp_path / "without" / "trace.json").exists()
+
+
+def test_a_run_too_short_for_a_profile_says_so(tmp_path, fork_main):
+    flags = ["--stop-after-steps", 1, "--profile", 4, "--run-dir", tmp_path / "a"]
+    done = fork_main("train_regression.py", *SMALL, *flags)
+    assert done.codes == [0], done.output
+    assert "--profile 4: the run has too few steps left, 1" in done.output
+
+
+# Shares of a step, device, processes, precision, --accumulate, --num-workers; what helps.
+LIMITS = {
+    "the data, on a CPU": ({"waiting for data": 0.4}, "cpu", 1, "no", 1, 0, "--num-workers 4"),
+    "the data, on a card": ({"waiting for data": 0.4}, "cuda", 1, "no", 1, 3, "--num-workers 6"),
+    "the operations": ({"operations": 0.7}, "cpu", 1, "no", 1, 0, "a GPU"),
+    "Python": ({"Python": 0.7}, "cpu", 1, "no", 1, 0, "--batch-size above 128"),
+    "Python, accumulated": ({"Python": 0.7}, "cpu", 1, "no", 4, 0, "--accumulate 1, not 4"),
+    "other programs": ({"idle": 0.7}, "cpu", 1, "no", 1, 0, "other programs"),
+    "other processes": ({"idle": 0.7}, "cpu", 2, "no", 1, 0, "cores of its own"),
+    "launches": ({"idle (the device)": 0.7}, "cuda", 1, "bf16", 1, 0, "compile.yaml launches"),
+    "launches, accumulated": (
+        {"idle (the device)": 0.7},
+        "cuda",
+        1,
+        "bf16",
+        2,
+        0,
+        "--accumulate 1,",
+    ),
+    "the card, in float32": ({"idle (the device)": 0.1}, "cuda", 1, "no", 1, 0, "1gpu_bf16.yaml"),
+    "the card": ({"idle (the device)": 0.1}, "cuda", 1, "bf16", 1, 0, "hardly ever waits"),
+}
+
+
+@pytest.mark.parametrize(
+    ("shares", "device", "world", "precision", "accumulate", "workers", "said"),
+    LIMITS.values(),
+    ids=LIMITS,
+)
+def test_the_last_sentence_says_what_limits_and_what_helps(
+    shares, device, world, precision, accumulate, workers, said
+):
+    config = SimpleNamespace(
+        profile=2, num_workers=workers, accumulate=accumulate, batch_size=128, run_dir=None
+    )
+    accelerator = SimpleNamespace(
+        is_main_process=True,
+        device=torch.device(device),
+        num_processes=world,
+        mixed_precision=precision,
+        state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO)),
+    )
+    names = ("waiting for data", "operations", "Python", "idle", "idle (the device)")
+    parts = dict.fromkeys(names, 0.0) | shares
+    limit = profile.Profile(accelerator, config, 100, print)._limit(parts, 90)
+    assert said in limit
+    for word in limit.replace(",", " ").replace(")", " ").replace("(", " ").split():
+        if word.endswith(".yaml"):
+            assert (ROOT / word).exists()
+
+
+def test_the_time_of_a_device_counts_overlapping_kernels_once():
+    def event(start, end, device=torch.autograd.DeviceType.CUDA):
+        return SimpleNamespace(device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+    cpu = event(0, 100, torch.autograd.DeviceType.CPU)
+    events = [cpu, event(20, 30), event(0, 10), event(5, 12), event(6, 8)]
+    assert profile.busy_microseconds(events) == 22
+
+
+def test_a_launch_is_an_operation_that_does_more_than_describe_memory():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        numbers = torch.ones(4, 6)  # empty, and fill_
+        torch.nn.functional.linear(numbers.t().reshape(4, 6), torch.ones(2, 6))
+    # fill_ twice, the copy of reshape, and mm
+    assert profile.num_launches(profiler.events()) == 4
