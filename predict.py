@@ -1,6 +1,7 @@
 """Use a trained model: classify pictures or texts, or add predictions to the rows of a table.
 
 python predict.py runs/mnist digit.png photo.jpg
+python predict.py runs/pictures folder/ --csv answers.csv
 python predict.py runs/regression table.csv
 python predict.py runs/text lines.txt
 python predict.py runs/mine --script ../mine/train_mine.py table.csv
@@ -102,8 +103,19 @@ class Classifier(Predictor):
 
     def predict_file(self, path: Path, **options: Any) -> str:
         """Return the most probable classes, or say that the model is unsure. Raises UsageError."""
-        inputs, doubt = self.read(path, **options)
-        return f"{path}: {self.describe(self(inputs)[0], doubt)}"
+        text, _ = self.answer_file(path, **options)
+        return text
+
+    def answer_file(self, path: Path, **options: Any) -> tuple[str, dict[str, Any]]:
+        """Return what predict_file does, and the row of the file for --csv. Raises UsageError."""
+        inputs, said = self.read(path, **options)
+        probabilities = self(inputs)[0]
+        share, number = probabilities.max(0)
+        doubt = said
+        if not doubt and share < self.calibration["threshold"]:
+            doubt = "less sure than of 95 in 100 evaluated samples"
+        row = {"prediction": self.metadata["classes"][number], "probability": share.item()}
+        return f"{path}: {self.describe(probabilities, said)}", row | {"doubt": doubt}
 
     def describe(self, probabilities: torch.Tensor, doubt: str = "") -> str:
         """Say which classes are the most probable ones, or that the model is unsure."""
@@ -342,7 +354,9 @@ class Config:
     run_dir: Positional[Path]
     """folder of a finished run"""
     files: Positional[list[Path]] = field(default_factory=list)
-    """pictures, tables, or texts, of any kind that trains"""
+    """pictures, tables, or texts, of any kind that trains; of a folder all pictures below it"""
+    csv: Path | None = None
+    """also write the answers for pictures into this file: a row for each"""
     script: Path | None = None
     """the script that made the run, if it is not beside predict.py or in examples/"""
     as_is: bool = False
@@ -378,24 +392,63 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(folder := export.write_export(predictor, config.run_dir, config.license))
         if config.push:
             print(export.push(folder, config.push))
-    predict_files(predictor, config.files, options)
+    paths = config.files
+    if isinstance(predictor, PixelClassifier):
+        paths = [file for path in paths for file in find_pictures(path)]
+    elif config.csv:
+        kind = predictor.metadata["input"]
+        raise UsageError(f"--csv is for pictures, and the input of this model is a {kind}")
+    predict_files(predictor, paths, options, config.csv)
 
 
-def predict_files(predictor: Any, paths: Sequence[Path], options: dict[str, Any]) -> None:
-    """Print the prediction for each file. Raises UsageError at the end if a file is unusable."""
+def find_pictures(path: Path) -> list[Path]:
+    """Return all pictures below a folder, in the order of their names; or the path of a file.
+
+    Hidden files are left out, and folders behind links. Raises UsageError if there is none.
+    """
+    if not path.is_dir():
+        return [path]
+    from trainkit.pictures.folders import is_picture  # here: pandas takes half a second
+
+    below = sorted((file for file in path.rglob("*") if file.is_file()), key=str)
+    pictures = [file for file in below if is_picture(file.relative_to(path))]
+    if not pictures:
+        raise UsageError(f"{path} is a folder with no picture files in it")
+    return pictures
+
+
+def predict_files(
+    predictor: Any, paths: Sequence[Path], options: dict[str, Any], csv_path: Path | None = None
+) -> None:
+    """Print the prediction for each file. Raises UsageError at the end if a file is unusable.
+
+    csv_path: a file for the answers for pictures too, a row for each, also for unusable ones.
+    """
     failed = 0
+    rows = []
     for path in paths:
-        if "stdout" in LOST:  # nobody reads the answers any more
+        if "stdout" in LOST and csv_path is None:  # nobody reads the answers any more
             break
+        row: dict[str, Any] = {"file": str(path)}
         try:
             with as_usage_error(f"{path} cannot be used"):
-                answer = predictor.predict_file(path, **options)
+                if csv_path is None:
+                    answer = predictor.predict_file(path, **options)
+                else:
+                    answer, more = predictor.answer_file(path, **options)
+                    row |= more
             print(printable(answer), flush=True)
         except UsageError as error:
-            if len(paths) == 1:
+            if len(paths) == 1 and csv_path is None:
                 raise
             failed += 1
+            row["error"] = str(error)
             print(printable(f"error: {error}"), flush=True)
+        rows.append(row)
+    if csv_path is not None:
+        from trainkit.tools.predictions import write_answers  # here: pandas takes half a second
+
+        print(printable(write_answers(csv_path, rows)))
     if failed:
         raise UsageError(f"{failed} of {len(paths)} files cannot be used")
 

@@ -190,7 +190,7 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     plan |= describe_reading(train, held_out) | describe_values(sampled)
     plan |= describe_evaluation(train, held_out)
     plan |= fit_to_size(config, len(train_set), LARGE, SMALL)
-    plan["next"] = for_colour if is_photo else f"python app.py {config.run_dir}"
+    plan["next"] = for_colour if is_photo else f"python app.py {shlex.quote(str(config.run_dir))}"
     metadata = {"classes": classes, "pictures": pictures, "reading": how_read(train, held_out)}
     return train_set, eval_set, metadata | {"plan": plan}
 

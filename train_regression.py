@@ -9,6 +9,7 @@ python train_regression.py --data houses.csv --target price
 """
 
 import math
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -228,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             results = validate(run, model, eval_loader, eval_set, config.loss, metadata)
             run.end_epoch(*results)
 
-        metrics = run.finish(f"python app.py {config.run_dir}")
+        metrics = run.finish(f"python app.py {shlex.quote(str(config.run_dir))}")
     if config.target_r2 is not None and metrics["eval_r2"] < config.target_r2:
         sys.exit(EXIT_TARGET_MISSED)
     return metrics

@@ -5,6 +5,7 @@ python examples/pictures.py --dataset fruit --freeze    trains the last layer al
 """
 
 import math
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             logits = run.predict(eval_loader, lambda b: model(standardise(b.images, metadata)))
             run.end_epoch(*photos.measure(logits, held_out))
         backbones.write_timm_folder(run, network, metadata)
-        return run.finish(f"python app.py {config.run_dir}")
+        return run.finish(f"python app.py {shlex.quote(str(config.run_dir))}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ accelerate launch --config_file accelerate_configs/2cpu.yaml examples/table_clas
     --data penguins.csv --target species
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     run.save()
             network.set_scale(accelerator, model, train_set, F.cross_entropy)
             run.end_epoch(*validate(run, model, eval_loader, eval_set, classes))
-        return run.finish(f"python predict.py {config.run_dir} FILE")
+        return run.finish(f"python predict.py {shlex.quote(str(config.run_dir))} FILE")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import sys
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from PIL import Image
 import app
 import predict
 from trainkit.tables.columns import Column, encode
+from trainkit.text import write_number
 from trainkit.tools import answers, page
 
 CHROMIUM = next(
@@ -99,6 +101,17 @@ def test_a_seven_that_is_drawn_is_framed_and_its_bars_are_the_models(
         share = predictor(torch.tensor(picture)[None, None])[0, 7].item()
     shown = tab.locator("[data-testid='7-confidence-set'] meter").get_attribute("value")
     assert float(shown) == pytest.approx(share, abs=1e-4)
+    upload = tab.locator("#file")
+    photo = tmp_path / "seven.png"
+    Image.fromarray(picture).save(photo)
+    tab.set_input_files("#file input[type=file]", photo)  # it takes the place of the drawing
+    tab.wait_for_function("document.querySelector('#file').innerText.includes('seven')")
+    tab.wait_for_timeout(500)
+    tab.locator(".shelf").first.locator("button img").first.click()
+    tab.wait_for_function("document.querySelector('.said h2').innerText.endsWith('0')")
+    tab.wait_for_function("!document.querySelector('#file').innerText.includes('seven')")
+    tab.wait_for_timeout(500)
+    assert tab.locator(".said h2").inner_text().endswith("0") and upload.is_visible()
     (tmp_path / "photo.png").write_text("not a picture")
     tab.set_input_files("#file input[type=file]", tmp_path / "photo.png")
     tab.wait_for_function("document.querySelector('.said').innerText.includes('PNG or JPEG')")
@@ -138,11 +151,16 @@ def test_sliders_and_lists_of_a_table_are_answered(table_run, open_page):
     shown = tab.locator("input[type=number]").evaluate_all("fields => fields.map(f => +f.value)")
     city = tab.get_by_role("combobox").input_value()
     spans = {name: page.find_span(predictor.metadata, name) for name in ("area", "age")}
-    row = [shown[0], city, shown[1]]
+    age = tab.locator("input.time").input_value()
+    assert len(shown) == 1 and age == "1970-01-04"  # a date, and no days since 1970
+    row = [shown[0], city, age]
     assert before in page.answer_row(predictor, ["area", "city", "age"], spans, "", *row)[0]
     labels = tab.locator("label, .head").all_inner_texts()
-    assert any("age (days since 1970)" in label for label in labels), labels
-    assert not any("area (days" in label for label in labels), labels
+    assert not any("days since 1970" in label for label in labels), labels
+    tab.locator("input.time").fill("1970-01-02")
+    tab.keyboard.press("Enter")
+    tab.wait_for_function(f"document.querySelector('.said h2').innerText != {before!r}")
+    before = tab.locator(".said h2").inner_text()
     tab.locator("input[type=number]").first.fill("200")
     tab.keyboard.press("Tab")
     tab.wait_for_function(f"document.querySelector('.said h2').innerText != {before!r}")
@@ -178,6 +196,13 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_run)
     features, _ = encode(row, [Column(**fields) for fields in predictor.metadata["columns"]])
     expected = predictor(torch.from_numpy(features)).item()
     assert said == f"<h2>price: {expected:,.6g}</h2>"
+    for date in ("1970-01-04", "1970-01-04 00:00:00"):
+        assert page.answer_row(predictor, names, spans, "age", 200, "Rome", date)[0] == said
+    for date in ("", None, "next week", "1970-13-01"):
+        asked = page.answer_row(predictor, names, spans, "age", 200, "Rome", date)
+        assert asked == ("age: write a date such as 2020-01-31", None)
+    _, dates = page.answer_row(predictor, names, spans, "age", 200, "Rome", "1970-01-04")
+    assert dates.axes[0].lines[1].get_xdata()[0] == datetime(1970, 1, 4)
     line, dot = figure.axes[0].lines
     assert dot.get_xydata() == pytest.approx(np.array([[200, expected]]))
     assert np.interp(200, *line.get_data()) == pytest.approx(expected)
@@ -225,6 +250,57 @@ def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnis
     assert said.startswith("<h2>unsure, perhaps &lt;b&gt;x</h2>") and "95 in 100" in said
     for drawn in (None, {"composite": np.full((280, 280), 255, np.uint8)}):
         assert page.answer_drawing(predictor, drawn) == ("", None, None)
+
+
+@pytest.mark.parametrize(
+    "value, digits, written",
+    [(6712.34, 3, "6,712"), (1234567.0, 6, "1,234,567"), (1e14, 3, "100,000,000,000,000"),
+     (0.0123, 3, "0.0123"), (0.00001234, 3, "0.0000123"), (-6712.0, 3, "-6,712"), (0.0, 3, "0"),
+     (2.0, 3, "2"), (3.14159, 3, "3.14"), (99.99, 3, "100"), (1e20, 3, "1e+20"),
+     (1200.0, 2, "1,200"), (float("nan"), 3, "nan")],
+)  # fmt: skip
+def test_numbers_are_written_as_people_do(value, digits, written):
+    assert write_number(value, digits) == written
+    assert page.with_unit(value, "price_eur", digits) == f"{written} eur"
+
+
+def test_a_refused_picture_is_given_the_reason_and_the_remedy_that_fits(mnist_run, tmp_path):
+    predictor = predict.load_run(mnist_run)
+    files = {
+        "text.png": "Save it as PNG or JPEG.",
+        "blank.png": "blank",
+        "half.png": "cannot be read: ",
+    }
+    (tmp_path / "text.png").write_text("not a picture")
+    Image.new("L", (50, 50), 255).save(tmp_path / "blank.png")
+    Image.effect_noise((64, 64), 99).save(tmp_path / "half.png")
+    (tmp_path / "half.png").write_bytes((tmp_path / "half.png").read_bytes()[:1500])
+    for name, words in files.items():
+        said, *_ = page.answer_file(predictor, str(tmp_path / name))
+        assert words in said and str(tmp_path) not in said and "Error:" not in said
+        assert ("Save it as" in said) == (name == "text.png")
+
+
+def test_a_shelf_says_which_classes_it_shows(monkeypatch):
+    target = torch.arange(30)
+    tensors = {"prediction": target, "target": target, "logits": torch.eye(30)}
+    tensors["image"] = torch.zeros(30, 1, 28, 28, dtype=torch.uint8)
+    run = SimpleNamespace(evaluated=tensors, metadata={"classes": [*map(str, range(30))]})
+    shelves = page.find_shelves(run)
+    assert len(shelves["test pictures: of the first 20 of 30 classes"]) == 20
+
+
+def test_what_cannot_be_drawn_leaves_the_answer(table_run, monkeypatch):
+    def fail(*_):
+        raise ValueError("<no scale>")
+
+    predictor = predict.load_run(table_run)
+    names = ["area", "city", "age"]
+    spans = {name: page.find_span(predictor.metadata, name) for name in ("area", "age")}
+    monkeypatch.setattr(answers, "draw_responses", fail)
+    said, figure = page.answer_row(predictor, names, spans, "area", 200, "Rome", 3)
+    assert said.startswith("<h2>price: ") and "ValueError: &lt;no scale&gt;" in said
+    assert figure is None
 
 
 def test_what_is_missing_is_asked_for_by_name(mnist_run, tmp_path, monkeypatch):

@@ -364,8 +364,10 @@ def test_the_worst_classes_are_named_and_what_an_accuracy_is_worth(tmp_path):
     targets = torch.arange(40) % 20
     predictions = {"target": targets, "prediction": torch.where(targets == 17, 3, targets)}
     write_tensors(tmp_path / PREDICTIONS, predictions, {"classes": [*map(str, range(20))]})
-    worst = "17 0 of 2, 0 2 of 2, 1 2 of 2, 2 2 of 2, 3 2 of 2 and 15 more"
-    assert describe_recall(tmp_path) == f"recognised: 38 of 40; worst: {worst}"
+    assert describe_recall(tmp_path) == "recognised: 38 of 40; worst: 17 0 of 2"
+    classes = {"classes": [*map(str, range(20))]}
+    write_tensors(tmp_path / PREDICTIONS, predictions | {"prediction": targets}, classes)
+    assert describe_recall(tmp_path) == "recognised: 40 of 40"
     predictions["prediction"] = 0 * targets
     write_tensors(tmp_path / PREDICTIONS, predictions, {"classes": [*map(str, range(20))]})
     assert describe_recall(tmp_path).endswith("'0', which is right for 2 of 40: it recognised 2")

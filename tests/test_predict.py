@@ -182,3 +182,33 @@ def test_a_photo_is_answered_with_the_numbers_of_its_evaluation(tmp_path, capsys
     (run_dir / "pretrained" / "model.safetensors").unlink()
     with refused(r"FileNotFoundError: .*pretrained"):
         predict.main([*flags, paths[0]])
+
+
+def test_of_a_folder_all_pictures_are_answered_and_written_as_a_table(mnist_run, tmp_path, capsys):
+    predictor, folder = predict.load_run(mnist_run), tmp_path / "pages"
+    for n, name in enumerate(("b.png", "a/=1+1.jpg", "a/caf\u00e9.png", ".hidden.png")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(predictor.evaluated["image"][n, 0].numpy()).save(folder / name)
+    (folder / "c.png").write_text("not a picture")
+    (folder / "notes.txt").write_text("none")
+    capsys.readouterr()
+    with refused("1 of 4 files cannot be used"):
+        predict.main([str(mnist_run), str(folder), "--csv", str(tmp_path / "answers.csv")])
+    *answers, last = capsys.readouterr().out.splitlines()
+    assert last == f"4 answers in {tmp_path / 'answers.csv'}" and len(answers) == 4
+    table = pd.read_csv(tmp_path / "answers.csv", keep_default_na=False)
+    assert [*table] == ["file", "prediction", "probability", "doubt", "error"]
+    names = [str(folder / name) for name in ("a/=1+1.jpg", "a/caf\u00e9.png", "b.png", "c.png")]
+    assert table.file.tolist() == names
+    assert "not one of PNG" in table.error[3] and table.prediction[3] == table.error[0] == ""
+    shares, numbers = predictor(predictor.evaluated["image"][[2, 0]]).max(1)
+    assert [*map(float, table.probability[1:3])] == pytest.approx(shares.tolist(), abs=1e-5)
+    assert [*map(int, table.prediction[1:3])] == numbers.tolist()
+    (tmp_path / "empty").mkdir()
+    with refused("empty is a folder with no picture files"):
+        predict.main([str(mnist_run), str(tmp_path / "empty")])
+
+
+def test_csv_is_for_pictures(table_run, tmp_path):
+    with refused("--csv is for pictures, and the input of this model is a table"):
+        predict.main([str(table_run), "x.csv", "--csv", str(tmp_path / "answers.csv")])

@@ -43,10 +43,12 @@ def describe_recall(run_dir: Path) -> str:
     targets, classes = predictions["target"], metadata["classes"]
     hits = targets[predictions["prediction"] == targets]
     counts, num_hits = (rows.bincount(minlength=len(classes)).tolist() for rows in (targets, hits))
-    evaluated = [label for label, number in enumerate(counts) if number]
-    evaluated.sort(key=lambda label: num_hits[label] / counts[label])
-    rows = [f"{classes[label]} {num_hits[label]} of {counts[label]}" for label in evaluated]
-    text = f"recognised: {len(hits)} of {len(targets)}; worst: {shorten(rows, NUM_WORST)}"
+    imperfect = [label for label, number in enumerate(counts) if num_hits[label] < number]
+    imperfect.sort(key=lambda label: num_hits[label] / counts[label])
+    rows = [f"{classes[label]} {num_hits[label]} of {counts[label]}" for label in imperfect]
+    text = f"recognised: {len(hits)} of {len(targets)}"
+    if rows:
+        text += f"; worst: {shorten(rows, NUM_WORST)}"
     if len(hits) <= max(counts):
         largest = classes[counts.index(max(counts))]
         text += (

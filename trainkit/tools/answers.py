@@ -8,7 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
+from trainkit.text import write_number
 from trainkit.tools import curves, plots
 from trainkit.tools.lettering import as_written, wrap
 from trainkit.tools.photos import border_of
@@ -77,8 +79,8 @@ def draw_responses(
 ) -> Figure:
     """Draw each target along one column, whose own value a dot marks.
 
-    points: values of the column, of which the first is its own. outputs: the targets at these
-    points, (n, targets). name: of the column.
+    points: values of the column, datetime for dates, of which the first is its own. outputs: the
+    targets at these points, (n, targets). name: of the column.
     """
     lines = outputs.T[:MAX_DRAWN]
     style = as_written([name, *targets])
@@ -87,6 +89,12 @@ def draw_responses(
     for axes, target, line in zip(grid, targets, lines, strict=False):
         axes.plot(points[1:], line[1:], color=curves.COLOURS[4])
         axes.plot(points[0], line[0], "o", color=curves.COLOURS[1], mec="white")
+        written = FuncFormatter(lambda value, _: write_number(value, 6))  # not as 1e6
+        axes.yaxis.set_major_formatter(written)
+        if points.dtype == object:  # it holds dates
+            axes.tick_params(axis="x", rotation=30)
+        else:
+            axes.xaxis.set_major_formatter(written)
         axes.set_xlabel(wrap(name, 40), **style)
         axes.set_ylabel(wrap(target, 30), **style)
     return figure

@@ -10,6 +10,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -21,7 +22,7 @@ from PIL import Image
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.tables.columns import Column
-from trainkit.text import first_sentence
+from trainkit.text import first_sentence, write_number
 from trainkit.tools import answers, plots
 
 MAX_FILE = "32mb"  # of a picture file
@@ -29,6 +30,7 @@ MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 
 MAX_SHOWN = 20  # test pictures, one of each class
 # An answer follows each change without a sign that it is computed, and only the last one counts.
 QUICK: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
+EPOCH = datetime(1970, 1, 1)  # from which the days of dates are counted
 NUM_POINTS = 120  # at which a curve is drawn
 # Where the name of a column says its unit: weight (kg), weight [kg], weight_kg, price_eur.
 UNIT = re.compile(
@@ -47,10 +49,22 @@ def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
     predicted, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
     last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
     worst = plots.worst_mistakes(tensors)[0].tolist() if last else ()
+    first = [(last[name], name) for name in classes if name in last]
+    title = "test pictures"
+    if len(first) > MAX_SHOWN:
+        title += f": of the first {MAX_SHOWN} of {len(first)} classes"
     return {
-        "test pictures": [(last[name], name) for name in classes if name in last][:MAX_SHOWN],
+        title: first[:MAX_SHOWN],
         "worst mistakes": [(n, f"{truth[n]}, taken for {predicted[n]}") for n in worst],
     }
+
+
+def describe_refusal(problem: UsageError, path: Path | io.BytesIO) -> str:
+    """Say why a picture cannot be read, and what helps, without its path on this machine."""
+    reason = str(problem).removeprefix(f"{path} cannot be read as a picture: ")
+    reason = re.sub(r"^\w+(Error|Exception): ", "", reason.replace(str(path), "the picture"))
+    sentence = f"The picture cannot be read: {reason}."
+    return sentence + (" Save it as PNG or JPEG." if "it is not one of" in reason else "")
 
 
 def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
@@ -61,22 +75,40 @@ def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
     try:
         pictures, doubt = predictor.read(path)
     except UsageError as problem:
-        sentence = escape(str(problem).replace(str(path), "The picture"))
-        return f"{sentence}. Save it as PNG or JPEG.", None, None
+        return escape(describe_refusal(problem, path)), None, None
     return answers.describe_answer(predictor, pictures[0], doubt)
+
+
+def is_empty(drawn: dict[str, Any] | None) -> bool:
+    """Return whether nothing is drawn on the pad."""
+    return drawn is None or drawn["composite"] is None or drawn["composite"].min() == 255
 
 
 def answer_drawing(predictor: Any, drawn: dict[str, Any] | None) -> tuple:
     """Return what is shown for a drawing on the pad, which is read like a picture file."""
-    if drawn is None or drawn["composite"] is None or drawn["composite"].min() == 255:
+    if drawn is None or is_empty(drawn):
         return "", None, None
     file = io.BytesIO()
     Image.fromarray(drawn["composite"]).save(file, "png")
     return answer_file(predictor, file)
 
 
-def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: list) -> None:
-    """Add evaluated pictures of which the user can choose one to see its prediction."""
+def answer_pad(predictor: Any, drawn: dict[str, Any] | None) -> list:
+    """Return what answer_drawing does, and None for the picture file; of an empty pad no change."""
+    import gradio
+
+    if is_empty(drawn):
+        return [gradio.skip() for _ in range(4)]
+    return [*answer_drawing(predictor, drawn), None]
+
+
+def add_shelf(
+    predictor: Any, label: str, shelf: list[tuple[int, str]], shown: list, places: list
+) -> None:
+    """Add evaluated pictures of which the user can choose one to see its prediction.
+
+    places: of a picture of the user's own, which are emptied then.
+    """
     import gradio
 
     pictures = plots.saved_pictures(predictor.evaluated)
@@ -84,13 +116,15 @@ def add_shelf(predictor: Any, label: str, shelf: list[tuple[int, str]], shown: l
 
     def choose(chosen: gradio.SelectData) -> tuple:
         number, _ = shelf[chosen.index]
-        return answers.describe_answer(predictor, pictures[number], "", logits[number].softmax(0))
+        probabilities = logits[number].softmax(0)
+        answer = answers.describe_answer(predictor, pictures[number], "", probabilities)
+        return *answer, *[None for _ in places]
 
     named = [(plots.to_array(pictures[number]), caption) for number, caption in shelf]
     gallery = gradio.Gallery(
         named, label=label, format="png", allow_preview=False, elem_classes="shelf"
     )
-    gallery.select(choose, None, shown, show_progress="hidden")
+    gallery.select(choose, None, [*shown, *places], show_progress="hidden")
 
 
 def add_confusions(predictor: Any) -> None:
@@ -136,14 +170,19 @@ def build_picture_page(page: Any, predictor: Any) -> None:
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
             why = gradio.Gallery(columns=2, format="png", elem_id="why", label="why")
     shown = [answer_box, shares, why]
-    file.change(partial(answer_file, predictor), file, shown, **QUICK)
+    # What answers is what the user did last, and the other places are emptied, which asks nothing.
+    file.upload(partial(answer_file, predictor), file, shown, **QUICK)
+    file.clear(lambda: ("", None, None), None, shown, **QUICK)
+    places: list[Any] = [file]
     if has_pad:
-        pad.change(partial(answer_drawing, predictor), pad, shown, **QUICK)
-        pad.clear(None, js=script)
+        places.append(pad)
+        file.upload(lambda: None, None, pad, **QUICK)
+        pad.change(partial(answer_pad, predictor), pad, [*shown, file], **QUICK)
+        pad.clear(lambda: ("", None, None), None, shown, js=script)
         page.load(None, js=script)
     for label, shelf in find_shelves(predictor).items():
         if shelf:
-            add_shelf(predictor, label, shelf, shown)
+            add_shelf(predictor, label, shelf, shown, places)
     add_confusions(predictor)
 
 
@@ -157,12 +196,30 @@ def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float,
     return *metadata["feature_range"][number], start, step
 
 
+def to_days(text: str) -> float:
+    """Return the days since 1970 of a date, with or without a time. Raises ValueError."""
+    written = datetime.fromisoformat(text.strip()).replace(tzinfo=None)
+    return (written - EPOCH) / timedelta(days=1)
+
+
+def to_dates(days: np.ndarray) -> np.ndarray:
+    """Return days since 1970 as dates that matplotlib writes as such."""
+    return np.array([EPOCH + timedelta(days=float(day)) for day in days])
+
+
 def answer_row(
     predictor: Any, names: list[str], spans: dict[str, tuple], touched: str, *cells: Any
 ) -> tuple:
     """Return the targets of a row as HTML, and their curves along the number changed last."""
     metadata = predictor.metadata
     values = dict(zip(names, cells, strict=True))
+    dates = {column["name"] for column in metadata["columns"] if column.get("days")}
+    for name in dates:
+        if isinstance(values[name], str) or values[name] is None:  # as the page has it
+            try:
+                values[name] = to_days(values[name] or "")
+            except ValueError:
+                return f"{escape(name)}: write a date such as 2020-01-31", None
     along = touched if touched in spans else next(iter(spans), "")
     points = np.zeros(1)
     if spans:  # the first one is that of the row
@@ -191,11 +248,24 @@ def answer_row(
         return html, None
     names = [targets[number] for number in order]
     try:
-        figure = answers.draw_responses(points, outputs[:, order], along, names)
+        places = to_dates(points) if along in dates else points
+        figure = answers.draw_responses(places, outputs[:, order], along, names)
         figure.draw_without_rendering()
     except Exception as problem:  # the answer is worth more than its curve
         return f"{html}The curve cannot be drawn: {escape(first_sentence(problem))}", None
     return html, figure
+
+
+def add_date(name: str, span: tuple[float, float, float, float | None]) -> Any:
+    """Add a field for a date; with a time if those of the training rows had one."""
+    import gradio
+
+    low, high, value, step = span
+    has_time = step is None
+    form = "%Y-%m-%d %H:%M:%S" if has_time else "%Y-%m-%d"
+    first, last, shown = (date.strftime(form) for date in to_dates(np.array([low, high, value])))
+    info = f"in training {first} to {last}"
+    return gradio.DateTime(shown, include_time=has_time, type="string", label=name, info=info)
 
 
 def build_table_page(page: Any, predictor: Any) -> None:
@@ -208,12 +278,14 @@ def build_table_page(page: Any, predictor: Any) -> None:
         with gradio.Column(min_width=320):
             for column in predictor.metadata["columns"]:
                 name = column["name"]
-                label = name + " (days since 1970)" * bool(column.get("days"))
-                if column["categories"] is None:
-                    spans[name] = find_span(predictor.metadata, name)
-                    fields[name] = gradio.Slider(*spans[name], label=label)
+                if column["categories"] is not None:
+                    fields[name] = gradio.Dropdown(column["categories"], label=name)
+                    continue
+                spans[name] = find_span(predictor.metadata, name)
+                if column.get("days"):
+                    fields[name] = add_date(name, spans[name])
                 else:
-                    fields[name] = gradio.Dropdown(column["categories"], label=label)
+                    fields[name] = gradio.Slider(*spans[name], label=name)
         with gradio.Column(min_width=320):
             shown = [gradio.HTML(elem_classes="said"), gradio.Plot(show_label=False)]
     inputs = [*fields.values()]
@@ -228,7 +300,7 @@ def with_unit(value: float, name: str, digits: int = 3) -> str:
     """Write a value of a column, with its unit if the name of the column says it."""
     found = UNIT.search(name)
     unit = found[1] or found[2] if found else ""
-    return f"{value:,.{digits}g} {unit}".strip()
+    return f"{write_number(value, digits)} {unit}".strip()
 
 
 def describe_quality(predictor: Any) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.atomic import write_durably
 from trainkit.reading import frames
 from trainkit.tables.columns import Column, empty_cells, encode, parse_cells
-from trainkit.text import shorten
+from trainkit.text import count, shorten, write_number
 
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers, or begin with
 # a tab or line break.
@@ -78,8 +79,9 @@ def add_predictions(
     if WRITTEN.setdefault(output.resolve(), path.resolve()) != path.resolve():
         raise UsageError(f"{where}: {output} has just been written for another table: rename one")
     rows = written.join(predictions)
+    plain = partial(write_number, digits=6, separator="")
     shown = rows.head().to_string(
-        index=False, max_cols=6, max_colwidth=20, line_width=79, float_format="{:.6g}".format
+        index=False, max_cols=6, max_colwidth=20, line_width=79, float_format=plain
     )
     rows = rows.astype(object).where(rows.notna(), "")  # or map would turn ids into floats
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
@@ -101,13 +103,28 @@ def find_outside(
             low, high = metadata["feature_range"][place]
             beyond = np.maximum(low - inputs[:, place], inputs[:, place] - high)
             for row in table.index[beyond > MARGIN * (high - low)]:
-                limits = [f"{limit:.6g}" for limit in (low, high)]
+                limits = [write_number(limit, 6, separator="") for limit in (low, high)]
                 if column.days:
                     limits = [str(np.datetime64(int(limit), "D")) for limit in (low, high)]
                 cell = f"column {column.name!r}: {table[column.name][row]!s:.40}"
                 found.setdefault(row, []).append(f"{cell}, not {' to '.join(limits)}")
         place += len(column.feature_names())
     return [f"row {row + 1} ({shorten(found[row], 2)})" for row in sorted(found)]
+
+
+def write_answers(path: Path, rows: list[dict[str, Any]]) -> str:
+    """Write what was said of pictures as CSV, a row for each, and return a line that says so.
+
+    The columns are file, prediction, probability, doubt (what makes it unsure, or nothing) and
+    error. A text that a spreadsheet would run as a formula gets an apostrophe in front.
+    """
+    columns = ["file", "prediction", "probability", "doubt", "error"]
+    table = pd.DataFrame(rows, columns=columns).astype(object)
+    table = table.where(table.notna(), "").map(_not_a_formula)
+    with as_usage_error(f"--csv {path} cannot be written"):
+        text = table.to_csv(index=False)
+        write_durably(path, text.encode(errors="backslashreplace"))
+    return f"{count(len(table), 'answer')} in {path}"
 
 
 def _not_a_formula(value: Any) -> Any:
