@@ -83,6 +83,27 @@ def test_compiled_the_weights_have_plain_names(tiny_mnist, tmp_path, run_main, m
     train_mnist.make_model(metadata).load_state_dict(weights)
 
 
+def test_a_model_is_compiled_once_whatever_batches_and_evaluations_come(
+    tiny_mnist, tmp_path, run_main, monkeypatch
+):
+    """Also if a resume begins with the short last batch of an epoch."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    counters = torch._dynamo.utils.counters["stats"]
+    flags = (
+        f"--dataset {tiny_mnist} --run-dir {tmp_path} --batch-size 144 --no-drop-last --epochs 2"
+    )
+    num_compiled = []
+    for more in ("--stop-after-steps 2", "--resume auto"):  # of 3 steps in an epoch
+        torch._dynamo.reset()  # as in a process of its own
+        before = counters["unique_graphs"]
+        run_main("train_mnist", flags, more)
+        num_compiled.append(counters["unique_graphs"] - before)
+    assert num_compiled == [1, 1]
+    model = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    model(torch.ones(3, 2))
+    assert counters["unique_graphs"] == before + 2  # nothing is forbidden afterwards
+
+
 def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(
     tiny_mnist, tmp_path, run_main
 ):

@@ -19,6 +19,7 @@ from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import together
 from trainkit.launch.signals import Signals
+from trainkit.loop.compiling import Compiling
 from trainkit.numbers.counts import CountValues, Divisors
 from trainkit.numbers.loaders import share_of_batch
 from trainkit.numbers.means import Selection, select, sum_and_count
@@ -47,6 +48,7 @@ class Step:
         buffers: which ones forward changes from its own share.
         divisors: what its means are divided by.
         sizes: of values without a mask, which must be equal in the whole step.
+        compiling: lets models be compiled in the first whole step alone.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.
         depths: how many calls of the step of an optimizer are within each other now.
     """
@@ -88,6 +90,7 @@ class Step:
             optimizer.optimizer.register_step_pre_hook(self.check_clipped)
             optimizer.optimizer.register_step_post_hook(self.leave_step)
         self.update_scale = take_loss_scale(accelerator)
+        self.compiling = Compiling(accelerator)
 
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""
@@ -99,6 +102,7 @@ class Step:
         # A short step may have fewer: what a script adds to the loss keeps its weight.
         self.accelerator.gradient_accumulation_steps = self.num_micro_batches
         self.sizes.start_step()
+        self.compiling.start_step(self.num_in_step == self.config.batch_size)
 
     def seed_outside(self, *position: int) -> None:
         """Seed what the script draws where no batch is, so that a resume draws the same there."""
@@ -237,6 +241,7 @@ class Step:
 
     def finish(self) -> bool:
         """Update the loss scale; return False if fp16 skipped the step because it overflowed."""
+        self.compiling.finish_step(self.num_in_step == self.config.batch_size)
         self.update_scale()
         # Of an optimizer that was not stepped now, step_was_skipped is that of an earlier step.
         skipped = any(o.step_was_skipped for o in self.optimizers if o.optimizer in self.clipped)
@@ -263,8 +268,9 @@ class Step:
         self.guard.finish(*self.optimizers)
 
     def release(self) -> None:
-        """Turn the dropout layers of the models back into ordinary nn.Dropout."""
+        """Turn the dropout layers back into ordinary nn.Dropout, and compile as before."""
         release_dropout(self.dropouts)
+        self.compiling.release()
 
     def check_clipped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise RuntimeError if the gradients of an optimizer were not clipped before its step.

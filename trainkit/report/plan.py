@@ -103,7 +103,10 @@ def describe_model(accelerator: Accelerator, model: nn.Module) -> str:
     backend = accelerator.state.dynamo_plugin.backend
     compiled = ""
     if backend != DynamoBackend.NO:
-        compiled = f", compiled with {backend.value.lower()} (the first step waits for it)"
+        kept = ""
+        if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+            kept = f"; kept in {folder} for the next run"
+        compiled = f", compiled with {backend.value.lower()} (the first step waits for it{kept})"
     name = type(model).__name__.removeprefix("FSDP")  # torch's prefix for sharded models
     return f"{name}, {num_parameters([model]):,} parameters{compiled}"
 
