@@ -56,7 +56,7 @@ def load_data(config: Config) -> tuple:
     """Return samples (tokens, which are learned) to train and evaluate on, and ChatSets' others."""
     tokenizer, limit = conversations.read_tokenizer(config.base)
     with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
-        more = config.system, config.prompt, first_day(config)
+        more = config.system, config.prompt, first_day(config), config.eval_data
         sets = conversations.make_chat_sets(tokenizer, config.data, config.max_tokens, limit, *more)
     if config.pack:
         sets = pack_sets(sets, config.max_tokens)

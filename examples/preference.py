@@ -59,7 +59,7 @@ def load_data(config: Config) -> tuple:
     """Return pairs of tokens to train and evaluate on, and what else the run needs of them."""
     tokenizer, limit = read_tokenizer(config.base)
     with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
-        more = config.max_tokens, limit, first_day(config)
+        more = config.max_tokens, limit, first_day(config), config.eval_data
         pairs = preferences.make_pairs(tokenizer, config.data, *more)
     return *pairs, tokenizer
 

@@ -265,7 +265,8 @@ OF_CHATML = [
     ([SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
     ([SHORT, LONG], [FOUR] * 2, {"cut": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
     ([SHORT | {"answer": LONG["prompt"]}], [], {"cut": "3 of 3", "end": "in 0 of 3"}),
-    ([LONG, *[SHORT] * 4], [], f"evaluate {NOT_LEFT}"),
+    ([LONG, *[SHORT] * 4], [FOUR] * 2, {"cut": "3 of 15", "dropped": "3 of 15"}),
+    ([LONG], [], f"train {NOT_LEFT}"),
     ([chat(SAY, *TALK, SAY, ASK)], [FOUR * 3], {}),
     ([chat(*TALK) | {"tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
     ([{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
@@ -285,8 +286,8 @@ OF_CHATML = [
     ([SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
     ([{"instruction": "+", "input": "2", "output": "4"}], [FOUR], {"first": r"\+\\n.n2"}),
     ([{"instruction": "", "input": "2", "output": "4"}], [FOUR], {"first": "r.n2<"}),
-    ([{"text": "x = 4", "meta": 1}], [" = 4<end>"], {}),
-    ([chat(ASK)], [], f"train {NOT_LEFT}"),
+    ([{"text": "x = 4", "meta": 1}], [" = 4<end>"], {"not read": "^meta$"}),
+    ([chat(ASK)], [], "nothing is learned of 3 of 3 rows: they have no turn of an assistant"),
     ([chat(ASK | {"content": ""}, SAY | {"content": " "})], [" <|im_end|>\n"], {"empty": "3 of 3"}),
     (
         [chat(*each) for each in (TALK, [], [SAY | {"role": "system"}])],
@@ -346,7 +347,7 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
         train_set, _, _, plan, *_ = conversations.make_chat_sets(tokenizer, str(source), 64, 99)
         texts = [tokenizer.decode(tokens[where]) for tokens, where in train_set]
         assert texts[: len(learned)] == learned and all(texts)
-        assert plan.keys() == {"data", "end", "first", *said}
+        assert plan.keys() == {"data", "end", "first", "twice", *said}
         assert all(re.search(words, plan[name]) for name, words in said.items())
 
 
@@ -423,10 +424,10 @@ def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monk
 def test_a_line_that_is_no_json_is_named_and_blank_lines_are_skipped(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(f"{json.dumps(SHORT)}\n \n\n")
-    assert len(formats.read_conversations(str(path))[0]) == 1
+    assert len(formats.read_conversations(formats.read_conversation_rows(str(path)))[0]) == 1
     path.write_text(f"{json.dumps(SHORT)}\n{{\n")
     with refused(f"^line 2 of {path} is not JSON"):
-        formats.read_conversations(str(path))
+        formats.read_conversations(formats.read_conversation_rows(str(path)))
 
 
 @pytest.mark.parametrize("indent, rows", [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])

@@ -1,5 +1,8 @@
 """Which rows are evaluated: a split that the user made, or a share of each class."""
 
+import json
+
+import datasets
 import pandas as pd
 import pytest
 import torch
@@ -149,14 +152,12 @@ def test_a_test_file_without_the_target_is_not_evaluated_and_said(tmp_path):
     train, evaluated, _, plan = table_of("--data", tmp_path)
     assert (len(train), len(evaluated)) == (16, 4)
     assert plan["evaluated on"] == (
-        "a share of train.csv; not read: submission.csv, test.csv (no row has what is to be "
+        "a share of the others; not read: submission.csv, test.csv (no row has what is to be "
         "predicted)"
     )
 
 
 def test_parts_of_a_data_set_are_a_split(tmp_path):
-    import datasets
-
     rows = {"train": range(30), "test": range(900, 910), "extra": range(5)}
     parts = {
         name: datasets.Dataset.from_dict({"a": [n + 0.5 for n in part], "y": [*part]})
@@ -165,7 +166,7 @@ def test_parts_of_a_data_set_are_a_split(tmp_path):
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
     train, evaluated, _, plan = table_of("--data", tmp_path / "set")
     assert len(train) == 30 and evaluated == [*range(900, 910)]
-    assert plan["evaluated on"] == "test: 10 rows"
+    assert plan["evaluated on"] == "test: 10 rows; not read: extra"
 
 
 def text_sets(*flags):
@@ -200,3 +201,71 @@ def test_the_test_texts_are_evaluated_and_not_trained_on(tmp_path):
     assert sets.plan["evaluated on"].endswith(
         "train.jsonl: 20 texts; not read: test.jsonl, dev.jsonl"
     )
+
+
+@pytest.fixture
+def chats(monkeypatch):
+    """Rows as read, instead of their tokens: nothing of them depends on a tokenizer."""
+    pytest.importorskip("transformers")
+    from trainkit.language import conversations, formats
+
+    def call(data, eval_data=None):
+        read = formats.read_chat_rows(str(data), eval_data and str(eval_data), formats.find_format)
+        rows, _ = formats.read_conversations([*read.train, *read.given])
+        hashes = formats.same_turns(row for _, row in rows)
+        sides, twice = conversations.hold_out_tenth(
+            hashes, [True] * len(rows), len(read.given), "row"
+        )
+        prompts = [[rows[n][1].turns[0]["content"] for n in side] for side in sides]
+        return *prompts, read.plan | twice
+
+    return call
+
+
+def write_chats(path, prompts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": prompt, "answer": "yes"} for prompt in prompts]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_a_tenth_of_chats_is_spread_over_the_file_and_equal_ones_are_on_one_side(chats, tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_chats(path, [f"{kind} {n}?" for n in range(40) for kind in "abcdefghij"])
+    train, held_out, plan = chats(path)
+    assert (len(train), len(held_out), plan) == (360, 40, {})
+    assert len({prompt[0] for prompt in held_out}) > 7  # rows 1, 11, 21 ... are all of one kind
+    write_chats(path, [f"{n // 2}?" for n in range(200)])
+    train, held_out, plan = chats(path)
+    assert not {*train} & {*held_out} and len(train) + len(held_out) == 200 and held_out
+    assert plan == {"twice": "100 of 200 rows repeat another: on one side"}
+    write_chats(path, ["same?"] * 3)
+    assert chats(path) == (
+        ["same?"] * 2,
+        ["same?"],
+        {"twice": "1 of 1 row to evaluate on is also trained on"},
+    )
+
+
+@pytest.mark.parametrize(
+    "test", ["test.jsonl", "data/validation-00000-of-00001.jsonl", "Dev/a.jsonl"]
+)
+def test_the_test_rows_of_chats_are_evaluated_and_not_trained_on(chats, tmp_path, test):
+    write_chats(tmp_path / "train.jsonl", [f"{n}?" for n in range(20)])
+    write_chats(tmp_path / test, ["new?", "3?"])
+    write_chats(tmp_path / "more.jsonl", ["more?"])
+    train, held_out, plan = chats(tmp_path)
+    assert (len(train), held_out) == (20, ["new?", "3?"])
+    assert plan["evaluated on"] == f"{test}: 2 rows; not read: more.jsonl"
+    assert plan["twice"] == "1 of 2 rows to evaluate on is also trained on"
+    train, held_out, plan = chats(tmp_path / "train.jsonl", tmp_path / "more.jsonl")
+    assert (len(train), held_out) == (20, ["more?"])
+
+
+def test_parts_of_saved_chats_are_a_split(chats, tmp_path):
+    rows = {"train_sft": ["a?", "b?"], "test_sft": ["c?"]}
+    parts = {
+        name: datasets.Dataset.from_list([{"prompt": p, "answer": "x"} for p in prompts])
+        for name, prompts in rows.items()
+    }
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
+    assert chats(tmp_path / "set") == (["a?", "b?"], ["c?"], {"evaluated on": "test_sft: 1 row"})

@@ -9,9 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.language.formats import Conversation, read_conversations, with_system
-from trainkit.language.templates import Chat, Sample, is_learned, show_sample
-from trainkit.text import first_sentence
+from trainkit.language.formats import (
+    Conversation,
+    find_format,
+    read_chat_rows,
+    read_conversations,
+    same_turns,
+    with_system,
+)
+from trainkit.language.templates import Chat, Encoded, Sample, find_unread, is_learned, show_sample
+from trainkit.reading import splits
+from trainkit.text import first_sentence, shorten
 
 
 class ChatSets(NamedTuple):
@@ -60,41 +68,68 @@ def make_chat_sets(
     system: str | None = None,
     prompts: Sequence[str] = (),
     today: date | None = None,
+    eval_data: str | None = None,
 ) -> ChatSets:
-    """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
+    """Make a training set and an evaluation set, and describe both.
 
-    Samples are cut to max_tokens, or to `limit` if that is less; samples with no learned token left
-    are dropped and counted. `system` begins conversations without a system turn, and the prompts.
+    Evaluated is eval_data, or a test split of data, or else a tenth of the rows. Samples are cut to
+    max_tokens, or to `limit` if that is less; samples with no learned token left are dropped and
+    counted. `system` begins conversations without a system turn, and the prompts.
     A chat template that writes the date writes `today`. Raises UsageError if one of the sets is
     left empty, or for a row that read_conversations or the chat template refuses, with its place.
     """
     size, limit_name = find_limit(max_tokens, limit)
-    rows, columns = read_conversations(data)
+    read = read_chat_rows(data, eval_data, lambda row: find_format(row) is not None)
+    rows, columns = read_conversations([*read.train, *read.given])
     if system and not tokenizer.chat_template:
         raise UsageError("--system needs a chat template, and the tokenizer of --base has none")
     rows = [(where, with_system(row, system)) for where, row in rows]
     chat = Chat(tokenizer, today)
     if not any(row.turns for _, row in rows):
         chat.end = tokenizer.eos_token_id
-    sets, ask, lines = _encode_rows(chat, rows, size, limit_name)
+    encoded, lines = _encode_rows(chat, rows, size, limit_name)
+    is_left = [bool(one.samples) for one in encoded]
+    hashes = same_turns(row for _, row in rows)
+    sides, twice = hold_out_tenth(hashes, is_left, len(read.given), "row")
+    sets = [[sample for n in side for sample in encoded[n].samples] for side in sides]
     check_left(sets, len(rows), "samples to {} on has an answer, or a token of one", limit_name)
-    plan = {"data": f"{len(rows)} rows of {columns}", "end": _describe_end(chat, sets)} | lines
+    plan = {"data": f"{len(rows)} rows of {columns}", "end": _describe_end(chat, sets)}
+    plan |= read.plan | twice | lines
     plan |= {"first": show_sample(tokenizer, sets[0][0])} if sets[0] else {}
     asks = {prompt: chat.ask(prompt, system) for prompt in prompts}
     if not asks and sets[1]:
-        asks["answer"] = ask
+        asks["answer"] = [*encoded[sides[1][0]].ask]
     by_length = sorted(sets[1], key=lambda sample: len(sample.tokens))
     return ChatSets(sets[0], by_length, chat.end, plan, asks)
 
 
+def hold_out_tenth(
+    hashes: torch.Tensor, is_left: Sequence[bool], num_given: int, noun: str
+) -> tuple[list[list[int]], dict[str, str]]:
+    """Return which rows are trained on and which are evaluated, in their order, and a plan line.
+
+    Evaluated are the last `num_given` rows, or else a tenth; equal rows are on one side, unless all
+    are equal. hashes: of all rows. is_left: others are on no side.
+    """
+    rows = torch.tensor(is_left, dtype=torch.bool).nonzero().flatten()
+    sides = [rows[rows < len(hashes) - num_given], rows[rows >= len(hashes) - num_given]]
+    if not num_given:
+        number = math.ceil(len(rows) / 10)
+        parts = splits.split_rows(hashes[rows], number=number)
+        if not len(parts[1]):
+            parts = splits.hold_out(len(rows), number=number)
+        sides = [rows[part.sort().values] for part in parts]
+    lines = splits.describe_equal(hashes[sides[0]], hashes[sides[1]], noun)
+    return [side.tolist() for side in sides], lines
+
+
 def _encode_rows(
     chat: Chat, rows: Sequence[tuple[str, Conversation]], size: int, limit_name: str
-) -> tuple[tuple[list[Sample], list[Sample]], list[int], dict[str, str]]:
-    """Return both sets, the tokens that ask for the first answer of the second, and plan lines."""
-    sets: tuple[list[Sample], list[Sample]] = ([], [])
-    ask: list[int] = []
+) -> tuple[list[Encoded], dict[str, str]]:
+    """Return what is left of each row, which may be no sample, and lines of the plan."""
+    left: list[Encoded] = []
     notes = Notes()
-    for number, (where, row) in enumerate(rows):
+    for where, row in rows:
         conversation = chat.without_marks(row)
         notes.add("marked", conversation != row)
         notes.add("empty", _has_empty_answer(conversation))
@@ -102,14 +137,19 @@ def _encode_rows(
             encoded = chat.encode(conversation, size)
         notes.add("lost", encoded.lost)
         notes.add("untrained", encoded.untrained)
+        notes.add_texts(chat, [row], [encoded])
+        notes.add("unlearned", row.text is None and not any(map(is_learned, row.turns)))
         kept = [Sample(tokens[:size], learned[:size]) for tokens, learned in encoded.samples]
         kept = [sample for sample in kept if sample.learned.any()]
         notes.counts["cut"] += sum(len(tokens) > size for tokens, _ in encoded.samples)
         notes.counts["dropped"] += max(1, len(encoded.samples)) - len(kept)
-        if number % 10 == 0 and kept and not sets[1]:
-            ask = [*encoded.ask]
-        sets[number % 10 == 0].extend(kept)
-    num_samples = sum(map(len, sets)) + notes.counts["dropped"]
+        left.append(encoded._replace(samples=kept))
+    if notes.counts["unlearned"] and not any(encoded.samples for encoded in left):
+        raise UsageError(
+            f"nothing is learned of {notes.counts['unlearned']} of {len(rows)} rows: they have no "
+            "turn of an assistant whose weight is not 0"
+        )
+    num_samples = sum(len(encoded.samples) for encoded in left) + notes.counts["dropped"]
     lines = {}
     if num_cut := notes.counts["cut"]:
         lines["cut"] = f"{num_cut} of {num_samples} samples, to {limit_name}"
@@ -117,7 +157,7 @@ def _encode_rows(
         lines["dropped"] = (
             f"{num_dropped} of {num_samples} samples, which have no learned token left"
         )
-    return sets, ask, lines | notes.describe(chat, len(rows))
+    return left, lines | notes.describe(chat, len(rows))
 
 
 class Notes:
@@ -126,12 +166,23 @@ class Notes:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.first: dict[str, Any] = {}
+        self.unread: tuple[set[str], set[str]] = (set(), set())  # keys of rows and of turns
 
     def add(self, kind: str, example: Any) -> None:
         """Count a row of this kind, if the example is not empty."""
         if example:
             self.counts[kind] += 1
             self.first.setdefault(kind, example)
+
+    def add_texts(
+        self, chat: Chat, rows: Sequence[Conversation], encoded: Sequence[Encoded]
+    ) -> None:
+        """Count what the texts of a row hold, and which of its keys change nothing."""
+        self.add("inside", next((one.inside for one in encoded if one.inside), ""))
+        self.add("written", any(one.written for one in encoded))
+        for row in rows:
+            self.unread[0].update(row.unread)
+            self.unread[1].update(find_unread(row.turns, chat.tokenizer.chat_template))
 
     def describe(self, chat: Chat, num_rows: int) -> dict[str, str]:
         """Return lines of the plan about rows and their chat template."""
@@ -142,6 +193,19 @@ class Notes:
                 f"{counts['empty']} have an answer without text, which is learned: the model says "
                 "nothing there"
             )
+        if "written" in counts:
+            lines["written"] = (
+                f"{counts['written']} have a prompt that is already written in the chat template: "
+                "it is used as it is"
+            )
+        if "inside" in counts:
+            lines["inside"] = (
+                f"{counts['inside']} have special tokens inside of their texts, the first is "
+                f"{self.first['inside']}: they stay text there"
+            )
+        keys = [shorten(sorted(names), 10) for names in self.unread]
+        if keys[0] or keys[1]:
+            lines["not read"] = keys[0] + "; " * all(keys) + f"of turns: {keys[1]}" * bool(keys[1])
         template = []
         if "lost" in counts:
             template.append(

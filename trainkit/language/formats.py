@@ -2,14 +2,18 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
+import torch
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.text import shorten
+from trainkit.reading import splits
+from trainkit.reading.paths import is_read
+from trainkit.text import count, shorten
 
 Turn = dict[str, Any]  # role and content, both texts, and perhaps tool_calls
 
@@ -25,7 +29,12 @@ class Format(NamedTuple):
     def columns(self) -> list[str]:
         return [name for name in (self.prompt, self.answer) if name]
 
+    def context(self, row: dict[str, Any]) -> str:
+        """Return the column of `more` that is a part of the prompt, or ""."""
+        return next((name for name in self.more if row.get(name)), "")
 
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")  # of files
 INPUT = ("input", "context")
 # A row has the first format whose columns are all there.
 FORMATS = (
@@ -44,6 +53,11 @@ FORMATS = (
 PROMPTS = (*(Format("", kind.prompt, kind.more) for kind in FORMATS), Format("", "conversations"))
 # Columns without which the text of a row would mean something else.
 NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "history")
+# A row has the first of these columns that is not empty.
+TOOLS, SYSTEM = ("tools", "functions"), ("system", "system_prompt")
+EMPTY: tuple[Any, ...] = (None, "", [], {})  # False and 0 are values
+PARTS = ("text", "input_text", "output_text", "refusal")  # of a content that is a list
+TURN = ("from", "value", "tool_calls", "function_call", "refusal")  # keys that become others
 # What files call those who speak, in small letters. ipython and function are names of templates.
 USER, ASSISTANT = ("user", "human", "prompter"), ("assistant", "gpt", "chatgpt", "bot", "model")
 ROLES = (
@@ -65,42 +79,108 @@ class Conversation(NamedTuple):
         num_prompt: the number of turns at the start that are a prompt; no answer in it is learned.
         tools: descriptions of tools for the template.
         text: used instead of turns; all of it is learned.
+        unread: the columns of its row that are not empty and were not read.
     """
 
     turns: list[Turn]
     num_prompt: int = 0
     tools: Sequence[Any] = ()
     text: str | None = None
+    unread: tuple[str, ...] = ()
+
+
+class Part(NamedTuple):
+    """A part of a data set: what it is called, and its rows, each with its place, read once."""
+
+    name: str
+    rows: Iterator[tuple[str, Any]]
+
+
+class Rows(NamedTuple):
+    """Rows with their places: to train on, chosen by the user to evaluate on, and a plan line."""
+
+    train: list[tuple[str, Any]]
+    given: list[tuple[str, Any]]
+    plan: dict[str, str]
+
+
+def read_chat_rows(data: str, eval_data: str | None, is_known: Callable[[Any], bool]) -> Rows:
+    """Read the rows of --data, and those of --eval-data or of a test split if there is one.
+
+    is_known: whether a row has what is to be learned. Of a split the first row is asked. See
+    read_conversation_rows.
+    """
+    parts = read_chat_parts(data)
+    read: dict[str, list[tuple[str, Any]]] = {}
+
+    def is_labelled(split: str) -> bool:
+        read[split] = [*parts[split].rows]
+        return bool(read[split]) and is_known(read[split][0][1])
+
+    names = {split: part.name for split, part in parts.items()}
+    split, unread = splits.choose_evaluated(names, is_labelled, bool(eval_data))
+    given: list[tuple[str, Any]] = []
+    name = ""
+    if eval_data:
+        own = read_chat_parts(eval_data)
+        part = next((own[split] for split in splits.EVALUATED if split in own), own["train"])
+        given = [*part.rows]
+        name = f"--eval-data {eval_data}: {count(len(given), 'row')}"
+    elif split:
+        given = read[split]
+        name = f"{names[split]}: {count(len(given), 'row')}"
+    return Rows([*parts["train"].rows], given, splits.describe_given(name, unread))
 
 
 def read_conversation_rows(data: str) -> Iterator[tuple[str, Any]]:
-    """Yield each row and its place.
+    """Yield each row to train on, and its place.
 
-    data: a JSON lines, JSON or Parquet file, a folder that `datasets` can load, or a Hub id.
-    Blank lines are skipped. Raises a UsageError that names the line if a line is not JSON.
+    data: a JSON lines, JSON or Parquet file, a folder of them or one that `datasets` can load, or a
+    Hub id. Blank lines are skipped. Raises a UsageError that names the line if a line is not JSON.
     """
-    path = Path(data)
-    if path.suffix == ".parquet" and path.is_file():
-        rows = pq.read_table(path).to_pylist()
-    elif path.is_file():
-        content = path.read_bytes()
-        rows = _read_json(content) if path.suffix == ".json" else None
-        if rows is None:
-            for number, line in enumerate(content.splitlines(), 1):
-                where = f"line {number} of {path}"
-                if line.strip():
-                    with as_usage_error(f"{where} is not JSON, and only JSON and Parquet are read"):
-                        row = json.loads(line)
-                    yield where, row
-            return
-    else:
-        import datasets
+    return read_chat_parts(data)["train"].rows
 
-        saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-        rows = datasets.load_from_disk(path) if saved else datasets.load_dataset(data)
-        rows = rows["train"] if isinstance(rows, dict) else rows
+
+def read_chat_parts(data: str) -> dict[str, Part]:
+    """Return the rows of each split that the user made, as splits.find_splits names them."""
+    path = Path(data)
+    if path.is_file():
+        return {"train": Part(path.name, _read_file(path))}
+    files = [file.relative_to(path).as_posix() for file in sorted(path.rglob("*"))]
+    files = [file for file in files if is_read(file) and file.endswith(SUFFIXES)]
+    found = splits.find_splits(files)
+    if len(found) > 1 and not splits.is_saved(path):
+        return {
+            split: Part(shorten(names), chain.from_iterable(_read_file(path / x) for x in names))
+            for split, names in found.items()
+        }
+    loaded = splits.load_parts(data)
+    places = {split: f"{data}, {split}" if len(loaded) > 1 else data for split in loaded}
+    return {
+        split: Part(name, _number(rows, places[split])) for split, (name, rows) in loaded.items()
+    }
+
+
+def _number(rows: Iterable[Any], place: str) -> Iterator[tuple[str, Any]]:
     for number, row in enumerate(rows, 1):
-        yield f"row {number} of {data}", row
+        yield f"row {number} of {place}", row
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
+    if path.suffix == ".parquet":
+        yield from _number(pq.read_table(path).to_pylist(), str(path))
+        return
+    content = path.read_bytes()
+    rows = _read_json(content) if path.suffix == ".json" else None
+    if rows is not None:
+        yield from _number(rows, str(path))
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        where = f"line {number} of {path}"
+        if line.strip():
+            with as_usage_error(f"{where} is not JSON, and only JSON and Parquet are read"):
+                row = json.loads(line)
+            yield where, row
 
 
 def _read_json(content: bytes) -> list[Any] | None:
@@ -114,17 +194,19 @@ def _read_json(content: bytes) -> list[Any] | None:
     return rows if isinstance(rows, list) else [rows]
 
 
-def read_conversations(data: str) -> tuple[list[tuple[str, Conversation]], str]:
+def read_conversations(
+    rows: Iterable[tuple[str, Any]],
+) -> tuple[list[tuple[str, Conversation]], str]:
     """Return all conversations, each with its place, and the columns they come from.
 
     Raises a UsageError that names the first row that lacks such columns, or has no texts in them.
     """
     conversations: list[tuple[str, Conversation]] = []
     formats: dict[str, None] = {}
-    for where, row in read_conversation_rows(data):
-        columns = {*row} if isinstance(row, dict) else set()
-        kind = next((kind for kind in FORMATS if columns.issuperset(kind.columns)), None)
+    for where, row in rows:
+        kind = find_format(row)
         if kind is None:
+            columns = {*row} if isinstance(row, dict) else set()
             column_names = "; ".join(" and ".join(kind.columns) for kind in FORMATS)
             raise UsageError(
                 f"{where} has no columns of a known format, but "
@@ -135,6 +217,21 @@ def read_conversations(data: str) -> tuple[list[tuple[str, Conversation]], str]:
             conversations.append((where, _read_conversation(kind, row)))
         formats[name] = None
     return conversations, "; ".join(formats)
+
+
+def find_format(row: Any) -> Format | None:
+    """Return the first format whose columns a row has."""
+    columns = {*row} if isinstance(row, dict) else set()
+    return next((kind for kind in FORMATS if columns.issuperset(kind.columns)), None)
+
+
+def same_turns(conversations: Iterable[Conversation]) -> torch.Tensor:
+    """Return for each conversation the number of the first that equals it, int64."""
+    keys = (
+        json.dumps([comparable(row.turns), row.text, row.tools], default=str)
+        for row in conversations
+    )
+    return splits.number_equal(keys)
 
 
 @contextlib.contextmanager
@@ -154,9 +251,9 @@ def _read_conversation(kind: Format, row: dict[str, Any]) -> Conversation:
     if row.get("label") is False:
         raise UsageError("its label is false: leave out what is not wanted as an answer")
     if kind.answer == "text":
-        return with_context([], 0, row)._replace(text=row["text"] + "")
+        return with_context([], 0, row, kind)._replace(text=row["text"] + "")
     answer = as_turns(row[kind.answer], "assistant")
-    return with_context(*join_prompt(read_prompt(kind, row), answer), row)
+    return with_context(*join_prompt(read_prompt(kind, row), answer), row, kind)
 
 
 def read_prompt(kind: Format, row: dict[str, Any]) -> list[Turn]:
@@ -164,11 +261,10 @@ def read_prompt(kind: Format, row: dict[str, Any]) -> list[Turn]:
     if not kind.prompt:
         return []
     prompt = row[kind.prompt]
-    more = next((row[name] for name in kind.more if row.get(name)), "")
-    if more:
+    if name := kind.context(row):
         if prompt != "":
             prompt += "\n\n"
-        prompt += more
+        prompt += row[name]
     return as_turns(prompt, "user")
 
 
@@ -214,15 +310,24 @@ def comparable(turns: list[Turn]) -> list[tuple[str, str, str]]:
     ]
 
 
-def with_context(turns: list[Turn], num_prompt: int, row: dict[str, Any]) -> Conversation:
+def with_context(
+    turns: list[Turn], num_prompt: int, row: dict[str, Any], kind: Format
+) -> Conversation:
     """Return the conversation with the tools and the system turn that its row has.
 
-    Raises UsageError for a row that has something that is not read.
+    kind: of the columns that the turns are from. Raises UsageError for a row that has something
+    without which it would mean something else.
     """
     if unread := [name for name in NOT_READ if row.get(name)]:
         raise UsageError(f"it has {unread[0]}, and only texts and turns are read: leave it out")
-    conversation = Conversation(turns, num_prompt, _functions("tools", row.get("tools") or []))
-    return with_system(conversation, row.get("system") or row.get("system_prompt"))
+    tools, system = (next((n for n in names if row.get(n)), "") for names in (TOOLS, SYSTEM))
+    functions = _functions(tools, row[tools]) if tools else ()
+    read = {*kind.columns, kind.context(row), tools, system, "label", "chosen", "rejected"}
+    others = tuple(str(name) for name in row if row[name] not in EMPTY and name not in read)
+    conversation = Conversation(turns, num_prompt, functions, unread=others)
+    if system and not isinstance(row[system], str | list):
+        raise UsageError(f"its {system} is no text, but {row[system]!r:.60}")
+    return with_system(conversation, _join_parts(row[system])[0] if system else "")
 
 
 def with_system(conversation: Conversation, system: str | None) -> Conversation:
@@ -233,6 +338,26 @@ def with_system(conversation: Conversation, system: str | None) -> Conversation:
         return conversation
     turns = [{"role": "system", "content": system}, *turns]
     return conversation._replace(turns=turns, num_prompt=num_prompt + 1)
+
+
+def _join_parts(content: Any) -> tuple[str, str]:
+    """Return what a content says and what was thought before, both as texts.
+
+    content: a text, or the parts that OpenAI and Anthropic make of it, which most templates would
+    write as Python does. Raises UsageError for parts that are neither, TypeError for others.
+    """
+    if isinstance(content, str):
+        return content, ""
+    if not isinstance(content, list):
+        raise TypeError
+    texts = {"says": "", "thinks": ""}
+    for part in content:
+        kind = part["type"]
+        if kind not in PARTS and kind != "thinking":
+            raise UsageError(f"a turn holds {kind}, and only text can be learned from")
+        names = [name for name in ("text", "value", kind) if name in part]
+        texts["thinks" if kind == "thinking" else "says"] += part[names[0]]
+    return texts["says"], texts["thinks"]
 
 
 def as_turns(value: Any, role: str) -> list[Turn]:
@@ -249,7 +374,7 @@ def _as_turn(turn: dict[str, Any]) -> Turn:
     speaker = turn["from"] if "from" in turn else turn.get("role")  # ShareGPT has from and value
     content = turn["value"] if "value" in turn else turn.get("content")
     calls = turn.get("tool_calls") or turn.get("function_call") or []
-    if speaker is None or not (calls or {"value", "content"} & turn.keys()):
+    if speaker is None or not (calls or {"value", "content", "refusal"} & turn.keys()):
         raise UsageError(
             f"a turn has {shorten(sorted(turn)) or 'nothing'}: rename them to role and content, or "
             "to from and value"
@@ -264,15 +389,11 @@ def _as_turn(turn: dict[str, Any]) -> Turn:
             f"a turn has the role {speaker!r}: rename it to user, assistant, system or tool"
         )
     calls = _functions("calls of tools", calls)
-    content = content or "" if calls else content
-    if isinstance(content, list):  # most templates would write it as Python does
-        if others := [part["type"] for part in content if part["type"] != "text"]:
-            raise UsageError(f"a turn holds {others[0]}, and only text can be learned from")
-        content = "".join(part["text"] if "text" in part else part["value"] for part in content)
-    if not isinstance(content, str):
-        raise TypeError
-    read = ("from", "value", "tool_calls", "function_call")
-    kept = {name: value for name, value in _without_nulls(turn).items() if name not in read}
+    content = content or turn.get("refusal") or ("" if calls else content)
+    content, thoughts = _join_parts(content)
+    kept = {name: value for name, value in _without_nulls(turn).items() if name not in TURN}
+    if thoughts:
+        kept = {"reasoning_content": thoughts} | kept
     return kept | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.checks.content import text_of
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.language.conversations import Notes, check_left, find_limit
+from trainkit.language.conversations import Notes, check_left, find_limit, hold_out_tenth
 from trainkit.language.formats import (
     PROMPTS,
     Conversation,
@@ -20,11 +20,13 @@ from trainkit.language.formats import (
     comparable,
     join_prompt,
     naming_row,
-    read_conversation_rows,
+    read_chat_rows,
     read_prompt,
+    same_turns,
     with_context,
 )
 from trainkit.language.templates import Chat, Encoded, Sample, num_equal, show_sample
+from trainkit.reading import splits
 from trainkit.reading.kept import compute_once
 
 NUM_AT_ONCE = 8  # pairs of a batch
@@ -67,7 +69,9 @@ def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     ends = chosen[num:], rejected[num_rejected:]
     if differs or any(end and end[0]["role"] in ("user", "system") for end in ends):
         raise UsageError("chosen and rejected have different prompts: give both the same one")
-    return with_context(chosen, num, row), with_context(chosen[:num] + ends[1], num, row)
+    kind = kind if row.get(kind.prompt) else PROMPTS[0]
+    rejected = chosen[:num] + ends[1]
+    return with_context(chosen, num, row, kind), with_context(rejected, num, row, kind)
 
 
 def make_pairs(
@@ -76,40 +80,55 @@ def make_pairs(
     max_tokens: int,
     limit: int | None = None,
     today: date | None = None,
+    eval_data: str | None = None,
 ) -> Pairs:
-    """Make a training set and, from a tenth of the rows, an evaluation set, and describe both.
+    """Make a training set and an evaluation set, and describe both.
 
-    data: see read_conversation_rows. Conversations are cut to max_tokens, or to `limit` if that
+    Evaluated is eval_data, or a test split of data, or else a tenth of the rows; see
+    read_conversation_rows. Conversations are cut to max_tokens, or to `limit` if that
     is less. Pairs of which one answer is cut away, or both are equal, are dropped and counted. A
     chat template that writes the date writes `today`. Raises UsageError if a set is left empty, or
     for a row that cannot be read, with its place.
     """
     size, limit_name = find_limit(max_tokens, limit)
-    sets: tuple[list[Pair], list[Pair]] = ([], [])
     chat = Chat(tokenizer, today)
     notes = Notes()
-    num_rows = 0
-    for number, (where, row) in enumerate(read_conversation_rows(data)):
-        num_rows += 1
+    read = read_chat_rows(data, eval_data, lambda row: {"chosen", "rejected"} <= {*row})
+    rows = []
+    for where, row in (*read.train, *read.given):
         with naming_row(where, "chosen and rejected, as lists of turns, or as texts and a prompt"):
-            both = read_pair(row)
-        unmarked = [chat.without_marks(conversation) for conversation in both]
-        notes.add("marked", unmarked != [*both])
-        with as_usage_error(f"{where} cannot be tokenized"):
-            encoded = [chat.encode(conversation, size) for conversation in unmarked]
-            samples = [_only_sample(one) for one in encoded]
-        notes.add("untrained", encoded[0].untrained)
-        notes.add("cut", any(len(tokens) > size for tokens, _ in samples))
-        pair = Pair(*(Sample(tokens[:size], learned[:size]) for tokens, learned in samples))
-        if not pair.chosen.learned.any() or not pair.rejected.learned.any():
-            notes.add("lost answer", True)
-        elif torch.equal(pair.chosen.tokens, pair.rejected.tokens):
-            notes.add("equal", True)
-        else:
-            sets[number % 10 == 0].append(pair)
-    check_left(sets, num_rows, "pairs to {} on has two different answers", limit_name)
-    plan = _describe_pairs(chat, notes, num_rows, limit_name, sets[0])
+            rows.append((where, read_pair(row)))
+    pairs = [_encode_pair(chat, where, both, size, notes) for where, both in rows]
+    equal = [same_turns(both[side] for _, both in rows).tolist() for side in (0, 1)]
+    hashes = splits.number_equal(zip(*equal, strict=True))
+    is_left = [pair is not None for pair in pairs]
+    sides, twice = hold_out_tenth(hashes, is_left, len(read.given), "pair")
+    sets = [[pair for n in side if (pair := pairs[n])] for side in sides]
+    check_left(sets, len(rows), "pairs to {} on has two different answers", limit_name)
+    plan = _describe_pairs(chat, notes, len(rows), limit_name, sets[0]) | read.plan | twice
     return Pairs(sets[0], sorted(sets[1], key=longest), chat.end, plan)
+
+
+def _encode_pair(
+    chat: Chat, where: str, both: Sequence[Conversation], size: int, notes: Notes
+) -> Pair | None:
+    """Return the tokens of both conversations; None if an answer is cut away or both are equal."""
+    unmarked = [chat.without_marks(conversation) for conversation in both]
+    notes.add("marked", unmarked != [*both])
+    with as_usage_error(f"{where} cannot be tokenized"):
+        encoded = [chat.encode(conversation, size) for conversation in unmarked]
+        samples = [_only_sample(one) for one in encoded]
+    notes.add("untrained", encoded[0].untrained)
+    notes.add_texts(chat, both, encoded)
+    notes.add("cut", any(len(tokens) > size for tokens, _ in samples))
+    pair = Pair(*(Sample(tokens[:size], learned[:size]) for tokens, learned in samples))
+    if not pair.chosen.learned.any() or not pair.rejected.learned.any():
+        notes.add("lost answer", True)
+        return None
+    if torch.equal(pair.chosen.tokens, pair.rejected.tokens):
+        notes.add("equal", True)
+        return None
+    return pair
 
 
 def _describe_pairs(

@@ -28,6 +28,7 @@ class LanguageConfig(TrainingConfig):
 
     base: MayChange[str] = "runs/docstrings/base"  # a folder, or a model of the Hub
     data: MayChange[str] = "runs/docstrings/pairs.jsonl"  # JSON, Parquet, a folder, or a Hub id
+    eval_data: MayChange[str | None] = None  # to evaluate on (default: a test split, or a tenth)
     lora: Count | None = None  # rank: freeze the model and train matrices beside it
     load_4bit: bool = False  # with --lora: keep the frozen matrices as numbers of 4 bits
     merge: MayChange[bool] = False  # also write the model with what --lora trained, as one

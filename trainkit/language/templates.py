@@ -1,6 +1,7 @@
 """Turn conversations into tokens by a chat template: which are learned, and what ends an answer."""
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import date, datetime, time
 from itertools import groupby
@@ -10,10 +11,15 @@ import torch
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.records import read_run_json
-from trainkit.language.formats import Conversation, Turn, with_system
+from trainkit.language.formats import EMPTY, Conversation, Turn, with_system
 from trainkit.text import first_sentence
 
 WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's
+TEXTS = ("content", "reasoning_content")  # of a turn
+# Keys of a turn that are read although a chat template does not name them.
+KEYS = ("role", "content", "reasoning_content", *WEIGHTS)
+STAND_IN = 0xF0000  # the first character of private use that stands for a special token in a text
+STAND_INS = re.compile(f"([{chr(STAND_IN)}-{chr(STAND_IN + 0xFFFF)}]+)")
 DATE_MARKS = (*"aAbBcdDeFhHIjmMpSTuUVwxXyY", "-d", "-m")  # of strftime
 MAX_CHARACTERS = 400  # of a sample that is shown
 
@@ -36,12 +42,16 @@ class Encoded(NamedTuple):
         untrained: what the template ends a prompt with when it asks for an answer, and does not
             write in front of the answer of a conversation: the model is asked what it never saw.
         ask: the tokens by which the model is asked for the first answer.
+        inside: the first special token that stands in one of its texts, where it is text, or "".
+        written: whether its prompt is already written as the chat template does.
     """
 
     samples: list[Sample]
     lost: str = ""
     untrained: str = ""
     ask: Sequence[int] = ()
+    inside: str = ""
+    written: bool = False
 
 
 class Chat:
@@ -64,6 +74,15 @@ class Chat:
         self.adds_eos = tokens[-1:] == [tokenizer.eos_token_id]
         self.end = tokenizer.eos_token_id
         self.template_adds_bos = self.adds_bos
+        self.after = ""
+        self.header = ""
+        self.asks: set[str] = set()
+        # The longest first, because one may be a part of another.
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special += tokenizer.all_special_tokens
+        names = sorted({*special}, key=lambda name: (-len(name), name))
+        self.stand_ins = {name: chr(STAND_IN + n) for n, name in enumerate(names)}
+        self.special = re.compile("|".join(map(re.escape, names)) or "(?!)")
         if tokenizer.chat_template:
             self.end, self.template_adds_bos = self._read_template()
 
@@ -92,13 +111,49 @@ class Chat:
         except Exception as error:
             reason = first_sentence(error)
             raise UsageError(f"{where} cannot write a text, {reason}: {remedy}") from error
-        _, answer, after = text.rpartition("answer")
+        before, answer, self.after = text.rpartition("answer")
         if not answer:
             raise UsageError(f"{where} leaves out a text: {remedy}")
+        self._read_marks(before)
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        tokens = tokenizer(after, add_special_tokens=False).input_ids
+        tokens = tokenizer(self.after, add_special_tokens=False).input_ids
         end = next((token for token in tokens if token in special), None)
         return end, bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+
+    def _read_marks(self, before: str) -> None:
+        """Learn what stands before a question, from its last special token, and after it.
+
+        before: all that the template writes before an answer.
+        """
+        start, _, between = before.rpartition("question")
+        asked = self.render([{"role": "user", "content": "question"}], ask=True)
+        self.asks = {between.strip(), asked.rpartition("question")[2].strip()} - {""}
+        bos = self.tokenizer.bos_token or ""
+        start = start.removeprefix(bos)
+        self.header = start[max(start.rfind(name) for name in (*self.stand_ins, start)) :].strip()
+
+    def is_written(self, text: str) -> bool:
+        """Return whether a prompt is written as the template does, up to where an answer begins."""
+        ends = any(text.rstrip().endswith(ask) for ask in self.asks)
+        return ends and bool(self.header) and self.header in text
+
+    def hide(self, text: str) -> str:
+        """Put stand-ins for the special tokens in a text, which tokenize turns into text again."""
+        if not self.tokenizer.chat_template:
+            return text
+        return self.special.sub(lambda found: self.stand_ins[found[0]], text)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text as it is, but for stand-ins: they are no special tokens."""
+        names = [*self.stand_ins]
+        tokens: list[int] = []
+        for number, part in enumerate(STAND_INS.split(text)):
+            is_hidden = number % 2 == 1  # what split found
+            if is_hidden:
+                part = "".join(names[ord(character) - STAND_IN] for character in part)
+            options = {"add_special_tokens": False, "split_special_tokens": is_hidden}
+            tokens += self.tokenizer(part, **options).input_ids if part else []
+        return tokens
 
     def begin(self, text: str) -> list[int]:
         """Return the tokens of a text that an answer follows: they do not end with EOS."""
@@ -122,10 +177,12 @@ class Chat:
 
     def ask(self, prompt: str, system: str | None = None) -> list[int]:
         """Return the tokens up to where the answer to a prompt begins."""
-        turns = with_system(Conversation([{"role": "user", "content": prompt}]), system).turns
+        if self.is_written(prompt):
+            return self._tokenize_written(prompt)
+        user = {"role": "user", "content": self.hide(prompt)}
         if self.tokenizer.chat_template:
-            text = self.render(turns, ask=True)
-            return self.tokenizer(text, add_special_tokens=False).input_ids
+            turns = with_system(Conversation([user]), system).turns
+            return self.tokenize(self.render(turns, ask=True))
         # A token is predicted from those before it, so the first one of an answer needs one too.
         eos = self.tokenizer.eos_token_id
         bos = self.tokenizer.bos_token_id
@@ -150,7 +207,43 @@ class Chat:
             ask = self.ask(turns[0]["content"])
             answer = self.tokenizer(turns[1]["content"], add_special_tokens=False).input_ids + end
             return Encoded([_sample(ask + answer, [(len(ask), len(ask + answer))])], ask=ask)
-        return self._encode_turns(self._with_written_calls(conversation), size)
+        *_, asked, answered = [{"role": ""}, {"role": ""}, *turns]
+        is_asked = (asked["role"], answered["role"]) == ("user", "assistant")
+        if is_asked and self.is_written(asked["content"]):
+            return self._encode_written(conversation)
+        hidden = [turn | {n: self.hide(turn[n]) for n in TEXTS if n in turn} for turn in turns]
+        encoded = self._encode_turns(
+            self._with_written_calls(conversation._replace(turns=hidden)), size
+        )
+        pairs = zip(turns, hidden, strict=True)
+        texts = (turn[name] for turn, other in pairs for name in other if turn[name] != other[name])
+        inside = [found[0] for text in texts if (found := self.special.search(text))]
+        return encoded._replace(inside=inside[0] if inside else "")
+
+    def _tokenize_written(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt that is written as the template does."""
+        bos = self.tokenizer.bos_token if self.template_adds_bos else ""
+        return self.tokenizer(
+            f"{bos}{prompt.removeprefix(bos)}", add_special_tokens=False
+        ).input_ids
+
+    def _encode_written(self, conversation: Conversation) -> Encoded:
+        """Encode an answer to a prompt that is written as the template does.
+
+        Raises ValueError if there is more than these two.
+        """
+        turns = conversation.turns
+        if [turn["role"] for turn in turns] != ["user", "assistant"] or conversation.tools:
+            raise ValueError(
+                "its prompt is already written in the chat template, which leaves no room for a "
+                "system turn, tools or other turns: leave them out"
+            )
+        ask = self._tokenize_written(turns[0]["content"])
+        text = turns[1]["content"]
+        answer = self.tokenize(self.hide(text) + self.after)
+        sample = _sample(ask + answer, [(len(ask), len(ask + answer))])
+        found = self.special.search(text)
+        return Encoded([sample], ask=ask, inside=found[0] if found else "", written=True)
 
     def _encode_turns(self, conversation: Conversation, size: int) -> Encoded:
         answers: list[_Answer] = []
@@ -189,7 +282,7 @@ class Chat:
         # Some templates write the end of a prompt differently if an answer follows it.
         if not _missing(ask, prompt) and _missing(same, prompt):
             raise ValueError("the chat template changes the turn before an answer with the answer")
-        asked, tokens = self.tokenizer([ask, text], add_special_tokens=False).input_ids
+        asked, tokens = self.tokenize(ask), self.tokenize(text)
         tool_names, call_names = (
             [item["function"].get("name", "") for item in items]
             for items in (tools, turn.get("tool_calls", ()))
@@ -278,6 +371,12 @@ def _fix_date(day: date) -> str:
 def is_learned(turn: Turn) -> bool:
     """Return whether an assistant says this, and its weight, by which sets mark turns, is not 0."""
     return turn["role"] == "assistant" and all(turn.get(name, 1) != 0 for name in WEIGHTS)
+
+
+def find_unread(turns: Sequence[Turn], template: str | None) -> set[str]:
+    """Return the keys of turns that nothing reads: neither we nor the chat template."""
+    keys = {str(key) for turn in turns for key, value in turn.items() if value not in EMPTY}
+    return {key for key in keys - {*KEYS, "tool_calls"} if key not in (template or "")}
 
 
 def _with_texts(turn: Turn) -> Turn:

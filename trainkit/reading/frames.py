@@ -52,16 +52,18 @@ def read_parts(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]
     if not is_here or splits.is_saved(path):
         with as_usage_error(f"{where} cannot be read"):
             parts = splits.load_parts(name)
-            tables = {split: rows.to_pandas() for split, rows in parts.items()}
+            unread, _ = parts.pop("", ("", None))
+            tables = {split: rows.to_pandas() for split, (_, rows) in parts.items()}
         for split, table in tables.items() if len(tables) > 1 else ():
-            table.attrs["files"] = split
+            table.attrs["files"] = parts[split][0]
+        tables["train"].attrs["unread"] = unread
         return tables
     inside = [file for file in sorted(path.rglob("*")) if _kind(file) in KINDS and file.is_file()]
     names = select_read([file.relative_to(path).as_posix() for file in inside], where)
     if not names:
         return {"train": _read_files([path], where, **options)}
     found = splits.find_splits(names)
-    unread = found.pop("", [])
+    unread = shorten(found.pop("", []))
     tables = {
         split: _read_files([path / name for name in files], where, **options)
         for split, files in found.items()
@@ -73,41 +75,36 @@ def read_parts(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]
     return tables
 
 
-def choose_evaluated(
+def choose_evaluated_table(
     parts: dict[str, pd.DataFrame],
     eval_data: str | None,
     is_labelled: Callable[[pd.DataFrame], bool],
     noun: str,
     **options: Any,
 ) -> tuple[pd.DataFrame | None, dict[str, str]]:
-    """Return the table to evaluate on, None if a part of the training rows is, and plan lines.
+    """Return the table to evaluate on, None if a share of the training rows is, and plan lines.
 
-    It is that of --eval-data, or else the first split of read_parts that is labelled: in many sets
-    the rows called test have nothing to compare a prediction with. attrs["where"] of the table
-    names it. Raises UsageError.
+    It is that of --eval-data, or else a split of read_parts. attrs["where"] of the table names it.
+    Raises UsageError.
 
     noun: what a row is called. options: of read_table.
     """
-    chosen = None
-    unread = [*parts["train"].attrs.get("unread", [])]
+    names = {split: table.attrs["files"] for split, table in parts.items() if len(parts) > 1}
+    if parts["train"].attrs.get("unread"):
+        names[""] = parts["train"].attrs["unread"]
+    split, unread = splits.choose_evaluated(
+        names, lambda split: is_labelled(parts[split]), bool(eval_data)
+    )
     if eval_data:
-        own = read_parts(eval_data, f"--eval-data {eval_data}", **options)
+        name = f"--eval-data {eval_data}"
+        own = read_parts(eval_data, name, **options)
         chosen = next((own[split] for split in splits.EVALUATED if split in own), own["train"])
-        name = chosen.attrs["where"] = f"--eval-data {eval_data}"
-    for split in splits.EVALUATED:
-        if split not in parts:
-            continue
-        files = parts[split].attrs["files"]
-        if chosen is not None:
-            unread.append(files)
-        elif is_labelled(parts[split]):
-            chosen = parts[split]
-            name = chosen.attrs["where"] = files
-        else:
-            unread.append(f"{files} (no row has what is to be predicted)")
-    if chosen is None:
-        share = f"a share of {parts['train'].attrs['files']}" if unread else ""
-        return None, splits.describe_given(share, unread)
+    elif split:
+        name = names[split]
+        chosen = parts[split]
+    else:
+        return None, splits.describe_given("", unread)
+    chosen.attrs["where"] = name
     return chosen, splits.describe_given(f"{name}: {count(len(chosen), noun)}", unread)
 
 

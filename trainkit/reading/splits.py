@@ -6,7 +6,7 @@ on one side.
 """
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -54,18 +54,53 @@ def find_splits(names: Sequence[str]) -> dict[str, list[str]]:
     return splits if splits.keys() & {*EVALUATED} and "train" in splits else {"train": [*names]}
 
 
-def load_parts(name: str) -> dict[str, Any]:
-    """Return the parts of a data set of the Hub, or that save_to_disk wrote, as find_splits does.
+def choose_evaluated(
+    names: dict[str, str], is_labelled: Callable[[str], bool], other: bool
+) -> tuple[str, list[str]]:
+    """Return the split to evaluate on, "" if none is, and what is not read.
 
-    The rows are those of `datasets`.
+    It is the first of test and validation that is labelled: in many sets nothing is known of the
+    rows called test that a prediction could be compared with.
+
+    names: which files or parts each split has. is_labelled: of a split. other: none of these.
+    """
+    chosen = ""
+    unread = [names[""]] if "" in names else []
+    for split in EVALUATED:
+        if split not in names:
+            continue
+        if chosen or other:
+            unread.append(names[split])
+        elif is_labelled(split):
+            chosen = split
+        else:
+            unread.append(f"{names[split]} (no row has what is to be predicted)")
+    return chosen, unread
+
+
+def describe_given(evaluated: str, unread: Sequence[str]) -> dict[str, str]:
+    """Return the line of the plan that says what is evaluated; "" is a share of what is trained on.
+
+    unread: what choose_evaluated returns. There is no line if nothing was chosen.
+    """
+    if not evaluated and not unread:
+        return {}
+    line = evaluated or "a share of the others"
+    return {"evaluated on": f"{line}; not read: {', '.join(unread)}" if unread else line}
+
+
+def load_parts(name: str) -> dict[str, tuple[str, Any]]:
+    """Return the splits of a data set of the Hub, or that save_to_disk wrote, as find_splits does.
+
+    Each has the names of its parts and its rows, those of `datasets`.
     """
     import datasets
 
     loaded = datasets.load_from_disk(name) if is_saved(Path(name)) else datasets.load_dataset(name)
     if not isinstance(loaded, dict):
-        return {"train": loaded}
+        return {"train": ("", loaded)}
     return {
-        split: datasets.concatenate_datasets([loaded[part] for part in parts])
+        split: (shorten(parts), datasets.concatenate_datasets([loaded[part] for part in parts]))
         for split, parts in find_splits([*map(str, loaded)]).items()
     }
 
@@ -104,8 +139,9 @@ def keep_together(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both sides with equal rows on the side of the first; those that moved are last.
 
-    If a row has more copies than there are rows to evaluate on, all of them are trained on. Nothing
-    is changed if no rows are equal.
+    If a row has more copies than there are rows to evaluate on, all of them are trained on, unless
+    nothing would be left: then the copies of the row with the fewest are evaluated. Nothing is
+    changed if no rows are equal.
 
     hashes: of all rows, int64, equal for rows that are equal.
     """
@@ -114,7 +150,10 @@ def keep_together(
     held_out[evaluated] = True
     rows = torch.arange(len(hashes))
     first = torch.full_like(sizes, len(hashes)).scatter_reduce(0, group, rows, "amin")
-    held_out = (held_out[first] & (sizes <= len(evaluated)))[group]
+    is_held_out = held_out[first] & (sizes <= len(evaluated))
+    if len(evaluated) and len(sizes) > 1 and not is_held_out.any():
+        is_held_out[sizes.argmin()] = True
+    held_out = is_held_out[group]
     candidates = torch.cat((train, evaluated)), torch.cat((evaluated, train))
     return candidates[0][~held_out[candidates[0]]], candidates[1][held_out[candidates[1]]]
 
@@ -139,10 +178,3 @@ def describe_equal(train: torch.Tensor, evaluated: torch.Tensor, noun: str) -> d
     if num_equal := num_rows - len(torch.cat((train, evaluated)).unique()):
         return {"twice": f"{num_equal} of {count(num_rows, noun)} repeat another: on one side"}
     return {}
-
-
-def describe_given(evaluated: str, unread: Sequence[str]) -> dict[str, str]:
-    """Return the line of the plan about a split that the user made; "" if there is none."""
-    if unread:
-        evaluated += f"; not read: {shorten([*unread])}"
-    return {"evaluated on": evaluated} if evaluated else {}

@@ -26,7 +26,7 @@ from trainkit.reading import splits
 from trainkit.reading.frames import (
     MAX_SHOWN,
     choose_columns,
-    choose_evaluated,
+    choose_evaluated_table,
     read_parts,
     typed,
 )
@@ -179,7 +179,9 @@ def load_table(
     names = [*(config.features or table), *target]
     table = choose_columns(table, names, where)
     is_labelled = partial(_is_labelled, names=target)
-    evaluated, lines = choose_evaluated(parts, config.eval_data, is_labelled, "row", **options)
+    evaluated, lines = choose_evaluated_table(
+        parts, config.eval_data, is_labelled, "row", **options
+    )
     metadata: dict[str, Any] = {"read_options": options, "truth": None}
     if evaluated is not None:
         metadata["given"] = (len(table), where := evaluated.attrs["where"])

@@ -130,7 +130,7 @@ def read_sets(config: TextConfig) -> TextSets:
         return any(name in names for _, name in labelled_texts(table, text, label, where)[0])
 
     options = config.eval_data, is_labelled, "text"
-    table, lines = frames.choose_evaluated(parts, *options, encoding=encoding)
+    table, lines = frames.choose_evaluated_table(parts, *options, encoding=encoding)
     given: list[tuple[str, str]] = []
     if table is not None:
         where = table.attrs["where"]
