@@ -60,8 +60,11 @@ def test_no_other_module_replaces_what_belongs_to_another_package():
 
 
 def test_an_import_calls_nothing_and_changes_nothing():
-    """What changes the whole process stands in functions, which trainkit.launch.startup calls."""
-    for path in [*ROOT.glob("*.py"), *(ROOT / "trainkit").glob("*.py")]:
+    """What changes the whole process stands in functions, which trainkit.launch.startup calls.
+
+    trainkit/__init__.py alone opens standard files that are closed, before any other file.
+    """
+    for path in [*ROOT.glob("*.py"), *(ROOT / "trainkit").glob("[!_]*.py")]:
         for node in ast.parse(path.read_text()).body:
             call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
             targets = getattr(node, "targets", [])

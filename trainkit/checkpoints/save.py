@@ -256,7 +256,7 @@ class Checkpoints:
         registered = trainer.get("registered", {"kinds": [], "states": []})  # older ones lack both
         contents.registered.check_kinds(registered["kinds"])
         if moved := trainer.get("moved"):
-            contents.frozen.moved = [set(names) for names in moved]
+            contents.frozen.set_moved(moved)
         states = registered["states"]
         tensors = contents.registered.places(states)
         self.parts = contents.parts(tensors)

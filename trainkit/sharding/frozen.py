@@ -27,6 +27,10 @@ class Frozen:
         """From here on a change counts. Call it when they are as every start makes them."""
         self.marks = [Marks(shards.frozen(model)) for model in self.models]
 
+    def set_moved(self, moved: Sequence[Sequence[str]]) -> None:
+        """Take over from a checkpoint which of them had changed, for each model."""
+        self.moved = [set(names) for names in moved]
+
     def find_moved(self) -> list[set[str]]:
         """The names of those that this process has seen change, for each model."""
         return [marks.changed() for marks in self.marks]
