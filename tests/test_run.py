@@ -428,7 +428,7 @@ class Expanded(nn.Linear):
 
 def number(run: Run) -> int:
     """1 in the first micro-batch of a step, 2 in the second: a size that padding has changed."""
-    return 1 + bool(run.step.num_before)
+    return 1 + bool(run.step.num_done_in_step)
 
 
 def kind(batch: dict[str, torch.Tensor]) -> torch.dtype:

@@ -39,9 +39,9 @@ class Step:
 
     Attributes:
         rates: the learning rate of each optimizer in the step.
-        label: the number of the step and its learning rate, for error messages.
+        description: the number of the step and its learning rate, for error messages.
         num_in_step: samples in the step, over all processes and micro-batches.
-        num_before: how many of them are in micro-batches before the current one.
+        num_done_in_step: how many of them are in micro-batches before the current one.
         num_samples: samples of this process in the current micro-batch; 0: it has a stand-in.
         losses: this process's share of each mean of the micro-batch: its sum, divided by what the
             whole mean is divided by; FiniteGuard reads them.
@@ -73,11 +73,11 @@ class Step:
         self.mistakes = Mistakes(accelerator, config.accumulate, wrapped, say)
         self.buffers = Buffers(accelerator, models, config.accumulate, say)
         # Samples per micro-batch, over all processes.
-        self.size = config.batch_size // config.accumulate
-        self.key: tuple[int, ...] = ()
-        self.label = ""
+        self.micro_batch_size = config.batch_size // config.accumulate
+        self.seed_key: tuple[int, ...] = ()
+        self.description = ""
         self.rates: dict[str, float] = {}
-        self.num_in_step = self.num_before = self.num_samples = 0
+        self.num_in_step = self.num_done_in_step = self.num_samples = 0
         self.losses: list[torch.Tensor] = []
         self.divisors = Divisors(accelerator, config.accumulate)
         self.sizes = EqualSizes()
@@ -95,10 +95,12 @@ class Step:
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""
         self.num_in_step = self.length.num_in_step(progress)
-        self.key = self.config.seed, progress.epoch, progress.step_in_epoch
+        self.seed_key = self.config.seed, progress.epoch, progress.step_in_epoch
         self.rates = learning_rates(self.optimizers)
-        self.label = f"step {progress.step + 1}, learning rate {self.rates['learning_rate']:.4g}"
-        self.num_before = 0
+        self.description = (
+            f"step {progress.step + 1}, learning rate {self.rates['learning_rate']:.4g}"
+        )
+        self.num_done_in_step = 0
         # A short step may have fewer: what a script adds to the loss keeps its weight.
         self.accelerator.gradient_accumulation_steps = self.num_micro_batches
         self.sizes.start_step()
@@ -113,7 +115,7 @@ class Step:
     @property
     def num_micro_batches(self) -> int:
         """How many there are in this step, which has fewer if it is short."""
-        return -(-self.num_in_step // self.size)
+        return -(-self.num_in_step // self.micro_batch_size)
 
     def count_ahead(self, count: CountValues, micro_batches: Sequence[Any]) -> None:
         """Add up count(micro_batch), by name, over the micro-batches of the step and the processes.
@@ -121,31 +123,35 @@ class Step:
         Every process must call this.
         """
         rank = self.accelerator.process_index
-        firsts = range(0, self.num_in_step, self.size)
+        firsts = range(0, self.num_in_step, self.micro_batch_size)
         has_samples = [self.rows_of(rank, first)[1] > 0 for first in firsts]
         self.divisors.count_ahead(count, micro_batches, has_samples)
 
     def start_micro_batch(self, loader: DataLoader) -> None:
         """Seed the random numbers of the next forward pass by where it is in the step."""
-        end_with_this_batch(loader, self.num_before + self.size >= self.num_in_step)
-        start, self.num_samples = self.rows_of(self.accelerator.process_index, self.num_before)
-        first = self.num_before + start
+        end_with_this_batch(
+            loader, self.num_done_in_step + self.micro_batch_size >= self.num_in_step
+        )
+        start, self.num_samples = self.rows_of(
+            self.accelerator.process_index, self.num_done_in_step
+        )
+        first = self.num_done_in_step + start
         device = self.accelerator.device
-        seed_dropout(self.dropouts, device, first, *self.key, num_samples=self.num_samples)
+        seed_dropout(self.dropouts, device, first, *self.seed_key, num_samples=self.num_samples)
         # Those of numpy and random too: samples that are made meanwhile reseed them.
-        seed_host(key(*self.key, first))
+        seed_host(key(*self.seed_key, first))
         self.losses = []
         if self.mistakes.num_left:
             self.buffers.start_micro_batch()
 
-    def rows_of(self, rank: int, num_before: int) -> tuple[int, int]:
+    def rows_of(self, rank: int, num_done_in_step: int) -> tuple[int, int]:
         """Return where the rows of a process start in a micro-batch, and their number.
 
-        num_before: samples of the step that come before this micro-batch.
+        num_done_in_step: samples of the step that come before this micro-batch.
         """
-        num = min(self.size, self.num_in_step - num_before)
-        slots = self.size // self.accelerator.num_processes
-        start, stop = share_of_batch(num, self.size, rank * slots, (rank + 1) * slots)
+        num = min(self.micro_batch_size, self.num_in_step - num_done_in_step)
+        slots = self.micro_batch_size // self.accelerator.num_processes
+        start, stop = share_of_batch(num, self.micro_batch_size, rank * slots, (rank + 1) * slots)
         return start, stop - start
 
     def mean(
@@ -181,7 +187,9 @@ class Step:
         if selection is None:
             self._check(CALL, values, len(self.losses))
             count = self.num_in_step * values.shape[1:].numel()
-        divisor = self.divisors.of(count, selection, over, self.num_before // self.size)
+        divisor = self.divisors.of(
+            count, selection, over, self.num_done_in_step // self.micro_batch_size
+        )
         share = total.detach() / divisor
         self.losses.append(share)
         scale = self.accelerator.num_processes * self.num_micro_batches / divisor
@@ -225,15 +233,15 @@ class Step:
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}
         self.mistakes.look_at_gradients(*optimizers)
-        self.guard.check(norm, self.losses, self.label)
+        self.guard.check(norm, self.losses, self.description)
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
         self.mistakes.finish_micro_batch(is_last, self.num_micro_batches)
         if self.mistakes.num_left:
             self.buffers.finish_micro_batch()
-        self.num_before = min(self.num_before + self.size, self.num_in_step)
-        if is_last != (self.num_before == self.num_in_step):
+        self.num_done_in_step = min(self.num_done_in_step + self.micro_batch_size, self.num_in_step)
+        if is_last != (self.num_done_in_step == self.num_in_step):
             raise RuntimeError(
                 "the optimizer was not stepped after the last micro-batch of --accumulate and no "
                 "other: put the body of run.steps(...) inside `with accelerator.accumulate(model)`"
