@@ -90,6 +90,11 @@ REFUSED = [
     ("ACCELERATE_MIXED_PRECISION=fp8", 1, "PRECISION=fp8: use bf16, fp16 or no"),
     ("ACCELERATE_DYNAMO_BACKEND=tensorrt", 0, "inductor"),
     (f"{LAUNCHED}fp16", 0, "asks for 1 GPU, but torch sees none here: check"),
+    (
+        f"{LAUNCHED}no TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_USE_AGENT_STORE=True",
+        1,
+        "--max_restarts 3: .*--rdzv_backend c10d.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    ),
     (WORLD, 1, "2 processes.*has 1 GPU: use a YAML with num_processes: 1"),
 ]
 
@@ -235,3 +240,16 @@ def main(argv):
     )
     sentence = "error: process 0 could not reach the other processes within"
     assert waiting.error(1).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        f"{LAUNCHED}no TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_USE_AGENT_STORE=False",
+        f"{LAUNCHED}no TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_USE_AGENT_STORE=True",
+        "TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_USE_AGENT_STORE=True",  # torchrun
+    ],
+)
+def test_restarts_that_work_are_not_refused(variables):
+    with environment(variables):
+        launch.check_restarts()

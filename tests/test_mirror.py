@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import faults
 import fsspec
@@ -21,8 +22,9 @@ from test_checkpoint import Run, step
 from test_finetune import FLAGS, LORA, MODULES, make_flags
 from test_shards import KINDS, env
 
+from trainkit.checkpoints import resume
 from trainkit.config import TrainingConfig
-from trainkit.errors import RunFailure
+from trainkit.errors import LoneFailure, RunFailure
 from trainkit.files import stores
 from trainkit.mirror import mirror
 from trainkit.numbers.position import Progress
@@ -299,10 +301,92 @@ def test_a_run_that_ends_waits_for_the_mirror_but_not_for_ever(faulty, tmp_path,
 
 
 def test_no_password_of_a_url_is_printed_or_kept(tmp_path, fork_main):
-    for url in ("s3://me:secret@bucket/run", "https://host/run?signature=secret"):
-        with refused(r"--mirror .*a password .*write \$NAME") as raised:
+    for url, remedy in (
+        ("s3://me:secret@bucket/run", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://me:sec/secret@bucket/run", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://me:se cret/secret@bucket", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://$ME:$IT@bucket/run", "AWS_SECRET_ACCESS_KEY"),  # which s3fs does not read
+        ("filecache::s3://me:sec/secret@bucket/run", "AWS_SECRET_ACCESS_KEY"),
+        ("gs://me:secret@bucket/run", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("ftp://me:sec/secret@host/run", r"\$NAME"),
+        ("simplecache::sftp://me:s@e@secret@host/run", r"\$NAME"),
+        ("https://host/run?signature=secret", r"\$NAME"),
+    ):
+        with refused(rf"--mirror .*saved with the run.*{remedy}") as raised:
             Run(tmp_path, 2, mirror=url)
-        assert "secret" not in str(raised.value)
+        assert not re.search("sec|me:|s@e|cret", str(raised.value).partition(": ")[0])
+
+
+def test_a_store_that_repeats_a_secret_without_its_url_does_not_print_it(faulty, monkeypatch):
+    monkeypatch.setenv("IT", "sec/ret")
+    stores.open_store("faulty://me:$IT@host/run")
+
+    def fail():
+        raise OSError("no such bucket: me:sec/ret@host/run. Or sec/ret is wrong at s3://a:b/c@host")
+
+    with pytest.raises(LoneFailure) as raised:
+        stores.trying("faulty://me:sec/ret@host/run", fail)
+    said = str(raised.value)
+    assert "sec" not in said and "b/c" not in said and "is wrong at s3://host" in said
+
+
+@pytest.mark.parametrize("url", ["abfs://box@account.dfs/run", "sftp://me@host/run", "/a:b/c@d"])
+def test_a_user_without_a_password_is_no_secret(url):
+    assert stores.find_secret(url) == ""
+
+
+def test_a_mirror_that_cannot_be_written_is_refused_before_the_first_step(
+    faulty, tmp_path, monkeypatch
+):
+    def fail(self, path, value, **kwargs):
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(Faulty, "pipe_file", fail)
+    for how in (None, "auto"):
+        with refused(f"--mirror {URL} cannot be written: .*bucket does not exist"):
+            Run(tmp_path / "run", 2, mirror=URL, resume=how)
+
+
+def test_the_test_of_a_mirror_leaves_nothing_there(faulty, tmp_path):
+    run = Run(tmp_path / "run", 2, mirror=URL)
+    assert not run.checkpoints.mirror._list() and not faulty.store
+
+
+def test_an_object_whose_checksum_fails_is_passed_over_for_an_older_checkpoint(
+    faulty, tmp_path, monkeypatch, capfd
+):
+    run = train(tmp_path, 5, keep=3)
+    *_, before, newest = names(run)
+    shutil.rmtree(tmp_path / "run")
+    get = Faulty.get_file
+    for file, error in (("trainer.json", "FlexibleChecksumError"), ("model", "crc32 differs")):
+
+        def fail(self, rpath, lpath, file=file, error=error, **kwargs):
+            if newest in rpath and file in rpath:
+                raise OSError(error)
+            get(self, rpath, lpath, **kwargs)
+
+        monkeypatch.setattr(Faulty, "get_file", fail)
+        again = Run(tmp_path / file, 2, mirror=URL, resume="auto")
+        path, _ = resume.choose(
+            tmp_path / file / "checkpoints",
+            again.checkpoints.mirror,
+            "auto",
+            notices := [],
+            lambda path: {"progress": SimpleNamespace(best_step=0)},
+            again.accelerator,
+        )
+        assert path.name == before and error in notices[0]
+    monkeypatch.setattr(Faulty, "get_file", get)
+
+
+def test_a_resume_that_finds_nothing_names_the_mirror_too(faulty, tmp_path, capfd):
+    run = Run(tmp_path / "run", 2, mirror=URL, resume="auto")
+    run.checkpoints.resume("auto")
+    assert f"or --mirror {URL}: starting from the beginning" in capfd.readouterr().out
+
+
+def test_a_mirror_that_is_none_is_refused(tmp_path):
     with refused(r"--mirror nowhere://x cannot be used: .*nowhere"):
         Run(tmp_path, 2, mirror="nowhere://x")
     with refused("--mirror-must needs --mirror URL"):
@@ -396,9 +480,12 @@ def test_a_run_that_a_signal_stops_leaves_the_checkpoint_in_the_mirror(
 def test_a_mirror_that_fails_ends_the_run_with_0_and_its_sentence_last_or_with_1(
     nursery, quick_args, tmp_path
 ):
-    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "url").mkdir()
+    (tmp_path / "url" / "checkpoints").write_text("no folder")
     args = [*quick_args, "--save-every", 5, "--epochs", 1]
-    lost = Lost(nursery, "train_regression", args, tmp_path, url=tmp_path / "file" / "x")
+    below = Lost(nursery, "train_regression", args, tmp_path, url=tmp_path / "url/checkpoints/x")
+    assert below.run().codes == [2]  # nothing can be written there
+    lost = Lost(nursery, "train_regression", args, tmp_path, url=tmp_path / "url")
     ended = lost.run()
     assert ended.codes == [0], ended.output
     assert ended.stdout.splitlines()[-1].startswith(f"--mirror {lost.url} lacks some of this run")

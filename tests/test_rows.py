@@ -257,6 +257,21 @@ def test_copies_are_not_read_but_counted(server, pattern, capsys):
     assert capsys.readouterr().err.count(f": {hidden} hidden file") == 1
 
 
+@pytest.mark.parametrize("fault", ["503", "drop"])
+@pytest.mark.parametrize("name", ["data/1.parquet", "data/*.parquet", "data/"])
+def test_the_first_requests_are_tried_again_as_all_others(server, fault, name):
+    expected = NUM if name != "data/1.parquet" else SIZES[1]
+    url = server.url.replace("data/*.parquet", name)
+    for number in range(4):  # of the request that fails
+        server.numbers = itertools.count()
+        server.plan = lambda now, number=number: fault * (now == number)
+        assert len(ParquetRows(url, "id")) == expected
+    server.plan = lambda number: fault
+    with pytest.raises(LoneFailure, match=r"503.*Unavailable|Disconnected") as raised:
+        ParquetRows(url, "id")
+    assert "no such file" not in str(raised.value)
+
+
 def test_what_cannot_be_read_is_a_sentence(server):
     twice = server.folder / "twice"
     pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, ["id", "id"]), twice)

@@ -40,7 +40,8 @@ def choose(
                 whole_checkpoints(mirror.listed), partial(mirror.fetch, check=check)
             )
             mirror.check_run(check)
-        path = choose_checkpoint(directory, wanted, notices, fetch)
+        where = f"{directory} or --mirror {mirror.url}" if mirror else str(directory)
+        path = choose_checkpoint(directory, wanted, notices, fetch, where)
         if path is None:
             return None, {}
         # One that was saved without --mirror lacks what is beside it.
@@ -57,12 +58,14 @@ def choose_checkpoint(
     wanted: str | None,
     notices: list[str],
     mirrored: Mapping[str, Callable[[Path], str | None]],
+    where: str,
 ) -> Path | None:
     """Return the checkpoint in `directory` that --resume names, verified, or None for a new run.
 
     Raises UsageError if that checkpoint is not complete, or if none of several is.
 
     mirrored: by the name of a checkpoint of the mirror what copies it to a path, or says why not.
+    where: all places that were looked at, for messages.
     """
     if wanted is None:
         return None
@@ -91,8 +94,8 @@ def choose_checkpoint(
             "--resume a new run starts and this folder is renamed"
         )
     if wanted == "latest":
-        raise UsageError(f"--resume latest: there is no checkpoint in {directory}")
-    notices.append(f"no checkpoint in {directory}: starting from the beginning")
+        raise UsageError(f"--resume latest: there is no checkpoint in {where}")
+    notices.append(f"no checkpoint in {where}: starting from the beginning")
     return None
 
 

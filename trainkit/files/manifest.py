@@ -16,6 +16,8 @@ from trainkit.files.atomic import sync
 # Of manifests with this hash, which finds damage. It cannot find forgery, because whoever changes a
 # file can change the manifest too; that is why nothing in a checkpoint can execute.
 FORMAT, HASH = 6, "xxh3_128"
+# The formats that a resume reads. Who changes FORMAT adds what reads the one before, and its test.
+READ = {FORMAT}
 STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
@@ -111,8 +113,11 @@ def verify(path: Path) -> str | None:
         return "it has no MANIFEST.json"
     try:
         manifest = json.loads(file.read_bytes())
-        if manifest["format"] != FORMAT:
-            return f"another version saved it, in format {manifest['format']}, not {FORMAT}"
+        if manifest["format"] not in READ:
+            return (
+                f"another version saved it, in format {manifest['format']}, not {FORMAT}"
+                f"{_name_revision(path)}"
+            )
         files = manifest["files"]
         there = _paths(path)
         for name in sorted(files):
@@ -128,6 +133,17 @@ def verify(path: Path) -> str | None:
     except Exception as problem:  # a forged manifest may raise anything
         return f"MANIFEST.json cannot be read ({type(problem).__name__})"
     return None
+
+
+def _name_revision(path: Path) -> str:
+    """Return the command that gets the version of the run of a checkpoint, if run.json holds it."""
+    try:
+        revision = json.loads((path.parent.parent / "run.json").read_bytes())["git_revision"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", str(revision)):
+        return ""
+    return f": `git checkout {revision.removesuffix('-dirty')}` gets the one that continues it"
 
 
 def not_listed(path: Path) -> list[str]:

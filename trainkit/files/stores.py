@@ -7,10 +7,21 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.text import first_sentence
 
 T = TypeVar("T")
 
+# What was secret in the URLs that this process has opened.
+OPENED: set[str] = set()
+# Stores whose keys are in the environment, and there alone.
+VARIABLES = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "hf": "HF_TOKEN",
+}
+VARIABLES |= {"s3a": VARIABLES["s3"], "gcs": VARIABLES["gs"], "abfs": VARIABLES["az"]}
+VARIABLES |= {"abfss": VARIABLES["az"], "adl": VARIABLES["az"]}
+CLOUD = re.compile(rf"\b({'|'.join(sorted(VARIABLES, key=len, reverse=True))})://")
 WAITS = (1, 2, 4)  # seconds before a call is tried again
 
 
@@ -27,22 +38,53 @@ def trying(what: str, call: Callable[..., T], *args: Any) -> T:
             missing = isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) == 404
             wait = None if missing else next(waits, None)
             if wait is None:
-                raise LoneFailure(shown(f"{what}: {first_sentence(cause)}")) from None
+                reason = f"{type(cause).__name__}: {cause}".strip().splitlines()
+                raise LoneFailure(shown(f"{what}: {' '.join(reason)}")) from None
             time.sleep(wait)
 
 
 def shown(text: str) -> str:
-    """Return the text without the passwords and signatures of URLs."""
-    return re.sub(r"(?<=//)[^/\s]*@|\?[^\s'\"]*", "", text)
+    """Return the text without what may be secret in URLs: all before the last @, and queries.
+
+    A secret may have a slash in it, as those of AWS do, and the message of a store may repeat it
+    without its URL: what open_store has opened is left out wherever it stands.
+    """
+    for secret in sorted(OPENED, key=len, reverse=True):
+        text = text.replace(secret, "...")
+    return re.sub(r"(?<=://)\S*@|\?[^\s'\"]*", "", text)
+
+
+def shown_url(url: str) -> str:
+    """Return a URL without what may be secret in it, even if there are blanks in that."""
+    return re.sub(r"(?<=://).*@|\?.*", "", url, flags=re.DOTALL)
+
+
+def secrets_of(url: str) -> list[str]:
+    """Return what is before the last @ of each URL of a chain (cache::s3://...), and the queries.
+
+    A user without a password, as in abfs://container@account, is no secret.
+    """
+    links = [link.partition("://")[2] for link in re.split(r"::(?=\w+://)", url)]
+    users = [link.rpartition("@")[0] for link in links]
+    queries = [link.partition("?")[2] for link in links]
+    return [user for user in users if ":" in user] + [query for query in queries if query]
 
 
 def find_secret(url: str) -> str:
     """Return a sentence if a password or signature is in a URL, else nothing."""
-    secrets = re.findall(r"(?<=//)[^/\s]*:([^/\s]*)@|\?(.*)", url)  # a password, a query
+    secrets = secrets_of(url)
+    in_cloud = CLOUD.search(url)
+    if in_cloud and secrets:  # s3fs reads no keys of a URL, not even those of variables
+        return (
+            f"{shown_url(url)}: a key in it would be saved with the run, and is not read: remove "
+            f"all before the @, and set {VARIABLES[in_cloud[1]]}"
+        )
+    if all("$" in secret for secret in secrets):
+        return ""
     return (
-        f"{shown(url)}: a password or signature in it would be saved with the run: "
+        f"{shown_url(url)}: a password or signature in it would be saved with the run: "
         "write $NAME in its place, and set the environment variable NAME"
-    ) * any("$" not in "".join(secret) for secret in secrets)
+    )
 
 
 def open_store(url: str) -> tuple[Any, str]:
@@ -55,5 +97,9 @@ def open_store(url: str) -> tuple[Any, str]:
 
     expanded = os.path.expandvars(url)
     if unset := [name for name in re.findall(r"\$\{?(\w+)", url) if name not in os.environ]:
-        raise UsageError(f"{shown(url)}: the environment variable {unset[0]} is not set: set it")
+        raise UsageError(
+            f"{shown_url(url)}: the environment variable {unset[0]} is not set: set it"
+        )
+    for secret in secrets_of(expanded):
+        OPENED.update(part for part in (secret, secret.partition(":")[2]) if len(part) > 3)
     return fsspec.url_to_fs(expanded, skip_instance_cache=True)

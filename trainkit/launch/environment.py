@@ -87,6 +87,7 @@ def check_launch() -> str:
     """
     check_ranks()
     check_launcher_flags()
+    check_restarts()
     check_devices()
     precision = check_variables()
     num_copies(int(os.environ.get("WORLD_SIZE") or 1))
@@ -141,6 +142,19 @@ def check_devices() -> None:
 def by_accelerate() -> bool:
     """True if `accelerate launch` started this process: it sets both variables, a user sets one."""
     return {"ACCELERATE_DYNAMO_MODE", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
+
+
+def check_restarts() -> None:
+    """Refuse --max_restarts of `accelerate launch` if a restart would not find its processes."""
+    num_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    # Set by the launcher: a static rendezvous, or c10d that shares its store (pytorch 135712).
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if by_accelerate() and num_restarts != "0" and is_shared:
+        raise UsageError(
+            f"--max_restarts {num_restarts}: the processes of a restart would look for those that "
+            "have ended: also give --rdzv_backend c10d, and set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/scaling.md, machines that come back)"
+        )
 
 
 def check_launcher_flags() -> None:

@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -36,7 +37,7 @@ from trainkit.files.manifest import (
     step_name,
     verify,
 )
-from trainkit.files.stores import find_secret, open_store, shown, trying
+from trainkit.files.stores import find_secret, open_store, shown, shown_url, trying
 from trainkit.launch.run_folder import is_of_run
 from trainkit.launch.together import background, on_main
 from trainkit.text import first_sentence
@@ -60,15 +61,15 @@ class Mirror:
 
     def __init__(self, config: TrainingConfig):
         self.config = config
-        self.url = shown(config.mirror or "")
+        self.url = shown_url(config.mirror or "")
         if problem := find_secret(config.mirror or ""):
             raise UsageError(f"--mirror {problem}")
         try:
             self.files, root = open_store(config.mirror or "")
-        except (UsageError, ImportError) as problem:
+        except UsageError as problem:
             raise UsageError(f"--mirror {self.url} cannot be used: {problem}") from None
         except Exception as problem:  # its words may hold a password
-            reason = type(problem).__name__ if "$" in (config.mirror or "") else str(problem)
+            reason = type(problem).__name__ if "$" in (config.mirror or "") else shown(str(problem))
             raise UsageError(f"--mirror {self.url} cannot be used: {reason}") from None
         self.files.auto_mkdir = True  # if it is a folder
         self.root = root.rstrip("/")
@@ -138,6 +139,18 @@ class Mirror:
                 "another place"
             )
 
+    def try_out(self) -> None:
+        """Write a small file and remove it. Raises UsageError if this fails.
+
+        Without it a bucket that is not there would be an empty one, up to the first checkpoint.
+        """
+        name = f".tmp-{uuid.uuid4().hex}"
+        try:
+            self._ask(name, 0, self.files.pipe_file, f"{self.root}/{name}", b"")
+            self._ask(name, 0, self.files.rm_file, f"{self.root}/{name}")
+        except LoneFailure as problem:
+            raise UsageError(f"--mirror {self.url} cannot be written: {problem}") from None
+
     def check_run(self, check: Callable[[Path], dict[str, Any]]) -> None:
         """Raise UsageError if the newest checkpoint of the mirror is one of another run."""
         readable = [name for name, files in self.listed.items() if "trainer.json" in files]
@@ -145,7 +158,12 @@ class Mirror:
             file = f"checkpoints/{name}/trainer.json"
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "trainer.json")
-                self._ask(file, 0, self.files.get_file, f"{self.root}/{file}", str(path))
+                try:
+                    self._ask(file, 0, self.files.get_file, f"{self.root}/{file}", str(path))
+                except LoneFailure as failure:
+                    if is_damage(failure):
+                        return  # fetch() says so, and an older checkpoint is taken
+                    raise
                 try:
                     json.loads(path.read_bytes())
                 except ValueError:
@@ -164,7 +182,14 @@ class Mirror:
         (folder / "state").mkdir(parents=True)
         for file, size in self.listed[path.name].items():
             name = f"checkpoints/{path.name}/{file}"
-            self._ask(name, size, self.files.get_file, f"{self.root}/{name}", str(folder / file))
+            args = f"{self.root}/{name}", str(folder / file)
+            try:
+                self._ask(name, size, self.files.get_file, *args)
+            except LoneFailure as failure:
+                if not is_damage(failure):
+                    raise  # such as no answer: an older checkpoint would be the wrong one
+                remove_tree(folder)
+                return str(failure)
         if problem := verify(folder):
             remove_tree(folder)
             return f"in {self.url} {problem}"
@@ -315,6 +340,7 @@ def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | No
 
     def make() -> Mirror:
         mirror = Mirror(config)
+        mirror.try_out()
         if config.resume is None:
             mirror.open()
         return mirror
@@ -326,6 +352,11 @@ def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | No
 def whole_checkpoints(listed: dict[str, dict[str, int]]) -> set[str]:
     """The names of the checkpoints that the mirror has whole."""
     return {name for name in listed if "MANIFEST.json" in listed[name]}
+
+
+def is_damage(problem: LoneFailure) -> bool:
+    """Did the store find that what it holds is not what was written?"""
+    return re.search("(?i)checksum|content-md5|digest|crc32", str(problem)) is not None
 
 
 def _failure(call: Callable[..., object], *args: Any) -> str:

@@ -234,6 +234,14 @@ class ParquetRows(Dataset):
         self.start = len(root.rsplit("/", 2)[0])
         if names := select_read([name[len(root) :] for name in names], shown(self.pattern)):
             return sorted({root + name for name in names})
+        # The calls above take a failed request for a missing file. The next one raises what it was.
+        files.invalidate_cache()
+        if "*" in path:
+            files.ls(root.rpartition("/")[0], detail=False)
+        else:
+            files.info(path)
+        if files.glob(path):
+            raise OSError("a request for the names of the files failed")
         raise FileNotFoundError("there is no such file")
 
     @tried
