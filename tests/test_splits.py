@@ -269,3 +269,19 @@ def test_parts_of_saved_chats_are_a_split(chats, tmp_path):
     }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
     assert chats(tmp_path / "set") == (["a?", "b?"], ["c?"], {"evaluated on": "test_sft: 1 row"})
+
+
+def test_a_name_in_two_unicode_forms_is_one_class_category_and_column(tmp_path):
+    one, other = "caf\u00e9", "cafe\u0301"
+    path = tmp_path / "t.csv"
+    kinds = [one, other, "tea", "tea"] * 20
+    table = pd.DataFrame({"kind": kinds, other: [n + 0.5 for n in range(80)], "y": range(80)})
+    table.to_csv(path, index=False)
+    plan = table_of("--data", path)[3]
+    assert plan["spelling"] == "20 cells in another form of Unicode, read in NFC"
+    assert "category: caf\u00e9, tea" in plan["columns"]
+    assert table_of("--data", path, "--features", f"{other},kind")[0]
+    pd.DataFrame({"text": [f"line {n}" for n in range(80)], "label": kinds}).to_csv(path)
+    sets = text_sets("--data", path)
+    assert sets.classes == [one, "tea"]
+    assert sets.plan["spelling"] == "20 cells in another form of Unicode, read in NFC"

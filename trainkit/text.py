@@ -2,6 +2,7 @@
 
 import json
 import math
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ def check_json(what: str, values: dict[str, Any]) -> None:
                 f"{what} holds {name!r}: {value!r}, which JSON does not preserve: use strings "
                 "as keys, lists instead of tuples, and float(...) or .tolist() for other types"
             )
+
+
+def nfc(text: str) -> str:
+    """Return a text in the Unicode form in which texts are compared: macOS writes names in NFD."""
+    return unicodedata.normalize("NFC", text)
 
 
 def count(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
 from trainkit.reading.paths import is_read
-from trainkit.text import count, shorten
+from trainkit.text import count, nfc, shorten
 
 Turn = dict[str, Any]  # role and content, both texts, and perhaps tool_calls
 
@@ -305,7 +305,7 @@ def join_prompt(
 def comparable(turns: list[Turn]) -> list[tuple[str, str, str]]:
     """Return what must be equal in turns that are the same; white space may differ."""
     return [
-        (turn["role"], "".join(turn["content"].split()), json.dumps(turn.get("tool_calls")))
+        (turn["role"], "".join(nfc(turn["content"]).split()), json.dumps(turn.get("tool_calls")))
         for turn in turns
     ]
 

@@ -14,7 +14,7 @@ import xxhash
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading.paths import is_read
 from trainkit.reading.splits import WORDS, find_split
-from trainkit.text import shorten
+from trainkit.text import nfc, shorten
 
 SURE = ("train", "test", "val", "validation")  # folders that are splits and never classes
 PICTURES = re.compile(
@@ -198,7 +198,7 @@ def classes_of_folders(folder: Path, pictures: set[Path], depth: int) -> dict[Pa
             f"--dataset {folder}: {min(loose)} is in no class: put each picture into the folder "
             "of its class"
         )
-    classes = {path: path.parts[depth] for path in pictures}
+    classes = {path: nfc(path.parts[depth]) for path in pictures}
     if len({*classes.values()}) == 1 < len({path.parent for path in pictures}) and all(
         len(path.parts) > depth + 2 for path in pictures
     ):

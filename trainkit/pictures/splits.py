@@ -28,6 +28,7 @@ from trainkit.pictures import files, folders
 from trainkit.pictures.decoding import Decoded, Read, decode_once, merge_greys
 from trainkit.reading.recall import describe_classes
 from trainkit.reading.splits import describe_equal, split_rows
+from trainkit.text import nfc
 
 
 class Split(NamedTuple):
@@ -335,11 +336,12 @@ def read_labels(
     """
     column = choose_column(rows, where, label)
     values = rows.data.column(column).to_pandas(integer_object_nulls=True)
-    names = [*map(str, sorted(values.dropna().unique()))]
-    texts = values.map(str)
+    texts = values.map(str).map(nfc)
+    names = [*dict.fromkeys(nfc(str(value)) for value in sorted(values.dropna().unique()))]
     if isinstance(rows.features[column], datasets.ClassLabel):
-        names = rows.features[column].names
-        values = texts = values.map(dict(enumerate(names)))
+        spelt = [*map(nfc, rows.features[column].names)]
+        names = [*dict.fromkeys(spelt)]
+        values = texts = values.map(dict(enumerate(spelt)))
     names = classes or names
     # Classes are matched by name, because another split may have them in another order.
     numbers = pd.Index(names).get_indexer(texts)

@@ -16,7 +16,7 @@ import pandas as pd
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
 from trainkit.reading.paths import select_read
-from trainkit.text import count, first_sentence, shorten
+from trainkit.text import count, first_sentence, nfc, shorten
 
 KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx")
 # Text files may also be followed by one of these.
@@ -126,7 +126,7 @@ def _read_files(files: Sequence[Path], where: str, **options: Any) -> pd.DataFra
                     "--encoding: try --encoding cp1252 or utf-16"
                 ) from None
             # If rows of JSON are lists, the names of the columns are the numbers 0, 1 and so on.
-            table.columns = [*_unique([(str(name).strip(), 0) for name in table])]
+            table.columns = [*_unique([(nfc(str(name).strip()), 0) for name in table])]
         tables.append(table)
         if [*table] != [*tables[0]]:
             raise UsageError(
@@ -223,9 +223,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.DataFrame:
-    """Return these columns, without spaces round texts, and NaN in empty cells.
+    """Return these columns, without spaces round texts, in NFC, and NaN in empty cells.
 
-    Raises UsageError if one is missing or holds nested values.
+    attrs["respelt"] is how many cells were in another form of Unicode. Raises UsageError if a
+    column is missing or holds nested values.
     """
     for name in names:
         if name not in table.columns:
@@ -239,14 +240,29 @@ def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.
                 "numbers nor texts: choose other columns with --features"
             )
     chosen = table[[*dict.fromkeys(names)]].copy()
+    num_respelt = 0
     for name in chosen:  # "Oslo " is Oslo, and " NA" is missing
         if pd.api.types.is_string_dtype(chosen[name].dtype) and chosen[name].dtype != object:
-            chosen[name] = chosen[name].str.strip()
+            stripped = chosen[name].str.strip()
+            chosen[name] = stripped.str.normalize("NFC")
+            num_respelt += int((chosen[name] != stripped).sum())
         elif chosen[name].dtype == object:
             cells = [cell.strip() if isinstance(cell, str) else cell for cell in chosen[name]]
+            spelt = [nfc(cell) if isinstance(cell, str) else cell for cell in cells]
+            num_respelt += sum(a is not b and a != b for a, b in zip(cells, spelt, strict=True))
             # As objects: Arrow's texts cannot hold half of a surrogate pair, which JSON may.
-            chosen[name] = pd.Series(cells, chosen.index, dtype=object)
-    return chosen.mask(chosen.isin([""]))
+            chosen[name] = pd.Series(spelt, chosen.index, dtype=object)
+    chosen = chosen.mask(chosen.isin([""]))
+    chosen.attrs["respelt"] = num_respelt
+    return chosen
+
+
+def describe_spelling(*tables: pd.DataFrame) -> dict[str, str]:
+    """Return the line of the plan about cells that choose_columns has put into NFC."""
+    number = sum(table.attrs["respelt"] for table in tables)
+    if not number:
+        return {}
+    return {"spelling": f"{count(number, 'cell')} in another form of Unicode, read in NFC"}
 
 
 def typed(*names: str) -> str:

@@ -27,6 +27,7 @@ from trainkit.reading.frames import (
     MAX_SHOWN,
     choose_columns,
     choose_evaluated_table,
+    describe_spelling,
     read_parts,
     typed,
 )
@@ -47,7 +48,7 @@ from trainkit.tables.columns import (
     target_column,
 )
 from trainkit.tables.network import NUM_FOLDS
-from trainkit.text import count, shorten
+from trainkit.text import count, nfc, shorten
 
 # The flags that say what the data are.
 OF_DATA = [
@@ -66,7 +67,7 @@ OF_DATA += ["missing_values", "test_fraction", "data_seed"]
 def split_names(text: str) -> list[str]:
     """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`."""
     lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
-    return [name.strip() for line in lines for name in line if name.strip()]
+    return [nfc(name.strip()) for line in lines for name in line if name.strip()]
 
 
 def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
@@ -173,15 +174,14 @@ def load_table(
     where = f"--data {config.data}"
     options: dict[str, Any] = {"separator": config.separator, "encoding": config.encoding}
     parts = read_parts(config.data, where, **options)
-    table = parts["train"]
-    attributes = table.attrs
-    target = _find_target(table, config, where)
-    names = [*(config.features or table), *target]
-    table = choose_columns(table, names, where)
+    target = _find_target(parts["train"], config, where)
+    names = [*(config.features or parts["train"]), *target]
+    table = choose_columns(parts["train"], names, where)
     is_labelled = partial(_is_labelled, names=target)
     evaluated, lines = choose_evaluated_table(
         parts, config.eval_data, is_labelled, "row", **options
     )
+    lines |= describe_spelling(table)
     metadata: dict[str, Any] = {"read_options": options, "truth": None}
     if evaluated is not None:
         metadata["given"] = (len(table), where := evaluated.attrs["where"])
@@ -198,10 +198,11 @@ def load_table(
     if not predicts_classes:
         _check_targets(table, config)
     used, dropped = _drop_missing(table, config)
-    plan = {"data": Path(config.data).name}
+    attributes = parts["train"].attrs
+    name = Path(config.data).name
     if "files" in attributes:
-        plan["data"] += f" ({attributes['files']})"
-    plan["data"] += dropped
+        name += f" ({attributes['files']})"
+    plan = {"data": name + dropped}
     if "question" in attributes:
         plan["names"] = attributes["question"]
     return used, target, metadata | {"plan": plan | lines}

@@ -19,7 +19,7 @@ from trainkit.config.command_line import flag
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import frames, splits
 from trainkit.reading.recall import describe_classes
-from trainkit.text import count, shorten
+from trainkit.text import count, nfc, shorten
 from trainkit.texts import bags
 
 MAX_FOUND = 100  # classes of a column that is found by itself
@@ -123,6 +123,7 @@ def read_sets(config: TextConfig) -> TextSets:
     names = [name for _, name in rows]
     plan = {"data": f"{config.data}, {len(rows)} texts{dropped}"}
     plan["columns"] = f"text {text!r}, label {label!r}"
+    plan |= frames.describe_spelling(frames.choose_columns(parts["train"], [text, label], where))
 
     def is_labelled(table: pd.DataFrame) -> bool:
         if not {text, label} <= {*table}:
@@ -224,6 +225,7 @@ def choose_text_and_label(
     A column may be the classes if its values repeat, and the texts if it holds letters and does not
     repeat; sentences are taken before names.
     """
+    text, label = (name and nfc(name) for name in (text, label))
     frames.choose_columns(table, [name for name in (text, label) if name], where)
     text = text or _called(TEXT_NAMES, table, label)
     label = label or _called(LABEL_NAMES, table, text)
@@ -298,7 +300,7 @@ def _clean(value: Any) -> str:
     """Return a cell as text, "" if it is empty; half of a surrogate pair, in JSON, becomes "?"."""
     if not isinstance(value, str):
         value = "" if pd.isna(value) else frames.as_text(value)
-    return value.strip().encode("utf-8", "replace").decode()
+    return nfc(value.strip()).encode("utf-8", "replace").decode()
 
 
 def read_texts(path: Path, text: str | None, encoding: str | None) -> list[str]:
