@@ -283,7 +283,9 @@ def test_a_prompt_that_ends_as_no_training_does_is_in_the_plan_and_asks_for_the_
     assert "asks for an answer with '<think>'" in sets.plan["template"]
     assert "3 of 3 rows" in sets.plan["template"]
     tokenizer = make(PAIR, function=lambda tokenizer, *_: tokenizer)
-    assert tokenizer.decode(sets.prompts["answer"]).endswith("assistant\n<think>")
+    ((name, asked),) = sets.prompts.items()
+    assert name == "question: say\nanswer"
+    assert tokenizer.decode(asked).endswith("assistant\n<think>")
     assert "template" not in make(PAIR).plan
     pairs = make(
         {"prompt": "say", "chosen": "ok", "rejected": "no"},
@@ -354,7 +356,7 @@ def test_a_prompt_that_is_written_in_the_chat_template_is_used_as_it_is(make, ro
     assert sets.plan["first"] == make(PAIR).plan["first"]
     assert sets.plan["written"].startswith("3 of 3 rows have a prompt that is already written")
     asked = make(PAIR, prompts=[WRITTEN, "say"]).prompts
-    assert asked[WRITTEN] == asked["say"] == sets.prompts["answer"]
+    assert asked[WRITTEN] == asked["say"] == next(iter(sets.prompts.values()))
     with refused("line 1 of .* already written in the chat template, .*no room for a system turn"):
         make(row | {"system": "be"})
 

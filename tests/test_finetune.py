@@ -139,7 +139,10 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True, **plan).output
     losses = logged_losses(tmp_path)
     assert losses == pytest.approx(plain(*make_model(in_double, lora, *packed)), abs=SAME)
-    assert output.count("answer: ") == len(rows(tmp_path, "epochs")) == 2
+    assert len(re.findall("^question: .+\nanswer: ", output, re.M)) == 2
+    assert len(rows(tmp_path, "epochs")) == 2
+    trained = re.search(r"of which ([\d,]+) are trained \(\d+\.\d\d%\)", output)
+    assert bool(trained) == bool(lora)
     args, model = make_model(in_double, lora)
     before, folder = logits(model), tmp_path / "pretrained"
     missing = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)

@@ -21,6 +21,8 @@ from trainkit.language.templates import Chat, Encoded, Sample, find_unread, is_l
 from trainkit.reading import splits
 from trainkit.text import first_sentence, shorten
 
+MAX_QUESTION = 200  # letters that are shown of what an answer is asked for
+
 
 class ChatSets(NamedTuple):
     """What make_chat_sets returns; pack_sets makes other samples of it."""
@@ -98,9 +100,23 @@ def make_chat_sets(
     plan |= {"first": show_sample(tokenizer, sets[0][0])} if sets[0] else {}
     asks = {prompt: chat.ask(prompt, system) for prompt in prompts}
     if not asks and sets[1]:
-        asks["answer"] = [*encoded[sides[1][0]].ask]
+        first = sides[1][0]
+        question = _question_of(rows[first][1])
+        name = f"question: {question}\nanswer" if question else "answer"
+        asks[name] = [*encoded[first].ask]
     by_length = sorted(sets[1], key=lambda sample: len(sample.tokens))
     return ChatSets(sets[0], by_length, chat.end, plan, asks)
+
+
+def _question_of(conversation: Conversation) -> str:
+    """Return the last words before the first answer that is learned, on one line."""
+    before = ""
+    for number, turn in enumerate(conversation.turns):
+        if number >= conversation.num_prompt and is_learned(turn):
+            break
+        before = turn["content"]
+    text = " ".join(before.split())
+    return text if len(text) <= MAX_QUESTION else f"{text[: MAX_QUESTION - 3]}..."
 
 
 def hold_out_tenth(

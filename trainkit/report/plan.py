@@ -108,7 +108,12 @@ def describe_model(accelerator: Accelerator, model: nn.Module) -> str:
             kept = f"; kept in {folder} for the next run"
         compiled = f", compiled with {backend.value.lower()} (the first step waits for it{kept})"
     name = type(model).__name__.removeprefix("FSDP")  # torch's prefix for sharded models
-    return f"{name}, {num_parameters([model]):,} parameters{compiled}"
+    number = num_parameters([model])
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    frozen = ""
+    if trained < number:  # by --lora, or in the script
+        frozen = f", of which {trained:,} are trained ({trained / number:.2%})"
+    return f"{name}, {number:,} parameters{frozen}{compiled}"
 
 
 def describe_optimizer(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> str:
