@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from trainkit.checks.buffers import Buffers
+from trainkit.checks.data import check_indexable
 from trainkit.checks.outer import check_outer
 from trainkit.checks.prepared import check_batch_norm
 from trainkit.errors import UsageError
@@ -348,3 +349,14 @@ def test_a_metric_that_the_function_itself_updates_sees_each_sample_once(nursery
     output = finish(nursery, path.as_posix(), flags, world=2)  # 43: the last batch would have 1
     seen = [int(n) for part in re.findall(r"seen \[(.*?)\]\.", output) for n in part.split(",")]
     assert sorted(seen) == [*range(43)], output
+
+
+def test_a_set_that_only_makes_whole_batches_is_read_by_index():
+    class Whole(Dataset):
+        def __len__(self):
+            return 4
+
+        def make_batch(self, indices):
+            return indices
+
+    check_indexable(Whole(), "training set")

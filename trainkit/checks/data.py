@@ -62,7 +62,8 @@ def check_indexable(dataset: Any, name: str) -> None:
             check_indexable(part, name)
     # torch's Dataset has a __getitem__ that raises, and so has a stream, also one with len().
     reader = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
-    by_index = reader is not Dataset.__getitem__ or hasattr(dataset, "__getitems__")
+    makes_whole = hasattr(dataset, "__getitems__") or hasattr(dataset, "make_batch")
+    by_index = reader is not Dataset.__getitem__ or makes_whole
     if not (by_index and hasattr(dataset, "__len__")):
         raise UsageError(
             f"the {name} is a {type(dataset).__name__}, whose samples have no index, but an "
