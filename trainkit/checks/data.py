@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -264,7 +265,8 @@ def load_checked(
 
     One process per file system calls load_data first, to fill caches. Every process must call this.
     """
-    data = alike.first_on_each_node(accelerator, lambda: load_data(config))
+    timeout = timedelta(seconds=config.timeout)
+    data = alike.first_on_each_node(accelerator, lambda: load_data(config), timeout)
     config.validate(accelerator.num_processes)  # load_data may have set some values
     return data, *check_data(accelerator, config, *data[:2])
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainkit.config import TrainingConfig
 from trainkit.config.command_line import flag
 from trainkit.errors import UsageError
 from trainkit.files.stores import shown
+from trainkit.launch.patience import wait_for_all
 from trainkit.launch.together import failing_together, raise_together
 
 SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
@@ -42,20 +44,29 @@ def check_world(accelerator: Accelerator) -> None:
         )
 
 
-def first_on_each_node(accelerator: Accelerator, load: Callable[[], Any]) -> Any:
+def first_on_each_node(
+    accelerator: Accelerator, load: Callable[[], Any], timeout: timedelta
+) -> Any:
     """Return load(), called first by one process per file system, so that it fills a cache once.
 
-    Every process must call this. A UsageError on any process is raised on all of them.
+    Every process must call this, and waits as long as the others work: see patience.py. A
+    UsageError on any process is raised on all of them.
     """
     result = None
     error = None
-    # If machines share a disk, rank 0 goes first; if not, local rank 0 of each machine. The body
-    # must not raise a UsageError, because the other processes wait at a barrier.
-    with accelerator.main_process_first(), accelerator.local_main_process_first():
-        try:
-            result = load()
-        except UsageError as problem:
-            error = str(problem)
+    # If machines share a disk, rank 0 goes first; if not, local rank 0 of each machine.
+    turn = 2
+    if accelerator.is_main_process:
+        turn = 0
+    elif accelerator.is_local_main_process:
+        turn = 1
+    for number in range(3):
+        if number == turn:
+            try:
+                result = load()
+            except UsageError as problem:  # raised later, because the other processes wait
+                error = str(problem)
+        wait_for_all(accelerator, timeout)
     raise_together(accelerator, error)
     return result
 

@@ -30,6 +30,7 @@ from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.facts import Facts
 from trainkit.checks.prepared import Prepared, check_loader
 from trainkit.config import TrainingConfig
+from trainkit.launch.patience import start_beating, wait_for_all
 from trainkit.launch.run_folder import open_run
 from trainkit.launch.signals import Signals
 from trainkit.loop import evaluation
@@ -89,6 +90,7 @@ class Run:
         self.resources.callback(lambda: self.log.bar.close())
         self.signals = Signals(self.accelerator, timeout_of(config))
         self.resources.callback(self.signals.restore)
+        self.resources.callback(start_beating(self.accelerator))
         set_seed(config.seed)
         self.stage = "entered"
         return self
@@ -201,10 +203,15 @@ class Run:
         The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
         """
         while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
+            self._wait_for_all()
             self.step.seed_outside(IN_EPOCH, self.progress.epoch)
             self.stage = "epoch"
             yield self.progress.epoch
             need(self, "the next epoch", "ready")
+
+    def _wait_for_all(self) -> None:
+        """Wait for a process that draws, writes or prepares something alone: see patience.py."""
+        wait_for_all(self.accelerator, timeout_of(self.config))
 
     @allowed("epoch")
     def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:
@@ -419,6 +426,7 @@ class Run:
         A checkpoint of the best step of --keep-best is saved, unless run.steps(...) has saved it.
         The predictions of the last evaluation and `metadata` go to predictions.safetensors.
         """
+        self._wait_for_all()
         progress, length = self.progress, self.length
         check_json("run.state", progress.state)
         predicted = check_predictions(predictions, metadata or {})
@@ -451,6 +459,7 @@ class Run:
         """
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)
+        self._wait_for_all()
         self.checkpoints.commits.wait()
         memory = self.log.log_memory(self.progress.step)
         self.results.finish(

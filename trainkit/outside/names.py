@@ -98,6 +98,11 @@ def named_weights(model: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Pa
         yield plain_name(name.replace("_checkpoint_wrapped_module.", "")), weight
 
 
+def store_of_processes() -> Any:
+    """Where the processes of the default group leave values for each other; each call is short."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def plain_name(name: str) -> str:
     """The name of a weight without what torch.compile(model) puts into it."""
     return name.replace(COMPILED, "")

@@ -6,6 +6,7 @@ Also best.safetensors of --keep-best, the weights that the first model had at th
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainkit.files import records
 from trainkit.files.atomic import rename_free, write_durably, write_json
 from trainkit.files.manifest import step_name
 from trainkit.files.weights import layout, numbered, write_tensors
+from trainkit.launch.patience import wait_for_all
 from trainkit.launch.together import failing_together
 from trainkit.numbers.position import Progress
 from trainkit.report.plan import describe_run
@@ -130,8 +132,15 @@ class Results:
         self.write_weights(trained_weights)
         what = f"{self.run_dir / 'pretrained'} cannot be written"
         with failing_together(self.accelerator, what, RunFailure):
-            if self.accelerator.is_main_process:
-                write()
+            try:
+                if self.accelerator.is_main_process:
+                    write()
+            finally:
+                self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Wait while the main process works alone: see patience.py."""
+        wait_for_all(self.accelerator, timedelta(seconds=self.config.timeout))
 
     def finish(
         self,
@@ -158,6 +167,7 @@ class Results:
                 names = "".join(f", {path.name}" for path in drawn)
             except Exception as problem:  # no matplotlib, no memory, no disk
                 messages += f"the pictures were not drawn: {first_sentence(problem)}\n"
+        self._wait_for_all()
         if config.keep_best:
             messages += f"{self._describe_best(progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)

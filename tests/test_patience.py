@@ -1,0 +1,86 @@
+"""One process may work alone for as long as it lives; one that does not answer is lost."""
+
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import linux_only
+
+from trainkit.errors import LoneFailure
+from trainkit.launch import patience
+
+
+def process(rank: int) -> SimpleNamespace:
+    return SimpleNamespace(num_processes=2, process_index=rank)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """What two processes share, here two threads, whose calls have one number."""
+    shared = torch.distributed.HashStore()
+    monkeypatch.setattr(patience, "store_of_processes", lambda: shared)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(patience, "NUMBERS", iter([0, 0]))
+    monkeypatch.setattr(patience, "BEAT_SECONDS", 0.05)
+    return shared
+
+
+def test_a_process_that_works_longer_than_the_limit_is_waited_for(store):
+    limit = timedelta(seconds=0.4)
+    stop = patience.start_beating(process(1))
+    arriving = threading.Timer(1.5, patience.wait_for_all, (process(1), limit))
+    arriving.start()
+    began = time.monotonic()
+    patience.wait_for_all(process(0), limit)
+    assert time.monotonic() - began > 1
+    arriving.join()
+    stop()
+
+
+def test_a_process_that_does_not_answer_is_lost_after_the_limit(store):
+    patience.start_beating(process(1))()  # it stops at once
+    with pytest.raises(LoneFailure, match="process 1 has not answered for 0 s"):
+        patience.wait_for_all(process(0), timedelta(seconds=0.4))
+
+
+SLOW = '''"""A regression whose first process loads, and ends its epoch, longer than --timeout."""
+
+import os
+import time
+
+import train_regression
+from trainkit.loop.run import Run
+
+load_data, end_epoch = train_regression.load_data, Run.end_epoch
+
+
+def wait():
+    if os.environ["RANK"] == "0":
+        time.sleep(4)
+
+
+def slowly_load(config):
+    wait()
+    return load_data(config)
+
+
+def slowly_end(run, *args, **options):
+    wait()
+    end_epoch(run, *args, **options)
+
+
+def main(argv):
+    train_regression.load_data, Run.end_epoch = slowly_load, slowly_end
+    train_regression.main(argv)
+'''
+
+
+@linux_only
+def test_data_and_pictures_may_take_the_first_process_longer_than_the_timeout(tmp_path, fork_main):
+    flags = f"--num-samples 64 --epochs 1 --timeout 2 --no-pictures --run-dir {tmp_path}/run"
+    done = fork_main(SLOW, flags, world=2)
+    assert done.codes == [0, 0], done.output
+    assert "2 processes on cpu" in done.stdout

@@ -1,0 +1,77 @@
+"""Wait for work that one process does alone, however long it takes, while that process lives.
+
+Collectives have a limit, --timeout, because a lost process must be noticed. Data that take longer
+to decode, a picture that takes longer to draw or a folder to write would exceed it. So each process
+counts in the store of the process group, in a thread, and whoever waits looks at these counts.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from trainkit.errors import LoneFailure
+from trainkit.outside.names import store_of_processes
+
+BEAT_SECONDS = 1.0
+# Every process makes the same calls in the same order, so they agree on the numbers.
+NUMBERS = itertools.count()
+
+
+def start_beating(accelerator: Accelerator) -> Callable[[], None]:
+    """Show the other processes that this one lives, until the returned function is called."""
+    over = threading.Event()
+    if accelerator.num_processes == 1:
+        return over.set
+    store, key = store_of_processes(), f"trainkit/beats/{accelerator.process_index}"
+
+    def beat() -> None:
+        try:
+            while not over.wait(BEAT_SECONDS):
+                store.add(key, 1)
+        except RuntimeError:
+            return  # the store ends with the first process, and then there is nobody to show it
+
+    threading.Thread(target=beat, daemon=True).start()
+    return over.set
+
+
+def wait_for_all(accelerator: Accelerator, timeout: timedelta) -> None:
+    """Wait until every process has called this, as long as those that have not are alive.
+
+    Every process must call this. Raises LoneFailure if one has not shown for `timeout` that it is.
+    """
+    if accelerator.num_processes == 1 or not torch.distributed.is_initialized():
+        return
+    store, here = store_of_processes(), f"trainkit/arrived/{next(NUMBERS)}"
+    store.add(f"{here}/{accelerator.process_index}", 1)
+    store.add(here, 1)
+    seen: dict[int, tuple[int, float]] = {}
+    wait = 0.001
+    while store.add(here, 0) < accelerator.num_processes:
+        time.sleep(wait)
+        wait = min(2 * wait, 0.2)
+        if wait == 0.2:  # only then does anybody look: most arrive at once
+            _check_beats(store, here, accelerator.num_processes, seen, timeout)
+
+
+def _check_beats(
+    store: Any, here: str, num_processes: int, seen: dict[int, tuple[int, float]], limit: timedelta
+) -> None:
+    now = time.monotonic()
+    for rank in range(num_processes):
+        if store.add(f"{here}/{rank}", 0):
+            continue
+        beats = store.add(f"trainkit/beats/{rank}", 0)
+        if rank not in seen or seen[rank][0] != beats:
+            seen[rank] = beats, now
+        elif now - seen[rank][1] > limit.total_seconds():
+            raise LoneFailure(
+                f"process {rank} has not answered for {limit.total_seconds():.0f} s: read its "
+                "output, then start the same command with --resume auto"
+            )
