@@ -61,6 +61,7 @@ WRONG = {
     "--keep 1": "--keep 1 must be at least 2",
     "--ema 1": "--ema 1.0 must be above 0 and below 1",
     "--patience 3": "--patience needs --keep-best",
+    "--mirror-must": "--mirror-must needs --mirror URL",
     "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
     "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
     "--hidden 3,0": "--hidden [3, 0] must be at least 1 each",

@@ -164,6 +164,8 @@ class TrainingConfig:
             value = getattr(self, name)
             if isinstance(rule, Rule) and value is not None and not rule.holds(value):
                 problems.append(f"{flag(name)} {value} must be {rule.text}")
+        if self.mirror_must and not self.mirror:
+            problems.append("--mirror-must needs --mirror URL")
         if self.patience and not self.keep_best:
             problems.append("--patience needs --keep-best METRIC, the metric to watch")
         if self.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
