@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Schedule, parse
-from trainkit.numbers.orders import by_length
 from trainkit.texts import bags, encoders, texts
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # already installed: nothing is downloaded
@@ -103,6 +102,8 @@ def validate(run: Run, model: nn.Module, loader: Any, samples: list, classes: li
     prediction = logits.argmax(1)
     loss, hits = F.cross_entropy(logits.double(), target), (prediction == target).double()
     metrics = {"eval_loss": loss.item(), "eval_accuracy": hits.mean().item()}
+    shares = [hits[target == number].mean() for number in target.unique()]  # of each class
+    metrics["eval_balanced_accuracy"] = torch.stack(shares).mean().item()
     predictions = {"logits": logits, "prediction": prediction, "target": target}
     return metrics | {"eval_samples": len(target)}, predictions, {"classes": classes}
 
@@ -113,9 +114,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with Run(config, "text") as run:
         accelerator = run.accelerator
         train_set, eval_set, metadata, plan, tokenizer = run.load(load_data)
-        lengths = [len(tokens) for tokens, _ in train_set]
-        order = by_length(lengths, config.batch_size, config.seed) if config.base else None
-        loaders = make_loaders(accelerator, train_set, eval_set, config, collate, order=order)
+        how = texts.choose_order(train_set, config)  # weights of the texts, or batches by length
+        loaders = make_loaders(accelerator, train_set, eval_set, config, collate, *how)
         model = make_model(metadata, config.base)
         if config.base:
             parameters = make_groups(model, config.peak_learning_rate)

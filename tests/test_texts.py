@@ -277,3 +277,17 @@ def test_equal_texts_are_on_one_side_of_a_split_and_rare_classes_are_named(tmp_p
     assert all(f"{name} 0" in sets.plan["rare"] for name in ("few", "one", "same"))
     again = read(f"--data {tmp_path / 'a.csv'} --eval-data {tmp_path / 'a.csv'}")
     assert again.plan["twice"].startswith(f"{len(lines)} of {len(lines)} texts")
+
+
+def test_balance_draws_all_classes_equally_often_and_their_mean_recall_is_logged(tmp_path):
+    lines = [(f"ball goal {n}", "a") for n in range(190)] + [(f"bread {n}", "b") for n in range(10)]
+    pd.DataFrame(lines, columns=["text", "label"]).to_csv(tmp_path / "a.csv", index=False)
+    flags = ["--data", str(tmp_path / "a.csv"), "--epochs", "1", "--no-pictures", "--balance"]
+    config = parse(text.Config, flags)
+    train_set = text.load_data(config)[0]
+    weights, order = texts.choose_order(train_set, config)
+    labels = torch.tensor([label for _, label in train_set])
+    assert [weights[labels == n].sum().item() for n in (0, 1)] == pytest.approx([1, 1])
+    assert order is None
+    metrics = text.main([*flags, "--run-dir", str(tmp_path / "run")])
+    assert 0.5 <= metrics["eval_balanced_accuracy"] <= 1

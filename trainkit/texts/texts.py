@@ -17,6 +17,7 @@ import torch
 from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig
 from trainkit.config.command_line import flag
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.numbers.orders import Order, by_length
 from trainkit.reading import frames, splits
 from trainkit.reading.recall import describe_classes
 from trainkit.text import count, nfc, shorten
@@ -52,6 +53,8 @@ class TextConfig(TrainingConfig):
     """pretrained encoder of transformers, a folder or Hub id (default: words and n-grams)"""
     max_tokens: Count | None = None
     """with --base: of a text, what is over is cut (default: 128, or what the encoder takes)"""
+    balance: bool = False
+    """draw all classes equally often"""
     num_lines: Count | None = None
     """without --data: texts to train on, and to evaluate on (default: all)"""
     epochs: int = UNSET
@@ -185,6 +188,22 @@ def describe_texts(
     plan = describe_classes(trained, tested, classes, "text")
     hashes = splits.number_equal(text for part in (train, held_out) for text, _ in part)
     return plan | splits.describe_equal(hashes[: len(train)], hashes[len(train) :], "text")
+
+
+def choose_order(
+    samples: Sequence[tuple[torch.Tensor, int]], config: TextConfig
+) -> tuple[torch.Tensor | None, Order | None]:
+    """Return the weight of each text, by which --balance draws all classes equally often, or None.
+
+    Also returns the order for an encoder, whose batches have texts of similar lengths, or None.
+    """
+    if config.balance:
+        labels = torch.tensor([label for _, label in samples])
+        return 1 / labels.bincount().double()[labels], None
+    if config.base:
+        lengths = [len(tokens) for tokens, _ in samples]
+        return None, by_length(lengths, config.batch_size, config.seed)
+    return None, None
 
 
 def tokenize(texts: Sequence[str], max_tokens: int | None, tokenizer: Any) -> list[torch.Tensor]:
