@@ -197,7 +197,7 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
     """Scale grey values 0 to 255 to mean 0 and standard deviation 1, in channels-last memory."""
-    images = images.to(torch.float32, copy=True).sub_(255 * MEAN).mul_(1 / (255 * STD))
+    images = (images.float() - 255 * MEAN).mul_(1 / (255 * STD))
     return images.contiguous(memory_format=torch.channels_last)
 
 
@@ -223,11 +223,11 @@ def augment(
 ) -> torch.Tensor:
     """Shift, turn and warp each picture by amounts fixed by (seed, epoch, sample index) alone."""
     noise = keyed_uniform(config.seed, epoch, indices, 35 if config.max_warp else 3) * 2 - 1
-    turn, right, down = noise[:, :3].unbind(1)
-    turn = turn * math.radians(config.max_turn)
-    shift = 2 * config.max_shift / SIZE  # coordinates run from -1 to 1
+    turn = noise[:, 0] * math.radians(config.max_turn)
+    # Coordinates run from -1 to 1.
+    right, down = (noise[:, 1:3] * (2 * config.max_shift / SIZE)).unbind(1)
     cos, sin = turn.cos(), turn.sin()
-    affine = torch.stack((cos, -sin, right * shift, sin, cos, down * shift), 1).view(-1, 3)
+    affine = torch.stack((cos, -sin, right, sin, cos, down), 1).view(-1, 3)
     # The same as F.affine_grid, but as one matrix product, which is eight times as fast.
     grid = affine @ pixel_centres(images.device)
     if config.max_warp:

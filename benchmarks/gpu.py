@@ -9,7 +9,8 @@ Each row is measured in a process of its own and is printed, and appended to --o
 there; the most valuable come first, and those for which --limit leaves no time are named. Ours and
 bare take turns. A bare loop has the same model, loss, optimizer, precision and compilation, and its
 data on the card: no loader, no checks, no log. Rates are from one optimizer step to another, with
-the card awaited at both ends. `host` is the time of the main thread on a core in a step.
+the card awaited at both ends. `host` is the time of the main thread on a core in a step. Launches
+are operations that would launch a kernel, counted by a dispatch mode, views left out.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_mnist
 from benchmarks._runs import MNIST, Parser, as_text, in_process, in_turn, one_run, spread
@@ -47,7 +49,7 @@ from benchmarks.finetune import LONGEST, make_base, make_chats, packed, peer
 from examples import gpt, pictures
 from trainkit.config import parse
 from trainkit.pictures import backbones, photos
-from trainkit.report.profile import peak_memory
+from trainkit.report.profile import VIEWS, peak_memory
 
 HEAD = "row | ours | bare or peer | ours / theirs | asked | more"
 WARM_UP = 3  # optimizer steps
@@ -114,6 +116,35 @@ def measure(train: Callable[[], Any]) -> Rate:
     )
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operations that launch a kernel, from the first optimizer step to the last."""
+
+    def __init__(self, train: Callable[[], Any]):
+        super().__init__()
+        self.num = self.num_before = self.num_steps = 0
+        hook = register_optimizer_step_post_hook(self.mark)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train()
+        hook.remove()
+        self.__exit__(None, None, None)
+
+    def mark(self, *_: Any) -> None:
+        if not self.num_steps:
+            self.__enter__()
+        self.num_steps, self.num_before = self.num_steps + 1, self.num
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = f"aten::{function.overloadpacket.__name__}"
+        self.num += name not in VIEWS and "record_function" not in name
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def each_step(self) -> float:
+        return self.num_before / (self.num_steps - 1)
+
+
 def ours(script: ModuleType, *flags: object, dynamo: str = "no", precision: str = "bf16") -> Any:
     """Run a script; return when its last step was over on the card, before any evaluation."""
     over = []
@@ -168,6 +199,9 @@ def compare(
         f"and {memories[1] / 2**20:,.0f} MiB; to the first step {mine[0].first:.1f} and "
         f"{theirs[0].first:.1f} s"
     )
+    if "compiled" not in name:
+        launches = [f"{Launches(way).each_step:.0f}" for way in ways.values()]
+        more = f"{' and '.join(launches)} launches a step; {more}"
     texts = (f"{spread([num * r.steps for r in way])} {unit}/s" for way in (mine, theirs))
     return name, *texts, f"{ratio:.2f}", asked, more
 

@@ -6,8 +6,6 @@ import sys
 from itertools import combinations
 from types import SimpleNamespace
 
-from trainkit import rng
-
 import datasets
 import numpy as np
 import pyarrow as pa
@@ -23,6 +21,7 @@ from trainkit.checks.content import hash_fixed, held_in_memory, sample_parts, te
 from trainkit.checks.data import check_data, random_collation, random_parts
 from trainkit.config import TrainingConfig
 from trainkit.launch.alike import hash_sources
+from trainkit.numbers import rng
 from trainkit.numbers.loaders import InMemory, make_loaders
 from trainkit.rng import keyed_normal, keyed_uniform
 

@@ -1,5 +1,6 @@
 """Random numbers as pure functions of the position in the run: (seed, epoch, sample, step)."""
 
+import functools
 import hashlib
 import math
 import operator
@@ -142,5 +143,10 @@ def release_dropout(layers: Sequence[Dropout]) -> None:
 
 def _bits(offset: int | torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
     """24 random bits, the precision of a float32, for each row and column: int64 (n, num)."""
-    columns = torch.arange(num, device=rows.device)
-    return shift_right(mix(rows.unsqueeze(1) * num + columns + offset), 40)
+    columns = _columns(num, rows.device) + offset
+    return shift_right(mix(torch.add(columns, rows.unsqueeze(1), alpha=num)), 40)
+
+
+@functools.cache
+def _columns(num: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(num, device=device)
