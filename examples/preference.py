@@ -12,19 +12,20 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.functional import logsigmoid
-from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.config import MayChange, Positive, Rule, Schedule, parse
+from trainkit.config import MayChange, NonNegative, Positive, Rule, Schedule, parse
 from trainkit.errors import as_usage_error
 from trainkit.language import preferences, pretrained, token_losses
-from trainkit.language.conversations import read_tokenizer
+from trainkit.language.conversations import answer, read_tokenizer
+from trainkit.language.preferences import PairBatch, collate_pairs
 from trainkit.language.templates import first_day
 from trainkit.numbers.orders import by_length
 from trainkit.reading.pretrained_models import without_dropout
@@ -37,6 +38,7 @@ class Config(pretrained.LanguageConfig):
     data: MayChange[str] = "runs/docstrings/preferred.jsonl"  # JSON, Parquet, a folder or a Hub id
     beta: Positive = 0.1  # how much a change of the log-probability of an answer counts
     label_smoothing: Smoothing = 0.0  # the share of pairs that are taken to be the wrong way round
+    sft_weight: NonNegative[float] = 0.0  # of the loss per token of chosen, which keeps it likely
     run_dir: Path = Path("runs/preference")
     epochs: int = 1
     batch_size: int = 16
@@ -47,14 +49,6 @@ class Config(pretrained.LanguageConfig):
     clip_norm: float = 1.0
 
 
-class Batch(NamedTuple):
-    """Conversations, (n, 2 for chosen and rejected, longest), padded with 0."""
-
-    tokens: torch.Tensor
-    learned: torch.Tensor  # which are
-    reference: torch.Tensor | None  # (n, 2): log-probabilities by the base
-
-
 def load_data(config: Config) -> tuple:
     """Return pairs of tokens to train and evaluate on, and what else the run needs of them."""
     tokenizer, limit = read_tokenizer(config.base)
@@ -62,17 +56,6 @@ def load_data(config: Config) -> tuple:
         more = config.max_tokens, limit, first_day(config), config.eval_data
         pairs = preferences.make_pairs(tokenizer, config.data, *more)
     return *pairs, tokenizer
-
-
-def collate(pairs: list[preferences.Pair]) -> Batch:
-    """Make a batch of pairs, which have a reference or have none."""
-    samples = [sample for pair in pairs for sample in (pair.chosen, pair.rejected)]
-    tokens, learned = (
-        pad_sequence(rows, batch_first=True).unflatten(0, (-1, 2))
-        for rows in zip(*samples, strict=True)
-    )
-    references = [pair.reference for pair in pairs if pair.reference is not None]
-    return Batch(tokens, learned, torch.stack(references) if references else None)
 
 
 def make_model(config: Config) -> torch.nn.Module:
@@ -86,7 +69,7 @@ def make_model(config: Config) -> torch.nn.Module:
     return model
 
 
-def log_probabilities(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+def log_probabilities(model: torch.nn.Module, batch: PairBatch) -> torch.Tensor:
     """Return the log-probability of what is learned in each conversation, (n, 2)."""
     tokens, learned = batch.tokens.flatten(0, 1), batch.learned.flatten(0, 1)
     counted = learned[:, 1:]
@@ -97,12 +80,22 @@ def log_probabilities(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return of_tokens.sum(1).view(-1, 2)
 
 
-def compute_values(model: torch.nn.Module, batch: Batch, config: Config) -> dict:
-    """Return the loss of each pair, by how much chosen is ahead, and whether it is."""
-    rewards = config.beta * (log_probabilities(model, batch) - batch.reference)
+def compute_values(model: torch.nn.Module, batch: PairBatch, config: Config) -> dict:
+    """Return the loss of each pair, by how much chosen is ahead, and whether it is.
+
+    logp is the log-probability of an answer, reward how much it changed, times beta. Both of an
+    answer can fall while the loss does: the loss sees the difference alone.
+    """
+    logps = log_probabilities(model, batch)
+    rewards = config.beta * (logps - batch.reference)
     margin, wrong = rewards[:, 0] - rewards[:, 1], config.label_smoothing
     loss = -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
-    return {"loss": loss, "margin": margin, "accuracy": (margin > 0).float()}
+    if config.sft_weight:  # Pang et al. 2024, arXiv 2404.19733
+        loss = loss - config.sft_weight * logps[:, 0] / batch.learned[:, 0, 1:].sum(1)
+    values = {"loss": loss, "margin": margin, "accuracy": (margin > 0).float()}
+    for number, side in enumerate(("chosen", "rejected")):
+        values |= {f"{side}_logp": logps[:, number], f"{side}_reward": rewards[:, number]}
+    return values
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -113,10 +106,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         model = make_model(config)
         samples = (sample for pairs in sets for pair in pairs for sample in pair[:2])
         pretrained.check_vocabulary(model, tokenizer, (sample.tokens for sample in samples))
+        prompts = preferences.sample_prompts(sets[1], tokenizer)
         compute = partial(log_probabilities, model)
-        base = preferences.add_reference(accelerator, model, sets, collate, compute)
+        base = preferences.add_reference(accelerator, model, sets, collate_pairs, compute)
         order = by_length(list(map(preferences.longest, sets[0])), config.batch_size, config.seed)
-        train_loader, eval_loader = make_loaders(accelerator, *sets, config, collate, order=order)
+        train_loader, eval_loader = make_loaders(
+            accelerator, *sets, config, collate_pairs, order=order
+        )
         model = pretrained.add_adapter(model, config.lora) if config.lora else model
         pretrained.stop_at(model, end)
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
@@ -128,6 +124,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         metadata = {"script": Path(__file__).stem, "lora": config.lora, "reference": base}
         # What --lora freezes is not saved: it lies in --base.
         run.begin(model, metadata, plan | token_losses.PLAN, save_frozen=not config.lora)
+        register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
         for _ in run.epochs():
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
@@ -140,7 +137,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 run.add(**values)
                 if run.end_step():
                     run.save()
-            run.end_epoch(run.evaluate(eval_loader, lambda x: compute_values(model, x, config)))
+            metrics = run.evaluate(eval_loader, lambda x: compute_values(model, x, config))
+            for name, tokens in prompts.items():
+                run.print(f"{name}: {answer(run.models[0], tokenizer, tokens)}")
+            if warning := preferences.warn_of_unlikely(metrics, config.beta):
+                run.print(warning)
+            run.end_epoch(metrics)
         dtype = None if config.save_float32 else pretrained.dtype_of(config.base)
         pretrained.write_pretrained(run, tokenizer, config.base, config.merge, dtype)
         return run.finish()

@@ -149,7 +149,7 @@ def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = preference.make_model(parse(preference.Config, [*flags, "--base", str(tmp_path)]))
     tokens = torch.arange(20).view(1, 2, 10)
-    batch = preference.Batch(tokens, tokens > 3, None)
+    batch = preference.PairBatch(tokens, tokens > 3, None)
     twice = [preference.log_probabilities(model.train(), batch) for _ in range(2)]
     assert torch.equal(*twice)
     model.save_pretrained(tmp_path / "end")
@@ -229,3 +229,35 @@ def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(mak
 def test_what_cannot_be_learned_is_refused(make, row, said):
     with refused(said):
         make(row, row, row)
+
+
+def test_both_sides_and_answers_are_shown_and_chosen_answers_that_became_unlikely_are_said(
+    run_main, flags, tmp_path, capsys
+):
+    run_main(
+        "examples.preference", *flags, "--run-dir", tmp_path / "plain", "--learning-rate", 0.03
+    )
+    last, said = rows(tmp_path / "plain", "epochs")[-1], capsys.readouterr().out
+    gap = last["eval_chosen_reward"] - last["eval_rejected_reward"]
+    assert gap == pytest.approx(last["eval_margin"], abs=1e-4)
+    assert last["eval_chosen_logp"] < 0 and last["eval_rejected_logp"] < 0
+    assert len(re.findall("^answer to .*: .", said, re.M)) >= 4  # two at each evaluation
+    fell = last["eval_chosen_reward"] < -0.1
+    assert ("chosen answers became unlikely" in said) >= fell
+
+
+def test_the_warning_says_by_how_much_and_a_small_change_is_none():
+    worse = {"eval_chosen_reward": -0.5, "eval_chosen_logp": -12.0}
+    assert "is -12, by the base -7: try --sft-weight" in preferences.warn_of_unlikely(worse, 0.1)
+    assert preferences.warn_of_unlikely(worse | {"eval_chosen_reward": -0.09}, 0.1) == ""
+
+
+def test_a_weight_of_chosen_answers_adds_their_loss_per_token(flags):
+    tokens = torch.arange(20).view(1, 2, 10)
+    batch = preference.PairBatch(tokens, tokens % 10 > 3, torch.zeros(1, 2))
+    config = parse(preference.Config, [*flags, "--sft-weight", "0.5"])
+    model = preference.make_model(config).eval()
+    values = preference.compute_values(model, batch, config)
+    config.sft_weight = 0.0
+    plain = preference.compute_values(model, batch, config)["loss"]
+    torch.testing.assert_close(values["loss"], plain - 0.5 * values["chosen_logp"] / 6)

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.checks.content import text_of
 from trainkit.errors import UsageError, as_usage_error
@@ -30,6 +31,7 @@ from trainkit.reading import splits
 from trainkit.reading.kept import compute_once
 
 NUM_AT_ONCE = 8  # pairs of a batch
+MAX_QUESTION = 50  # letters of a prompt that are printed
 
 
 class Pair(NamedTuple):
@@ -38,6 +40,14 @@ class Pair(NamedTuple):
     chosen: Sample
     rejected: Sample
     reference: torch.Tensor | None = None  # (2,), what add_reference computes
+
+
+class PairBatch(NamedTuple):
+    """Pairs of conversations, (n, 2 for chosen and rejected, longest), padded with 0."""
+
+    tokens: torch.Tensor
+    learned: torch.Tensor  # which are
+    reference: torch.Tensor | None  # (n, 2): log-probabilities by the base
 
 
 class Pairs(NamedTuple):
@@ -153,9 +163,47 @@ def _describe_pairs(
     return plan
 
 
+def collate_pairs(pairs: list[Pair]) -> PairBatch:
+    """Make a batch of pairs, which have a reference or have none."""
+    samples = [sample for pair in pairs for sample in (pair.chosen, pair.rejected)]
+    tokens, learned = (
+        pad_sequence(rows, batch_first=True).unflatten(0, (-1, 2))
+        for rows in zip(*samples, strict=True)
+    )
+    references = [pair.reference for pair in pairs if pair.reference is not None]
+    return PairBatch(tokens, learned, torch.stack(references) if references else None)
+
+
 def longest(pair: Pair) -> int:
     """Return how many tokens the longer of the two conversations has."""
     return max(len(pair.chosen.tokens), len(pair.rejected.tokens))
+
+
+def sample_prompts(pairs: Sequence[Pair], tokenizer: Any, most: int = 2) -> dict[str, list[int]]:
+    """Return the tokens before the answer of a few pairs, by what to call them."""
+    found = {}
+    for pair in pairs[:most]:
+        first = int(pair.chosen.learned.nonzero()[0])
+        tokens = pair.chosen.tokens[:first].tolist()
+        text = " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split())
+        found[f"answer to {text[-MAX_QUESTION:]!r}"] = tokens
+    return found
+
+
+def warn_of_unlikely(metrics: dict[str, float], beta: float) -> str:
+    """Return a line if the chosen answers became less likely than by the base, or "".
+
+    By more than a factor of e for a whole answer: DPO lowers both answers, and its accuracy is the
+    same when the model no longer gives either.
+    """
+    change = metrics["eval_chosen_reward"] / beta
+    if not change < -1:
+        return ""
+    now = metrics["eval_chosen_logp"]
+    return (
+        f"chosen answers became unlikely: their mean log-probability is {now:.4g}, by the base "
+        f"{now - change:.4g}: try --sft-weight 1, a lower --learning-rate or fewer steps"
+    )
 
 
 def _only_sample(encoded: Encoded) -> Sample:
