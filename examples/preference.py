@@ -25,7 +25,8 @@ from trainkit.config import MayChange, NonNegative, Positive, Rule, Schedule, pa
 from trainkit.errors import as_usage_error
 from trainkit.language import preferences, pretrained, token_losses
 from trainkit.language.conversations import answer, read_tokenizer
-from trainkit.language.preferences import PairBatch, collate_pairs
+from trainkit.language.preferences import PairBatch
+from trainkit.language.preferences import collate_pairs as collate
 from trainkit.language.templates import first_day
 from trainkit.numbers.orders import by_length
 from trainkit.reading.pretrained_models import without_dropout
@@ -83,8 +84,7 @@ def log_probabilities(model: torch.nn.Module, batch: PairBatch) -> torch.Tensor:
 def compute_values(model: torch.nn.Module, batch: PairBatch, config: Config) -> dict:
     """Return the loss of each pair, by how much chosen is ahead, and whether it is.
 
-    logp is the log-probability of an answer, reward how much it changed, times beta. Both of an
-    answer can fall while the loss does: the loss sees the difference alone.
+    Of both answers the log-probability and the reward can fall: the loss sees the margin alone.
     """
     logps = log_probabilities(model, batch)
     rewards = config.beta * (logps - batch.reference)
@@ -108,11 +108,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         pretrained.check_vocabulary(model, tokenizer, (sample.tokens for sample in samples))
         prompts = preferences.sample_prompts(sets[1], tokenizer)
         compute = partial(log_probabilities, model)
-        base = preferences.add_reference(accelerator, model, sets, collate_pairs, compute)
+        base = preferences.add_reference(accelerator, model, sets, collate, compute)
         order = by_length(list(map(preferences.longest, sets[0])), config.batch_size, config.seed)
-        train_loader, eval_loader = make_loaders(
-            accelerator, *sets, config, collate_pairs, order=order
-        )
+        train_loader, eval_loader = make_loaders(accelerator, *sets, config, collate, order=order)
         model = pretrained.add_adapter(model, config.lora) if config.lora else model
         pretrained.stop_at(model, end)
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
