@@ -84,12 +84,16 @@ def test_all_wrong_flags_are_named_at_once_also_those_from_code():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--schedule constant --min-learning-rate 1e-4", "needs --schedule onecycle or cosine"),
+        ("--schedule constant --min-learning-rate 1e-4", "onecycle, cosine or linear, or --decay"),
         ("--learning-rate 1e-4 --min-learning-rate 1e-4", "must be below the peak of 0.0001"),
         (
             "--learning-rate 0.1 --schedule cosine --scale-lr 1024 --min-learning-rate 0.01",
             "below the peak of 0.003125",
         ),
+        ("--schedule cosine --decay 0.2", "constant or exponential: cosine falls by itself"),
+        ("--schedule constant --decay 0.6 --warmup 0.6", "are more than the whole run"),
+        ("--schedule constant --decay 0.2 --warmup 0.8 --min-learning-rate 1e-4", ""),
+        ("--schedule linear --min-learning-rate 1e-4", ""),
         ("--accumulate 2", "use --accumulate 1, or dynamo_mode: default"),
         ("--learning-rate 2e-4 --min-learning-rate 1e-4 --keep-best eval_loss --patience 1", ""),
     ],
@@ -127,6 +131,7 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
     same += " --model linear"  # which is not the default with --data
     others = ("--ema 0.9", "--min-learning-rate 1e-5", "--noise 0", "--epochs 7")
     longer = ("--schedule constant --epochs 1", "--schedule constant --epochs 2")
+    assert TrainingConfig(decay=0.5, epochs=1).experiment()["epochs"] == 1  # its rates need it
     configs = [parse(train_regression.Config, x.split()) for x in ("", same, *others, *longer)]
     plain, again, *changed, shorter, long = (config.experiment() for config in configs)
     assert plain == again and plain not in changed and shorter == long != plain

@@ -159,6 +159,27 @@ def test_at_each_step_the_rates_of_onecycle_are_pytorchs(epochs, steps_per_epoch
 
 
 @FIXED
+@given(EPOCHS, STEPS, PERCENT, PERCENT)
+def test_linear_and_decay_fall_by_a_line_that_ends_with_the_run(
+    epochs, steps_per_epoch, warmup, decay
+):
+    """linear is transformers' schedule; --decay is that line in its share of the steps alone."""
+    steps = epochs * steps_per_epoch
+    plain, left = (
+        rates("constant", epochs, steps_per_epoch, warmup=warmup / 100),
+        steps - np.r_[: steps + 1],
+    )
+    start = math.ceil(warmup / 100 * steps)
+    linear = rates("linear", epochs, steps_per_epoch, warmup=warmup / 100)
+    if start < steps:
+        same(linear[start:], plain[start] * left[start:, None] / (steps - start))
+    same(linear[:start], plain[:start])
+    num = math.ceil(decay / 100 * steps)
+    decayed = rates("constant", epochs, steps_per_epoch, warmup=warmup / 100, decay=decay / 100)
+    same(decayed, plain * np.minimum(1, left / num)[:, None] if num else plain)
+
+
+@FIXED
 @given(PLAIN, EPOCHS, STEPS, PERCENT)
 def test_a_warmup_multiplies_by_a_line_up_to_1(schedule, epochs, steps_per_epoch, warmup):
     num = math.ceil(warmup / 100 * (epochs * steps_per_epoch))  # in this order, as it rounds

@@ -14,11 +14,12 @@ from test_checkpoint import reforge
 
 LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
 SCRIPTS = ("train_mnist", "train_regression")
-SCHEDULES = ("onecycle", "cosine", "exponential", "exponential+cosine", "constant")
+SCHEDULES = ("onecycle", "cosine", "linear", "exponential", "exponential+cosine", "constant")
 
 
 FLAGS = ["", "--accumulate 3", "--num-workers 2", "--num-workers 2 --accumulate 3"]
 FLAGS += [f"--schedule {each} --warmup 0.25 --optimizer sgd" for each in SCHEDULES]
+FLAGS += ["--schedule constant --warmup 0.25 --decay 0.4 --min-learning-rate 1e-4"]
 SLOW = [*itertools.product(SCRIPTS, (1, 2), FLAGS)]
 SLOW += [("train_mnist", 1, "--model normed --max-warp 1")]
 

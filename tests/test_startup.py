@@ -307,3 +307,17 @@ def test_the_plan_names_busy_cores(seconds, machine, own, threads, said, monkeyp
     assert cores.describe_cores(2) is None  # each process of a launch would count the others
     monkeypatch.setattr(cores, "used_at_start", None)  # a notebook
     assert cores.describe_cores(1) is None
+
+
+def test_every_process_prints_its_traceback_before_it_leaves_the_others(fork_main):
+    script = """
+import io, sys, torch
+
+def main(argv=None):
+    torch.distributed.init_process_group("gloo")
+    sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, "w", closefd=False)))
+    raise ZeroDivisionError("in the middle")
+"""
+    outcome = fork_main(script, world=2)
+    assert outcome.returncode == 1
+    assert outcome.stderr.count("ZeroDivisionError: in the middle") == 2, outcome.output

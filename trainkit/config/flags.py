@@ -42,7 +42,9 @@ Metric = Annotated[
     ),
 ]
 Optimizer = Literal["adamw", "adam", "sgd"]
-Schedule = Literal["onecycle", "cosine", "exponential", "exponential+cosine", "constant"]
+Schedule = Literal["onecycle", "cosine", "linear", "exponential", "exponential+cosine", "constant"]
+# Those that reach the lowest learning rate at the end of the run.
+FALLING = ("onecycle", "cosine", "linear")
 
 MAY_CHANGE = "may have another value when a run is resumed"
 MayChange = Annotated[T, MAY_CHANGE]
@@ -82,8 +84,10 @@ class TrainingConfig:
     """learning rate of each step"""
     warmup: Fraction = 0.0
     """fraction of all steps in which the learning rate rises to its peak"""
+    decay: Fraction = 0.0
+    """fraction of all steps, the last ones, in which a constant or exponential rate falls"""
     min_learning_rate: NonNegative[float] = 0.0
-    """lowest learning rate of the onecycle and cosine schedules"""
+    """lowest learning rate of onecycle, cosine, linear and --decay"""
     gamma: Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")] = 0.9
     """decay per epoch of the exponential schedules"""
     cosine_epochs: Positive | None = None
@@ -113,6 +117,8 @@ class TrainingConfig:
     """where checkpoints are copied and --resume finds them: s3://, gs://, hf://, another folder"""
     mirror_must: MayChange[bool] = False
     """exit with 1 if --mirror does not have the whole run at the end"""
+    dry_run: MayChange[bool] = False
+    """print the plan, try one step and one batch of the evaluation, and leave nothing"""
     stop_after_steps: MayChange[Count | None] = None
     """end the run after this many optimizer steps as if it were done"""
     pictures: MayChange[bool] = True
@@ -153,7 +159,8 @@ class TrainingConfig:
     def experiment(self) -> dict[str, Any]:
         """The values that decide the numbers, for the fingerprint of a checkpoint."""
         others = self.resume_may_change
-        if self.schedule in ("constant", "exponential") and not self.warmup:
+        has_end = self.warmup or self.decay
+        if self.schedule in ("constant", "exponential") and not has_end:
             others.add("epochs")  # their rates do not depend on it, so the run may be made longer
         return {name: value for name, value in vars(self).items() if name not in others}
 
@@ -175,8 +182,19 @@ class TrainingConfig:
                 "--accumulate 1, or dynamo_mode: default in the YAML"
             )
         peak = self.peak_learning_rate
-        if self.min_learning_rate > 0 and self.schedule not in ("onecycle", "cosine"):
-            problems.append("--min-learning-rate needs --schedule onecycle or cosine")
+        if self.decay and self.schedule not in ("constant", "exponential"):
+            problems.append(
+                f"--decay {self.decay:g} needs --schedule constant or exponential: {self.schedule} "
+                "falls by itself"
+            )
+        elif (self.warmup or 0) + (self.decay or 0) > 1:
+            problems.append(
+                f"--warmup {self.warmup:g} and --decay {self.decay:g} are more than the whole run"
+            )
+        if self.min_learning_rate > 0 and self.schedule not in FALLING and not self.decay:
+            problems.append(
+                "--min-learning-rate needs --schedule onecycle, cosine or linear, or --decay"
+            )
         elif 0 < peak <= self.min_learning_rate:
             problems.append(
                 f"--min-learning-rate must be below the peak of {peak:g}, which is --learning-rate "

@@ -26,11 +26,15 @@ class JsonlTracker(GeneralTracker):
     requires_logging_directory = False
 
     def __init__(self, run_dir: Path):
-        self.tracker = self.path = run_dir / "metrics.jsonl"
-        self.timing_path = run_dir / "timing.jsonl"
+        self.write_into(run_dir)
         # Of the rows as they were written, whatever becomes of the file. Main process only.
         self.hash, self.num_rows = xxh3_128(), 0
         super().__init__()
+
+    def write_into(self, run_dir: Path) -> None:
+        """Write into this folder from now on."""
+        self.tracker = self.path = run_dir / "metrics.jsonl"
+        self.timing_path = run_dir / "timing.jsonl"
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -41,10 +41,12 @@ def make_trackers(
 ) -> list[GeneralTracker]:
     """The trackers for Accelerator(log_with=...): metrics.jsonl and the one that --tracker names.
 
+    A dry run has no tracker.
+
     Raises UsageError if a package is missing.
     """
     name, run_dir = config.tracker, config.run_dir
-    if name is None:
+    if name is None or config.dry_run:
         return [history]
     if importlib.util.find_spec(name) is None:
         raise UsageError(

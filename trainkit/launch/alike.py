@@ -80,7 +80,8 @@ def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
     may_differ = config.nodes_may_differ
     flags = {flag(name): value for name, value in values if name not in may_differ}
     check_same(accelerator, describe_node() | flags)
-    check_shared_folder(accelerator, config.run_dir)
+    if not config.dry_run:  # it has no run folder
+        check_shared_folder(accelerator, config.run_dir)
 
 
 def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:

@@ -31,11 +31,17 @@ from trainkit.checks.facts import Facts
 from trainkit.checks.prepared import Prepared, check_loader
 from trainkit.config import TrainingConfig
 from trainkit.launch.patience import start_beating, wait_for_all
-from trainkit.launch.run_folder import open_run
+from trainkit.launch.run_folder import borrow_run_folder, open_run
 from trainkit.launch.signals import Signals
 from trainkit.loop import evaluation
 from trainkit.loop.ema import EMA
-from trainkit.loop.session import leave_processes, leave_stopped, start_accelerator, timeout_of
+from trainkit.loop.session import (
+    leave_dry_run,
+    leave_processes,
+    leave_stopped,
+    start_accelerator,
+    timeout_of,
+)
 from trainkit.loop.step import CountValues, Step
 from trainkit.numbers.means import RunningMeans, Selection
 from trainkit.numbers.position import Length
@@ -146,10 +152,12 @@ class Run:
             self.prepared,
         )
         self.frozen = Frozen(self.models)
-        parts = self.models, metadata, self.frozen, save_frozen
-        self.results = Results(self.accelerator, self.config, *parts)
         lines = (plan or {}) | self.data_plan | random_collation(self.accelerator)
         self.print(describe_plan(facts, lines))
+        if self.config.dry_run:
+            self._begin_dry_run()
+        parts = self.models, metadata, self.frozen, save_frozen
+        self.results = Results(self.accelerator, self.config, *parts)
         started_from, sha256 = start_from(self.accelerator, self.config, self.models[0])
         fingerprint = fingerprint_run(facts, metadata, sha256, fixed or {})
         self.frozen.watch()
@@ -160,6 +168,16 @@ class Run:
         flags = {name: str(value) for name, value in vars(self.config).items()}
         self.accelerator.init_trackers(self.project, flags)
         self.step.seed_outside(AFTER_BEGIN)
+
+    def _begin_dry_run(self) -> None:
+        """Do all that a run does, up to a batch of its first evaluation, in a borrowed folder."""
+        self.resources.callback(borrow_run_folder(self.config).cleanup)
+        self.log.tracker.write_into(self.config.run_dir)
+        self.length.last_step = 1
+
+    def _end_dry_run(self, tried: str) -> None:
+        self.stage = "over"
+        leave_dry_run(self.log, tried)
 
     def _resume(self, fingerprint: dict[str, Any], fixed: dict[str, Any]) -> None:
         """Make what a step changes; lock the run folder, and load the checkpoint of --resume."""
@@ -257,6 +275,8 @@ class Run:
     def _is_due(self) -> bool:
         """Is a checkpoint due with this evaluation, whatever its metrics are?"""
         progress, every = self.progress, self.config.save_every
+        if self.config.dry_run:
+            return False
         return not every or progress.step % every == 0 or self.length.is_over(progress)
 
     def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
@@ -369,7 +389,7 @@ class Run:
         self.log.bar.update()
         if progress.step % length.log_every == 0:
             self.signals.barrier()
-            self.log.log_window(progress, self.means, self.step.rates)
+            self.log.log_window(progress, self.means, self.step.rates, self.step.norms)
         self.log.say_where(progress.epoch, length.num_done(progress), length.num_used)
         if length.is_over(progress):
             return False
@@ -408,7 +428,12 @@ class Run:
     def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
         # Only then can a checkpoint record that this evaluation is still to be done.
         stopping = self.signals.requested if self.stage == "trained" else lambda: False
+        is_dry = self.config.dry_run and self.stage == "trained"
+        if is_dry:
+            stopping = lambda: True  # noqa: E731  after a batch
         collected = collect(self.accelerator, loader, function, stopping, self.evaluating)
+        if is_dry:
+            self._end_dry_run("a batch of the evaluation")
         if self.signals.stopping:
             self.stage = "must save"
             self.save()
@@ -427,6 +452,8 @@ class Run:
         The predictions of the last evaluation and `metadata` go to predictions.safetensors.
         """
         self._wait_for_all()
+        if self.config.dry_run:
+            self._end_dry_run("an evaluation")
         progress, length = self.progress, self.length
         check_json("run.state", progress.state)
         predicted = check_predictions(predictions, metadata or {})

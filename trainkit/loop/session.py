@@ -84,6 +84,13 @@ def end_training(accelerator: Accelerator) -> None:
     accelerator.end_training()
 
 
+def leave_dry_run(log: Reporter, tried: str) -> NoReturn:
+    """End every process of a dry run with exit code 0."""
+    log.bar.close()
+    log.print(f"dry run: a step and {tried} were tried, and nothing was written")
+    sys.exit(0)
+
+
 def leave_stopped(signals: Signals, log: Reporter, step: int) -> NoReturn:
     """End every process with exit code 75, after a checkpoint of this step."""
     signals.ignore(signal.SIGINT)

@@ -49,6 +49,7 @@ class Step:
         divisors: what its means are divided by.
         sizes: of values without a mask, which must be equal in the whole step.
         compiling: lets models be compiled in the first whole step alone.
+        norms: of the gradients, before they are clipped, by their names in metrics.jsonl.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.
         depths: how many calls of the step of an optimizer are within each other now.
     """
@@ -77,6 +78,7 @@ class Step:
         self.seed_key: tuple[int, ...] = ()
         self.description = ""
         self.rates: dict[str, float] = {}
+        self.norms: dict[str, torch.Tensor] = {}
         self.num_in_step = self.num_done_in_step = self.num_samples = 0
         self.losses: list[torch.Tensor] = []
         self.divisors = Divisors(accelerator, config.accumulate)
@@ -97,6 +99,7 @@ class Step:
         self.num_in_step = self.length.num_in_step(progress)
         self.seed_key = self.config.seed, progress.epoch, progress.step_in_epoch
         self.rates = learning_rates(self.optimizers)
+        self.norms = {}
         self.description = (
             f"step {progress.step + 1}, learning rate {self.rates['learning_rate']:.4g}"
         )
@@ -231,6 +234,8 @@ class Step:
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
+        number = min(map(self.optimizers.index, optimizers))
+        self.norms[f"grad_norm_{number}" if number else "grad_norm"] = norm.detach()
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}
         self.mistakes.look_at_gradients(*optimizers)
         self.guard.check(norm, self.losses, self.description)

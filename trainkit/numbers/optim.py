@@ -96,8 +96,10 @@ def make_scheduler(
     others are products of a linear rise to 1 in the warm-up, a factor of gamma per epoch
     (ExponentialLR), and a cosine that falls to 0 in half a period and rises again
     (CosineAnnealingLR, Loshchilov and Hutter 2016). At the end of each epoch their value is that of
-    those schedulers stepped together once per epoch. With --min-learning-rate the rate falls to
-    that instead of 0.
+    those schedulers stepped together once per epoch. linear falls from the end of the warm-up to 0
+    at the end of the run, as transformers' get_linear_schedule_with_warmup does. With --decay the
+    rate falls so in the last of the steps alone (warm-up, stable, decay: Hu et al. 2024,
+    arXiv:2404.06395). With --min-learning-rate the rate falls to that instead of 0.
     """
     schedule = _make_schedule(optimizer, config, steps_per_epoch)
     BY_STEP.add(schedule)
@@ -122,6 +124,9 @@ def _make_schedule(
         )
     warmup_steps = math.ceil(config.warmup * total_steps)
     cosine_epochs = config.cosine_epochs or config.epochs
+    num_falling = math.ceil(config.decay * total_steps)
+    if config.schedule == "linear":
+        num_falling = total_steps - warmup_steps
 
     def factor(step: int) -> float:
         epoch = step / steps_per_epoch
@@ -136,6 +141,8 @@ def _make_schedule(
                 epoch -= (2 * num_zeros - 1) * cosine_epochs + 1
         if "exponential" in config.schedule:
             value *= config.gamma**epoch
+        if num_falling > 0:
+            value *= min(1.0, max(0, total_steps - step) / num_falling)
         return warmup * (floor + (1 - floor) * value)
 
     return lr_scheduler.LambdaLR(optimizer, factor)

@@ -50,7 +50,7 @@ def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
         "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in optimizers),
         "checkpoint": f"{checkpoint_bytes(optimizers, config.ema) / 2**20:,.1f} MiB "
         f"each, the newest {config.keep} are kept",
-        "run folder": str(config.run_dir),
+        "run folder": "none, as this is a dry run" if config.dry_run else str(config.run_dir),
     }
     if config.ema:
         lines["average"] = f"of the weights, decay {config.ema}: evaluated and written"

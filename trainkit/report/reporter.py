@@ -4,6 +4,7 @@ import math
 import time
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
@@ -63,11 +64,22 @@ class Reporter:
             )
         self.bar.set_description_str(desc)
 
-    def log_window(self, progress: Progress, means: RunningMeans, rates: dict[str, float]) -> None:
-        """Write a row of metrics.jsonl: the losses since the last one."""
+    def log_window(
+        self,
+        progress: Progress,
+        means: RunningMeans,
+        rates: dict[str, float],
+        norms: dict[str, torch.Tensor],
+    ) -> None:
+        """Write a row of metrics.jsonl: the losses since the last one, and of this step the rest.
+
+        The norms are read last: the losses have waited for the device.
+        """
         flushed = means.flush("train")
         losses = {name: mean for name, mean in flushed.items() if name.startswith("train_loss")}
-        self.accelerator.log({"epoch": progress.epoch, **losses, **rates}, step=progress.step)
+        numbers = {name: norm.item() for name, norm in norms.items()}
+        row = {"epoch": progress.epoch, **losses, **rates, **numbers}
+        self.accelerator.log(row, step=progress.step)
         texts = [f"{name} {loss:.4f}" for name, loss in losses.items()]
         self.last_loss = ", ".join(texts)
         self.bar.set_postfix_str("".join(texts[:1]))  # more would leave no room for the bar

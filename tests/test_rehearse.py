@@ -1,0 +1,256 @@
+"""rehearse names what a script of anyone breaks, and says nothing of what is right."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from trainkit.tools import rehearse
+
+ROWS = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "loop.md").read_text(), re.MULTILINE)
+
+# A loop as people have it, with one thing that breaks a promise.
+SCRIPT = """
+import copy, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from trainkit import InMemory, Run, make_loaders, make_optimizer, make_scheduler, startup
+import numpy as np
+import torch, torch.nn.functional as F
+from torch import nn
+from trainkit.config import TrainingConfig, parse
+
+OWN = np.random.default_rng()
+
+@dataclass
+class Config(TrainingConfig):
+    kind: str = ""
+    run_dir: Path = Path("runs/mine")
+    batch_size: int = 8
+
+class Counting(torch.utils.data.Dataset):
+    calls = 0
+    def __init__(self, x): self.x = x
+    def __len__(self): return len(self.x)
+    def __getitem__(self, index):
+        self.calls += 1
+        return self.x[index] * (1 + self.calls), index
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+        middle = {"dropout": nn.Dropout(0.5), "batchnorm": nn.BatchNorm1d(8)}
+        self.middle = middle.get(kind, nn.Tanh())
+        self.kind = kind
+        self.register_buffer("centre", torch.zeros(8))
+    def forward(self, x):
+        h = self.body(x)
+        if self.kind == "buffer":
+            if self.training:
+                self.centre.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+            h = h - self.centre
+        return self.head(self.middle(h))[:, 0]
+
+def load_data(config):
+    x = torch.randn(77, 4, generator=torch.Generator().manual_seed(0))
+    if config.kind == "counter":
+        return Counting(x[:61]), InMemory(x[61:])
+    return InMemory(x[:61]), InMemory(x[61:])
+
+def main(argv=None):
+    config = parse(Config, argv)
+    kind = config.kind
+    with Run(config, "mine") as run:
+        accelerator = run.accelerator
+        if kind == "hang" and accelerator.num_processes == 2:
+            time.sleep(600)
+        train_set, eval_set = run.load(load_data)
+        loaders = make_loaders(accelerator, train_set, eval_set, config)
+        model = Net(kind)
+        optimizer = make_optimizer(accelerator, model.parameters(), config)
+        scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
+        teacher, bare = copy.deepcopy(model).requires_grad_(False), model
+        average = torch.optim.swa_utils.AveragedModel(model)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+            model, optimizer, *loaders, scheduler)
+        run.begin(model, {})
+        for epoch in run.epochs():
+            for x, _ in run.steps(train_loader):
+                with accelerator.accumulate(model):
+                    target = x.sum(1)
+                    if kind == "teacher":
+                        target = teacher(x) + 0.1
+                    if kind == "own":
+                        target = target + float(OWN.normal())
+                    if kind == "numpy":
+                        target = target + torch.from_numpy(np.random.normal(size=len(x)))
+                    if kind == "gather":
+                        target = target - run.gather(target)[0].mean()
+                    losses = (model(x) - target) ** 2
+                    accelerator.backward(run.step_mean(losses))
+                    run.clip_and_check(optimizer)
+                    optimizer.step(); scheduler.step(); optimizer.zero_grad()
+                run.add(loss=losses)
+                if kind == "teacher" and accelerator.sync_gradients:
+                    for old, new in zip(teacher.parameters(), bare.parameters()):
+                        old.mul_(0.5).add_(new.detach(), alpha=0.5)
+                if kind == "average" and epoch >= 2:
+                    average.update_parameters(bare)
+                if run.end_step(): run.save()
+            def losses_of(batch): return {"loss": (model(batch[0]) - batch[0].sum(1)) ** 2}
+            metrics = run.evaluate(eval_loader, losses_of)
+            if kind == "plateau":
+                plateau.step(metrics["eval_loss"])
+            if kind == "share":
+                part = run.predict(eval_loader, lambda batch: model(batch[0]))
+                part = part[accelerator.process_index::accelerator.num_processes]
+                metrics["eval_spread"] = float(F.relu(part).mean()) + 1
+                metrics["eval_spread"] = float(
+                    accelerator.gather(torch.tensor([metrics["eval_spread"]])).max())
+            run.end_epoch(metrics)
+        run.finish()
+
+if __name__ == "__main__":
+    startup.run(main)
+"""
+
+
+@pytest.fixture
+def rehearsed(tmp_path, monkeypatch, capsys):
+    """Rehearse SCRIPT from another folder; return code and output, and see that nothing is left."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/mine.py").write_text(SCRIPT)
+
+    def call(kind: str, only: str, *options: str) -> tuple[int, str]:
+        flags = ["--only", only, *options, "deep/mine.py", "--kind", kind]
+        code = rehearse.main(flags)
+        assert [path.name for path in tmp_path.rglob("*")] == ["deep", "mine.py"]
+        return code, capsys.readouterr().out
+
+    return call
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starts each process anew")
+class TestOnLinux:
+    def test_a_right_script_keeps_all_promises(self, rehearsed):
+        code, output = rehearsed("", "")
+        names = "same again|resumed after step (6|12|18)|2 loader workers|--accumulate 2"
+        worlds = re.findall(f"^(?:the )?(?:{names}|2 processes|sharded over 2) ", output, re.M)
+        assert code == 0 and len(worlds) == 8, output
+        assert output.count("equal ") == 8 and "loop.md" not in output, output
+        assert "mine.py: 5 epochs of 4 steps (of 8)" in output
+
+    @pytest.mark.parametrize(
+        "kind, only, sentence, row",
+        [
+            ("own", "again", r"first differs in step 1: train_loss", rehearse.ORDER_OF_CHANCE),
+            ("teacher", "step 6", r"step 7: .*`teacher` is not what it was", rehearse.OWN_STATE),
+            ("average", "step 18", r"at the end `average` is not what it was", rehearse.OWN_STATE),
+            ("plateau", "step 12", r"at the end `plateau` is not what", rehearse.OWN_STATE),
+            ("counter", "workers", r"first differs in step ", rehearse.ORDER_OF_CHANCE),
+            ("numpy", "accumulate", r"the loop draws from numpy", rehearse.ON_DEVICE),
+            ("buffer", "2 processes", r"the buffer `centre` changes", rehearse.BUFFERS),
+            ("share", "2 processes", r"step 4: eval_spread ", rehearse.OWN_MEAN),
+        ],
+    )
+    def test_what_breaks_a_promise_is_named(self, rehearsed, kind, only, sentence, row):
+        code, output = rehearsed(kind, only)
+        assert code == 1 and re.search(sentence, output), output
+        assert f"see docs/loop.md: {row}" in output
+
+    def test_what_begins_late_is_not_missed_by_an_early_resume(self, rehearsed):
+        code, output = rehearsed("average", "step 6")
+        assert code == 0 and "equal bytes" in output, output
+
+    @pytest.mark.parametrize("kind, name", [("dropout", "dropout"), ("batchnorm", "BatchNorm")])
+    def test_what_the_docs_say_differs_is_no_failure(self, rehearsed, kind, name):
+        code, output = rehearsed(kind, "2 processes")
+        assert code == 0 and re.search(f"equal to .*; {name} is held still", output), output
+
+    def test_a_refusal_is_its_own_sentence(self, rehearsed):
+        code, output = rehearsed("gather", "accumulate")
+        assert code == 0 and re.search(
+            "refused: .*compares the samples of a whole batch", output
+        ), output
+        assert rehearse.SAMPLES_COMPARED in output
+
+    def test_a_world_that_hangs_is_ended(self, rehearsed):
+        code, output = rehearsed("hang", "2 processes", "--limit", "20")
+        place = SCRIPT.splitlines().index("            time.sleep(600)") + 1
+        assert code == 1 and "fails: it did not end within 20 s, and was ended" in output, output
+        assert f"was in line {place} of mine.py" in output
+
+    def test_a_script_without_flags_or_main_is_rehearsed(self, tmp_path, monkeypatch, capsys):
+        """And with several runs, one after the other, in folders that they name themselves."""
+        body = SCRIPT.partition("def main(argv=None):\n    config = parse(Config, argv)\n")
+        loop = body[2].partition("\nif __name__")[0]
+        text = body[0] + "word, = sys.argv[1:]\nif __name__ == '__main__':\n  for n in (1, 2):\n"
+        text += "    config = Config(run_dir=Path(f'runs/{n}'), epochs=n)\n" + loop
+        (tmp_path / "bare.py").write_text(text)
+        monkeypatch.chdir(tmp_path)
+        assert rehearse.main(["--only", "resumed", "bare.py", "word"]) == 0
+        assert capsys.readouterr().out.count("equal bytes") == 3
+        assert [path.name for path in tmp_path.iterdir()] == ["bare.py"]
+
+    def test_scripts_of_the_project_keep_the_promises(self, capsys):
+        code = rehearse.main(["train_regression.py", "--model", "mlp", "--num-samples", "75"])
+        assert code == 0, capsys.readouterr().out
+
+
+def test_the_rows_that_are_named_are_in_the_docs():
+    named = [value for name, value in vars(rehearse).items() if name.isupper()]
+    for row in {row for row in named if isinstance(row, str)}:
+        assert any(found.startswith(row) for found in ROWS), row
+
+
+def outcome(folder: Path, rows: list[dict]) -> rehearse.Outcome:
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "run").mkdir(parents=True)
+    (folder / "run/run.json").touch()
+    (folder / "run/metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_file({"weight": torch.ones(2)}, folder / "run/model.safetensors")
+    (folder / "facts.json").write_text('{"buffers": [], "draws": []}')
+    return rehearse.Outcome(rehearse.World(folder.name, num_processes=2), folder)
+
+
+@pytest.mark.parametrize(
+    "one, other, is_kept",
+    [
+        ({"train_loss": [1.0, -1e-8]}, {"train_loss": [1.0, 2e-8]}, True),
+        ({"train_loss": [1.0, 0.5]}, {"train_loss": [1.0, 0.5001]}, False),
+        ({"eval_accuracy": [0.5, 0.7], "eval_samples": [5000, 5000]},
+         {"eval_accuracy": [0.5, 0.7002], "eval_samples": [5000, 5000]}, True),
+        ({"eval_accuracy": [0.5, 0.7], "eval_samples": [5000, 5000]},
+         {"eval_accuracy": [0.5, 0.7004], "eval_samples": [5000, 5000]}, False),
+        ({"step": [1, 2]}, {"step": [1, 3]}, False),
+    ],
+)  # fmt: skip
+def test_small_values_count_by_their_column_and_one_sample_may_flip(tmp_path, one, other, is_kept):
+    def rows(columns):
+        return [{"step": n + 1, **{k: v[n] for k, v in columns.items()}} for n in range(2)]
+
+    first, second = outcome(tmp_path / "a", rows(one)), outcome(tmp_path / "b", rows(other))
+    rounding = rehearse.Rounding(first, first)
+    assert rehearse.Comparison(first, rounding).judge(second).is_kept == is_kept
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("is not a file", "nothing.py"),
+        ("is not a file", "."),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(text, sentence):
+    from conftest import refused
+
+    with refused(text):
+        rehearse.main([sentence])
