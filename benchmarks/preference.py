@@ -46,7 +46,7 @@ def main() -> None:
         with torch.no_grad():
             for weight in model.parameters():
                 weight += 0.02 * torch.randn_like(weight)
-            batch = preference.collate_pairs(pairs[:NUM_PAIRS])
+            batch = preference.collate(pairs[:NUM_PAIRS])
             batch = batch._replace(reference=preference.log_probabilities(base, batch))
         options = {"report_to": [], "use_cpu": True, "precompute_ref_log_probs": True}
         options |= {"per_device_train_batch_size": NUM_PAIRS, "gradient_checkpointing": False}
