@@ -143,6 +143,7 @@ class Run:
         """
         self.prepared = Prepared(self.accelerator, model)
         self.models = self.prepared.models
+        self.frozen = Frozen(self.models)
         facts = Facts(
             self.accelerator,
             self.config,
@@ -151,22 +152,67 @@ class Run:
             self.length,
             self.prepared,
         )
-        self.frozen = Frozen(self.models)
-        lines = (plan or {}) | self.data_plan | random_collation(self.accelerator)
-        self.print(describe_plan(facts, lines))
+        self._describe(facts, plan or {})
         if self.config.dry_run:
             self._begin_dry_run()
-        parts = self.models, metadata, self.frozen, save_frozen
-        self.results = Results(self.accelerator, self.config, *parts)
+        self.results = Results(
+            self.accelerator, self.config, self.models, metadata, self.frozen, save_frozen
+        )
         started_from, sha256 = start_from(self.accelerator, self.config, self.models[0])
         fingerprint = fingerprint_run(facts, metadata, sha256, fixed or {})
         self.frozen.watch()
-        self._resume(fingerprint, fixed or {})
+        self._make_what_steps_change()
+        self._open_folder(fingerprint, fixed or {})
+        self._resume()
         if self.progress.step == 0 and started_from:
             self.print(started_from)
+        self._start()
+
+    def _describe(self, facts: Facts, plan: dict[str, str]) -> None:
+        """Print the plan."""
+        lines = plan | self.data_plan | random_collation(self.accelerator)
+        self.print(describe_plan(facts, lines))
+
+    def _make_what_steps_change(self) -> None:
+        """Make the parts that a step works with, and those that a checkpoint holds of it."""
+        self.step = Step(
+            self.accelerator,
+            self.config,
+            self.signals,
+            self.models,
+            self.length,
+            self.prepared.wrapped,
+            self.print,
+        )
+        self.resources.callback(self.step.release)
+        self.evaluating = Evaluating(self.accelerator.device, self.print)
+        self.means = RunningMeans(self.accelerator)
+        self.ema = EMA(self.models, self.config.ema)
+
+    def _open_folder(self, fingerprint: dict[str, Any], fixed: dict[str, Any]) -> None:
+        """Open the mirror and the checkpoints, and lock the run folder."""
+        contents = Contents(self.accelerator, self.frozen, self.ema.values, fixed, fingerprint)
+        self.checkpoints = Checkpoints(
+            self.accelerator, self.config, fingerprint, self.log.tracker, self.means, contents
+        )
+        # Only now, as --mirror may have refused this run: it moves an earlier run aside.
+        if lock := open_run(self.accelerator, self.config):
+            self.resources.callback(lock.release)
+        self.resources.callback(self.checkpoints.commits.close)
+
+    def _resume(self) -> None:
+        """Load the checkpoint of --resume, if there is one."""
+        with self.ema.trained_weights():
+            self.progress = self.checkpoints.resume(self.config.resume, self.length.last_step)
+
+    def _start(self) -> None:
+        """Write run.json, and start what watches the steps."""
         self.results.write_start()  # only now: a refused resume leaves DONE and run.json
         flags = {name: str(value) for name, value in vars(self.config).items()}
         self.accelerator.init_trackers(self.project, flags)
+        num_steps = self.length.last_step - self.progress.step
+        self.profile = Profile(self.accelerator, self.config, num_steps, self.print)
+        self.resources.callback(self.profile.close)
         self.step.seed_outside(AFTER_BEGIN)
 
     def _begin_dry_run(self) -> None:
@@ -178,35 +224,6 @@ class Run:
     def _end_dry_run(self, tried: str) -> None:
         self.stage = "over"
         leave_dry_run(self.log, tried)
-
-    def _resume(self, fingerprint: dict[str, Any], fixed: dict[str, Any]) -> None:
-        """Make what a step changes; lock the run folder, and load the checkpoint of --resume."""
-        config, accelerator = self.config, self.accelerator
-        self.step = Step(
-            accelerator,
-            config,
-            self.signals,
-            self.models,
-            self.length,
-            self.prepared.wrapped,
-            self.print,
-        )
-        self.resources.callback(self.step.release)
-        self.evaluating = Evaluating(accelerator.device, self.print)
-        self.means = RunningMeans(accelerator)
-        self.ema = EMA(self.models, config.ema)
-        contents = Contents(accelerator, self.frozen, self.ema.values, fixed, fingerprint)
-        parts = self.log.tracker, self.means, contents
-        self.checkpoints = Checkpoints(accelerator, config, fingerprint, *parts)
-        # Only now, as --mirror may have refused this run: it moves an earlier run aside.
-        if lock := open_run(accelerator, config):
-            self.resources.callback(lock.release)
-        self.resources.callback(self.checkpoints.commits.close)
-        with self.ema.trained_weights():
-            self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
-        num_steps = self.length.last_step - self.progress.step
-        self.profile = Profile(accelerator, config, num_steps, self.print)
-        self.resources.callback(self.profile.close)
 
     @property
     def state(self) -> dict[str, Any]:
