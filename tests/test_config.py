@@ -136,7 +136,7 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
     plain, again, *changed, shorter, long = (config.experiment() for config in configs)
     assert plain == again and plain not in changed and shorter == long != plain
     # run.begin's metadata may be called like a shared flag, such as "pictures".
-    assert configs[0].nodes_may_differ == {"data", "target_r2"}
+    assert configs[0].nodes_may_differ == {"data", "eval_data", "target_r2"}
 
 
 def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(capsys, monkeypatch):

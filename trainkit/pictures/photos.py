@@ -47,8 +47,8 @@ class PhotoConfig(TrainingConfig):
     size: Count = UNSET
     """side of the squares that the network sees, in pixels (default: the model's, at most 224)"""
     resize: Count = UNSET
-    """the short side of a picture, before squares are cut out of it (default: --size / 0.95, or
-    --size with --fit pad or squash)"""
+    """the short side of a picture, before squares are cut out of it (default: --size / 0.95; with
+    --fit pad or squash it is --size)"""
     fit: files.Fit | None = None
     """of pictures that are not square: crop reads the centre square, pad all of it, with its border
     colour around it, squash all of it in another shape (default: crop, but pad beyond 2 : 1)"""
