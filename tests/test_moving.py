@@ -372,8 +372,19 @@ def test_a_set_that_the_loop_changes_is_told_once(make):
     else:
         changing.rows = torch.ones(9)
     (line,) = watched.notes()
-    assert line.startswith("note: the samples of the evaluation set have changed since run.load")
+    assert line.startswith("note: the samples of the evaluation set have changed since run.begin")
     assert watched.notes() == []
+
+
+@pytest.mark.parametrize("line, is_told", [(r"^( +)run.begin\(", 0), (r"^( +)for batch in run", 1)])
+def test_what_a_script_does_to_a_set_before_the_start_is_no_change(tmp_path, capfd, line, is_told):
+    """A resume does it again: preference.py adds what its model says of each pair."""
+    rows = [{"x": torch.full((2,), float(n)), "y": torch.ones(1)} for n in range(43)]
+    before = line, r"\1rows[0] = rows[7]\n\g<0>"
+    changed((r"\(Numbers\(\), Numbers\(\)\)", "(rows, rows[:20])"), before, rows=rows)(
+        f"--epochs 1 --run-dir {tmp_path}"
+    )
+    assert capfd.readouterr().out.count("the samples of the training set have ch") == is_told
 
 
 def test_a_set_whose_samples_cannot_be_made_again_or_differ_anyway_is_no_note():

@@ -99,6 +99,12 @@ raise torch.distributed.DistBackendError('NCCL')
     1 lost contact with another process
 raise RuntimeError('about gloo and my own bug')
     1 RuntimeError: about gloo
+sum_of_nested().backward()
+    1 error: torch has no gradient for this operation on a nested tensor: call
+mean_of_nested().backward()
+    1 torch.nested.to_padded_tensor(x, 0.0) before it
+torch.ones(2).add_(sharded_ones())
+    1 error: sharded weights, of which each process has a part, were combined with a tensor that is
 one_of_two(75)
     75 the exit functions ran
 sys.exit('a text')
@@ -136,6 +142,23 @@ def beside_a_worker_that_hangs():
     fork.Process(target=hang, daemon=True).start()
     ready.wait()
     raise RuntimeError("DataLoader timed out after 300 seconds")
+
+def nested():
+    rows = [torch.ones(length, 2, requires_grad=True) for length in (1, 3)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+def sum_of_nested():
+    return nested().sum(1).sum()
+
+def mean_of_nested():
+    return nested().mean(1).sum()
+
+def sharded_ones():
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Shard
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    return DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
 
 def once_its_threads_are_at_rest():
     asked = time.monotonic()

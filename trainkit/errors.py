@@ -32,6 +32,17 @@ FAILURES = {
     "process of this run, or never reached it: read its output, or run trainkit.tools.doctor",
 }
 
+# Messages of torch about what a script does, which name neither the thing nor the way out. They are
+# equal on all processes.
+ADVICE = {
+    "got mixed torch.Tensor and DTensor": "sharded weights, of which each process has a part, were "
+    "combined with a tensor that is whole: use weight.full_tensor(), on every process, or make a "
+    "teacher, with requires_grad_(False), part of the model that accelerator.prepare(...) gets",
+    "nested_\\w+_backward|SymIntArrayRef expected to contain only concrete": "torch has no "
+    "gradient for this operation on a nested tensor: call torch.nested.to_padded_tensor(x, 0.0) "
+    "before it",
+}
+
 
 class UsageError(ValueError):
     """Wrong arguments, data, folder or launch. The message is one sentence for the user."""
@@ -84,4 +95,11 @@ def explain(problem: Exception) -> str | None:
         return f"got no batch: the data set raised {text.strip().splitlines()[-1]}"
     return next(
         (sentence for pattern, sentence in FAILURES.items() if re.search(pattern, text)), None
+    )
+
+
+def advise(problem: Exception) -> str | None:
+    """Say what to do where torch refuses an operation of the script; None if it is not known."""
+    return next(
+        (text for pattern, text in ADVICE.items() if re.search(pattern, str(problem))), None
     )

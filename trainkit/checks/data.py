@@ -236,7 +236,7 @@ class WatchedSets:
             if now and now != before:
                 del self.texts[name]
                 lines.append(
-                    f"note: the samples of the {name} have changed since run.load(...): a resume "
+                    f"note: the samples of the {name} have changed since run.begin(...): a resume "
                     "and loader workers have those of the start, so keep what the loop changes in "
                     "buffers of a prepared module (docs/loop.md)"
                 )

@@ -28,6 +28,7 @@ from trainkit.errors import (
     RunFailure,
     Stopped,
     UsageError,
+    advise,
     explain,
     is_main_rank,
 )
@@ -51,8 +52,9 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
 
     The exit code is 2 after UsageError, 1 after RunFailure, 75 after a signal before the first step
     and 130 after a second Ctrl-C. After other exceptions it is 1, with a traceback, and below that
-    one sentence if it is known what happened to this process only (a lost peer, a dead loader
-    worker, no memory). No process waits for others that may never come.
+    one sentence if it is known what to do (a tensor that is whole among sharded weights), or what
+    happened to this process only (a lost peer, a dead loader worker, no memory). No process waits
+    for others that may never come.
     """
     keep_printing()
     keep_memory()
@@ -74,6 +76,8 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
         _end("error: interrupted at once, without saving", EXIT_INTERRUPTED, is_main_rank())
     except Exception as error:
         traceback.print_exc()
+        if advice := advise(error):
+            _end(f"error: {advice}", EXIT_FAILURE, is_main_rank())
         reason = explain(error)
         _end(
             f"error: process {os.environ.get('RANK', '0')} {reason}; the checkpoints are intact: "

@@ -116,7 +116,6 @@ class Run:
         loaded = load_checked(self.accelerator, self.config, load_data)
         data, self.data_fingerprint, self.data_plan = loaded
         self.sets = data[:2]
-        self.watched_sets = WatchedSets(self.sets)
         self.length = Length(self.config, len(data[0]))
         self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
         set_seed(self.config.seed)  # so that the initial weights depend only on --seed
@@ -186,6 +185,8 @@ class Run:
         )
         self.resources.callback(self.step.release)
         self.evaluating = Evaluating(self.accelerator.device, self.print)
+        # What the script has done to them until here, a resume does again.
+        self.watched_sets = WatchedSets(self.sets)
         self.means = RunningMeans(self.accelerator)
         self.ema = EMA(self.models, self.config.ema)
 
