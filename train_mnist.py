@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from trainkit import (
     EXIT_TARGET_MISSED,
@@ -34,7 +34,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.config import UNSET, MayChange, NonNegative, Schedule, Share, TrainingConfig, parse
+from trainkit.config import (
+    UNSET,
+    MayChange,
+    NonNegative,
+    ReadOnlyIf,
+    Schedule,
+    Share,
+    TrainingConfig,
+    parse,
+)
 from trainkit.pictures.drawn import draw_input, spread
 from trainkit.pictures.small import fit_to_size
 
@@ -115,11 +124,11 @@ class Config(TrainingConfig):
     """of the training loss"""
     augment: bool = True
     """shift, turn and warp each training picture, differently in each epoch"""
-    max_shift: NonNegative[float] = UNSET
+    max_shift: Annotated[NonNegative[float], ReadOnlyIf("augment")] = UNSET
     """of --augment, in pixels (default: 1; 3 for a small data set)"""
-    max_turn: NonNegative[float] = UNSET
+    max_turn: Annotated[NonNegative[float], ReadOnlyIf("augment")] = UNSET
     """of --augment, in degrees (default: 5; 20 for a small data set)"""
-    max_warp: NonNegative[float] = 0.0
+    max_warp: Annotated[NonNegative[float], ReadOnlyIf("augment")] = 0.0
     """of --augment, of 4 x 4 points, in pixels"""
     validation_split: NonNegative[int] = 0
     """evaluate on this many held-out training pictures, not the test set: for tuning"""

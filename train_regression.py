@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.config import UNSET, Count, MayChange, NonNegative, Rule, Schedule, parse
+from trainkit.config import UNSET, Count, MayChange, NonNegative, ReadOnlyIf, Rule, Schedule, parse
 from trainkit.tables import network, sets
 
 Widths = Annotated[
@@ -92,17 +92,19 @@ def measure(prediction: np.ndarray, truth: np.ndarray, baseline: np.ndarray) -> 
 
 @dataclass
 class Config(sets.TableConfig):
-    num_samples: Count = 1000
+    num_samples: Annotated[Count, ReadOnlyIf("data", (None,))] = 1000
     """synthetic rows, without --data"""
-    num_features: Count = 10
+    num_features: Annotated[Count, ReadOnlyIf("data", (None,))] = 10
     """synthetic features"""
-    num_targets: Count = 1
+    num_targets: Annotated[Count, ReadOnlyIf("data", (None,))] = 1
     """synthetic targets"""
-    noise: NonNegative[float] = 0.1
+    noise: Annotated[NonNegative[float], ReadOnlyIf("data", (None,))] = 0.1
     """standard deviation in the synthetic targets"""
     model: Literal["linear", "mlp", "tabm"] = UNSET
     """tabm: a network that begins as ridge regression (default: that with --data, else linear)"""
-    hidden: Widths = field(default_factory=lambda: [64, 64])
+    hidden: Annotated[Widths, ReadOnlyIf("model", ("mlp",))] = field(
+        default_factory=lambda: [64, 64]
+    )
     """widths of --model mlp"""
     loss: Literal["mse", "mae", "huber"] = "mse"
     """huber: squared below 1, absolute above"""

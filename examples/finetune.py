@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
@@ -19,7 +19,7 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.config import MayChange, Schedule, parse
+from trainkit.config import MayChange, ReadOnlyIf, Schedule, parse
 from trainkit.errors import as_usage_error
 from trainkit.language import conversations, pretrained, token_losses
 from trainkit.language.packing import pack_sets, row_size, share_rows
@@ -29,7 +29,8 @@ from trainkit.numbers.orders import by_length
 
 @dataclass
 class Config(pretrained.LanguageConfig):
-    resize_embeddings: bool = False  # add rows for tokens that the base does not have
+    # Add rows for tokens that the base does not have.
+    resize_embeddings: Annotated[bool, ReadOnlyIf("lora", (None,))] = False
     system: str | None = None  # system turn of the conversations that have none
     prompt: MayChange[tuple[str, ...]] = ()  # answered at each evaluation, instead of a sample's
     pack: bool = False  # fill rows of --max-tokens: a row, not a sample, then counts as one

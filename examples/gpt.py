@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from examples.windows import Batch, Tokens, Windows, standard_library
-from trainkit.config import Count, Fraction, MayChange, Schedule, TrainingConfig, parse
+from trainkit.config import Count, Fraction, MayChange, ReadOnlyIf, Schedule, TrainingConfig, parse
 from trainkit.sharding import shards
 
 CONTEXT = 128
@@ -27,10 +28,11 @@ PAIR = re.compile(rb'(def [^\n]+:\n +""")([^\n]+\n)')  # a prompt, and its answe
 
 @dataclass
 class Config(TrainingConfig):
-    answers_only: bool = False  # learn docstrings, each from its function
-    num_bytes: Count = 500_000  # of text
+    # Learn docstrings, each from its function.
+    answers_only: Annotated[bool, ReadOnlyIf("data", (None,))] = False
+    num_bytes: Annotated[Count, ReadOnlyIf("data", (None,))] = 500_000  # of text
     data: MayChange[tuple[str, str] | None] = None  # Parquet to train on, and to evaluate on
-    column: str = "tokens"  # of these files: lists of one length
+    column: Annotated[str, ReadOnlyIf("data")] = "tokens"  # of these files: lists of one length
     vocabulary: Count = 256  # number of different tokens
     layers: Count = 2  # blocks
     width: Count = 128  # a multiple of 32

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from conftest import refused
+from conftest import ROOT, refused
 
 import train_mnist
 import train_regression
@@ -72,7 +72,7 @@ WRONG = {
 
 
 def test_all_wrong_flags_are_named_at_once_also_those_from_code():
-    config = parse(train_regression.Config, " ".join(WRONG).split())
+    config = parse(train_regression.Config, [*" ".join(WRONG).split(), "--model", "mlp"])
     config.timeout, config.schedule = 0, "cosin"
     with refused("") as raised:
         config.validate(2)
@@ -102,6 +102,79 @@ def test_flags_that_do_not_go_together_are_refused(flags, words, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")  # CUDA graphs
     problems = parse(train_regression.Config, flags.split()).find_problems(1)
     assert [words in problem for problem in problems] == [True] * bool(words)
+
+
+# What is typed after a script, and what is said of the flags that do nothing beside the others.
+UNREAD = {
+    "train_regression --data x --num-targets 3 --noise 0": [
+        "--num-targets 3 does nothing with --data: leave out one of them",
+        "--noise 0.0 does nothing with --data: leave out one of them",
+    ],
+    "train_regression --hidden 8,9 --data x": [
+        "--hidden 8,9 does nothing with --model tabm: leave it out, or give --model mlp"
+    ],
+    "train_regression --momentum 7": [
+        "--momentum 7.0 does nothing with --optimizer adamw: leave it out, or give --optimizer sgd"
+    ],
+    "train_mnist --gamma 0.5": [
+        "--gamma 0.5 does nothing with --schedule onecycle: leave it out, or give --schedule "
+        "exponential or exponential+cosine"
+    ],
+    "train_mnist --cosine-epochs 2 --max-shift 0 --no-augment": [
+        "--cosine-epochs 2.0 does nothing with --schedule onecycle: leave it out, or give "
+        "--schedule cosine or exponential+cosine",
+        "--max-shift 0.0 does nothing with --no-augment: leave out one of them",
+    ],
+    "train_regression --separator ; --missing drop --categorical a,b": [
+        "--categorical a,b does nothing without --data: leave it out, or give both",
+        "--missing drop does nothing without --data: leave it out, or give both",
+        "--separator ; does nothing without --data: leave it out, or give both",
+    ],
+    "examples.table_classes --data x --eval-data y --test-fraction 0.5": [
+        "--test-fraction 0.5 does nothing with --eval-data: leave out one of them"
+    ],
+    "examples.finetune --merge": [
+        "--merge does nothing without --lora: leave it out, or give both"
+    ],
+    "examples.finetune --lora 8 --save-float32": [
+        "--save-float32 does nothing with --lora: leave out one of them"
+    ],
+    "examples.gpt --data x y --answers-only": [
+        "--answers-only does nothing with --data: leave out one of them"
+    ],
+    # At its default, or read, also by what a script chooses itself.
+    "train_regression --momentum 0.9 --hidden 64,64 --missing-values=": [],
+    "train_regression --optimizer sgd --momentum 7 --model mlp --hidden 8 --noise 0": [],
+    "train_regression --schedule exponential+cosine --gamma 0.5 --cosine-epochs 2": [],
+    "examples.text --momentum 0.5": [],
+    "train_mnist @examples/recipes/best": [],
+    "train_mnist @examples/recipes/fast": [],
+    "examples.finetune @examples/recipes/smollm --load-4bit": [],
+}
+
+
+@pytest.mark.parametrize("typed", UNREAD)
+def test_a_flag_that_does_nothing_beside_the_others_is_refused_before_the_data(typed, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    script, *words = typed.split()
+    config = parse(importlib.import_module(script).Config, words)
+    assert config.find_unread() == UNREAD[typed]
+    if UNREAD[typed]:
+        with refused(re.escape(UNREAD[typed][0])):
+            config.validate(1)
+    config.max_shift = 3.0  # as load_data sets it
+    assert not any(words in UNREAD[typed] for words in config.find_problems(1))
+
+
+def test_a_script_that_reads_a_flag_always_declares_it_again():
+    @dataclass
+    class Config(TrainingConfig):
+        """A script with an optimizer of its own."""
+
+        momentum: float = 0.9
+
+    assert Config(momentum=0.5).find_unread() == []
+    assert len(TrainingConfig(momentum=0.5).find_unread()) == 1
 
 
 # Metrics of --keep-best, by the direction that is known of them or said.

@@ -115,10 +115,11 @@ def check_script(module: str, words: list[str], num_processes: int):
         if hasattr(script, "Config"):
             config = parse(script.Config, words)
             if isinstance(config, TrainingConfig):
+                assert config.find_unread() == []
                 for name, value in getattr(script, "LARGE", {}).items():  # as load_data does
                     if getattr(config, name) is None:
                         setattr(config, name, value)
-                config.validate(num_processes)
+                config.validate(num_processes, is_loaded=True)
             return
         if "Parser(" not in source:
             assert words == [], f"{module} reads no arguments"

@@ -267,7 +267,7 @@ def load_checked(
     """
     timeout = timedelta(seconds=config.timeout)
     data = alike.first_on_each_node(accelerator, lambda: load_data(config), timeout)
-    config.validate(accelerator.num_processes)  # load_data may have set some values
+    config.validate(accelerator.num_processes, is_loaded=True)  # it may have set some values
     return data, *check_data(accelerator, config, *data[:2])
 
 

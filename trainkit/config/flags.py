@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -24,6 +24,21 @@ class Rule(NamedTuple):
 
     holds: Callable[[Any], bool]
     text: str
+
+
+class ReadOnlyIf(NamedTuple):
+    """In Annotated: a flag that does nothing unless another has one of these values.
+
+    Without values that other one must be given, or on; None among them: it must not be given. A
+    script that declares the field again, because it reads it always, has this no longer.
+    """
+
+    name: str
+    values: tuple[Any, ...] = ()
+
+    def holds(self, value: Any) -> bool:
+        """Is the flag read if the other one has this value?"""
+        return value in self.values if self.values else bool(value)
 
 
 Count = Annotated[int, Rule(lambda value: 1 <= value < 2**31, "at least 1 and below 2**31")]
@@ -76,7 +91,7 @@ class TrainingConfig:
 
     optimizer: Optimizer = "adamw"
     """fused, except under fp16"""
-    momentum: NonNegative[float] = 0.9
+    momentum: Annotated[NonNegative[float], ReadOnlyIf("optimizer", ("sgd",))] = 0.9
     """of --optimizer sgd"""
     weight_decay: NonNegative[float] = 0.0
     """decoupled for adamw, else an L2 penalty"""
@@ -88,9 +103,15 @@ class TrainingConfig:
     """fraction of all steps, the last ones, in which a constant or exponential rate falls"""
     min_learning_rate: NonNegative[float] = 0.0
     """lowest learning rate of onecycle, cosine, linear and --decay"""
-    gamma: Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")] = 0.9
+    gamma: Annotated[
+        float,
+        Rule(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        ReadOnlyIf("schedule", ("exponential", "exponential+cosine")),
+    ] = 0.9
     """decay per epoch of the exponential schedules"""
-    cosine_epochs: Positive | None = None
+    cosine_epochs: Annotated[
+        Positive | None, ReadOnlyIf("schedule", ("cosine", "exponential+cosine"))
+    ] = None
     """half a period of the cosine, in epochs (default: the whole run)"""
     scale_lr: Count | None = None
     """a reference batch size: multiply the learning rate by --batch-size / this"""
@@ -208,9 +229,52 @@ class TrainingConfig:
             )
         return problems
 
-    def validate(self, num_processes: int) -> None:
-        """Raise one UsageError that names everything that is wrong with the values."""
-        if problems := self.find_problems(num_processes):
+    def find_unread(self) -> list[str]:
+        """A phrase for each flag that is not at its default and does nothing beside the others.
+
+        To be called before load_data, which may set such a field itself.
+        """
+        problems = []
+        for name, note in _last_notes_of(type(self)):
+            if not isinstance(note, ReadOnlyIf):
+                continue
+            value, other = getattr(self, name), getattr(self, note.name)
+            if value != self._default(name) and not note.holds(other):
+                problems.append(f"{self._typed(name, value)} {self._why_unread(note, other)}")
+        return problems
+
+    def _why_unread(self, note: ReadOnlyIf, other: Any) -> str:
+        """Say that a flag does nothing beside this value of the other, and what to do."""
+        if None in note.values:
+            return f"does nothing with {flag(note.name)}: leave out one of them"
+        if note.values:
+            wanted = f"{flag(note.name)} {' or '.join(map(str, note.values))}"
+            there = self._typed(note.name, other)
+            return f"does nothing with {there}: leave it out, or give {wanted}"
+        if self._default(note.name):
+            return f"does nothing with {self._typed(note.name, other)}: leave out one of them"
+        return f"does nothing without {flag(note.name)}: leave it out, or give both"
+
+    def _default(self, name: str) -> Any:
+        field = self.__dataclass_fields__[name]
+        return field.default if field.default_factory is MISSING else field.default_factory()
+
+    def _typed(self, name: str, value: Any) -> str:
+        """A flag and its value, as they are typed."""
+        if isinstance(value, bool):
+            return flag(name if value else f"no_{name}")
+        words = map(str, value) if isinstance(value, list | tuple) else [str(value)]
+        return f"{flag(name)} {','.join(words)}"
+
+    def validate(self, num_processes: int, is_loaded: bool = False) -> None:
+        """Raise one UsageError that names everything that is wrong with the values.
+
+        is_loaded: load_data has been called, so that values may be there that were not given.
+        """
+        problems = self.find_problems(num_processes)
+        if not is_loaded:
+            problems += self.find_unread()
+        if problems:
             raise UsageError("; ".join(problems))
 
 
@@ -219,6 +283,15 @@ def _notes_of(kind: type) -> Iterator[tuple[str, Any]]:
     for base in reversed(kind.__mro__):
         for name, hint in inspect.get_annotations(base).items():
             yield from ((name, note) for note in _notes(hint))
+
+
+def _last_notes_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """What is said of each field in Annotated, in the last class that declares it."""
+    hints: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        hints |= inspect.get_annotations(base)
+    for name, hint in hints.items():
+        yield from ((name, note) for note in _notes(hint))
 
 
 def _notes(hint: Any) -> Iterator[Any]:

@@ -4,13 +4,13 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from trainkit.config import Count, MayChange, TrainingConfig
+from trainkit.config import Count, MayChange, ReadOnlyIf, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.records import read_run_json
 from trainkit.launch.startup import keep_memory
@@ -30,9 +30,12 @@ class LanguageConfig(TrainingConfig):
     data: MayChange[str] = "runs/docstrings/pairs.jsonl"  # JSON, Parquet, a folder, or a Hub id
     eval_data: MayChange[str | None] = None  # to evaluate on (default: a test split, or a tenth)
     lora: Count | None = None  # rank: freeze the model and train matrices beside it
-    load_4bit: bool = False  # with --lora: keep the frozen matrices as numbers of 4 bits
-    merge: MayChange[bool] = False  # also write the model with what --lora trained, as one
-    save_float32: MayChange[bool] = False  # write pretrained/ as trained, not in the base's type
+    # With --lora: keep the frozen matrices as numbers of 4 bits.
+    load_4bit: Annotated[bool, ReadOnlyIf("lora")] = False
+    # With --lora: also write the model with what was trained, as one.
+    merge: Annotated[MayChange[bool], ReadOnlyIf("lora")] = False
+    # Write pretrained/ as trained, not in the base's type.
+    save_float32: Annotated[MayChange[bool], ReadOnlyIf("lora", (None,))] = False
     max_tokens: Count = 512  # of prompt and answer: what is over is cut
     day: MayChange[str | None] = None  # that a chat template writes (default: of the first start)
 

@@ -18,7 +18,15 @@ import pandas as pd
 import torch
 from tyro.constructors import PrimitiveConstructorSpec
 
-from trainkit.config import UNSET, Fraction, MayChange, NonNegative, Seed, TrainingConfig
+from trainkit.config import (
+    UNSET,
+    Fraction,
+    MayChange,
+    NonNegative,
+    ReadOnlyIf,
+    Seed,
+    TrainingConfig,
+)
 from trainkit.config.command_line import flag
 from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
@@ -96,18 +104,18 @@ class TableConfig(TrainingConfig):
     """columns to predict, as a,b; a name with a comma in double quotes: 'a,"b, c"'"""
     features: Names | None = None
     """columns to predict from, written like --target (default: all that can be used)"""
-    categorical: Names = field(default_factory=list)
+    categorical: Annotated[Names, ReadOnlyIf("data")] = field(default_factory=list)
     """columns that are categories although their values read as numbers"""
-    missing: Literal["refuse", "impute", "drop"] | None = None
+    missing: Annotated[Literal["refuse", "impute", "drop"] | None, ReadOnlyIf("data")] = None
     """what to do with a missing feature: refuse it, fill in the training mean, drop the row
     (default: impute)"""
-    missing_values: Names = field(default_factory=list)
+    missing_values: Annotated[Names, ReadOnlyIf("data")] = field(default_factory=list)
     """cells that mean a missing value in every column, with = in between: =-999,unknown"""
-    separator: str | None = None
+    separator: Annotated[str | None, ReadOnlyIf("data")] = None
     """of the values in text files (default: , ; tab or |)"""
-    encoding: str | None = None
+    encoding: Annotated[str | None, ReadOnlyIf("data")] = None
     """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
-    test_fraction: Fraction = 0.2
+    test_fraction: Annotated[Fraction, ReadOnlyIf("eval_data", (None,))] = 0.2
     """of the rows, or of each class, to evaluate on, if no split is given; 0: on all"""
     data_seed: Seed = 0
     """of the split, and of synthetic data"""
