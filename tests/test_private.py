@@ -34,6 +34,7 @@ SETTINGS = {
     "torch.backends.cudnn.allow_tf32",
     "Image.MAX_IMAGE_PIXELS",
     "config.__class__",
+    "config.run_dir",  # of a dry run, which has a folder of its own
     "plugin.activation_checkpointing",
     "config.eos_token_id",
     "encoder.pooler",  # None, as transformers builds it without one
@@ -51,6 +52,8 @@ SETTINGS = {
 def test_no_other_module_replaces_what_belongs_to_another_package():
     for path, node in nodes():
         if not path.is_relative_to(ROOT / "trainkit"):
+            continue
+        if path.name == "rehearsed.py":  # it has processes of its own, which end with a rehearsal
             continue
         if isinstance(node, ast.Name):
             assert node.id not in ("setattr", "delattr"), (path, node.lineno)

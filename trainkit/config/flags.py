@@ -208,7 +208,7 @@ class TrainingConfig:
                 f"--decay {self.decay:g} needs --schedule constant or exponential: {self.schedule} "
                 "falls by itself"
             )
-        elif (self.warmup or 0) + (self.decay or 0) > 1:
+        elif self.decay and (self.warmup or 0) + self.decay > 1:
             problems.append(
                 f"--warmup {self.warmup:g} and --decay {self.decay:g} are more than the whole run"
             )

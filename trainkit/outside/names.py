@@ -14,12 +14,13 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 COMPILED = "_orig_mod."
 
-__all__ = ["tree_leaves", "tree_map_only"]
+__all__ = ["BatchNorm", "tree_leaves", "tree_map_only"]
 
 
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:

@@ -31,13 +31,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.launch import startup
 from trainkit.loop.step import Step
 from trainkit.numbers.loaders import EpochBatches
 from trainkit.numbers.position import Length
+from trainkit.outside.names import BatchNorm
 
 STEPS_IN_EPOCH = 4  # more are cut out of the middle of an epoch, so that its last batch stays
 NUM_STEPS = 20
@@ -163,7 +163,7 @@ def _buffers(models: list[nn.Module]) -> dict[str, str]:
     for model in models:
         for place, layer in model.named_modules():
             for name, buffer in layer.named_buffers(recurse=False):
-                if buffer.is_floating_point() and not isinstance(layer, _BatchNorm):
+                if buffer.is_floating_point() and not isinstance(layer, BatchNorm):
                     _flatten(f"{place}.{name}".lstrip("."), buffer, found)
     return found
 
@@ -181,7 +181,7 @@ def _watch(plan: Plan, rank: int) -> None:
 
     F.dropout = watched_dropout
     if "BatchNorm" in plan.still:
-        _BatchNorm.forward = _batch_norm_of_the_start  # type: ignore[method-assign]
+        BatchNorm.forward = _batch_norm_of_the_start  # type: ignore[method-assign]
     found = Found()
 
     read = config.parse
@@ -304,7 +304,7 @@ def _by_process(layers: list[nn.Module]) -> set[str]:
     """Which of these layers give other numbers if a batch is split otherwise, as documented."""
     found = set()
     for layer in layers:
-        if isinstance(layer, _BatchNorm) and layer.training:
+        if isinstance(layer, BatchNorm) and layer.training:
             found.add("BatchNorm")
         is_dropout = "Drop" in type(layer).__name__ and not isinstance(layer, rng.Dropout)
         rates = [rate for _, rate in _rates(layer)]
