@@ -52,7 +52,7 @@ class Predictor(nn.Module):
     A kind of input is a subclass and its entry in KINDS: forward maps inputs (n, ...) to outputs;
     predict_file returns what the model says of a file, or raises UsageError; example_inputs makes
     random inputs, with which an exported model is checked. How a kind is shown is said by BUILDERS
-    in trainkit/tools/page.py and by describe_example in trainkit/tools/export.py.
+    in trainkit/tools/page.py and by write_example in trainkit/tools/export.py.
 
     Args:
         model: the trained model.

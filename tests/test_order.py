@@ -1,6 +1,5 @@
 """Order, augmentation and dropout are functions of (seed, epoch, sample, step) and nothing else."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import datasets
@@ -10,7 +9,6 @@ from conftest import ROOT
 from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
-from trainkit.numbers.mixing import key, permute
 from trainkit.numbers.orders import weighted
 from trainkit.numbers.rng import release_dropout, seed_dropout
 from trainkit.rng import Dropout
@@ -36,9 +34,10 @@ def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
 
 
 def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn():
-    text = (ROOT / "docs" / "loop.md").read_text().partition("def mixture")[2]
-    names = {"torch": torch, "key": key, "permute": permute, "Callable": Callable}
-    exec("def mixture" + text.partition("train_set =")[0], names)
+    before, _, after = (ROOT / "docs" / "loop.md").read_text().partition("def mixture")
+    names = {}
+    imports = before.rpartition("```python")[2]
+    exec(f"{imports}def mixture{after.partition('train_set =')[0]}", names)
     order = names["mixture"]((90, 20), 3)
     whole = torch.cat([order(epoch, 0, 110) for epoch in range(4)])
     assert torch.equal(torch.cat([order(1, 0, 37), order(1, 37, 110)]), whole[110:220])

@@ -203,3 +203,54 @@ def test_the_figures_of_both_tables_are_rounded_from_a_record():
         for figure in decimals.findall(re.sub("`.*?`", "", row[-1])):
             num_places = len(figure.partition(".")[2])
             assert any(f"{number:.{num_places}f}" == figure for number in known), (figure, row)
+
+
+def exists(dotted: str) -> bool:
+    """Can `trainkit.room.module.name` be imported?"""
+    if dotted == "trainkit.tools.ray":  # needs Ray; tests/test_ray.py starts it where there is one
+        return True
+    names = dotted.split(".")
+    for number in range(len(names), 0, -1):
+        try:
+            found = importlib.import_module(".".join(names[:number]))
+        except ImportError:
+            continue
+        for name in names[number:]:
+            found = getattr(found, name, None)
+        return found is not None
+    return False
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_what_a_page_names_is_there(path):
+    """Names that are imported, modules, files, and the tests that hold a promise."""
+    text = path.read_text()
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
+    for module, names in re.findall(r"from (trainkit[\w.]*) import ([\w, ]+)", text):
+        assert all(exists(f"{module}.{name.strip()}") for name in names.split(",")), (module, names)
+    for names, module in re.findall(
+        r"((?:`\w+`(?:, | and )?)+) (?:is|are) in `(trainkit[\w.]*)`", text
+    ):
+        assert all(exists(f"{module}.{name}") for name in code_spans(names)), (module, names)
+    for dotted in re.findall(r"`(trainkit(?:\.\w+)+)`", text):
+        assert exists(dotted), dotted
+    for name in re.findall(
+        r"(?<![\w/])(?:trainkit|tests|benchmarks|examples)/[\w/.-]+\.(?:py|md|yaml|ipynb)", text
+    ):
+        assert (ROOT / name).is_file(), name
+    for name in re.findall(r"`(test_\w+_\w+_\w+)`", text):
+        assert f"def {name}(" in tests, name
+
+
+def test_the_walks_name_files_and_functions_that_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Four walks\n")[2]
+    walks = re.findall(r"^\*\*One (\w+)\*\*.*?\n\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    most = {"batch": 6, "loss": 6, "save": 6, "resume": 7}
+    assert [name for name, _ in walks] == [*most]
+    for walk, stations in walks:
+        assert len(stations.splitlines()) <= most[walk]
+        for station in stations.splitlines():
+            path, names = re.fullmatch(r"\d\. `([\w/.]+)` \((.*?)\): .*", station).groups()
+            source = (ROOT / path).read_text()
+            for name in code_spans(names):
+                assert re.search(rf"(def|class) {name.split('.')[-1]}\b", source), (path, name)
