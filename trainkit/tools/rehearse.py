@@ -75,7 +75,10 @@ GRACE_SECONDS = 3.0  # for the other processes, once one has failed
 BATCH_NORM = BUFFERS = "BatchNorm"
 ORDER_OF_CHANCE = "random augmentation in a `Dataset`"
 OWN_STATE = "state of your own that a resume must restore"
-OWN_SCHEDULE = "a schedule of your own"
+OWN_SCHEDULE = "a schedule that is no schedule of torch"
+REGISTERED = "anything else that the loop changes"
+CHANGED_SET = "a set that the loop itself fills or changes"
+TEACHER = "a momentum teacher"
 OWN_MEAN = "a metric that needs all predictions"
 SAMPLES_COMPARED = "a loss that compares the samples of a batch"
 MASKED = "a loss over tokens or pixels with a mask"
@@ -84,6 +87,7 @@ NO_GRADIENT = "parameters that get no gradient in some steps"
 ON_DEVICE = "augmentation or noise on the device"
 # What a refusal or an error says, and the row with its cure.
 SAID = {
+    r"mixed torch.Tensor and DTensor": TEACHER,
     r"gather|compares the samples": SAMPLES_COMPARED,
     r"count=|over=": SEVERAL,
     r"mask=|reduction=|padded": MASKED,
@@ -155,6 +159,12 @@ class Outcome:
         """The content of the files of these names in the run folders."""
         paths = [path for run_dir in self.run_dirs for p in patterns for path in run_dir.glob(p)]
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
+
+    @property
+    def changes_its_set(self) -> bool:
+        """Whether the run has said so."""
+        said = written_in(self.folder / "stdout-0") + written_in(self.folder / "stderr-0")
+        return re.search(r"samples of the .* have changed since", said) is not None
 
     def noted(self, name: str) -> Any:
         """What a process of this world wrote down."""
@@ -337,7 +347,11 @@ def why_not(
             return said[-1], code == 2
     for text in texts:
         if "Traceback (most recent call last)" in text:
-            return of_traceback(text, script)
+            problem, is_refusal = of_traceback(text, script)
+            path = folder / "between.json"
+            if path.exists():
+                problem += f", in the evaluation after step {json.loads(path.read_text())}"
+            return problem, is_refusal
     if None in codes:
         where = place_of(folder, codes.index(None), script)
         return f"it did not end within {limit:.0f} s, and was ended{where}", False
@@ -447,7 +461,7 @@ class Comparison:
             return Verdict(f"{kind}: {outcome.problem}", outcome.is_refusal, row)
         if self.has_same_files(outcome):
             if world.is_exact and (lost := self._lost(outcome, "held-end")):
-                return Verdict(f"equal bytes, but at the end {lost}", False, OWN_STATE)
+                return Verdict(f"equal bytes, but at the end {lost}", False, REGISTERED)
             return Verdict("equal bytes", True)
         where, worst = self._first_difference(outcome)
         if not where and not world.is_exact:
@@ -512,8 +526,16 @@ class Comparison:
 
     def _row(self, outcome: Outcome, where: str) -> str:
         world, facts = outcome.world, self.first.noted("facts")
+        if world.resumed_after and ": learning_rate" in where:
+            return OWN_SCHEDULE
+        if world.resumed_after and "is not what it was" in where:
+            return REGISTERED
+        if (
+            world.resumed_after or world.settings.get("num_workers")
+        ) and self.first.changes_its_set:
+            return CHANGED_SET
         if world.resumed_after:
-            return OWN_SCHEDULE if ": learning_rate" in where else OWN_STATE
+            return OWN_STATE
         if world.num_processes > 1 and re.search(r": eval_\w+ ", where):
             return OWN_MEAN
         is_split = world.num_processes > 1 or world.settings.get("accumulate", 1) > 1

@@ -246,7 +246,15 @@ def _watch(plan: Plan, rank: int) -> None:
     def steps(original: Callable, run: Any, *args: Any, **kw: Any) -> Iterator[Any]:
         if not (plan.folder / "held-resumed.json").exists():
             _write(plan.folder / "held-resumed.json", _held(), rank)
-        return original(run, *args, **kw)
+        return until_evaluation(run, original(run, *args, **kw))
+
+    def until_evaluation(run: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        """Note where an error is raised that comes after the steps and before the next of them."""
+        between = plan.folder / "between.json"
+        if rank == 0:
+            between.unlink(missing_ok=True)
+        yield from batches
+        _write(between, run.progress.step, rank)
 
     @_around(Run, "finish")
     def finish(original: Callable, run: Any, *args: Any, **kw: Any) -> Any:
