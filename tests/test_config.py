@@ -1,10 +1,13 @@
 """Flags: read as a shell would, checked all at once, wherever they come from."""
 
 import importlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
+
+from trainkit import Run
 
 import pytest
 from conftest import ROOT, refused
@@ -13,6 +16,7 @@ import train_mnist
 import train_regression
 from trainkit.config import TrainingConfig, parse
 from trainkit.config.command_line import find_urls
+from trainkit.files import stores
 from trainkit.numbers.position import Progress
 from trainkit.report.results import update_best
 
@@ -175,6 +179,38 @@ def test_a_script_that_reads_a_flag_always_declares_it_again():
 
     assert Config(momentum=0.5).find_unread() == []
     assert len(TrainingConfig(momentum=0.5).find_unread()) == 1
+
+
+def late(words):
+    """Start the linear script with flags whose files are not there, and data that must not load."""
+    config = parse(train_regression.Config, words)
+    with Run(config, "late"):
+        raise AssertionError("the data would be loaded now")
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("--start-from gone", "--start-from gone cannot be read: "),
+        ("--start-from pipe", "--start-from pipe cannot be read: it is not a file"),
+        ("--start-from text", "--start-from text cannot be read: "),
+        ("--resume gone", "--resume gone is not in run.checkpoints, and a run continues only"),
+        ("--resume run/checkpoints/step-0000000009", "there is no such checkpoint"),
+        ("--resume latest", "--resume latest: there is no checkpoint in run"),
+        ("--mirror nosuch://b/x", "--mirror nosuch://b/x cannot be used: Protocol not known"),
+        ("--mirror /dev/null", "--mirror /dev/null cannot be written: "),
+    ],
+)
+def test_files_and_places_that_are_not_there_are_refused_before_the_data_are_loaded(
+    words, sentence, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stores, "WAITS", ())
+    os.mkfifo("pipe")
+    Path("text").write_text("these are no weights")
+    with refused(sentence):
+        late([*words.split(), "--run-dir", "run"])
+    assert not Path("run").exists()
 
 
 # Metrics of --keep-best, by the direction that is known of them or said.

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, linux_only, posix_only
+from conftest import ROOT, linux_only, posix_only, refused
 
-from trainkit.launch import cores
+from trainkit.launch import cores, environment
 from trainkit.loop import session as world
 
 
@@ -204,6 +204,22 @@ def test_one_process_says_why_it_cannot_start(fork_main):
     env = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "")
     done = fork_main("train_regression.py", "--bad", env=env)
     assert done.error(2).startswith("error: Unrecognized options: --bad")
+
+
+@pytest.mark.parametrize(
+    "variable, words",
+    [
+        ("WORLD_SIZE=x", "is not a whole number"),
+        ("RANK=-1", "is not a whole number"),
+        ("LOCAL_RANK=0.5", "is not a whole number"),
+        ("MASTER_PORT=auto", "is not a whole number"),
+        ("ACCELERATE_USE_CPU=junk", "use true or false"),
+    ],
+)
+def test_a_variable_of_a_launcher_that_cannot_be_read_is_one_sentence(variable, words, monkeypatch):
+    monkeypatch.setenv(*variable.split("="))
+    with refused(f"^{variable}.* ?{words}"):
+        environment.check_launch()
 
 
 @posix_only

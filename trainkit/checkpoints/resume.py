@@ -8,12 +8,44 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.files.atomic import remove_tree, rename_free, sync
 from trainkit.files.manifest import not_listed, step_name, steps_in, verify
-from trainkit.launch.together import on_main
-from trainkit.mirror.mirror import Mirror, whole_checkpoints
+from trainkit.files.weights import check_weights_file
+from trainkit.launch.together import failing_together, on_main
+from trainkit.mirror.mirror import Mirror, open_mirror, whole_checkpoints
 from trainkit.text import shorten
+
+
+def check_given(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Refuse --start-from, --resume and --mirror that cannot be used, before data are loaded.
+
+    Every process must call this. Raises UsageError on all of them.
+    """
+    directory = config.run_dir / "checkpoints"
+    with failing_together(accelerator, "--start-from or --resume cannot be read"):
+        if accelerator.is_main_process:
+            if config.start_from is not None:
+                check_weights_file(config.start_from)
+            if config.resume not in (None, "auto", "latest"):
+                check_in(directory, config.resume)
+            if config.resume and not config.mirror:
+                if config.resume == "latest" and not steps_in(directory):
+                    raise UsageError(f"--resume latest: there is no checkpoint in {config.run_dir}")
+                if config.resume not in ("auto", "latest") and not Path(config.resume).is_dir():
+                    raise UsageError(f"--resume {config.resume}: there is no such checkpoint")
+    if not config.dry_run:  # it writes nothing
+        open_mirror(accelerator, config)
+
+
+def check_in(directory: Path, wanted: str) -> None:
+    """Raise UsageError if the checkpoint that --resume names is not one of this folder."""
+    if Path(wanted).resolve().parent != directory.resolve():
+        raise UsageError(
+            f"--resume {wanted} is not in {directory}, and a run continues only in "
+            "its own folder: name that folder, or a copy of it, with --run-dir"
+        )
 
 
 def choose(
@@ -72,11 +104,7 @@ def choose_checkpoint(
     candidates = sorted({*steps_in(directory), *(directory / name for name in mirrored)})
     if wanted not in ("auto", "latest"):
         candidates = [Path(wanted)]
-        if candidates[0].resolve().parent != directory.resolve():
-            raise UsageError(
-                f"--resume {wanted} is not in {directory}, and a run continues only in "
-                "its own folder: name that folder, or a copy of it, with --run-dir"
-            )
+        check_in(directory, wanted)
     damaged: list[str] = []
     for path in reversed(candidates):
         problem = verify(path)

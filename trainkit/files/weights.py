@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from trainkit.errors import UsageError, as_usage_error
@@ -71,6 +72,17 @@ def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     by_memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
     owners = {*by_memory.values()}
     return {n: (t if n in owners else t.clone()).contiguous() for n, t in tensors.items()}
+
+
+def check_weights_file(path: Path) -> None:
+    """Raise UsageError if the file of --start-from is not there or is no safetensors file.
+
+    Only the names in it are read, so that this takes no time.
+    """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise UsageError(f"--start-from {path} cannot be read: it is not a file")
+    with as_usage_error(f"--start-from {path} cannot be read"), safe_open(path, "pt") as file:
+        file.keys()
 
 
 def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:

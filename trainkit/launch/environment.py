@@ -18,6 +18,9 @@ from trainkit.text import count
 
 # Where mpirun and srun put the number of processes they started. Accelerate does not read these.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# What a launcher sets as whole numbers, and what Accelerate reads as true or false.
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
+SWITCHES = ("ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE", "FORK_LAUNCHED")
 TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
 NO_SHARDS = (
     FALSE,
@@ -60,6 +63,20 @@ IGNORED_FLAGS = re.compile(
 )
 
 
+def check_values() -> None:
+    """Refuse variables that torch and Accelerate read as a number, or as yes or no, and are none.
+
+    One that is empty counts as one that is not set.
+    """
+    env = os.environ
+    for name in NUMBERS:
+        if not re.fullmatch("[0-9]{0,9}", env.get(name, "")):
+            raise UsageError(f"{name}={env[name]} is not a whole number: unset it, or correct it")
+    for name in SWITCHES:
+        if not re.fullmatch(f"{TRUE}|{FALSE}", env.get(name, "")):
+            raise UsageError(f"{name}={env[name]}: use true or false, or unset it")
+
+
 def check_ranks() -> None:
     """Refuse a process of mpirun, srun or debug_launcher that would train without the others."""
     env = os.environ
@@ -85,6 +102,7 @@ def check_launch() -> str:
 
     Returns the mixed precision that the launch asks for. Raises UsageError on every process alike.
     """
+    check_values()
     check_ranks()
     check_launcher_flags()
     check_restarts()

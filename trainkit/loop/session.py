@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
 
+from trainkit.checkpoints.resume import check_given
 from trainkit.config import TrainingConfig
 from trainkit.errors import EXIT_STOPPED
 from trainkit.files.log import JsonlTracker
@@ -57,6 +58,7 @@ def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator
     alike.check_world(accelerator)
     alike.check_nodes(accelerator, config)
     config.validate(accelerator.num_processes)
+    check_given(accelerator, config)
     return accelerator, Reporter(accelerator, config, tracker)
 
 

@@ -118,6 +118,8 @@ def _read_files(files: Sequence[Path], where: str, **options: Any) -> pd.DataFra
     tables = []
     for file in files:
         with as_usage_error(f"{where}: {file.name} cannot be read"):
+            if not file.is_file():  # a pipe would be waited for, and read twice
+                raise UsageError(f"{where}: {file.name} is not a file: write it into one first")
             try:
                 table = _read_file(file, **options)
             except UnicodeError:
