@@ -46,6 +46,7 @@ def load_data(config: Config) -> tuple:
     encoder, tokenizer = encoders.read_encoder(config)
     *parts, num_bits, plan = texts.make_samples(sets, config.max_tokens, tokenizer)
     encoders.check_tokens(encoder, tokenizer, parts)
+    plan = plan | texts.fit_bag(config, len(sets.train))
     metadata = {"script": Path(__file__).stem, "input": "text", "classes": sets.classes}
     metadata |= {"encoder": encoder, "max_tokens": config.max_tokens, "num_bits": num_bits}
     return *parts, metadata | sets.columns, plan, tokenizer

@@ -260,6 +260,10 @@ class WholeBatches(Dataset):
                 return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
             self._seed(int(indices[0]), len(indices))
             samples = self.dataset.__getitems__(indices.tolist())
+        elif type(self.dataset) in (list, tuple):
+            # Reading one draws nothing; a collate_fn that draws has the seed of the last, as below.
+            self._seed(int(indices[-1]))
+            samples = [self.dataset[index] for index in indices.tolist()]
         else:
             samples = []
             for index in indices.tolist():

@@ -18,6 +18,7 @@ from torch import nn
 WORD = re.compile(r"\w+|[^\w\s]")
 MAX_LETTERS = 4  # of an n-gram
 MAX_BITS = 18  # of the number of a piece
+FEW = 800  # texts; with fewer, each piece that shares a row of the table with another counts more
 MAX_WEIGHTS = 2**23  # of a table with a row for each number and a column for each class
 STEP, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)  # odd; of splitmix64
 
@@ -53,8 +54,9 @@ def find_num_bits(bags: Sequence[np.ndarray], num_classes: int) -> int:
     used = np.zeros(2**MAX_BITS, bool)
     for bag in bags:
         used[bag] = True
+    spare = 4 if len(bags) < FEW else 1
     most = int(math.log2(MAX_WEIGHTS / num_classes))
-    return max(1, min(1 + math.ceil(math.log2(used.sum())), most, MAX_BITS))
+    return max(1, min(spare + math.ceil(math.log2(used.sum())), most, MAX_BITS))
 
 
 def make_bags(texts: Sequence[str], num_bits: int) -> list[torch.Tensor]:
@@ -64,14 +66,14 @@ def make_bags(texts: Sequence[str], num_bits: int) -> list[torch.Tensor]:
 
 def make_bag(pieces: np.ndarray, num_bits: int) -> torch.Tensor:
     """Return the first num_bits of the numbers of pieces, each once, int32."""
-    return torch.from_numpy(np.unique(pieces >> (MAX_BITS - num_bits)).astype(np.int32))
+    if num_bits < MAX_BITS:
+        pieces = np.unique(pieces >> (MAX_BITS - num_bits))
+    return torch.from_numpy(pieces.astype(np.int32))
 
 
 def weigh(bags: Sequence[torch.Tensor], num_bits: int) -> torch.Tensor:
     """Return the inverse document frequency of each number, float32: log((1+n) / (1+df)) + 1."""
-    counts = torch.zeros(2**num_bits)
-    for bag in bags:
-        counts[bag] += 1
+    counts = torch.cat([*bags]).bincount(minlength=2**num_bits)
     return torch.log((1 + len(bags)) / (1 + counts)) + 1
 
 

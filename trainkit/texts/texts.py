@@ -29,7 +29,8 @@ NUM_LOOKED_AT = 500  # cells of a column, and signs of each, to tell what it hol
 TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "message", "document", "body")
 LABEL_NAMES = ("label", "class", "category", "sentiment", "topic", "target")
 # The defaults that depend on --base.
-BAG = {"epochs": 5, "batch_size": 60, "optimizer": "sgd", "learning_rate": 8.0, "weight_decay": 0.0}
+BAG = {"optimizer": "sgd", "weight_decay": 0.0}  # and see fit_bag
+MANY = 7500  # texts to train on: the batch of twice as many is twice as large
 PRETRAINED = {"epochs": 3, "batch_size": 32, "optimizer": "adamw", "learning_rate": 5e-5}
 PRETRAINED |= {"weight_decay": 0.05}
 FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstring
@@ -58,11 +59,12 @@ class TextConfig(TrainingConfig):
     num_lines: Count | None = None
     """without --data: texts to train on, and to evaluate on (default: all)"""
     epochs: int = UNSET
-    """passes over the texts (default: 5, or 3 with --base)"""
+    """passes over the texts (default: 5, up to 20 for fewer than 800 texts; 3 with --base)"""
     batch_size: int = UNSET
-    """texts per optimizer step, over all processes and micro-batches (default: 60, or 32)"""
+    """texts per optimizer step, over all processes and micro-batches (default: 60, more for 15,000
+    texts or more; 32 with --base)"""
     learning_rate: float = UNSET
-    """peak learning rate (default: 8, or 5e-5 with --base)"""
+    """peak learning rate (default: 8, more with a larger step; 5e-5 with --base)"""
     optimizer: Optimizer = UNSET
     """fused, except under fp16 (default: sgd, or adamw with --base)"""
     weight_decay: float = UNSET
@@ -204,6 +206,29 @@ def choose_order(
         lengths = [len(tokens) for tokens, _ in samples]
         return None, by_length(lengths, config.batch_size, config.seed)
     return None, None
+
+
+def fit_bag(config: TextConfig, num_train: int) -> dict[str, str]:
+    """Set epochs, batch size and rate of a bag where they are UNSET; return a line of the plan.
+
+    A step goes over the whole table, whatever the texts in it, so that many small steps take most
+    of the time: for many texts, batch size and rate are larger by the same factor, at most 8,
+    unless the user chose one of them. A few texts are read more often.
+    """
+    chosen: dict[str, float] = {}
+    if config.epochs is None:
+        chosen["epochs"] = min(20, max(5, 5 * bags.FEW // num_train))
+    is_chosen = any((config.batch_size, config.learning_rate, config.scale_lr))
+    factor = 1 if is_chosen else min(8, max(1, num_train // MANY))
+    if config.batch_size is None:
+        chosen["batch_size"] = 60 * factor
+    if config.learning_rate is None:
+        chosen["learning_rate"] = 8.0 * factor
+    vars(config).update(chosen)
+    if factor == 1 and chosen.get("epochs", 5) == 5:
+        return {}
+    flags = " ".join(f"{flag(name)} {value:g}" for name, value in chosen.items())
+    return {"size": f"{count(num_train, 'text')} to train on: {flags}"}
 
 
 def tokenize(texts: Sequence[str], max_tokens: int | None, tokenizer: Any) -> list[torch.Tensor]:
