@@ -158,6 +158,20 @@ def test_what_is_registered_comes_back_with_its_types(tmp_path):
         train(f"--run-dir {tmp_path}/killed --resume auto")
 
 
+def test_a_prepared_teacher_keeps_its_mode_and_is_told_where_it_is_left_out(tmp_path):
+    modes = []
+    teacher = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False).eval()
+    prepared = r"^( +)run.begin\(\(one, two\),"
+    line = r"\1run.begin((one, two, run.accelerator.prepare(teacher)),"
+    flags = f"--run-dir {tmp_path}/run"
+    train_with = changed((prepared, line), teacher=teacher)
+    train_with(flags, body=lambda run, number: modes.append(teacher.training))
+    assert modes and not any(modes)
+    forgotten = r"^( +)run.begin\(", r"\1run.accelerator.prepare(teacher)\n\1run.begin("
+    with pytest.raises(RuntimeError, match="not trained, such as a teacher, need not be prepared"):
+        changed(forgotten, teacher=nn.Linear(2, 2).requires_grad_(False))(flags)
+
+
 class Set(Count):
     def state_dict(self):
         return {"seen": {1, 2}}

@@ -342,3 +342,91 @@ def test_a_killed_run_ends_with_equal_bytes_and_its_checkpoints_hold_nothing_fro
         changed = train(nursery, tmp_path / "run", *args, **plan, env={"BASE": base}, codes=[2, 2])
         assert f"{words}the frozen weight base.0.weight " in changed.output
         assert changed.output.count("error:") == 1
+
+
+TEACHER = """
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainkit import InMemory, Run, make_loaders, make_optimizer, startup
+from trainkit.config import TrainingConfig, parse
+
+
+@dataclass
+class Config(TrainingConfig):
+    run_dir: Path = Path("unused")
+    how: str = "together"
+
+
+def load_data(config):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    return InMemory(x[:48]), InMemory(x[48:])
+
+
+@torch.no_grad()
+def follow(teacher, student):
+    for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+        t.mul_(0.5).add_(s, alpha=0.5)
+
+
+def main(argv=None):
+    config = parse(Config, argv)
+    with Run(config, "teacher") as run:
+        accelerator = run.accelerator
+        loaders = make_loaders(accelerator, *run.load(load_data), config)
+        student = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3))
+        teacher = copy.deepcopy(student).requires_grad_(False).eval()
+        optimizer = make_optimizer(accelerator, student.parameters(), config)
+        both = [student, teacher]
+        if config.how == "together":
+            *both, optimizer, train, evaluate = accelerator.prepare(*both, optimizer, *loaders)
+        else:
+            both[0], optimizer, train, evaluate = accelerator.prepare(student, optimizer, *loaders)
+        if config.how == "alone":
+            both[1] = accelerator.prepare(teacher)
+        run.begin(both, {})
+
+        def losses(x):
+            return (both[0](x) - teacher(x).detach() - 1).square().mean(1)
+
+        for _ in run.epochs():
+            for x, _ in run.steps(train):
+                with accelerator.accumulate(both[0]):
+                    loss = losses(x)
+                    accelerator.backward(run.step_mean(loss))
+                    run.clip_and_check(optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert not teacher.training
+                follow(teacher, student)
+                run.add(loss=loss)
+                if run.end_step():
+                    run.save()
+            run.end_epoch(run.evaluate(evaluate, lambda batch: {"loss": losses(batch[0])}))
+        run.finish()
+"""
+
+
+@pytest.mark.parametrize("how", ["together", "alone"])
+def test_a_teacher_that_is_prepared_follows_its_student_in_every_world(nursery, tmp_path, how):
+    path = tmp_path / "teacher.py"
+    path.write_text(TEACHER)
+    flags = f"--how {how} --batch-size 12 --epochs 2 --save-every 1 --log-every 1 --no-pictures"
+    train(nursery, tmp_path / "one", *flags.split(), script=str(path), world=1)
+    train(nursery, tmp_path / "two", *flags.split(), script=str(path))
+    for step, kind in ((3, KINDS[1]), (5, None), (LAST, KINDS[1])):
+        more = ["--stop-after-steps", step, "--resume", "auto"]
+        train(nursery, tmp_path / "run", *flags.split(), *more, script=str(path), kind=kind)
+    for name in ("model", "model_1"):
+        (ours, _), (theirs, _), (single, _) = (
+            saved(tmp_path / run, name) for run in ("run", "two", "one")
+        )
+        assert ours.keys() == theirs.keys() == single.keys()
+        for key, value in theirs.items():
+            assert torch.allclose(ours[key], value, rtol=0, atol=1e-6), (name, key)
+            assert torch.allclose(single[key], value, rtol=0, atol=1e-6), (name, key)
+    assert_close(tmp_path / "run", tmp_path / "two")

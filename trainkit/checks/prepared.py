@@ -16,6 +16,7 @@ from trainkit.numbers.loaders import EpochBatches, batches_of
 from trainkit.numbers.optim import weights_of
 from trainkit.outside.fixes import fix_bucket_order, name_without_compiler
 from trainkit.outside.names import (
+    is_trained,
     prepared_loaders,
     prepared_models,
     prepared_optimizers,
@@ -31,9 +32,10 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
     if num_models != len(models):
         raise RuntimeError(
             f"run.begin(...) got {count(num_models, 'model')} and accelerator.prepare "
-            f"{len(models)}: give it all of them, as a list. A frozen model, such as a teacher, is "
-            "not prepared but moved by .to(accelerator.device), and named in "
-            "run.begin(..., fixed={'teacher': teacher})"
+            f"{len(models)}: give it all of them, as a list. A model that is not trained, such as "
+            "a teacher, need not be prepared: move it by .to(accelerator.device), and name it in "
+            "run.begin(..., fixed={'teacher': teacher}) or, if the loop moves it, give it to "
+            "accelerator.register_for_checkpointing(...)"
         )
     if any(batches_of(loader) is None for loader in prepared_loaders(accelerator)):
         raise RuntimeError(
@@ -115,7 +117,8 @@ class Prepared:
     """What accelerator.prepare was given. It refuses changes made to it while the run trains.
 
     A model that is entirely in evaluation mode, as from_pretrained returns it, is put into training
-    mode here. A model that is partly in evaluation mode, or is put into it later, is not changed.
+    mode here. A model that is partly in evaluation mode, or is put into it later, is not changed,
+    and neither is one without trainable weights, such as a teacher.
 
     Args:
         wrapped: what accelerator.prepare returned for the model, or for each model.
@@ -132,7 +135,7 @@ class Prepared:
         self.optimizers = prepared_optimizers(accelerator)
         for model in self.models:
             name_without_compiler(model)
-            if not any(layer.training for layer in model.modules()):
+            if is_trained(model) and not any(layer.training for layer in model.modules()):
                 model.train()
         fix_bucket_order(*self.wrapped)
         self.requires_grad = self._requires_grad()
@@ -152,7 +155,7 @@ class Prepared:
                 "--start-from, or keep them trainable from the start, in a group with lr=0"
             )
         self._check_layers()
-        if not all(model.training for model in self.models):
+        if not all(model.training for model in self.models if is_trained(model)):
             raise RuntimeError(
                 "a model is in evaluation mode: call model.train() before run.steps(...), then "
                 "eval() on the layers that should stay in it"

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.outside.names import (
     COMPILED,
+    is_trained,
     mesh_groups,
     plain_name,
     prepared_loaders,
@@ -90,6 +91,8 @@ def share_frozen_weights(
             options["device_placement"] = False
         parallel = nn.parallel.DistributedDataParallel
         parallel._set_params_and_buffers_to_ignore_for_model(model, [*frozen(model)])
+        if not is_trained(model):  # DistributedDataParallel refuses it; on GPUs Accelerate knows
+            options["evaluation_mode"] = True
         return prepare(model, **options)
 
     accelerator.prepare_model = prepare_model
@@ -168,6 +171,20 @@ def wrap_backward(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None
     For an error of torch that a sentence has to explain.
     """
     accelerator.backward = functools.partial(wrapper, accelerator.backward)
+
+
+def prepare_untrained(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Shard a model without trainable weights, as accelerator.prepare(...) does with an optimizer.
+
+    Accelerate refuses to shard a model without one. The weights are given back after each forward
+    pass, as no backward pass follows that would do it, so that the loop can change the rows.
+    """
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    model = fsdp2_prepare_model(accelerator, model)
+    model.set_reshard_after_forward(True)
+    accelerator._models.append(model)
+    return model
 
 
 def recompute_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> int:

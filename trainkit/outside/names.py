@@ -23,6 +23,11 @@ COMPILED = "_orig_mod."
 __all__ = ["BatchNorm", "tree_leaves", "tree_map_only"]
 
 
+def is_trained(model: nn.Module) -> bool:
+    """Has this model a weight that is not frozen, unlike a teacher?"""
+    return any(weight.requires_grad for weight in model.parameters())
+
+
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
     """Every model that accelerator.prepare was given, in order, without DDP around it."""
     return accelerator._models

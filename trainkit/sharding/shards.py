@@ -44,6 +44,7 @@ from trainkit.numbers.rng import Dropout
 from trainkit.outside.fixes import (
     compute_in,
     copy_shards,
+    prepare_untrained,
     reader_of,
     recompute_layers,
     shard_models,
@@ -51,6 +52,7 @@ from trainkit.outside.fixes import (
     wrap_prepare,
 )
 from trainkit.outside.names import (
+    is_trained,
     named_weights,
     plain_name,
     tree_leaves,
@@ -93,12 +95,16 @@ def shard(accelerator: Accelerator) -> None:
                 elif isinstance(item, torch.optim.Optimizer):
                     weights += ((item, n, [*g["params"]]) for n, g in enumerate(item.param_groups))
             with as_usage_error("the model cannot be sharded"):
-                made = prepare(*(objects[n] for n in numbers))
+                for n in numbers:
+                    if isinstance(objects[n], nn.Module) and not is_trained(objects[n]):
+                        prepared[n] = prepare_untrained(accelerator, objects[n])
+                numbers = [n for n in numbers if n not in prepared]
+                made = prepare(*(objects[n] for n in numbers)) if numbers else []
             for optimizer, n, params in weights:
                 # Accelerate mixes up weights whose part on this process is empty.
                 if any(hasattr(param, "full_tensor") for param in params):
                     optimizer.param_groups[n]["params"] = params
-            prepared |= zip(numbers, made if len(numbers) > 1 else [made], strict=True)
+            prepared |= zip(numbers, made if len(numbers) != 1 else [made], strict=True)
         result = tuple(prepared[n] for n in range(len(objects)))
         return result if len(objects) > 1 else result[0]
 
