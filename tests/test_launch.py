@@ -3,22 +3,28 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from accelerate import notebook_launcher
 from conftest import CONFIGS, ROOT, refused, run
+from filelock import FileLock
+from torch.distributed.launcher.api import ChildFailedError
 
 from trainkit.errors import is_main_rank
 from trainkit.launch import environment as launch
+from trainkit.launch.run_folder import Lock
 
 # A script whose main process, which says what is wrong, starts last.
 LATE = """
@@ -253,3 +259,36 @@ def main(argv):
 def test_restarts_that_work_are_not_refused(variables):
     with environment(variables):
         launch.check_restarts()
+
+
+def test_a_lock_that_cannot_be_written_is_named_with_the_remedy(tmp_path, monkeypatch):
+    (tmp_path / "run.lock").mkdir()
+    with refused("its lock, .*run.lock, is a folder: remove it"):
+        Lock(tmp_path / "run", 0)
+
+    def denied(self, **options):
+        raise PermissionError(13, "Permission denied", self.lock_file)
+
+    monkeypatch.setattr(FileLock, "acquire", denied)
+    with refused("its lock, .*other.lock, cannot be written .Permission denied.: make the folder"):
+        Lock(tmp_path / "other", 0)
+
+
+@pytest.mark.parametrize(("code", "why"), [(-9, ", probably because the memory"), (-11, ";")])
+def test_the_launcher_says_in_a_sentence_which_signal_ended_a_process(
+    code, why, monkeypatch, capsys
+):
+    failure = SimpleNamespace(exitcode=code, timestamp=0)
+
+    def ends(*_):
+        error = ChildFailedError.__new__(ChildFailedError)
+        error.failures = {1: failure}
+        error.get_first_failure = lambda: (1, failure)
+        raise error
+
+    monkeypatch.setattr("accelerate.commands.launch.main", ends)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("trainkit.tools.launch")
+    assert ended.value.code == code
+    name = signal.Signals(-code).name
+    assert f"error: process 1 was ended by {name}{why}" in capsys.readouterr().err

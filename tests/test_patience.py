@@ -1,5 +1,6 @@
 """One process may work alone for as long as it lives; one that does not answer is lost."""
 
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -11,6 +12,9 @@ from conftest import linux_only
 
 from trainkit.errors import LoneFailure
 from trainkit.launch import patience
+from trainkit.launch.alike import first_on_each_node
+
+SINGLE = SimpleNamespace(num_processes=1, is_main_process=True, is_local_main_process=True)
 
 
 def process(rank: int) -> SimpleNamespace:
@@ -44,6 +48,27 @@ def test_a_process_that_does_not_answer_is_lost_after_the_limit(store):
     patience.start_beating(process(1))()  # it stops at once
     with pytest.raises(LoneFailure, match="process 1 has not answered for 0 s"):
         patience.wait_for_all(process(0), timedelta(seconds=0.4))
+
+
+def test_what_takes_long_before_the_first_step_is_said(monkeypatch, capfd):
+    monkeypatch.setattr(patience, "SAY_SECONDS", (0.05, 0.1, 60.0))
+    main = SimpleNamespace(is_main_process=True)
+    stop = patience.say_what_takes_long(main, lambda: False)
+    time.sleep(0.4)
+    stop()
+    patience.say_what_takes_long(SimpleNamespace(is_main_process=False), lambda: False)
+    patience.say_what_takes_long(main, lambda: True)  # it has made a step
+    time.sleep(0.2)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in said] == ["no step yet after 0 s"] * 2
+
+
+def test_what_takes_long_is_named_by_the_script_and_by_the_function(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
+    said = first_on_each_node(SINGLE, patience._say_where, timedelta(seconds=1))
+    assert said.startswith("at work in test_what_takes_long_is_named_by_the_script_and_by_the_fun")
+    assert "(test_patience.py, line" in said
+    assert ", in frame_of_main_thread (names.py, line" in said
 
 
 SLOW = '''"""A regression whose first process loads, and ends its epoch, longer than --timeout."""

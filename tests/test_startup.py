@@ -89,6 +89,8 @@ raise RuntimeError('unable to allocate shared memory(shm)')
     1 if /dev/shm is full, enla
 raise ValueError("Caught ValueError in DataLoader worker process 0.\n...\nValueError: mine")
     1 got no batch: the data set raised ValueError: mine
+beside_a_worker_that_is_killed()
+    1 lost a loader worker, which was killed, probably because the memory is full
 raise OSError(28, 'No space left on device')
     1 found the disk full; the checkpoints are
 raise RuntimeError('basic_ios::clear: iostream error')
@@ -142,6 +144,15 @@ def beside_a_worker_that_hangs():
     fork.Process(target=hang, daemon=True).start()
     ready.wait()
     raise RuntimeError("DataLoader timed out after 300 seconds")
+
+class Kills:
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def beside_a_worker_that_is_killed():
+    list(torch.utils.data.DataLoader(Kills(), num_workers=1, timeout=60))
 
 def nested():
     rows = [torch.ones(length, 2, requires_grad=True) for length in (1, 3)]

@@ -3,6 +3,8 @@
 Its numbers in several processes and after a kill: tests/test_worlds.py.
 """
 
+import tracemalloc
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,7 +17,8 @@ import predict
 from examples import table_classes
 from trainkit.config import parse
 from trainkit.numbers.loaders import InMemory
-from trainkit.tables import network
+from trainkit.tables import network, sets
+from trainkit.tables.columns import Column
 from trainkit.tools import page
 
 
@@ -87,6 +90,26 @@ def test_whole_numbers_and_booleans_are_classes_and_amounts_are_not(tmp_path):
     plan = sets_of(tmp_path / "t.csv", "kind").metadata["plan"]
     assert plan["rare"] == "1 of 3 classes have fewer than 5 rows to evaluate on: once 0"
     assert "not trained" not in plan
+
+
+def test_memory_and_time_grow_with_the_rows_and_not_with_rows_times_classes():
+    labels = [f"class {n % 10000}" for n in range(20000)]
+    table = pd.DataFrame({"a": np.random.default_rng(0).random(20000), "label": labels})
+    column = Column("label", sorted({*labels}))
+    numbers, problems = sets.number_classes(table["label"], column)
+    assert not problems
+    assert [column.categories[n] for n in numbers[:50]] == labels[:50]
+    config = parse(table_classes.Config, ["--data", "x.csv", "--target", "label"])
+    tracemalloc.start()
+    made = sets.make_class_sets(table, ["label"], {"plan": {}}, config)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 2**28  # with a 0/1 number for each class it is more than 1.6 GB
+    rows = made.train.tensors[1], made.evaluated.tensors[1]
+    assert torch.cat(rows).bincount(minlength=10000).eq(2).all()
+    table = pd.DataFrame({"label": [f"class {n % 30000}" for n in range(60000)]})
+    with refused("30000 classes in 60000 rows, and a score of each class for each row takes 14 GB"):
+        sets.find_table_classes(table["label"], "--data x.csv", config)
 
 
 def test_ridge_regression_has_the_penalty_with_the_smallest_leave_one_out_error():

@@ -23,6 +23,11 @@ SIGNALS = tuple(getattr(signal, name) for name in STOPPING if hasattr(signal, na
 FAILURES = {
     "OutOfMemoryError|DefaultCPUAllocator: can't": "ran out of memory: if it was during training, "
     "use a larger --accumulate or a smaller --batch-size, otherwise a smaller model or less data",
+    r"DataLoader worker .* signal: Killed": "lost a loader worker, which was killed, probably "
+    "because the memory is full: give the job more, or use fewer --num-workers or a smaller "
+    "--batch-size",
+    r"DataLoader worker .* signal: (?!Bus)": "lost a loader worker, which a signal ended (see the "
+    "line above): look at what the data set does, or try --num-workers 0",
     "DataLoader worker|DataLoader timed out|shared memory": "got no batch from a loader worker "
     "(see its output): if /dev/shm is full, enlarge it (docker run --shm-size) or use fewer "
     "--num-workers; if batches take long, raise --timeout",
@@ -91,6 +96,8 @@ def as_usage_error(what: str) -> Iterator[None]:
 def explain(problem: Exception) -> str | None:
     """Say what happened to this process only, for example a lost peer; None if it is not known."""
     text = f"{type(problem).__name__}: {problem}"
+    if problem.__cause__ is not None and "exited unexpectedly" in text:
+        text = f"{text}\n{problem.__cause__}"  # how the worker ended
     if " in DataLoader worker process " in text:  # torch raises it again, with its traceback
         return f"got no batch: the data set raised {text.strip().splitlines()[-1]}"
     return next(

@@ -6,19 +6,25 @@ counts in the store of the process group, in a thread, and whoever waits looks a
 """
 
 import itertools
+import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from trainkit.errors import LoneFailure
-from trainkit.outside.names import store_of_processes
+from trainkit.outside.names import frame_of_main_thread, store_of_processes
 
 BEAT_SECONDS = 1.0
+SAY_SECONDS = (10.0, 60.0, 300.0, 1800.0)  # after these it is said what the first step waits for
+CODE = Path(__file__).resolve().parents[1]
 # Every process makes the same calls in the same order, so they agree on the numbers.
 NUMBERS = itertools.count()
 
@@ -75,3 +81,40 @@ def _check_beats(
                 f"process {rank} has not answered for {limit.total_seconds():.0f} s: read its "
                 "output, then start the same command with --resume auto"
             )
+
+
+def say_what_takes_long(
+    accelerator: Accelerator, is_over: Callable[[], bool]
+) -> Callable[[], None]:
+    """Say on stderr what the main process is doing if the first step is a long time in coming.
+
+    It ends when is_over() is true, or when the returned function is called.
+    """
+    stopped = threading.Event()
+    if not accelerator.is_main_process:
+        return stopped.set
+
+    def watch() -> None:
+        waited = 0.0
+        for seconds in SAY_SECONDS:
+            if stopped.wait(seconds - waited) or is_over():
+                return
+            waited = seconds
+            print(f"no step yet after {seconds:.0f} s: {_say_where()}", file=sys.stderr)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return stopped.set
+
+
+def _say_where() -> str:
+    """Name the function of the script in which the main thread is, and that of trainkit."""
+    stack = traceback.extract_stack(frame_of_main_thread())
+    script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
+    of_script = [each for each in stack if os.path.realpath(each.filename) == script]
+    of_trainkit = [each for each in stack if CODE in Path(each.filename).parents]
+    named = [
+        f"{each[-1].name} ({Path(each[-1].filename).name}, line {each[-1].lineno})"
+        for each in (of_script, of_trainkit)
+        if each
+    ]
+    return f"at work in {', in '.join(named)}" if named else "at work outside of the script"

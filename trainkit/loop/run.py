@@ -30,7 +30,7 @@ from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.facts import Facts
 from trainkit.checks.prepared import Prepared, check_loader
 from trainkit.config import TrainingConfig
-from trainkit.launch.patience import start_beating, wait_for_all
+from trainkit.launch.patience import say_what_takes_long, start_beating, wait_for_all
 from trainkit.launch.run_folder import borrow_run_folder, open_run
 from trainkit.launch.signals import Signals
 from trainkit.loop import evaluation
@@ -97,6 +97,9 @@ class Run:
         self.signals = Signals(self.accelerator, timeout_of(config))
         self.resources.callback(self.signals.restore)
         self.resources.callback(start_beating(self.accelerator))
+        self.resources.callback(
+            say_what_takes_long(self.accelerator, lambda: self.signals.stepping)
+        )
         set_seed(config.seed)
         self.stage = "entered"
         return self

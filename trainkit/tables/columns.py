@@ -345,25 +345,29 @@ def encode(
 
     A problem is a row, numbered as in the index of `table`, a column and a sentence.
     """
-    blocks, problems = [], []
+    blocks, problems = [np.empty((len(table), 0))], []
     for column in columns:
-        values = table[column.name]
-        numbers = parse_cells(values, column)
-        if numbers.notna().all():
-            blocks.append(column.expand(numbers.to_numpy()))
-            continue
-        wrong = numbers.isna() & values.notna() & ~values.isin([*MISSING, *(column.words or [])])
-        if column.fill is not None:
-            numbers = numbers.fillna(column.fill)
-        for row in table.index[wrong | numbers.isna()]:
-            wanted = "number like 1234.5 (at most 1e38)"
-            if column.days:
-                wanted = "date as in training"
-            if column.unit is not None:
-                wanted = f"number like {column.example}"
-            why = (
-                f"'{values[row]!s:.40}' is not a {wanted}" if wrong[row] else "the value is missing"
-            )
-            problems.append((row, column.name, why))
-        blocks.append(column.expand(numbers.to_numpy()))
+        values, wrong = read_column(table[column.name], column)
+        problems += wrong
+        blocks.append(column.expand(values.to_numpy()))
     return np.concatenate(blocks, axis=1, dtype=np.float64), problems
+
+
+def read_column(values: pd.Series, column: Column) -> tuple[pd.Series, list[tuple[int, str, str]]]:
+    """Return parse_cells() of one column, missing ones filled in, and the problems of encode()."""
+    parsed = parse_cells(values, column)
+    if parsed.notna().all():
+        return parsed, []
+    wrong = parsed.isna() & values.notna() & ~values.isin([*MISSING, *(column.words or [])])
+    if column.fill is not None:
+        parsed = parsed.fillna(column.fill)
+    problems = []
+    for row in values.index[wrong | parsed.isna()]:
+        wanted = "number like 1234.5 (at most 1e38)"
+        if column.days:
+            wanted = "date as in training"
+        if column.unit is not None:
+            wanted = f"number like {column.example}"
+        why = f"'{values[row]!s:.40}' is not a {wanted}" if wrong[row] else "the value is missing"
+        problems.append((row, column.name, why))
+    return parsed, problems

@@ -52,6 +52,7 @@ from trainkit.tables.columns import (
     learn_column,
     list_counts,
     parse_cells,
+    read_column,
     read_numbers,
     target_column,
 )
@@ -90,6 +91,7 @@ def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
 
 
 Names = Annotated[list[str], comma_separated(str)]
+MAX_SCORES = 2**29  # of all classes for all rows, which the linear model computes at once
 
 
 @dataclass
@@ -315,15 +317,20 @@ def make_table_sets(
     given = torch.from_numpy(table.index.to_numpy() >= first) if where else None
     split, learned = split_and_learn(table, targets, config, in_folds, given)
     columns = [column for column in learned.values() if not column.problem]
-    values, problems = encode(table, [*columns, *targets])
+    features, problems = encode(table, columns)
+    if classes:
+        # A 0/1 number for each class would make a table of rows x classes, which need not fit.
+        labels, wrong = number_classes(table[names[0]], targets[0])
+    else:
+        numbers, wrong = encode(table, targets)
+    problems += wrong
     if problems or not columns:
         places = {row: _name_row(row, first, where) for row, _, _ in problems}
         raise UsageError(_judge(learned, problems, places, table, config))
-    features, numbers = np.split(values, [-len(classes or names)], axis=1)
     inputs, facts = standardise_columns("feature", features, split, config)
     facts |= _describe_columns(learned) | {"targets": names}
     if classes:
-        outputs = torch.from_numpy(numbers.argmax(1))
+        outputs = labels
         parts = outputs[split.train], outputs[split.test]
         split.plan.update(describe_classes(*parts, classes, "row"))
         facts["classes"] = classes
@@ -375,6 +382,13 @@ def find_table_classes(values: pd.Series, where: str, config: TableConfig) -> li
             f"{count(len(texts), 'row')}, which are not classes: choose another --target, or to "
             f"predict a number: {for_numbers}"
         )
+    if len(classes) * len(texts) > MAX_SCORES:
+        gigabytes = 8 * len(classes) * len(texts) / 1e9
+        raise UsageError(
+            f"{where}: column {name!r} has {count(len(classes), 'class')} in "
+            f"{count(len(texts), 'row')}, and a score of each class for each row takes "
+            f"{gigabytes:.0f} GB: choose another --target, or put rare classes into one"
+        )
     return classes
 
 
@@ -391,7 +405,9 @@ def split_and_learn(
     """
     num_rows = len(table)
     if given is None:
-        labels = number_classes(table[targets[0].name], targets[0])
+        labels = None
+        if targets[0].categories is not None:
+            labels, _ = number_classes(table[targets[0].name], targets[0])
         sides = splits.hold_out(num_rows, config.test_fraction, labels, seed=config.data_seed)
         train, test = (side.sort().values for side in sides)
     else:
@@ -420,11 +436,12 @@ def split_and_learn(
     return TableSplit(train.numpy(), test.numpy(), folds, plan), learned
 
 
-def number_classes(values: pd.Series, column: Column) -> torch.Tensor | None:
-    """Return the number of the class of each row, int64; None for a column of numbers."""
-    if column.categories is None:
-        return None
-    return torch.from_numpy(pd.Index(column.categories).get_indexer(parse_cells(values, column)))
+def number_classes(
+    values: pd.Series, column: Column
+) -> tuple[torch.Tensor, list[tuple[int, str, str]]]:
+    """Return the number of the class of each row, int64, and the problems, as encode() has them."""
+    texts, problems = read_column(values, column)
+    return torch.from_numpy(pd.Index(column.categories).get_indexer(texts)), problems
 
 
 def hash_rows(

@@ -5,6 +5,7 @@ python -m trainkit.tools.launch --config_file accelerate_configs/2cpu.yaml train
 For a scheduler that decides by the exit code whether to restart: docs/kubernetes/train.yaml.
 """
 
+import signal
 import sys
 
 from accelerate.commands.launch import main
@@ -13,6 +14,15 @@ from torch.distributed.launcher.api import ChildFailedError, SignalException
 try:
     main()
 except ChildFailedError as error:
-    sys.exit(error.get_first_failure()[1].exitcode)
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:  # a signal; such a process, killed in its imports say, printed nothing
+        name = signal.Signals(-failure.exitcode).name
+        why = ", probably because the memory is full" if name == "SIGKILL" else ""
+        print(
+            f"error: process {rank} was ended by {name}{why}; the checkpoints are intact: "
+            "remove the cause, then start the same command with --resume auto",
+            file=sys.stderr,
+        )
+    sys.exit(failure.exitcode)
 except SignalException:  # sent to this launcher, which passed it on and waited
     sys.exit(75)
