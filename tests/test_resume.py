@@ -2,15 +2,18 @@
 
 import itertools
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from conftest import assert_same_numbers, finish
+from conftest import assert_same_numbers, finish, refused
 from faults import digests
 from plain import quick
 from test_checkpoint import reforge
+
+from trainkit.checkpoints.fingerprint import read_same_run
 
 LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
 SCRIPTS = ("train_mnist", "train_regression")
@@ -98,3 +101,14 @@ def test_a_signal_at_any_step_to_one_process_saves_that_step_and_loses_nothing(
         assert f"stopped by {words}, saved" in outcome.output
         finish(nursery, "train_mnist", *args, run_dir, "--resume", "auto", world=world)
         assert digests(run_dir) == digests(tmp_path / "whole")
+
+
+def test_a_flag_that_came_since_the_checkpoint_may_be_off_and_may_not_be_on(tmp_path):
+    progress = {"step": 1, "epoch": 0, "step_in_epoch": 1}
+    saved = {"fingerprint": {"seed": 0}, "progress": progress}
+    (tmp_path / "trainer.json").write_text(json.dumps(saved))
+    off = {"seed": 0, "decay": 0.0, "missing_values": [], "metadata[fit]": "null"}
+    assert read_same_run(tmp_path, off, 9)["progress"].step == 1
+    for changed in ({"decay": 0.1}, {"metadata[fit]": '"crop"'}, {"seed": 1}):
+        with refused(f"belongs to another run: {re.escape(next(iter(changed)))} is"):
+            read_same_run(tmp_path, off | changed, 9)

@@ -27,6 +27,9 @@ from trainkit.outside.names import prepared_loaders
 from trainkit.sharding import shards
 from trainkit.text import shorten
 
+# A flag, or an entry of the metadata (JSON), that an older version did not have, changes nothing.
+NOT_IN_USE: tuple[Any, ...] = (None, False, 0, "", [], {}, "null", "false", '""', "[]", "{}")
+
 
 def fingerprint_run(
     facts: Facts, metadata: dict[str, Any], started_from: str, fixed: dict[str, Any]
@@ -78,7 +81,8 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
         progress = Progress(**trainer["progress"])
     # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):
-        if before.get(name) != now.get(name):
+        came_since = name not in before and now[name] in NOT_IN_USE
+        if before.get(name) != now.get(name) and not came_since:
             raise UsageError(
                 f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
                 f"{now.get(name)!r} here: resume with what it had, or start anew without --resume"

@@ -318,19 +318,14 @@ def make_table_sets(
     split, learned = split_and_learn(table, targets, config, in_folds, given)
     columns = [column for column in learned.values() if not column.problem]
     features, problems = encode(table, columns)
-    if classes:
-        # A 0/1 number for each class would make a table of rows x classes, which need not fit.
-        labels, wrong = number_classes(table[names[0]], targets[0])
-    else:
-        numbers, wrong = encode(table, targets)
-    problems += wrong
-    if problems or not columns:
-        places = {row: _name_row(row, first, where) for row, _, _ in problems}
-        raise UsageError(_judge(learned, problems, places, table, config))
+    numbers, wrong = encode_targets(table, targets)
+    if problems or wrong or not columns:
+        places = {row: _name_row(row, first, where) for row, _, _ in problems + wrong}
+        raise UsageError(_judge(learned, problems + wrong, places, table, config))
     inputs, facts = standardise_columns("feature", features, split, config)
     facts |= _describe_columns(learned) | {"targets": names}
     if classes:
-        outputs = labels
+        outputs = torch.from_numpy(numbers)
         parts = outputs[split.train], outputs[split.test]
         split.plan.update(describe_classes(*parts, classes, "row"))
         facts["classes"] = classes
@@ -442,6 +437,19 @@ def number_classes(
     """Return the number of the class of each row, int64, and the problems, as encode() has them."""
     texts, problems = read_column(values, column)
     return torch.from_numpy(pd.Index(column.categories).get_indexer(texts)), problems
+
+
+def encode_targets(
+    table: pd.DataFrame, targets: list[Column]
+) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
+    """Return encode() of targets that are numbers, or the number of the class of each row, int64.
+
+    A 0/1 number for each class would make a table of rows x classes, which need not fit.
+    """
+    if targets[0].categories is None:
+        return encode(table, targets)
+    labels, problems = number_classes(table[targets[0].name], targets[0])
+    return labels.numpy(), problems
 
 
 def hash_rows(
