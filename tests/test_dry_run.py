@@ -12,7 +12,7 @@ SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     [
         (1, {}, "--mirror mirror --mirror-must --tracker tensorboard"),
         (2, {}, "--accumulate 2"),
-        (2, SHARDED, "--resume latest"),
+        (2, SHARDED, "--resume auto"),
     ],
 )
 def test_a_dry_run_leaves_nothing(fork_main, tmp_path, world, env, flags):
@@ -41,7 +41,8 @@ def test_a_dry_run_fails_as_the_run_would(fork_main, tmp_path):
     flags = f"{FLAGS} --dry-run --learning-rate 1e38 --model mlp"
     done = fork_main("train_regression.py", flags, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
     assert "the weights are not finite after step 1" in done.error(1)
-    done = fork_main("train_regression.py", f"{FLAGS} --dry-run --data none.csv", cwd=tmp_path)
+    flags = "--run-dir runs/a --dry-run --data none.csv --target y"
+    done = fork_main("train_regression.py", flags, cwd=tmp_path)
     assert "none.csv" in done.error(2)
     assert [*tmp_path.iterdir()] == []
 

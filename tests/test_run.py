@@ -564,7 +564,7 @@ MISTAKES = r"""
 ! a learning rate schedule was not given to accelerator.prepare
 - run.begin((one, two)
 + run.begin(one
-! got 1 model and accelerator.prepare 2: .* A frozen model, such as a teacher, is not prepared
+! got 1 model and accelerator.prepare 2: .* such as a teacher, need not be prepared
 - (Numbers(), Numbers())
 + (CountedStream(), Numbers())
 ! the training set is a CountedStream, whose samples have no index

@@ -70,6 +70,8 @@ def check_values() -> None:
     """
     env = os.environ
     for name in NUMBERS:
+        if name == "MASTER_PORT" and int(env.get("WORLD_SIZE") or 1) == 1:
+            continue  # Kubernetes sets it to an address for a service called master
         if not re.fullmatch("[0-9]{0,9}", env.get(name, "")):
             raise UsageError(f"{name}={env[name]} is not a whole number: unset it, or correct it")
     for name in SWITCHES:

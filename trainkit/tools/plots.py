@@ -83,6 +83,8 @@ def draw_run(run_dir: Path) -> list[Path]:
         try:
             draw().savefig(run_dir / name)
             drawn.append(run_dir / name)
+        except (UsageError, ImportError):  # of a file that cannot be read, which others need too
+            raise
         except Exception as problem:  # no memory, no disk, values that no scale holds
             print(f"{run_dir / name} was not drawn: {first_sentence(problem)}", file=sys.stderr)
     return drawn
@@ -237,7 +239,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UsageError(f"{run_dir} is not a run folder: it has no metrics.jsonl")
     with as_usage_error(f"{' and '.join(map(str, run_dirs))} cannot be drawn"):
         if len(run_dirs) == 1:
-            print(*draw_run(run_dirs[0]), sep="\n")
+            drawn = draw_run(run_dirs[0])
+            if not drawn:
+                raise UsageError(f"{run_dirs[0]} cannot be drawn: the reasons are above")
+            print(*drawn, sep="\n")
         else:
             from trainkit.tools.compare import compare_runs  # here: its evaluate may take 3 s
 
