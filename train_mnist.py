@@ -45,7 +45,6 @@ from trainkit.config import (
     parse,
 )
 from trainkit.pictures.drawn import draw_input, spread
-from trainkit.pictures.small import fit_to_size
 
 SIZE = 28  # pixels; every picture is brought to SIZE x SIZE grey values
 MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
@@ -135,7 +134,7 @@ class Config(TrainingConfig):
     target_accuracy: MayChange[Share | None] = None
     """exit with 3 if the last evaluation is below this fraction"""
 
-    # These defaults differ from those of trainkit.config. load_data sets the values that are UNSET.
+    # These defaults differ from those of trainkit.config. choose_defaults sets what is UNSET.
     run_dir: Path = Path("runs/mnist")
     epochs: int = UNSET
     """passes over the training data (default: 3; more for a small data set)"""
@@ -150,8 +149,7 @@ class Config(TrainingConfig):
     eval_batch_size: int = 512
 
     def __post_init__(self):
-        if self.learning_rate is None:
-            self.learning_rate = 0.1 if self.optimizer == "sgd" else 6e-3
+        self.set_unset({"learning_rate": 0.1 if self.optimizer == "sgd" else 6e-3})
 
     def find_problems(self, num_processes: int) -> list[str]:
         problems = super().find_problems(num_processes)
@@ -160,9 +158,27 @@ class Config(TrainingConfig):
         return problems
 
 
-# Defaults for MNIST, and those that differ for a much smaller data set.
+# Defaults for MNIST, and those that differ for a much smaller data set. LARGE would make few steps
+# of it, and leave out up to a batch of 128 in each epoch.
 LARGE = {"batch_size": 128, "epochs": 3, "max_shift": 1.0, "max_turn": 5.0, "drop_last": True}
-SMALL = {"max_shift": 3.0, "max_turn": 20.0}
+SMALL = {"batch_size": 32, "max_shift": 3.0, "max_turn": 20.0, "drop_last": False}
+SMALL_SET = 10_000  # pictures; with fewer it is small
+NUM_SEEN = 16_384  # pictures that a run on a small data set sees at least, each several times
+
+
+def choose_defaults(config: Config, num_train: int) -> dict[str, str]:
+    """Set the flags that are UNSET by the number of training pictures; return a line of the plan.
+
+    There is a line for a small data set only. If the user chose --batch-size or --drop-last, no
+    data set counts as small.
+    """
+    is_small = num_train < SMALL_SET and config.batch_size is None and config.drop_last is None
+    if not is_small:
+        config.set_unset(LARGE)
+        return {}
+    epochs = max(3, NUM_SEEN // max(1, num_train))
+    flags = config.set_unset(LARGE | SMALL | {"epochs": epochs})
+    return {"small set": f"of {num_train} pictures: {flags}"}
 
 
 def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
@@ -198,7 +214,7 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
     plan |= describe_reading(train, held_out) | describe_values(sampled)
     plan |= describe_evaluation(train, held_out)
-    plan |= fit_to_size(config, len(train_set), LARGE, SMALL)
+    plan |= choose_defaults(config, len(train_set))
     plan["next"] = for_colour if is_photo else f"python app.py {shlex.quote(str(config.run_dir))}"
     metadata = {"classes": classes, "pictures": pictures, "reading": how_read(train, held_out)}
     return train_set, eval_set, metadata | {"plan": plan}

@@ -118,8 +118,8 @@ class Config(sets.TableConfig):
     schedule: Schedule = "cosine"
 
     def __post_init__(self):
-        self.model = self.model or ("tabm" if self.data else "linear")
-        self.set_defaults(network.DEFAULTS if self.model == "tabm" else PLAIN)
+        self.set_unset({"model": "tabm" if self.data else "linear"})
+        self.set_unset(network.DEFAULTS if self.model == "tabm" else PLAIN)
 
     def find_problems(self, num_processes: int) -> list[str]:
         problems = super().find_problems(num_processes)
@@ -150,7 +150,7 @@ def load_data(config: Config) -> sets.TableSets:
     made.metadata["hidden"] = hidden
     if config.model == "tabm":
         made.metadata["edges"] = network.find_edges(made.train.tensors[0])
-        network.suit_size(config, len(made.train))
+        config.set_unset(network.choose_sizes(len(made.train), config.batch_size))
     return made
 
 

@@ -95,7 +95,7 @@ def load_data(config: Config) -> tuple:
     network, metadata, lines = backbones.load_network(config)
     train, held_out, plan = photos.load_sets(config)
     epochs = 20 if config.freeze else min(20, max(5, NUM_SEEN // len(train)))
-    vars(config).update(epochs=config.epochs or epochs)
+    config.set_unset({"epochs": epochs})
     metadata |= {"script": Path(__file__).stem, "classes": train.classes}
     metadata |= {"reading": how_read(train.split, held_out.split)}
     return train, held_out, network, metadata, plan | lines

@@ -32,7 +32,7 @@ class Config(sets.TableConfig):
     schedule: Schedule = "cosine"
 
     def __post_init__(self):
-        self.set_defaults(network.DEFAULTS)
+        self.set_unset(network.DEFAULTS)
 
     def find_problems(self, num_processes: int) -> list[str]:
         problems = super().find_problems(num_processes)
@@ -44,7 +44,7 @@ def load_data(config: Config) -> sets.TableSets:
     made = sets.make_class_sets(*sets.load_table(config, predicts_classes=True), config)
     made.metadata.update(input="table_class", script=Path(__file__).stem)
     made.metadata["edges"] = network.find_edges(made.train.tensors[0])
-    network.suit_size(config, len(made.train))
+    config.set_unset(network.choose_sizes(len(made.train), config.batch_size))
     return made
 
 

@@ -14,7 +14,7 @@ from conftest import ROOT, refused
 
 import train_mnist
 import train_regression
-from trainkit.config import TrainingConfig, parse
+from trainkit.config import UNSET, TrainingConfig, parse
 from trainkit.config.command_line import find_urls
 from trainkit.files import stores
 from trainkit.numbers.position import Progress
@@ -112,22 +112,22 @@ def test_flags_that_do_not_go_together_are_refused(flags, words, monkeypatch):
 UNREAD = {
     "train_regression --data x --num-targets 3 --noise 0": [
         "--num-targets 3 does nothing with --data: leave out one of them",
-        "--noise 0.0 does nothing with --data: leave out one of them",
+        "--noise 0 does nothing with --data: leave out one of them",
     ],
     "train_regression --hidden 8,9 --data x": [
         "--hidden 8,9 does nothing with --model tabm: leave it out, or give --model mlp"
     ],
     "train_regression --momentum 7": [
-        "--momentum 7.0 does nothing with --optimizer adamw: leave it out, or give --optimizer sgd"
+        "--momentum 7 does nothing with --optimizer adamw: leave it out, or give --optimizer sgd"
     ],
     "train_mnist --gamma 0.5": [
         "--gamma 0.5 does nothing with --schedule onecycle: leave it out, or give --schedule "
         "exponential or exponential+cosine"
     ],
     "train_mnist --cosine-epochs 2 --max-shift 0 --no-augment": [
-        "--cosine-epochs 2.0 does nothing with --schedule onecycle: leave it out, or give "
+        "--cosine-epochs 2 does nothing with --schedule onecycle: leave it out, or give "
         "--schedule cosine or exponential+cosine",
-        "--max-shift 0.0 does nothing with --no-augment: leave out one of them",
+        "--max-shift 0 does nothing with --no-augment: leave out one of them",
     ],
     "train_regression --separator ; --missing drop --categorical a,b": [
         "--categorical a,b does nothing without --data: leave it out, or give both",
@@ -246,6 +246,17 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
     assert plain == again and plain not in changed and shorter == long != plain
     # run.begin's metadata may be called like a shared flag, such as "pictures".
     assert configs[0].nodes_may_differ == {"data", "eval_data", "target_r2"}
+
+
+def test_a_value_is_chosen_for_a_flag_that_is_unset_and_for_no_other():
+    config = parse(train_regression.Config, ["--batch-size", "8", "--clip-norm", "inf"])
+    assert config.epochs == 30 and config.batch_size == 8  # as suits --model linear
+    config = TrainingConfig(epochs=UNSET, drop_last=UNSET, momentum=UNSET, warmup=UNSET)
+    config.warmup = 0.0  # a value, though it is not true
+    values = {"epochs": 4, "batch_size": 7, "drop_last": False, "momentum": 2.0, "warmup": 0.1}
+    assert config.set_unset(values) == "--epochs 4 --no-drop-last --momentum 2"
+    assert config == TrainingConfig(epochs=4, momentum=2.0)
+    assert config.set_unset(values) == ""
 
 
 def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(capsys, monkeypatch):

@@ -27,7 +27,6 @@ from trainkit.pictures import grey as pictures
 from trainkit.pictures import photos as photos_in_colour
 from trainkit.pictures.decoding import source_of
 from trainkit.pictures.grey import Sampled
-from trainkit.pictures.small import fit_to_size
 from trainkit.pictures.splits import read_split
 from trainkit.tools import photos
 
@@ -636,6 +635,6 @@ def test_equal_pictures_are_on_one_side_and_what_an_evaluation_cannot_tell_is_in
 )
 def test_sizes_that_are_given_are_kept(num, typed, sizes):
     config = parse(train_mnist.Config, typed.split())
-    plan = fit_to_size(config, num, train_mnist.LARGE, train_mnist.SMALL)
+    plan = train_mnist.choose_defaults(config, num)
     chosen = config.epochs, config.batch_size, config.drop_last, config.max_shift, config.max_turn
     assert chosen == sizes and bool(plan) == (sizes[1] == 32)

@@ -64,8 +64,8 @@ FALLING = ("onecycle", "cosine", "linear")
 MAY_CHANGE = "may have another value when a run is resumed"
 MayChange = Annotated[T, MAY_CHANGE]
 
-# A default that load_data, or __post_init__, replaces. Any, so that a field is annotated with the
-# type that it has later.
+# The default of a field for which a script chooses a value: see TrainingConfig.set_unset. Any, so
+# that a field is annotated with the type that it has later.
 UNSET: Any = None
 
 
@@ -160,6 +160,16 @@ class TrainingConfig:
     """steps to profile: trace.json, a table, and what limits a step"""
     timeout: MayChange[Count] = 300
     """seconds after which a process that does not answer counts as lost"""
+
+    def set_unset(self, values: dict[str, Any]) -> str:
+        """Give fields these values where they are UNSET, so where the user has given none.
+
+        To be called in __post_init__ for defaults that depend on other flags, and in load_data for
+        those that depend on the data. Returns the flags that were set, as they would be typed.
+        """
+        chosen = {name: value for name, value in values.items() if getattr(self, name) is UNSET}
+        vars(self).update(chosen)
+        return " ".join(self._typed(name, value) for name, value in chosen.items())
 
     @property
     def peak_learning_rate(self) -> float:
@@ -263,8 +273,8 @@ class TrainingConfig:
         """A flag and its value, as they are typed."""
         if isinstance(value, bool):
             return flag(name if value else f"no_{name}")
-        words = map(str, value) if isinstance(value, list | tuple) else [str(value)]
-        return f"{flag(name)} {','.join(words)}"
+        values = value if isinstance(value, list | tuple) else [value]
+        return f"{flag(name)} {','.join(str(each).removesuffix('.0') for each in values)}"
 
     def validate(self, num_processes: int, is_loaded: bool = False) -> None:
         """Raise one UsageError that names everything that is wrong with the values.

@@ -350,7 +350,7 @@ def first_day(config: Any) -> date:
     day = config.day
     if day is None and config.resume and (config.run_dir / "run.json").exists():
         day = read_run_json(config.run_dir)["arguments"].get("day")
-    vars(config).update(day=day or date.today().isoformat())
+    config.set_unset({"day": day or date.today().isoformat()})
     with as_usage_error(f"--day {config.day} is not like 2026-01-31"):
         return date.fromisoformat(config.day)
 

@@ -54,11 +54,12 @@ def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[s
     is_fixed = settings.get("fixed_input_size")
     if is_fixed and config.size not in (None, side):
         raise UsageError(f"--size {config.size}: this network takes only pictures of size {side}")
-    size = config.size or (side if is_fixed else min(224, side))
+    config.set_unset({"size": side if is_fixed else min(224, side)})
+    size = config.size
     # What is padded or squashed is seen whole, without the margin that a crop leaves out.
     is_whole = config.fit in ("pad", "squash")
     usual = size if is_whole else round(size / 0.95)
-    vars(config).update(size=size, resize=config.resize or usual)
+    config.set_unset({"resize": usual})
     metadata = {"input": "photo", "model": settings["architecture"], "freeze": config.freeze}
     metadata |= {"size": size, "resize": config.resize}
     metadata |= {name: [float(value) for value in settings[name]] for name in ("mean", "std")}

@@ -22,6 +22,9 @@ from trainkit.pictures.shown import describe_reading
 from trainkit.text import shorten
 
 NUM_SHOWN, SIDE_SHOWN = 100, 96  # evaluation pictures saved for plots and page, and their side
+# The defaults with --freeze, and without.
+FROZEN = {"learning_rate": 2e-3, "weight_decay": 1.0}
+TRAINED = {"learning_rate": 1e-3, "weight_decay": 0.05}
 
 
 @dataclass
@@ -64,9 +67,7 @@ class PhotoConfig(TrainingConfig):
     """decoupled for adamw, else an L2 penalty (default: 0.05; 1 with --freeze)"""
 
     def __post_init__(self):
-        self.learning_rate = self.learning_rate or (2e-3 if self.freeze else 1e-3)
-        if self.weight_decay is None:
-            self.weight_decay = 1.0 if self.freeze else 0.05
+        self.set_unset(FROZEN if self.freeze else TRAINED)
 
     def find_problems(self, num_processes: int) -> list[str]:
         """What is wrong with the values, one phrase each."""

@@ -179,10 +179,8 @@ def set_scale(
     accelerator.unwrap_model(model).scale.fill_(SCALES[worse.mean(1) <= error / 2].min())
 
 
-def suit_size(config: Any, num_rows: int) -> None:
-    """Set batch size and epochs, where the user has not, to about NUM_STEPS steps."""
-    if config.batch_size is None:
-        vars(config).update(batch_size=min(256, max(8, 2 ** ((num_rows // 30).bit_length() - 1))))
-    if config.epochs is None:
-        steps = -(-num_rows // config.batch_size)
-        vars(config).update(epochs=min(40, max(5, round(NUM_STEPS / steps))))
+def choose_sizes(num_rows: int, batch_size: int | None) -> dict[str, int]:
+    """Return a batch size, and epochs that make about NUM_STEPS steps, with batch_size if given."""
+    suitable = min(256, max(8, 2 ** ((num_rows // 30).bit_length() - 1)))
+    steps = -(-num_rows // (batch_size or suitable))
+    return {"batch_size": suitable, "epochs": min(40, max(5, round(NUM_STEPS / steps)))}

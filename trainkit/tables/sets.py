@@ -143,10 +143,6 @@ class TableConfig(TrainingConfig):
             problems.append("--eval-data goes with --data: name the table to train on as well")
         return problems
 
-    def set_defaults(self, values: dict[str, Any]) -> None:
-        """Set each of these fields that the user has not."""
-        vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
-
 
 class TableSplit(NamedTuple):
     """Positions of the rows to train and to evaluate on, int64, folds, and lines of the plan.

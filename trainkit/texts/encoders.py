@@ -55,7 +55,7 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
         with torch.device("meta"):
             model = AutoModel.from_config(made, trust_remote_code=False)
     limit = min(tokenizer.model_max_length, _num_positions(model))
-    vars(config).update(max_tokens=config.max_tokens or min(limit, MAX_TOKENS))
+    config.set_unset({"max_tokens": min(limit, MAX_TOKENS)})
     if config.max_tokens > limit:
         raise UsageError(f"--max-tokens {config.max_tokens}: {config.base} takes at most {limit}")
     return values, tokenizer

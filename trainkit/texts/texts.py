@@ -71,8 +71,7 @@ class TextConfig(TrainingConfig):
     """decoupled for adamw, else an L2 penalty (default: 0, or 0.05 with --base)"""
 
     def __post_init__(self) -> None:
-        values = PRETRAINED if self.base else BAG
-        vars(self).update({n: v for n, v in values.items() if getattr(self, n) is None})
+        self.set_unset(PRETRAINED if self.base else BAG)
 
     def find_problems(self, num_processes: int) -> list[str]:
         """Add flags of the data that go with --data, or without it."""
@@ -215,19 +214,14 @@ def fit_bag(config: TextConfig, num_train: int) -> dict[str, str]:
     of the time: for many texts, batch size and rate are larger by the same factor, at most 8,
     unless the user chose one of them. A few texts are read more often.
     """
-    chosen: dict[str, float] = {}
-    if config.epochs is None:
-        chosen["epochs"] = min(20, max(5, 5 * bags.FEW // num_train))
+    epochs = min(20, max(5, 5 * bags.FEW // num_train))
     is_chosen = any((config.batch_size, config.learning_rate, config.scale_lr))
     factor = 1 if is_chosen else min(8, max(1, num_train // MANY))
-    if config.batch_size is None:
-        chosen["batch_size"] = 60 * factor
-    if config.learning_rate is None:
-        chosen["learning_rate"] = 8.0 * factor
-    vars(config).update(chosen)
-    if factor == 1 and chosen.get("epochs", 5) == 5:
+    is_usual = factor == 1 and (epochs == 5 or config.epochs is not None)
+    sizes = {"epochs": epochs, "batch_size": 60 * factor, "learning_rate": 8.0 * factor}
+    flags = config.set_unset(sizes)
+    if is_usual:
         return {}
-    flags = " ".join(f"{flag(name)} {value:g}" for name, value in chosen.items())
     return {"size": f"{count(num_train, 'text')} to train on: {flags}"}
 
 
