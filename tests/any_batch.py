@@ -22,7 +22,7 @@ from trainkit.config import MayChange, TrainingConfig, parse
 
 NUM_TRAIN, NUM_EVAL = 61, 21  # batches of 18 leave seven samples for the last
 WEIGHTS = (torch.arange(NUM_TRAIN) % 4).double()  # of a sample; every fourth is never drawn
-MOST = 11  # texts with a "b", after which the run stops: batches of 18 have them in 12 steps
+MOST = 17  # texts with a "b", after which the run stops: batches of 18 have them in 12 steps
 WRONG = os.environ.get("WRONG")  # what differs on process 1, though it must not
 RANK = int(os.environ.get("RANK", "0"))
 

@@ -203,11 +203,11 @@ def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpo
 
 def test_a_checkpoint_in_another_format_is_refused_in_one_sentence(saved):
     manifest = step(saved, 3) / "MANIFEST.json"
-    manifest.write_text(manifest.read_text().replace('"format": 6', '"format": 5'))
-    assert "another version saved it, in format 5, not 6" in Run(saved).refuses(step(saved, 3))
+    manifest.write_text(manifest.read_text().replace('"format": 7', '"format": 5'))
+    assert "another version saved it, in format 5, not 7" in Run(saved).refuses(step(saved, 3))
     (saved / "run.json").write_text('{"git_revision": "1234567890ab"}')
     said = Run(saved).refuses(step(saved, 3))
-    assert "format 5, not 6: `git checkout 1234567890ab` gets the one that continues it" in said
+    assert "format 5, not 7: `git checkout 1234567890ab` gets the one that continues it" in said
 
 
 def test_a_state_that_json_cannot_hold_is_refused_when_a_sharded_run_saves_it(saved):

@@ -104,7 +104,7 @@ def test_two_nodes_train_as_one_process(tiny_mnist, tmp_path, train_in_double, c
 # How the second node differs, and what is said of it.
 DIFFERENCES = [
     ("--seed", "--seed is 0 on node 0 ("),
-    ("--dataset", "the data's md5 is "),  # of another size: other numbers of batches too
+    ("--dataset", "the hash of the data is "),  # of another size: other numbers of batches too
 ]
 
 

@@ -1,8 +1,10 @@
 """Order, augmentation and dropout are functions of (seed, epoch, sample, step) and nothing else."""
 
+import random
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -10,8 +12,8 @@ from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
 from trainkit.numbers.orders import weighted
-from trainkit.numbers.rng import release_dropout, seed_dropout
-from trainkit.rng import Dropout
+from trainkit.numbers.rng import release_dropout, seed_dropout, seed_generators
+from trainkit.rng import Dropout, key
 
 
 def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
@@ -50,14 +52,16 @@ def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn():
 CPU = torch.device("cpu")
 
 
-def test_what_draws_is_seeded_by_position_and_first_sample():
-    def numbers(first, *position):
-        seed_dropout([], CPU, first, *position)
-        return tuple(torch.rand(4).tolist())
+def test_all_generators_are_seeded_by_use_and_position():
+    def numbers(*parts):
+        seed_generators(CPU, key(*parts))
+        return torch.rand(1).item(), np.random.rand(), random.random()
 
-    places = [[0, 0, 0, 0], *torch.eye(4).int().tolist()]
-    assert len({numbers(*place) for place in places}) == len(places)
-    assert numbers(3, 2, 9, 0) == numbers(3, 2, 9, 0)
+    places = [["order", 0, 0, 0], ["batch", 0, 0, 0], ["order", 1, 0, 0], ["order", 0, 1, 0]]
+    drawn = [numbers(*place) for place in places]
+    assert all(len({*of_one}) == len(places) for of_one in zip(*drawn, strict=True))
+    assert numbers("order", 0, 1, 0) == drawn[3]
+    assert key("1") != key(1)
 
 
 def test_dropout_draws_the_same_masks_however_a_step_is_split_and_others_for_each_view():

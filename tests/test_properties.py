@@ -91,7 +91,7 @@ def test_a_key_is_splitmix64_of_its_numbers_one_after_another(numbers):
 @FIXED
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**48), min_size=1, max_size=20))
 def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(seed, indices):
-    first, num = key(seed, 3), 3  # of other nums the first is hashed with num: test_randoms.py
+    first, num = key("uniform 3 None", seed, 3), 3
     given_ = keyed_uniform(seed, 3, torch.tensor(indices), num)
     assert given_.dtype == torch.float32
     assert given_.tolist() == [

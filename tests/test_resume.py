@@ -13,7 +13,8 @@ from faults import digests
 from plain import quick
 from test_checkpoint import reforge
 
-from trainkit.checkpoints.fingerprint import read_same_run
+from trainkit.checkpoints.fingerprint import compare_sources, read_same_run
+from trainkit.files.manifest import FORMAT
 
 LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
 SCRIPTS = ("train_mnist", "train_regression")
@@ -105,10 +106,25 @@ def test_a_signal_at_any_step_to_one_process_saves_that_step_and_loses_nothing(
 
 def test_a_flag_that_came_since_the_checkpoint_may_be_off_and_may_not_be_on(tmp_path):
     progress = {"step": 1, "epoch": 0, "step_in_epoch": 1}
-    saved = {"fingerprint": {"seed": 0}, "progress": progress}
+    saved = {"format": FORMAT, "fingerprint": {"seed": 0, "data": "1"}, "progress": progress}
     (tmp_path / "trainer.json").write_text(json.dumps(saved))
-    off = {"seed": 0, "decay": 0.0, "missing_values": [], "metadata[fit]": "null"}
+    off = {"seed": 0, "data": "1", "decay": 0.0, "missing_values": [], "metadata[fit]": "null"}
     assert read_same_run(tmp_path, off, 9)["progress"].step == 1
     for changed in ({"decay": 0.1}, {"metadata[fit]": '"crop"'}, {"seed": 1}):
         with refused(f"belongs to another run: {re.escape(next(iter(changed)))} is"):
             read_same_run(tmp_path, off | changed, 9)
+
+
+def test_a_checkpoint_of_the_format_before_is_read_and_what_it_hashed_is_not_compared(tmp_path):
+    progress = {"step": 1, "epoch": 0, "step_in_epoch": 1}
+    before = {"fingerprint": {"seed": 0, "data": "an md5"}, "progress": progress}
+    (tmp_path / "trainer.json").write_text(json.dumps(before))
+    trainer = read_same_run(tmp_path, {"seed": 0, "data": "another kind of hash"}, 9)
+    assert [sentence.partition(",")[0] for sentence in compare_sources(trainer, {})] == [
+        "an older version saved this checkpoint"
+    ]
+    with refused("belongs to another run: seed is"):
+        read_same_run(tmp_path, {"seed": 1, "data": ""}, 9)
+    (tmp_path / "trainer.json").write_text(json.dumps(before | {"format": FORMAT}))
+    with refused("belongs to another run: data is"):
+        read_same_run(tmp_path, {"seed": 0, "data": "another"}, 9)

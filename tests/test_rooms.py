@@ -10,7 +10,7 @@ from conftest import ROOT
 
 # A module may import those of its own row and of the rows above it. A folder stands for its files.
 LAYERS = [
-    "text outside",
+    "text hashes outside",
     "errors",
     "config",
     "files",

@@ -20,8 +20,9 @@ import predict
 import train_mnist
 from trainkit.files import atomic as files
 from trainkit.files import records
-from trainkit.files.manifest import FORMAT, hash_of, verify
+from trainkit.files.manifest import FORMAT, verify
 from trainkit.files.weights import read_weights, write_tensors
+from trainkit.hashes import digest_file
 from trainkit.launch import startup
 from trainkit.pictures import grey as pictures
 from trainkit.reading import frames
@@ -51,7 +52,7 @@ def untouched(outside: Path) -> bool:
 def test_a_manifest_names_nothing_outside_its_folder(name, tmp_path, outside):
     folder = tmp_path / "step-0000000001"
     (folder / "state").mkdir(parents=True)
-    known = {"bytes": len(PRECIOUS), "xxh3_128": hash_of(outside / "file", "xxh3_128")}
+    known = {"bytes": len(PRECIOUS), "xxh3_128": digest_file(outside / "file")}
     manifest = {"format": FORMAT, "files": {name: known}}
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
     assert verify(folder) == f"{name} is missing" and untouched(outside)

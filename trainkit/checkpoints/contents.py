@@ -120,7 +120,7 @@ class Contents:
             for name in sorted(names):
                 weight = marks.tensors[name]
                 if not hasattr(weight, "to_local"):  # the rows of processes differ
-                    text = Marks({name: weight}).digest()
+                    text = Marks({name: weight}).hash()
                     texts[f"the frozen weight {name} of model {number}"] = text
         return texts
 

@@ -3,7 +3,6 @@
 The world of a run (its processes, device and versions) may differ, but then rounding does too.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,9 @@ from accelerate import Accelerator
 from trainkit.checks.content import hash_fixed, text_of
 from trainkit.checks.facts import Facts
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.files.manifest import FORMAT
 from trainkit.files.standard_json import from_exact_json, to_json
+from trainkit.hashes import digest
 from trainkit.launch import alike
 from trainkit.launch.environment import num_copies
 from trainkit.launch.together import failing_together
@@ -30,31 +31,33 @@ from trainkit.text import shorten
 # A flag, or an entry of the metadata (JSON), that an older version did not have, changes nothing.
 NOT_IN_USE: tuple[Any, ...] = (None, False, 0, "", [], {}, "null", "false", '""', "[]", "{}")
 
+# What format 6 hashed in another way, so that it cannot be compared.
+HASHES_OF_BEFORE = "data", "weights= or order= of the samples", "start_from"
+
 
 def fingerprint_run(
     facts: Facts, metadata: dict[str, Any], started_from: str, fixed: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the values by the names used in messages. Every process must call this.
 
-    started_from is the SHA-256 of --start-from; fixed has what is used and not trained, by name. A
+    started_from is the hash of --start-from; fixed has what is used and not trained, by name. A
     data set with fingerprint() returns an entry for each of its files, so that a message can name
     the file that changed. Raises UsageError on all processes if their values differ.
     """
     accelerator, models = facts.accelerator, facts.prepared.models
     with failing_together(accelerator, "run.begin(...) cannot read what is fixed"):
         hashes = {f"fixed[{name}]": hash_fixed(name, value) for name, value in fixed.items()}
-    digest = hashlib.md5(usedforsecurity=False)
     files = [dataset.fingerprint() for dataset in facts.sets if hasattr(dataset, "fingerprint")]
-    loaders = filter(None, map(batches_of, prepared_loaders(accelerator)))
-    for batches in loaders:
+    orders = []
+    for batches in filter(None, map(batches_of, prepared_loaders(accelerator))):
         if batches.is_custom:
             order = batches.order(0, 0, min(batches.num_samples, NUM_HELD))
-            digest.update(text_of(order).encode())
+            orders.append(text_of(order))
     fingerprint = {
         **facts.config.experiment(),
         **{name: value for of in files for name, value in of.items()},
         "data": facts.data_fingerprint,
-        "weights= or order= of the samples": digest.hexdigest(),
+        "weights= or order= of the samples": digest("".join(orders)),
         "size": num_parameters(models),
         **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
         **hashes,
@@ -82,7 +85,8 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
     # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):
         came_since = name not in before and now[name] in NOT_IN_USE
-        if before.get(name) != now.get(name) and not came_since:
+        other_hash = name in HASHES_OF_BEFORE and not is_of_this_format(trainer)
+        if before.get(name) != now.get(name) and not came_since and not other_hash:
             raise UsageError(
                 f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
                 f"{now.get(name)!r} here: resume with what it had, or start anew without --resume"
@@ -95,9 +99,24 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
     return trainer | {"progress": progress}
 
 
-def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
-    """Yield a sentence if source files differ: results of hash_sources()."""
-    if changed := sorted(name for name in now if before.get(name, now[name]) != now[name]):
+def is_of_this_format(trainer: dict[str, Any]) -> bool:
+    """Was trainer.json written in this format, and not in the one before?"""
+    return trainer.get("format") == FORMAT
+
+
+def compare_sources(trainer: dict[str, Any], now: dict[str, str]) -> Iterator[str]:
+    """Yield a sentence if source files differ from those that wrote this trainer.json.
+
+    now: the result of hash_sources(); trainer: empty for a new run.
+    """
+    before = trainer.get("sources", {})
+    if trainer and not is_of_this_format(trainer):
+        yield (
+            "an older version saved this checkpoint, which drew other random numbers: orders, "
+            "augmentation and dropout are others from here on, so that the rest of this epoch may "
+            "repeat samples, and whether the data are the same cannot be compared"
+        )
+    elif changed := sorted(name for name in now if before.get(name, now[name]) != now[name]):
         yield (
             f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "
             "the code as it is now"

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from accelerate import Accelerator
 
 from trainkit.checks.changes import Marks
 from trainkit.checks.content import text_of
 from trainkit.errors import UsageError
+from trainkit.hashes import digest
 from trainkit.outside.fixes import take_registered
 
 Tensors = dict[str, torch.Tensor]
@@ -58,10 +58,8 @@ class Registered:
         texts = {}
         for number, (kind, state) in enumerate(zip(self.kinds, states, strict=True)):
             of_this = {n: x for n, x in whole.items() if n.partition(".")[0] == str(number)}
-            text = text_of(state) + Marks(of_this).digest()
-            texts[f"the registered {kind} (number {number})"] = xxhash.xxh3_128_hexdigest(
-                text.encode()
-            )
+            text = text_of(state) + Marks(of_this).hash()
+            texts[f"the registered {kind} (number {number})"] = digest(text)
         return texts
 
     def check_kinds(self, saved: Sequence[str]) -> None:

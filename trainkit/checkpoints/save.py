@@ -52,9 +52,10 @@ from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.files.atomic import sync
 from trainkit.files.log import JsonlTracker
-from trainkit.files.manifest import hash_of, step_name
+from trainkit.files.manifest import FORMAT, step_name
 from trainkit.files.standard_json import to_json
 from trainkit.files.weights import read_weights
+from trainkit.hashes import digest_file
 from trainkit.launch.alike import hash_sources
 from trainkit.launch.together import failing_together, on_main
 from trainkit.mirror.mirror import Mirror, open_mirror
@@ -148,6 +149,7 @@ class Checkpoints:
         states, tensors = self.contents.registered.states()
         self.parts = self.contents.parts(tensors)
         return {
+            "format": FORMAT,
             "progress": asdict(progress),
             "sums": self.means.state(),
             "log_bytes": self.tracker.size(),
@@ -238,7 +240,7 @@ class Checkpoints:
                 # The run continues from this checkpoint. Rows are cut only after later checkpoints
                 # are renamed: if this is killed halfway, "auto" can still resume.
                 notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
-                notices += compare_sources(trainer.get("sources", {}), self.sources)
+                notices += compare_sources(trainer, self.sources)
                 notices.extend(abandon_later(self.directory, progress.step, path))
                 notices += self.tracker.cut(trainer.get("log_bytes", 0), trainer.get("log"))
                 sync(self.directory.parent)
@@ -283,7 +285,7 @@ class Checkpoints:
 def start_from(
     accelerator: Accelerator, config: TrainingConfig, model: torch.nn.Module
 ) -> tuple[str, str]:
-    """Load the weights of --start-from; return a line about it and its SHA-256, "" if not given.
+    """Load the weights of --start-from; return a line about it and its hash, "" if not given.
 
     Every process must call this. Raises UsageError on all of them.
     """
@@ -292,7 +294,7 @@ def start_from(
         return "", ""
     with failing_together(accelerator, f"--start-from {path} cannot be read"):
         tensors, line = read_weights(path, model)
-        fingerprint = hash_of(path)
+        fingerprint = digest_file(path)
     state = model.state_dict()
     rows = {name: shards.rows_of(state[name], value) for name, value in tensors.items()}
     model.load_state_dict(rows, strict=False)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 import torch
-import xxhash
 
+from trainkit.hashes import digest
 from trainkit.outside.names import version_of
 
 NUM_BYTES = 64  # of each tensor, spread over it
@@ -37,9 +37,9 @@ class Marks:
             return {*(sizes.keys() ^ tensors.keys())} or {*tensors}
         return self._differing(Marks(tensors).first)
 
-    def digest(self) -> str:
+    def hash(self) -> str:
         """A hash of the bytes that are compared, as they were."""
-        return xxhash.xxh3_128_hexdigest(self.first.numpy())
+        return digest(self.first.numpy())
 
     def _differing(self, now: torch.Tensor) -> set[str]:
         if torch.equal(self.first, now):

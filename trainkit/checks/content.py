@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from trainkit.errors import UsageError
-from trainkit.files.manifest import hash_of
+from trainkit.hashes import digest, digest_file
 from trainkit.numbers.loaders import has_transform
 
 AT_ONCE = 100  # samples of a list, or 100 times as many rows of a table
@@ -42,13 +41,13 @@ def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), [*value.shape], hash_tensor(value)]
     if isinstance(value, bytes | bytearray | memoryview):
-        return xxhash.xxh3_128_hexdigest(value)
+        return digest(value)
     if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):  # also of PIL
         array = np.asarray(value)
         if array.dtype.hasobject:
             return array.tolist()
         data = np.ascontiguousarray(array).view(np.uint8).data
-        return [str(array.dtype), [*array.shape], xxhash.xxh3_128_hexdigest(data)]
+        return [str(array.dtype), [*array.shape], digest(data)]
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, set | frozenset):
@@ -69,7 +68,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     """
     rows = getattr(tensor, "full_tensor", tensor.detach)().detach().cpu()
     rows = rows if rows.layout is torch.strided else rows.to_dense()
-    return xxhash.xxh3_128_hexdigest(rows.contiguous().flatten().view(torch.uint8).numpy())
+    return digest(rows.contiguous().flatten().view(torch.uint8).numpy())
 
 
 def sample_parts(sample: Any) -> dict[str, str]:
@@ -145,7 +144,7 @@ def _table_texts(dataset: Any) -> Iterator[str] | None:
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, part.schema) as writer:
                 writer.write_table(part)
-            yield xxhash.xxh3_128_hexdigest(memoryview(sink.getvalue()))
+            yield digest(memoryview(sink.getvalue()))
 
     return texts()
 
@@ -153,7 +152,7 @@ def _table_texts(dataset: Any) -> Iterator[str] | None:
 def hash_fixed(name: str, value: Any) -> str:
     """Hash what a module holds, a file, or all files below a folder. Raises UsageError."""
     if isinstance(value, torch.nn.Module):
-        return xxhash.xxh3_128_hexdigest(text_of(value.state_dict()).encode())
+        return digest(text_of(value.state_dict()))
     path = Path(value)
     paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     if not paths:
@@ -161,5 +160,5 @@ def hash_fixed(name: str, value: Any) -> str:
             f"run.begin(...) got fixed[{name!r}] = {str(path)!r}, where no file is: give a module, "
             "or the path of a file or folder that the experiment uses"
         )
-    files = [[file.relative_to(path).as_posix(), hash_of(file, "xxh3_128")] for file in paths]
-    return xxhash.xxh3_128_hexdigest(text_of(files).encode())
+    files = [[file.relative_to(path).as_posix(), digest_file(file)] for file in paths]
+    return digest(text_of(files))

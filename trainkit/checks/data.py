@@ -2,7 +2,6 @@
 draws random numbers that do not follow from the seed.
 """
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from trainkit.checks.shared_rows import (
 )
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
+from trainkit.hashes import digest
 from trainkit.launch import alike
 from trainkit.numbers.loaders import (
     InMemory,
@@ -142,8 +142,8 @@ def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
     return {name for name in one | other if one.get(name) != other.get(name)}
 
 
-def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> list[str]:
-    """Add to the digest what identifies a data set; return the texts of samples that were made.
+def fingerprint_set(hashes: list[str], dataset: Dataset, drawn: set[str]) -> list[str]:
+    """Add hashes of what identifies a data set; return the texts of samples that were made.
 
     These are all tensors of an InMemory set; what fingerprint() of a set returns; all of a set that
     is held in memory; of any other set the length and NUM_HASHED samples spread over it, without
@@ -151,21 +151,21 @@ def fingerprint_set(digest: Any, dataset: Dataset, drawn: set[str]) -> list[str]
     """
     made: list[str] = []
     if isinstance(dataset, InMemory):
-        digest.update(text_of(dataset.tensors).encode())
+        hashes.append(digest(text_of(dataset.tensors)))
         return made
     if hasattr(dataset, "fingerprint"):
-        digest.update(repr(dataset.fingerprint()).encode())
+        hashes.append(digest(repr(dataset.fingerprint())))
         return made
     texts = held_in_memory(dataset)
     for text in texts or ():
-        digest.update(text.encode())
+        hashes.append(digest(text))
     if texts is None or has_transform(dataset):
-        digest.update(f"{len(dataset)} without {sorted(drawn)}".encode())
+        hashes.append(digest(f"{len(dataset)} without {sorted(drawn)}"))
         for sample in read_samples(dataset, spread_indices(dataset, NUM_HASHED).unique()):
             parts = sample_parts(sample).items()
             kept = [part for part in parts if part[0] not in drawn and "" not in drawn]
             made.append(repr(kept))
-            digest.update(made[-1].encode())
+            hashes.append(digest(made[-1]))
     return [] if drawn else made
 
 
@@ -274,7 +274,7 @@ def load_checked(
 def check_data(
     accelerator: Accelerator, config: TrainingConfig, train_set: Any, eval_set: Any
 ) -> tuple[str, dict[str, str]]:
-    """Return the fingerprint of the two sets, an md5, and lines for the plan about random numbers.
+    """Return the fingerprint of the two sets, a hash, and lines for the plan about random numbers.
 
     Every process must call this.
 
@@ -294,20 +294,21 @@ def check_data(
             "and --drop-last leaves out a batch that is not full: use a smaller --batch-size, or "
             "--no-drop-last"
         )
-    digest = hashlib.md5(usedforsecurity=False)
+    hashes: list[str] = []
     plan = {}
     made: list[list[str]] = []
     for name, dataset in (("training set", train_set), ("evaluation set", eval_set)):
         # The union of all processes: a process may see no difference by chance.
         drawn = set(gather_object([*random_parts(dataset)]))
-        made.append(fingerprint_set(digest, dataset, drawn))
+        made.append(fingerprint_set(hashes, dataset, drawn))
         if drawn:
             remedy = REMEDIES[batch_method(dataset, True)]
             plan[f"random {name[:-4]}"] = (
                 f"{say(drawn)} of a sample of the {name} differs when it is {remedy}"
             )
-    alike.check_same(accelerator, {"the data's md5": digest.hexdigest()})
+    fingerprint = digest("".join(hashes))
+    alike.check_same(accelerator, {"the hash of the data": fingerprint})
     plan |= shared_with_training(train_set, eval_set, made)
     if "random evaluation" not in plan:
         plan |= augmented(eval_set)
-    return digest.hexdigest(), plan
+    return fingerprint, plan

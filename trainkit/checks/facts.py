@@ -16,7 +16,7 @@ class Facts:
 
     Attributes:
         sets: the training set and the evaluation set.
-        data_fingerprint: the md5 of both.
+        data_fingerprint: the hash of both.
         length: how long the run is in steps, and when it evaluates.
         prepared: what went through accelerator.prepare.
     """

@@ -1,10 +1,10 @@
 """Refuse values of which no mean over a step or an evaluation can be made."""
 
-import zlib
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+
+from trainkit.hashes import digest
 
 
 def check_rows(call: str, values: torch.Tensor | list, num_samples: int) -> None:
@@ -27,13 +27,13 @@ class EqualSizes:
 
     def __init__(self):
         self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
-        self.hashes: dict[int, int] = {}  # of those of earlier steps, by step, where there are any
+        self.hashes: dict[int, str] = {}  # of those of earlier steps, by step, where there are any
         self.num_steps = 0
 
     def start_step(self) -> None:
         """Let the sizes be others from here on: each step has means of its own."""
         if self.sizes:
-            self.hashes[self.num_steps] = zlib.crc32(repr(self.sizes).encode())
+            self.hashes[self.num_steps] = digest(repr(self.sizes))
         self.num_steps += 1
         self.sizes.clear()
 

@@ -1,6 +1,5 @@
 """Turn pairs of answers into tokens, and cache the log-probabilities of the reference model."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.checks.content import text_of
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.hashes import digest
 from trainkit.language.conversations import Notes, check_left, find_limit, hold_out_tenth
 from trainkit.language.formats import (
     PROMPTS,
@@ -243,9 +243,9 @@ def add_reference(
             "weights, which each of them compares to: set it to false in the YAML"
         )
     pairs = [pair for group in sets for pair in group]
-    digest = hashlib.sha256(text_of([model.state_dict(), pairs]).encode()).hexdigest()
+    fingerprint = digest(text_of([model.state_dict(), pairs]))
     model.to(accelerator.device).eval()
-    name = f"preferences/{digest}-{accelerator.mixed_precision}"
+    name = f"preferences/{fingerprint}-{accelerator.mixed_precision}"
 
     def compute_part(part: slice) -> torch.Tensor:
         with accelerator.autocast():
@@ -255,4 +255,4 @@ def add_reference(
     model.train()
     for group in sets:
         group[:] = [pair._replace(reference=next(numbers)) for pair in group]
-    return digest
+    return fingerprint

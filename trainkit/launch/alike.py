@@ -4,7 +4,6 @@ Machines are installed and started one by one, so they can differ. A run on mach
 hangs, or silently trains wrong. A "node" is the group of all processes that one launcher started.
 """
 
-import hashlib
 import importlib.metadata
 import os
 import socket
@@ -23,6 +22,7 @@ from trainkit.config import TrainingConfig
 from trainkit.config.command_line import flag
 from trainkit.errors import UsageError
 from trainkit.files.stores import shown
+from trainkit.hashes import digest, digest_file
 from trainkit.launch.patience import wait_for_all
 from trainkit.launch.together import failing_together, raise_together
 
@@ -139,7 +139,6 @@ def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
 
 def describe_node() -> dict[str, str]:
     """What must be equal on all nodes for any script: launch, versions and source files."""
-    sources = repr(sorted(hash_sources().items())).encode()
     return {
         "processes per node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         # What the launcher read from the YAML, such as mixed_precision.
@@ -149,12 +148,12 @@ def describe_node() -> dict[str, str]:
             if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_DP_"))
         },
         **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
-        "md5 of the source files": hashlib.md5(sources, usedforsecurity=False).hexdigest(),
+        "hash of the source files": digest(repr(sorted(hash_sources().items()))),
     }
 
 
 def hash_sources() -> dict[str, str]:
-    """The md5 of each file of the kit, of the script, and of what it has imported from its folder.
+    """The hash of each file of the kit, of the script, and of what it has imported from its folder.
 
     This works without git and covers edits that are not committed.
     """
@@ -165,8 +164,7 @@ def hash_sources() -> dict[str, str]:
     hashes = {}
     for folder, names in ((kit.parent, kit.rglob("*.py")), (script.parent, [script, *inside])):
         for path in filter(Path.is_file, map(Path, names)):
-            md5 = hashlib.md5(path.read_bytes(), usedforsecurity=False)
-            hashes[path.relative_to(folder).as_posix()] = md5.hexdigest()
+            hashes[path.relative_to(folder).as_posix()] = digest_file(path)
     return hashes
 
 

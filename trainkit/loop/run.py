@@ -52,7 +52,7 @@ from trainkit.sharding.frozen import Frozen
 from trainkit.text import check_json
 
 # Where the generators are seeded for what the script draws outside of a batch.
-AFTER_BEGIN, IN_EPOCH, IN_EVALUATION = range(3)
+AFTER_BEGIN, IN_EPOCH, IN_EVALUATION = "after begin", "in epoch", "in evaluation"
 
 
 class Run:
@@ -70,7 +70,7 @@ class Run:
         print: prints on the main process.
         sets: the training set and the evaluation set.
         watched_sets: the same; it tells if the loop changes them.
-        data_fingerprint: the md5 of both.
+        data_fingerprint: the hash of both.
         data_plan: lines about random numbers that do not follow from the seed.
         length: how long the run is in steps, and when it evaluates.
         prepared: what went through accelerator.prepare.
@@ -160,8 +160,8 @@ class Run:
         self.results = Results(
             self.accelerator, self.config, self.models, metadata, self.frozen, save_frozen
         )
-        started_from, sha256 = start_from(self.accelerator, self.config, self.models[0])
-        fingerprint = fingerprint_run(facts, metadata, sha256, fixed or {})
+        started_from, weights_hash = start_from(self.accelerator, self.config, self.models[0])
+        fingerprint = fingerprint_run(facts, metadata, weights_hash, fixed or {})
         self.frozen.watch()
         self._make_what_steps_change()
         self._open_folder(fingerprint, fixed or {})

@@ -26,7 +26,7 @@ from trainkit.numbers.means import Selection, select, sum_and_count
 from trainkit.numbers.mixing import key
 from trainkit.numbers.optim import clip_gradients, learning_rates
 from trainkit.numbers.position import Length, Progress
-from trainkit.numbers.rng import Dropout, release_dropout, seed_device, seed_dropout, seed_host
+from trainkit.numbers.rng import Dropout, release_dropout, seed_dropout, seed_generators
 from trainkit.outside.fixes import end_with_this_batch, take_loss_scale
 from trainkit.outside.names import prepared_optimizers
 from trainkit.sharding import shards
@@ -109,11 +109,9 @@ class Step:
         self.sizes.start_step()
         self.compiling.start_step(self.num_in_step == self.config.batch_size)
 
-    def seed_outside(self, *position: int) -> None:
+    def seed_outside(self, place: str, *position: int) -> None:
         """Seed what the script draws where no batch is, so that a resume draws the same there."""
-        number = key(self.config.seed, *position)
-        seed_device(self.accelerator.device, number)
-        seed_host(number)
+        seed_generators(self.accelerator.device, key(place, self.config.seed, *position))
 
     @property
     def num_micro_batches(self) -> int:
@@ -141,8 +139,9 @@ class Step:
         first = self.num_done_in_step + start
         device = self.accelerator.device
         seed_dropout(self.dropouts, device, first, *self.seed_key, num_samples=self.num_samples)
-        # Those of numpy and random too: samples that are made meanwhile reseed them.
-        seed_host(key(*self.seed_key, first))
+        # All other random numbers, those of nn.Dropout too, depend on `first` and so on the number
+        # of processes and micro-batches. Samples that are made meanwhile reseed those of the host.
+        seed_generators(device, key("batch", *self.seed_key, first))
         self.losses = []
         if self.mistakes.num_left:
             self.buffers.start_micro_batch()

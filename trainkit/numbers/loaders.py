@@ -181,7 +181,7 @@ def shuffled(num_samples: int, seed: int | None) -> Order:
 
     def order(epoch: int, start: int = 0, stop: int = num_samples) -> torch.Tensor:
         places = torch.arange(start, stop)
-        return places if seed is None else permute(places, num_samples, key(seed, epoch))
+        return places if seed is None else permute(places, num_samples, key("order", seed, epoch))
 
     return order
 
@@ -272,7 +272,7 @@ class WholeBatches(Dataset):
         return self.collate_fn(samples)
 
     def _seed(self, *position: int) -> None:
-        seed_host(key(self.seed, int(self.epoch), *position))
+        seed_host(key("sample", self.seed, int(self.epoch), *position))
 
 
 def sets_with_epoch(dataset: Any) -> list[Any]:

@@ -1,21 +1,35 @@
 """Integers mixed into pseudorandom ones: keys, and permutations that are computed in parts."""
 
+import functools
+
 import torch
+
+from trainkit.hashes import digest
 
 NUM_HELD = 2**18  # longer orders are computed in parts of at most this many numbers
 GOLDEN = 0x9E3779B97F4A7C1  # odd; 5 * GOLDEN still fits into int64
 NUM_ROUNDS = 6  # of the Feistel network; with 4, neighbours too often stay neighbours
 
 
-def key(*numbers: int) -> int:
-    """Mix integers into one 63-bit key; every number changes about half of its bits."""
+def key(*parts: int | str) -> int:
+    """Mix integers and names into one 63-bit key; every part changes about half of its bits.
+
+    A name says what the key is for, so that two uses of one seed have nothing in common: the order
+    of the samples is of key("order", seed, epoch).
+    """
     mixed = 0
-    for number in numbers:
+    for part in parts:
+        number = _number_of(part) if isinstance(part, str) else part
         mixed = (mixed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         mixed ^= mixed >> 31
     return mixed >> 1
+
+
+@functools.cache
+def _number_of(name: str) -> int:
+    return int(digest(name)[:16], 16)
 
 
 def permute(places: torch.Tensor, num: int, number: int) -> torch.Tensor:

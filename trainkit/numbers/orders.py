@@ -29,7 +29,7 @@ def weighted(weights: Sequence[float] | torch.Tensor, num_samples: int, seed: in
         )
 
     def order(epoch: int, start: int, stop: int) -> torch.Tensor:
-        numbers = mix(torch.arange(start, stop) + key(seed, epoch)) & (2**53 - 1)
+        numbers = mix(torch.arange(start, stop) + key("order", seed, epoch)) & (2**53 - 1)
         return torch.searchsorted(sums, numbers * (sums[-1] / 2**53), right=True)
 
     return order
@@ -49,13 +49,13 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
 
     @lru_cache(maxsize=1)
     def whole(epoch: int) -> torch.Tensor:
-        places = permute(torch.arange(num_samples), num_samples, key(seed, epoch))
+        places = permute(torch.arange(num_samples), num_samples, key("order", seed, epoch))
         full, rest = places.split([num_batches * batch_size, num_samples % batch_size])
         windows = [
             part[sizes[part].argsort(stable=True)] for part in full.split(WINDOW * batch_size)
         ]
         batches = torch.cat([*windows, full[:0]]).view(num_batches, batch_size)
-        shuffle = permute(torch.arange(num_batches), num_batches, key(seed, epoch, 1))
+        shuffle = permute(torch.arange(num_batches), num_batches, key("batches", seed, epoch))
         return torch.cat([batches[shuffle].flatten(), rest[sizes[rest].argsort(stable=True)]])
 
     return lambda epoch, start, stop: whole(epoch)[start:stop]

@@ -1,7 +1,6 @@
 """Random numbers as pure functions of the position in the run: (seed, epoch, sample, step)."""
 
 import functools
-import hashlib
 import math
 import operator
 import random
@@ -21,12 +20,13 @@ def seed_host(number: int) -> None:
     random.seed(number)
 
 
-def seed_device(device: torch.device, number: int) -> None:
-    """Seed the generator of torch on this device alone."""
+def seed_generators(device: torch.device, number: int) -> None:
+    """Seed the generators of numpy, of random, and of torch on the CPU and on this device."""
+    seed_host(number)
     # torch.manual_seed seeds every kind of device, and one that is not initialised yet stores each
     # call, with its stack, for later.
-    where = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
-    where.manual_seed(number)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(number)
 
 
 def keyed_uniform(
@@ -46,10 +46,7 @@ def keyed_uniform(
     Returns:
         float32 of shape (n, num) on the device of `indices`.
     """
-    if num == 3 and stream is None:  # as train_mnist.py asks: its figures are of these numbers
-        number = key(seed, epoch)
-    else:
-        number = _key_of("uniform", seed, epoch, num, stream)
+    number = _key_of("uniform", seed, epoch, num, stream)
     return _bits(number, indices, num).float().clamp(min=0.5) / 2**24  # 0 is not in (0, 1)
 
 
@@ -69,8 +66,7 @@ def keyed_normal(
 def _key_of(kind: str, seed: int, epoch: int, num: int, stream: str | int | None) -> int:
     if stream is not None and not isinstance(stream, str):
         stream = operator.index(stream)
-    use = hashlib.blake2b(f"{kind} {num} {stream!r}".encode(), digest_size=8)
-    return key(seed, epoch, int.from_bytes(use.digest(), "big"))
+    return key(f"{kind} {num} {stream!r}", seed, epoch)
 
 
 class Dropout(nn.Dropout):
@@ -118,18 +114,15 @@ def seed_dropout(
     *position: int,
     num_samples: int | None = None,
 ) -> None:
-    """Seed the random numbers of a forward pass by seed, epoch, step of the epoch and `first`.
+    """Choose the masks of a forward pass by the position: seed, epoch and step of the epoch.
 
     `first` is the number in the step of this process's first sample, of num_samples (None: as many
-    as the layers get rows). The masks of these layers are the same for any number of processes and
-    micro-batches. All other random numbers, those of nn.Dropout too, depend on `first` and so on
-    both numbers.
+    as the layers get rows). The masks are the same for any number of processes and micro-batches.
     """
-    seed_device(device, key(*position, first))
     for number, layer in enumerate(layers):
         if layer.key_and_first is None:
             layer.key_and_first = torch.zeros(2, dtype=torch.int64, device=device)
-        layer.key_and_first[0], layer.key_and_first[1] = key(*position, number), first
+        layer.key_and_first[0], layer.key_and_first[1] = key("dropout", number, *position), first
         # A process without a sample is given one that does not count.
         layer.num_samples = 1 if num_samples == 0 else num_samples
         layer.drawn = False

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
@@ -12,6 +11,7 @@ from torch.utils.data import Dataset
 
 from trainkit.checks.content import text_of
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.hashes import digest
 from trainkit.pictures.files import standardise
 from trainkit.pictures.photos import Batch, PhotoConfig, Photos
 from trainkit.reading.kept import compute_once
@@ -142,7 +142,7 @@ class Features(Dataset):
         used = {name: metadata[name] for name in ("model", "size", "mean", "std")}
         used |= {"torch": torch.__version__, "device": accelerator.device.type}
         _, body = split_last(network)
-        key = xxhash.xxh3_128_hexdigest(text_of([photos.fingerprint(), used, body]).encode())
+        key = digest(text_of([photos.fingerprint(), used, body]))
         network.to(accelerator.device, memory_format=torch.channels_last).eval()
 
         def compute_part(part: slice) -> torch.Tensor:

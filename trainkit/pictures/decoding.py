@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import torch
-import xxhash
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from trainkit.errors import as_usage_error, first_sentence
 from trainkit.files.atomic import replacing
+from trainkit.hashes import digest
 from trainkit.launch.signals import outlive_signals
 from trainkit.pictures.files import is_deep, measure_greys
 from trainkit.reading.kept import no_bar
@@ -70,10 +70,8 @@ def decode_once(
         stored: False writes no file, and only looks whether the pictures can be read.
         measured: `read` knows the range of deep grey pictures. False: look for them.
     """
-    path = Path(
-        datasets.config.HF_DATASETS_CACHE, "pictures", f"{xxhash.xxh3_128_hexdigest(key)}.npy"
-    )
-    report_path = path.with_suffix(".json")
+    path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{digest(key)}.npy")
+    report_path = path.with_suffix(".report.json")
     report = json.loads(report_path.read_text()) if report_path.is_file() else None
     if report is None or (stored and not report["greys"] and not path.is_file()):
         with as_usage_error(f"{path} cannot be written"):
@@ -129,7 +127,7 @@ class Blocks(Dataset):
                     merge_greys(greys, measure_greys(source_of(cell)))
                 block.append(pixels.tobytes())
                 # A picture that cannot be read is equal to no other one.
-                hashes += xxhash.xxh3_64_hexdigest(problems.get(row, "").encode() or block[-1])
+                hashes += digest(problems.get(row) or block[-1])[:16]
         return b"".join(block), problems, forms, hashes, greys
 
 

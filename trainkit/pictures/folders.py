@@ -1,7 +1,6 @@
 """Find which files of a folder are read, with their splits and classes, and hash their content."""
 
 import functools
-import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -9,9 +8,9 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pandas as pd
-import xxhash
 
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.hashes import digest, digest_file
 from trainkit.reading.paths import is_read
 from trainkit.reading.splits import WORDS, find_split
 from trainkit.text import nfc, shorten
@@ -211,13 +210,9 @@ def classes_of_folders(folder: Path, pictures: set[Path], depth: int) -> dict[Pa
 
 
 @functools.cache
-def hash_file(path: Path, *_: int) -> bytes:
-    """Return the xxh3 hash of a file's content.
-
-    The other arguments, its size and times, make a process read it again only if they change.
-    """
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
+def hash_once(path: Path, *_: int) -> str:
+    """Hash a file's content; a process reads it again only if its size or times have changed."""
+    return digest_file(path)
 
 
 def hash_files(folder: Path, paths: list[Path]) -> str:
@@ -227,12 +222,11 @@ def hash_files(folder: Path, paths: list[Path]) -> str:
     them.
     """
 
-    def hash_one(path: Path) -> bytes:
+    def hash_one(path: Path) -> str:
         full = folder / path
         stat = full.stat()
-        return hash_file(full, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        return hash_once(full, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
     with ThreadPool() as pool:
         digests = pool.map(hash_one, paths)
-    names = "\0".join(map(str, paths)).encode(errors="surrogateescape")
-    return xxhash.xxh3_128_hexdigest(names + b"".join(digests))
+    return digest("\0".join([*map(str, paths), *digests]))

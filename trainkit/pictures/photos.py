@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-import xxhash
 from torch.utils.data import Dataset
 
 from trainkit.config import UNSET, Count, MayChange, NonNegative, TrainingConfig
 from trainkit.errors import UsageError
+from trainkit.hashes import digest
 from trainkit.pictures import files, splits
 from trainkit.pictures.decoding import source_of
 from trainkit.pictures.shown import describe_reading
@@ -119,7 +119,7 @@ class Photos(Dataset):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
-        rows = xxhash.xxh3_128_hexdigest(self.split.rows.numpy().tobytes())
+        rows = digest(self.split.rows.numpy().tobytes())
         return {"pictures": f"{self.split.path.stem}-{rows}"}
 
 

@@ -81,7 +81,7 @@ class LaneOrder:
     def groups(self, epoch: int) -> torch.Tensor:
         """Return the numbers of all row groups in the shuffled order of an epoch, "the line"."""
         num = len(self.sizes)
-        return permute(torch.arange(num), num, key(self.seed, epoch))
+        return permute(torch.arange(num), num, key("order", self.seed, epoch))
 
     def __call__(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Return the rows at the places start <= place < stop of an epoch, int64."""
@@ -94,7 +94,7 @@ class LaneOrder:
         spot = torch.where(in_lane, first + batch * self.share + slot % self.share, places)
         window = spot // self.window * self.window
         begin, end = torch.maximum(window, first), torch.minimum(window + self.window, last)
-        number = mix(begin + key(self.seed, epoch))
+        number = mix(begin + key("window", self.seed, epoch))
         mixed = begin + scramble(spot - begin, end - begin, number)  # a place in the line
         ends = self.sizes[line].cumsum(0)
         nth = torch.searchsorted(ends, mixed, right=True)

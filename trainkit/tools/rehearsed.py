@@ -7,7 +7,6 @@ each checkpoint and at the end.
 
 import contextlib
 import faulthandler
-import hashlib
 import inspect
 import json
 import math
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainkit.checkpoints.save import Checkpoints
+from trainkit.hashes import digest
 from trainkit.launch import startup
 from trainkit.loop.step import Step
 from trainkit.numbers.loaders import EpochBatches
@@ -155,7 +155,7 @@ def _generators() -> dict[str, str]:
         "random": repr(random.getstate()),
         "torch": str(torch.get_rng_state().tolist()),
     }
-    return {name: hashlib.md5(state.encode()).hexdigest() for name, state in states.items()}
+    return {name: digest(state) for name, state in states.items()}
 
 
 def _buffers(models: list[nn.Module]) -> dict[str, str]:
@@ -389,7 +389,7 @@ def _state_of(value: Any) -> dict[str, Any]:
 def _flatten(name: str, value: Any, into: dict[str, Any]) -> None:
     if isinstance(value, torch.Tensor):
         numbers = value.detach().to("cpu", copy=True).contiguous().view(-1)
-        into[name] = hashlib.md5(numbers.view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
+        into[name] = digest(numbers.view(torch.uint8).numpy())[:8]
     elif isinstance(value, dict):
         for key, part in value.items():
             _flatten(f"{name}.{key}" if name else str(key), part, into)
