@@ -3,6 +3,8 @@
 import importlib
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -257,6 +259,28 @@ def test_a_value_is_chosen_for_a_flag_that_is_unset_and_for_no_other():
     assert config.set_unset(values) == "--epochs 4 --no-drop-last --momentum 2"
     assert config == TrainingConfig(epochs=4, momentum=2.0)
     assert config.set_unset(values) == ""
+
+
+def test_the_own_class_of_a_script_is_made_once_also_without_docstrings():
+    made = []
+
+    @dataclass
+    class Config(TrainingConfig):
+        width: int = UNSET
+
+        def __post_init__(self):
+            made.append(self)
+
+    config = parse(Config, ["--epochs", "3"])
+    assert type(config) is Config and made == [config] and config.width is UNSET
+    code = """
+import train_regression
+from trainkit.config import parse
+first, second = (parse(train_regression.Config, words) for words in (["--data=x"], []))
+print(type(first) is type(second) is train_regression.Config, first.model, second.model)
+"""
+    done = subprocess.run([sys.executable, "-OO", "-c", code], cwd=ROOT, capture_output=True)
+    assert done.stdout.split() == [b"True", b"tabm", b"linear"], done.stderr
 
 
 def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(capsys, monkeypatch):

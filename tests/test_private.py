@@ -34,7 +34,6 @@ SETTINGS = {
     "torch.backends.cuda.matmul.allow_tf32",
     "torch.backends.cudnn.allow_tf32",
     "Image.MAX_IMAGE_PIXELS",
-    "config.__class__",
     "config.run_dir",  # of a dry run, which has a folder of its own
     "config.resume",
     "config.mirror",

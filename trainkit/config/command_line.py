@@ -1,17 +1,24 @@
 """Parse the command line: flags, and files of flags, become a dataclass."""
 
 import contextlib
-import dataclasses
 import inspect
 import io
 import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args
 
 import tyro
+from tyro.constructors import (
+    MISSING_NONPROP,
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from trainkit.errors import UsageError, as_usage_error
 
@@ -25,6 +32,8 @@ URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 # The flags that people use, which --help shows before all others.
 USED_MOST = "dataset data target model epochs batch_size learning_rate run_dir resume"
+
+NOT_SHOWN = tyro.conf.arg(help_behavior_hint="")  # the default, in --help
 
 
 def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
@@ -42,7 +51,8 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     try:
         with contextlib.redirect_stderr(messages):
             config = tyro.cli(
-                _in_order_of_help(kind),
+                kind,
+                registry=_in_order_of_help(kind),
                 prog=script,
                 description=docstring.partition("\n")[0],
                 args=words,
@@ -52,7 +62,6 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
         if not end.code:
             raise  # after --help
         raise UsageError(f"{_first_sentence(messages.getvalue())} (see {script} --help)") from None
-    config.__class__ = kind
     if problems := find_urls(config):
         raise UsageError("; ".join(problems))
     return config
@@ -93,24 +102,27 @@ def _read_files(words: Iterable[str]) -> Iterator[str]:
         yield from _read_files(inside)
 
 
-def _in_order_of_help(kind: type[C]) -> type[C]:
-    """Return the dataclass with its fields in --help's order: a script's own before shared ones.
-
-    A default of None is not shown.
-    """
+def _in_order_of_help(kind: type) -> ConstructorRegistry:
+    """Return a rule for tyro: --help shows a script's own fields before those of every run."""
+    info = StructTypeInfo.make(kind, MISSING_NONPROP, in_union_context=False)
+    spec = ConstructorRegistry.get_struct_spec(info)
+    assert isinstance(spec, StructConstructorSpec)
     depth = {n: d for d, base in enumerate(kind.__mro__) for n in inspect.get_annotations(base)}
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    order = sorted(fields, key=lambda name: (name not in USED_MOST.split(), depth[name]))
-    hints = get_type_hints(kind, include_extras=True)
-    unset = {
-        # None first, and not with |: else tyro imports typeguard, 15 ms of a start.
-        name: Annotated[Union[None, hints[name]], tyro.conf.arg(help_behavior_hint="")]  # noqa: RUF036, UP007
-        for name in order
-        if fields[name].default is None
-    }
-    ordered: dict[str, Any] = {"__dataclass_fields__": {name: fields[name] for name in order}}
-    source = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {**ordered, **source, "__annotations__": unset})
+    order = sorted(spec.fields, key=lambda f: (f.name not in USED_MOST.split(), depth[f.name]))
+    ordered = replace(spec, fields=tuple(map(_without_unset, order)))
+    registry = ConstructorRegistry()
+    registry.struct_rule(lambda asked: ordered if asked.type is kind else None)
+    return registry
+
+
+def _without_unset(field: StructFieldSpec) -> StructFieldSpec:
+    """Let a field whose default is UNSET be None, and hide that in --help."""
+    # Under python -O tyro keeps the rules of an earlier call, whose fields have been here before.
+    if field.default is not None or NOT_SHOWN in get_args(field.type):
+        return field
+    # None first, and not with |: else tyro imports typeguard, 15 ms of a start.
+    hint: Any = Annotated[Union[(None, field.type)], NOT_SHOWN]  # noqa: RUF036, UP007
+    return replace(field, type=hint)
 
 
 def _first_sentence(box: str) -> str:
