@@ -169,6 +169,7 @@ class Results:
                 messages += f"the pictures were not drawn: {first_sentence(problem)}\n"
         self._wait_for_all()
         if config.keep_best:
+            self._abandon_other_best(progress)
             messages += f"{self._describe_best(progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
         messages += (
@@ -186,31 +187,41 @@ class Results:
     def _describe_best(self, progress: Progress) -> str:
         """One sentence that says which evaluation was the best and where its weights are."""
         step = progress.best_step
-        name, direction = metric_and_direction(self.config.keep_best or "")
-        if progress.best is None or progress.best_name != f"{name}:{direction}":
+        name, _ = metric_and_direction(self.config.keep_best or "")
+        best = self._best_value(progress)
+        if best is None:
             return f"no evaluation gave a finite {name}: nothing was kept for it"
         checkpoint = f"checkpoints/{step_name(step)}"
         where = "no longer on disk"
-        if self._has_best_of(step):
+        if self._is_best_file_of(step):
             where = "in best.safetensors"
         elif (self.run_dir / checkpoint).exists():
             where = f"in {checkpoint}"
-        value = show(name, progress.best)
+        value = show(name, best)
         return f"{name} was best at step {step}, {value}: those weights are {where}"
 
-    def _has_best_of(self, step: int) -> bool:
-        """Was best.safetensors written at this step? If it was not, rename it.
+    def _best_value(self, progress: Progress) -> float | None:
+        """The best value of the metric of --keep-best; None if no evaluation gave a finite one."""
+        name, direction = metric_and_direction(self.config.keep_best or "")
+        return progress.best if progress.best_name == f"{name}:{direction}" else None
 
-        It is from another step if the run was resumed from a checkpoint that is older than the
-        file.
+    def _is_best_file_of(self, step: int) -> bool:
+        """Is there a best.safetensors that was written at this step?"""
+        path = self.run_dir / "best.safetensors"
+        with suppress(UsageError), as_usage_error(f"{path} cannot be read"):
+            return path.exists() and records.read_metadata(path)["step"] == step
+        return False
+
+    def _abandon_other_best(self, progress: Progress) -> None:
+        """Rename best.safetensors if it is not that of the best evaluation.
+
+        It is another one if the run was resumed from a checkpoint that is older than the file.
         """
         path = self.run_dir / "best.safetensors"
-        if path.exists() and self.accelerator.is_main_process:
-            with suppress(UsageError), as_usage_error(f"{path} cannot be read"):
-                if records.read_metadata(path)["step"] == step:
-                    return True
+        if not self.accelerator.is_main_process or self._best_value(progress) is None:
+            return
+        if path.exists() and not self._is_best_file_of(progress.best_step):
             rename_free(path, f"abandoned-{path.name}")
-        return False
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
         path = self.run_dir / name
