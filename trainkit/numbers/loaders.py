@@ -79,7 +79,7 @@ class EpochBatches(Sampler):
 
     Args:
         num_samples: size of the data set.
-        batch_size: samples per optimizer step over all processes.
+        batch_size: samples per optimizer step over all processes, or in a batch to evaluate.
         seed: seed of the shuffle; None yields the samples in their own order.
         order: order(epoch, start, stop) returns the indices at the places start <= place < stop of
             an epoch, int64; None yields each sample once, shuffled by seed.
@@ -107,7 +107,7 @@ class EpochBatches(Sampler):
     ):
         assert batch_size % accumulate == 0
         self.num_samples = num_samples
-        self.batch_size = batch_size // accumulate  # per micro-batch; Accelerate reads this name
+        self.micro_batch_size = batch_size // accumulate
         self.seed, self.num_processes = seed, num_processes
         self.order = order or shuffled(num_samples, seed)
         self.is_custom = order is not None or num_samples > NUM_HELD
@@ -117,6 +117,11 @@ class EpochBatches(Sampler):
         self.start = 0
         self.is_read_by_run = True
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # seen by loader workers
+
+    @property
+    def batch_size(self) -> int:
+        """What Accelerate reads by this name: samples in a micro-batch, over all processes."""
+        return self.micro_batch_size
 
     def set_position(self, epoch: int, num_done: int) -> None:
         """Let the next iteration start in `epoch` after the first `num_done` samples.
@@ -137,11 +142,13 @@ class EpochBatches(Sampler):
             self.is_read_by_run = False
 
     def __len__(self) -> int:
-        return -(-(self.num_used - self.start) // self.batch_size)
+        return -(-(self.num_used - self.start) // self.micro_batch_size)
 
     def spans(self) -> Iterator[range]:
         """Yield the places of each batch. The last but one gives what the last lacks."""
-        first, size, end = self.start, self.batch_size, self.num_used
+        first = self.start
+        size = self.micro_batch_size
+        end = self.num_used
         num_last = (end - first) % size
         missing = self.num_processes - num_last if num_last else 0
         last = end - num_last
@@ -164,7 +171,7 @@ class EpochBatches(Sampler):
                 "what function(batch) returns for each sample"
             )
         epoch = int(self.epoch)
-        size = self.batch_size
+        size = self.micro_batch_size
         if self.num_processes > 1:
             for span in self.spans():
                 yield Slots(self.order(epoch, span.start, span.stop).to(self.device), size)

@@ -20,7 +20,7 @@ def compute_once(
     accelerator: Accelerator,
     name: str,
     shape: tuple[int, int],
-    batch_size: int,
+    num_at_once: int,
     compute: Callable[[slice], torch.Tensor],
 ) -> torch.Tensor:
     """Return float32 rows of this shape: those in the cache, or else computed and written there.
@@ -30,6 +30,7 @@ def compute_once(
 
     Args:
         name: names the file in the cache: what the rows depend on.
+        num_at_once: rows of a batch.
         compute: returns the rows of a slice, on any device. It is called without gradients.
     """
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{name}.safetensors")
@@ -43,8 +44,8 @@ def compute_once(
     what = Path(name).parent.name
     hide = is_kept or no_bar()
     with tqdm(total=len(rows), desc=what, leave=False, disable=hide) as bar, torch.no_grad():
-        for batches in torch.arange(len(rows)).split(batch_size * NUM_ROUND * world):
-            rank_batches = batches.split(batch_size)[accelerator.process_index :: world]
+        for batches in torch.arange(len(rows)).split(num_at_once * NUM_ROUND * world):
+            rank_batches = batches.split(num_at_once)[accelerator.process_index :: world]
             for batch in rank_batches if not is_kept else ():
                 part = slice(int(batch[0]), int(batch[-1]) + 1)
                 rows[part] = compute(part).float().cpu()
