@@ -69,7 +69,9 @@ class Predictor(nn.Module):
         self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
     ):
         super().__init__()
-        self.model, self.metadata, self.evaluated = model, metadata, evaluated
+        self.model = model
+        self.metadata = metadata
+        self.evaluated = evaluated
 
     def open(self, script: Any, run_dir: Path) -> None:
         """Load what else this kind of input needs, from the script or from the run folder."""
@@ -121,8 +123,10 @@ class Classifier(Predictor):
         """Say which classes are the most probable ones, or that the model is unsure."""
         best = zip(*probabilities.topk(min(3, len(probabilities))), strict=True)
         first, *others = (f"{self.metadata['classes'][number]} {p:.2%}" for p, number in best)
-        if doubt or probabilities.max() < self.calibration["threshold"]:
-            first = f"unsure{f' ({doubt})' * bool(doubt)}, perhaps {first}"
+        if doubt:
+            first = f"unsure ({doubt}), perhaps {first}"
+        elif probabilities.max() < self.calibration["threshold"]:
+            first = f"unsure, perhaps {first}"
         return first + (f"  (then {', '.join(others)})" if others else "")
 
 
@@ -389,7 +393,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         from trainkit.tools import export
 
         with as_usage_error(f"{config.run_dir} cannot be exported"):
-            print(folder := export.write_export(predictor, config.run_dir, config.license))
+            folder = export.write_export(predictor, config.run_dir, config.license)
+        print(folder)
         if config.push:
             print(export.push(folder, config.push))
     paths = config.files

@@ -208,9 +208,11 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
         "pictures": pictures["read_as"],
     }
     for_colour = f"python examples/pictures.py --dataset {shlex.quote(config.dataset)}"
-    if is_photo := are_photos(sampled.forms):
+    is_photo = are_photos(sampled.forms)
+    if is_photo:
         plan["pictures"] += f"; for their colour: {for_colour}"
-    if (num_read := train.forms.total()) > len(train_set):
+    num_read = train.forms.total()
+    if num_read > len(train_set):
         plan["held out"] = f"{len(eval_set)} of {num_read} training pictures, to evaluate on"
     plan |= describe_reading(train, held_out) | describe_values(sampled)
     plan |= describe_evaluation(train, held_out)

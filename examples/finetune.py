@@ -95,7 +95,8 @@ def compute_losses(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tens
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, answer a prompt and write the folders; return the last metrics."""
-    with Run(config := parse(Config, argv), "finetune") as run:
+    config = parse(Config, argv)
+    with Run(config, "finetune") as run:
         accelerator = run.accelerator
         train_set, eval_set, end, plan, prompts, tokenizer = run.load(load_data)
         model, both = make_model(config), (train_set, eval_set)

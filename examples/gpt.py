@@ -114,7 +114,8 @@ def write_sample(run: Run) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, write a sample and the run folder; return the last metrics."""
-    with Run(config := parse(Config, argv), "gpt") as run:
+    config = parse(Config, argv)
+    with Run(config, "gpt") as run:
         accelerator = run.accelerator
         train_set, eval_set = run.load(load_data)
         order = train_set.order(config.batch_size, config.seed) if config.data else None

@@ -72,7 +72,8 @@ def make_input(batch: photos.Batch, epoch: int, config: Config, train: photos.Ph
     images = augment(images, batch.indices, epoch, config)
     if config.mix is None:
         return images, targets
-    numbers = keyed_uniform(config.seed, epoch, keys := batch.indices + len(train), 4)
+    keys = batch.indices + len(train)
+    numbers = keyed_uniform(config.seed, epoch, keys, 4)
     others = train.pick((numbers[:, 0] * len(train)).long().cpu())
     second = augment(others.images.to(images.device), keys, epoch, config)
     shares = F.one_hot(others.labels.to(images.device), len(train.classes))

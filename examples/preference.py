@@ -100,7 +100,8 @@ def compute_values(model: torch.nn.Module, batch: PairBatch, config: Config) -> 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and write the folders; return the last metrics."""
-    with Run(config := parse(Config, argv), "preference") as run:
+    config = parse(Config, argv)
+    with Run(config, "preference") as run:
         accelerator = run.accelerator
         *sets, end, plan, tokenizer = run.load(load_data)
         model = make_model(config)

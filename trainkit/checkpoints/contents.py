@@ -35,7 +35,9 @@ class Contents:
         fixed: Mapping[str, Any] = MappingProxyType({}),
         hashes: Mapping[str, str] = MappingProxyType({}),
     ):
-        self.accelerator, self.frozen, self.averages = accelerator, frozen, averages
+        self.accelerator = accelerator
+        self.frozen = frozen
+        self.averages = averages
         self.registered = Registered(accelerator)
         self.fixed = [
             (name, module, Marks(tensors_of(module)), hashes[f"fixed[{name}]"])

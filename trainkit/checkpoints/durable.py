@@ -47,7 +47,8 @@ class Commits:
     ):
         self.accelerator = accelerator
         self.tracker = tracker
-        self.keep, self.mirror = keep, mirror  # a mirror on the main process alone
+        self.keep = keep
+        self.mirror = mirror  # a mirror on the main process alone
         self.what = ""
         self.thread = ThreadPoolExecutor(1, "checkpoint")  # the interpreter joins it at its end
         self.jobs: list[Future] = []

@@ -110,13 +110,14 @@ def compare_sources(trainer: dict[str, Any], now: dict[str, str]) -> Iterator[st
     now: the result of hash_sources(); trainer: empty for a new run.
     """
     before = trainer.get("sources", {})
+    changed = sorted(name for name in now if before.get(name, now[name]) != now[name])
     if trainer and not is_of_this_format(trainer):
         yield (
             "an older version saved this checkpoint, which drew other random numbers: orders, "
             "augmentation and dropout are others from here on, so that the rest of this epoch may "
             "repeat samples, and whether the data are the same cannot be compared"
         )
-    elif changed := sorted(name for name in now if before.get(name, now[name]) != now[name]):
+    elif changed:
         yield (
             f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "
             "the code as it is now"

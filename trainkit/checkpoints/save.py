@@ -90,7 +90,9 @@ class Checkpoints:
     ):
         self.accelerator = accelerator
         self.directory = config.run_dir / "checkpoints"
-        self.tracker, self.means, self.contents = tracker, means, contents
+        self.tracker = tracker
+        self.means = means
+        self.contents = contents
         self.fingerprint = json.loads(to_json(fingerprint, default=str))
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.has_mirror = config.mirror is not None
@@ -181,10 +183,10 @@ class Checkpoints:
         It does there what it does at the start of each epoch, such as copying a network, and the
         run that saved the checkpoint had done that before. Every process must call this.
         """
-        loaded, self.loaded = self.loaded, None
-        if loaded is None:
+        if self.loaded is None:
             return
-        path, trainer, state = loaded
+        path, trainer, state = self.loaded
+        self.loaded = None
         progress.state.clear()
         progress.state.update(state)
         if not any(gather_object([bool(self.contents.changed())])):

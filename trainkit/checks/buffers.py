@@ -33,7 +33,9 @@ class Buffers:
         accumulate: int,
         say: Callable[[str], object],
     ):
-        self.accelerator, self.models, self.accumulate = accelerator, models, accumulate
+        self.accelerator = accelerator
+        self.models = models
+        self.accumulate = accumulate
         self.say = say
         self.is_needed = accelerator.num_processes * accumulate > 1
         self.before: dict[str, float] = {}
@@ -50,7 +52,8 @@ class Buffers:
     def start_micro_batch(self) -> None:
         """Remember the buffers."""
         if self.is_needed:
-            self.before, self.now = self._contents(), None
+            self.before = self._contents()
+            self.now = None
 
     def finish_micro_batch(self) -> None:
         """See which buffers have changed."""

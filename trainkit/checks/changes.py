@@ -52,7 +52,8 @@ class Marks:
         rows = [rows_here(tensor) for tensor in self.tensors.values()]
         places = [part.data_ptr() if is_dense(part) else None for part in rows]
         if None in places or places != self.places:  # otherwise the views are of the same memory
-            self.places, self.samples = places, [sample_of(part) for part in rows]
+            self.places = places
+            self.samples = [sample_of(part) for part in rows]
         if len({sample.device for sample in self.samples}) == 1:  # one copy from the device
             return torch.cat(self.samples).cpu()
         none = torch.empty(0, dtype=torch.uint8)

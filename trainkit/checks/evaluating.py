@@ -18,7 +18,8 @@ class Evaluating:
     """
 
     def __init__(self, device: torch.device, say: Callable[[str], object]):
-        self.device, self.say = device, say
+        self.device = device
+        self.say = say
         self.num_samples: int | None = None
         self.has_said = False
 
@@ -33,8 +34,10 @@ class Evaluating:
         """
         self.num_samples = num_samples
         before = self._random_states() if is_first else []
-        yield
-        self.num_samples = None
+        try:
+            yield
+        finally:
+            self.num_samples = None
         if any(model.training for model in models):
             raise RuntimeError(
                 f"{call}: its function called model.train(), so dropout and BatchNorm act as in "

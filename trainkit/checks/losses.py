@@ -22,7 +22,9 @@ class Losses:
     """
 
     def __init__(self, accelerator: Accelerator, weights: list[nn.Parameter], accumulate: int):
-        self.accelerator, self.weights, self.accumulate = accelerator, weights, accumulate
+        self.accelerator = accelerator
+        self.weights = weights
+        self.accumulate = accumulate
         self.start_micro_batch()
 
     def start_micro_batch(self) -> None:

@@ -43,7 +43,8 @@ class Mistakes:
         wrapped: Sequence[nn.Module],
         say: Callable[[str], object],
     ):
-        self.accelerator, self.say = accelerator, say
+        self.accelerator = accelerator
+        self.say = say
         weights = weights_of(*prepared_optimizers(accelerator))
         self.losses = Losses(accelerator, weights, accumulate)
         self.unused = Unused(accelerator, wrapped)

@@ -28,7 +28,8 @@ class JsonlTracker(GeneralTracker):
     def __init__(self, run_dir: Path):
         self.write_into(run_dir)
         # Of the rows as they were written, whatever becomes of the file. Main process only.
-        self.hash, self.num_rows = xxh3_128(), 0
+        self.hash = xxh3_128()
+        self.num_rows = 0
         super().__init__()
 
     def write_into(self, run_dir: Path) -> None:
@@ -87,7 +88,8 @@ class JsonlTracker(GeneralTracker):
             )
         with open(self.path, "ab") as file:
             file.truncate(len(kept))
-        self.hash, self.num_rows = xxh3_128(kept), kept.count(b"\n")
+        self.hash = xxh3_128(kept)
+        self.num_rows = kept.count(b"\n")
         if not is_changed:
             return []
         return [

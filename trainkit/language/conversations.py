@@ -58,8 +58,10 @@ def check_left(sets: Sequence[Sequence], num_rows: int, what: str, limit: str) -
     """Raise UsageError if nothing of these rows is left to train or to evaluate on."""
     if num_rows > 1 and not all(sets):
         what = what.format("evaluate" if sets[0] else "train")
-        larger = " or give a larger --max-tokens" * limit.startswith("-")
-        raise UsageError(f"none of the {what} within {limit}: shorten the prompts{larger}")
+        remedy = "shorten the prompts"
+        if limit.startswith("--max-tokens"):
+            remedy += " or give a larger --max-tokens"
+        raise UsageError(f"none of the {what} within {limit}: {remedy}")
 
 
 def make_chat_sets(
@@ -128,7 +130,8 @@ def hold_out_tenth(
     are equal. hashes: of all rows. is_left: others are on no side.
     """
     rows = torch.tensor(is_left, dtype=torch.bool).nonzero().flatten()
-    sides = [rows[rows < len(hashes) - num_given], rows[rows >= len(hashes) - num_given]]
+    is_given = rows >= len(hashes) - num_given
+    sides = [rows[~is_given], rows[is_given]]
     if not num_given:
         number = math.ceil(len(rows) / 10)
         parts = splits.split_rows(hashes[rows], number=number)
@@ -219,9 +222,8 @@ class Notes:
                 f"{counts['inside']} have special tokens inside of their texts, the first is "
                 f"{self.first['inside']}: they stay text there"
             )
-        keys = [shorten(sorted(names), 10) for names in self.unread]
-        if keys[0] or keys[1]:
-            lines["not read"] = keys[0] + "; " * all(keys) + f"of turns: {keys[1]}" * bool(keys[1])
+        if any(self.unread):
+            lines["not read"] = self._describe_unread()
         template = []
         if "lost" in counts:
             template.append(
@@ -242,6 +244,12 @@ class Notes:
         if marks := self._describe_marks(chat, counts):
             lines["special"] = marks
         return lines
+
+    def _describe_unread(self) -> str:
+        of_rows, of_turns = (shorten(sorted(names), 10) for names in self.unread)
+        if not of_turns:
+            return of_rows
+        return f"{of_rows}; of turns: {of_turns}" if of_rows else f"of turns: {of_turns}"
 
     def _describe_marks(self, chat: Chat, counts: dict[str, str]) -> str:
         tokenizer = chat.tokenizer

@@ -113,7 +113,8 @@ def make_pairs(
     hashes = splits.number_equal(zip(*equal, strict=True))
     is_left = [pair is not None for pair in pairs]
     sides, twice = hold_out_tenth(hashes, is_left, len(read.given), "pair")
-    sets = [[pair for n in side if (pair := pairs[n])] for side in sides]
+    read_sides = ([pairs[n] for n in side] for side in sides)
+    sets = [[pair for pair in side if pair is not None] for side in read_sides]
     check_left(sets, len(rows), "pairs to {} on has two different answers", limit_name)
     plan = _describe_pairs(chat, notes, len(rows), limit_name, sets[0]) | read.plan | twice
     return Pairs(sets[0], sorted(sets[1], key=longest), chat.end, plan)

@@ -217,7 +217,7 @@ class Chat:
         )
         pairs = zip(turns, hidden, strict=True)
         texts = (turn[name] for turn, other in pairs for name in other if turn[name] != other[name])
-        inside = [found[0] for text in texts if (found := self.special.search(text))]
+        inside = [found[0] for found in map(self.special.search, texts) if found]
         return encoded._replace(inside=inside[0] if inside else "")
 
     def _tokenize_written(self, prompt: str) -> list[int]:

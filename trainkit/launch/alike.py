@@ -124,8 +124,10 @@ def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
             name = Path(tempfile.mkstemp(prefix=".tmp-shared-", dir=folder)[1]).name
     (name,) = broadcast_object_list([name])
     give_up_at = time.monotonic() + SHOWN_SECONDS
-    while not (seen := (folder / name).exists()) and time.monotonic() < give_up_at:
+    seen = (folder / name).exists()
+    while not seen and time.monotonic() < give_up_at:
         time.sleep(0.05)
+        seen = (folder / name).exists()
     nodes = gather_object([(node_name(), seen)])
     if accelerator.is_main_process:
         (folder / name).unlink()

@@ -84,7 +84,8 @@ def check_ranks() -> None:
     env = os.environ
     num_processes = int(env.get("WORLD_SIZE") or 1)
     for name in NUM_TASKS:
-        if (size := env.get(name, "1")).isdecimal() and int(size) > num_processes:
+        size = env.get(name, "1")
+        if size.isdecimal() and int(size) > num_processes:
             raise UsageError(
                 f"{name}={size}, but this process is one of {num_processes}: start the script with "
                 "accelerate launch or torchrun on each node (under Slurm as in "

@@ -82,7 +82,8 @@ class Lock:
     """
 
     def __init__(self, run_dir: Path, wait_seconds: float):
-        self.run_dir, self.wait_seconds = run_dir, wait_seconds
+        self.run_dir = run_dir
+        self.wait_seconds = wait_seconds
         self.real = run_dir.resolve()  # the same path through any link
         self.beside = self._acquire(self.real.with_name(f"{self.real.name}.lock"))
         try:

@@ -166,7 +166,10 @@ def keep_memory(return_blocks: bool = False) -> None:
     mapped = [(M_MMAP_MAX, 0)]
     if return_blocks or shards_wanted():
         mapped = [(M_MMAP_MAX, 2**16), (M_MMAP_THRESHOLD, 2**20), (M_ARENA_MAX, 1)]
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # musl, of Alpine, has none
         for name, value in (*mapped, (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
             libc.mallopt(name, value)
 

@@ -19,7 +19,8 @@ class Unfailing(io.RawIOBase):
     """A raw stream that drops what it cannot write, and notes the first time in LOST."""
 
     def __init__(self, what: str, stream: io.TextIOWrapper):
-        self.what, self.name = what, stream.name
+        self.what = what
+        self.name = stream.name
         self.stream = stream  # keeps it open: others may hold it, and its end closes the raw one
         self.raw = raw_of(stream)
 

@@ -84,7 +84,8 @@ class Run:
     """
 
     def __init__(self, config: TrainingConfig, project: str):
-        self.config, self.project = config, project
+        self.config = config
+        self.project = project
         self.stage = "new"
         self.resources = ExitStack()
 

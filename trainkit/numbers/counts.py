@@ -34,7 +34,8 @@ class Divisors:
     """
 
     def __init__(self, accelerator: Accelerator, accumulate: int):
-        self.accelerator, self.accumulate = accelerator, accumulate
+        self.accelerator = accelerator
+        self.accumulate = accumulate
         self.ahead: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.miscounted: dict[str, torch.Tensor] = {}
 

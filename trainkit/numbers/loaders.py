@@ -108,7 +108,8 @@ class EpochBatches(Sampler):
         assert batch_size % accumulate == 0
         self.num_samples = num_samples
         self.micro_batch_size = batch_size // accumulate
-        self.seed, self.num_processes = seed, num_processes
+        self.seed = seed
+        self.num_processes = num_processes
         self.order = order or shuffled(num_samples, seed)
         self.is_custom = order is not None or num_samples > NUM_HELD
         self.drop_last = False  # Accelerate reads it; Slots make every batch look full
@@ -243,9 +244,11 @@ class WholeBatches(Dataset):
         told: Sequence[Any] = (),
     ):
         self.dataset = dataset
-        self.told, self.told_epoch = told, -1
+        self.told = told
+        self.told_epoch = -1
         self.collate_fn = collate_fn or default_collate
-        self.seed, self.epoch = seed, epoch
+        self.seed = seed
+        self.epoch = epoch
         self.method = batch_method(dataset, may_make_batch=collate_fn is None)
 
     def __len__(self) -> int:

@@ -194,7 +194,8 @@ def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -
     settings = {"input_size": (3, size, size), "crop_pct": size / metadata["resize"]}
     settings |= {"mean": metadata["mean"], "std": metadata["std"], "interpolation": "bicubic"}
     modes = {"squash": "squash", "pad": "border"}  # timm's names; its border has the mean colour
-    if (fit := metadata.get("reading", {}).get("fit")) in modes:
+    fit = metadata.get("reading", {}).get("fit")
+    if fit in modes:
         settings["crop_mode"] = modes[fit]
     whole.pretrained_cfg.update(settings)
     save_for_hf(whole, str(folder), {"label_names": metadata["classes"]}, safe_serialization=True)

@@ -96,7 +96,10 @@ class Blocks(Dataset):
     """
 
     def __init__(self, cells: datasets.Dataset, shape: tuple[int, ...], read: Read, measured: bool):
-        self.cells, self.shape, self.read, self.measured = cells, shape, read, measured
+        self.cells = cells
+        self.shape = shape
+        self.read = read
+        self.measured = measured
         # Large blocks cost less for each picture, small ones keep all workers busy to the end.
         self.size = min(LARGEST, 1 + len(cells) // NUM_BLOCKS)
 

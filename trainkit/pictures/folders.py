@@ -181,7 +181,8 @@ def find_split_folders(pictures: list[Path]) -> dict[str, str]:
     names, or if some are to train on and others are not.
     """
     tops = {path.parts[0] for path in pictures if len(path.parts) > 1}
-    named = {top: split for top in sorted(tops) if (split := find_split(top, whole=True))}
+    splits = {top: find_split(top, whole=True) for top in sorted(tops)}
+    named = {top: split for top, split in splits.items() if split}
     if named.keys() == tops or {"train"} < {*named.values()}:
         return named
     return {top: split for top, split in named.items() if top in SURE}

@@ -104,7 +104,9 @@ class Photos(Dataset):
     """The photos of a split, whose file is uint8 (num_rows, side, side, 3). A sample is a Batch."""
 
     def __init__(self, split: splits.Split):
-        self.split, self.labels, self.classes = split, split.labels, split.classes
+        self.split = split
+        self.labels = split.labels
+        self.classes = split.classes
 
     def __len__(self) -> int:
         return len(self.labels)

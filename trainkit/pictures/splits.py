@@ -97,7 +97,8 @@ def load_split(
         refuse_unreadable(what, problems, has_flag=skip_unreadable is not None)
     chosen = torch.arange(len(rows))
     if not is_whole:
-        chosen = split_rows(hashes, labels=labels, number=num_held_out)[split == "test"]
+        to_train_on, to_evaluate_on = split_rows(hashes, labels=labels, number=num_held_out)
+        chosen = to_evaluate_on if split == "test" else to_train_on
     chosen = chosen[~torch.isin(chosen, torch.tensor([*problems], dtype=torch.int64))]
     samples = chosen, labels[chosen], hashes[chosen]
     report = decoded.forms, [*problems.values()], how

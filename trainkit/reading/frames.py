@@ -209,7 +209,8 @@ def _name_columns(rows: pd.DataFrame) -> pd.DataFrame:
         question = f"the first line is {shorten(names)}: if it is data, add a line of names above"
         table.attrs["question"] = question
     for i, name in enumerate(names):  # a missing name becomes the one pandas gives
-        names[i] = name or f"Unnamed: {i}{'.0' * (f'Unnamed: {i}' in names)}"
+        if not name:
+            names[i] = f"Unnamed: {i}.0" if f"Unnamed: {i}" in names else f"Unnamed: {i}"
     return table.set_axis(names, axis=1)
 
 

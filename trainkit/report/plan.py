@@ -148,9 +148,10 @@ def describe_world(accelerator: Accelerator) -> str:
 
 def describe_busy_cores(accelerator: Accelerator) -> dict[str, str]:
     """Return a line of the plan, if this is a run on CPUs that other programs need too."""
-    if accelerator.device.type != "cpu" or not (text := describe_cores(accelerator.num_processes)):
+    if accelerator.device.type != "cpu":
         return {}
-    return {"cores": text}
+    text = describe_cores(accelerator.num_processes)
+    return {"cores": text} if text else {}
 
 
 def describe_run(accelerator: Accelerator, config: TrainingConfig) -> dict[str, Any]:

@@ -48,7 +48,9 @@ class Profile:
         say: Callable[[str], None],
     ):
         """num_steps: how many the run still has; if they are few, fewer are profiled."""
-        self.accelerator, self.config, self.say = accelerator, config, say
+        self.accelerator = accelerator
+        self.config = config
+        self.say = say
         self.num_warm_up = min(WARM_UP, num_steps // 3)
         self.num_timed = min(config.profile, (num_steps - self.num_warm_up) // 2)
         self.is_on = self.num_timed > 0 and accelerator.is_main_process
@@ -106,7 +108,9 @@ class Profile:
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         self.profiler.stop()
-        profiler, self.profiler, self.is_on = self.profiler, None, False
+        profiler = self.profiler
+        self.profiler = None
+        self.is_on = False
         path = self.config.run_dir / "trace.json"
         hidden = path.with_name(f".tmp-{path.name}")
         try:
@@ -138,7 +142,8 @@ class Profile:
         return self.num_warm_up <= self.num_done < self.num_warm_up + self.num_timed
 
     def _mark(self) -> None:
-        self.at, self.core_at = time.perf_counter(), time.thread_time()
+        self.at = time.perf_counter()
+        self.core_at = time.thread_time()
 
     def _describe(self, profiler: Any, path: Path) -> str:
         on_card = self.accelerator.device.type == "cuda"

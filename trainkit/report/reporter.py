@@ -27,7 +27,9 @@ class Reporter:
     """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl."""
 
     def __init__(self, accelerator: Accelerator, config: TrainingConfig, tracker: JsonlTracker):
-        self.accelerator, self.config, self.tracker = accelerator, config, tracker
+        self.accelerator = accelerator
+        self.config = config
+        self.tracker = tracker
         self.bar = tqdm(disable=True)
         self.table = MetricsTable(config.keep_best)
         self.num_before = 0  # samples of this epoch that were trained on before

@@ -81,8 +81,10 @@ class Results:
         self.accelerator = accelerator
         self.config = config
         self.run_dir = config.run_dir
-        self.models, self.metadata = models, metadata
-        self.frozen, self.save_frozen = frozen, save_frozen
+        self.models = models
+        self.metadata = metadata
+        self.frozen = frozen
+        self.save_frozen = save_frozen
         self.has_weights = False
 
     def write_start(self) -> None:

@@ -70,7 +70,9 @@ class LaneOrder:
     """
 
     def __init__(self, sizes: torch.Tensor, batch_size: int, seed: int):
-        self.sizes, self.batch_size, self.seed = sizes, batch_size, seed
+        self.sizes = sizes
+        self.batch_size = batch_size
+        self.seed = seed
         self.ends = sizes.cumsum(0)
         self.num_rows = int(self.ends[-1])
         self.num_lanes = math.gcd(batch_size, LANES)
@@ -118,7 +120,9 @@ class ParquetRows(Dataset):
     def __init__(self, pattern: str, *columns: str, cache_bytes: int = 2**34):
         if problem := find_secret(pattern):
             raise UsageError(problem)
-        self.pattern, self.columns, self.cache_bytes = pattern, columns, cache_bytes
+        self.pattern = pattern
+        self.columns = columns
+        self.cache_bytes = cache_bytes
         self.folder = Path(HF_HOME, "rows")
         self.folder.mkdir(parents=True, exist_ok=True)
         paths = self._find(pattern)
@@ -134,11 +138,11 @@ class ParquetRows(Dataset):
             schema = schema or types
             if types != schema or None in types:
                 held = shorten([f"{column.name} ({column.type})" for column in has], 30)
+                if types != schema:
+                    held += f", the first file {schema}"
                 raise UsageError(
                     f"{shown(path)}: {', '.join(columns)} must be among its columns, once and "
                     f"of one type in all files: it has {held}"
-                    + f", the first file {schema}"
-                    * (types != schema)
                 )
             for within in range(footer.num_row_groups):
                 self.groups.append((path, version, kept, within))

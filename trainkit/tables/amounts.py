@@ -64,11 +64,12 @@ def find_form(texts: Sequence[str]) -> Form | None:
     column shows that it is not so.
     """
     looked_at = texts[:NUM_LOOKED_AT]
-    units = Counter(cell.unit for text in looked_at if (cell := take_apart(text)))
+    units = Counter(cell.unit for cell in map(take_apart, looked_at) if cell)
     unit, most = units.most_common(1)[0] if units else ("", 0)
     if most < MIN_SHARE * len(looked_at):
         return None
-    cells = {text: cell for text in texts if (cell := take_apart(text)) and cell.unit == unit}
+    taken_apart = {text: take_apart(text) for text in texts}
+    cells = {text: cell for text, cell in taken_apart.items() if cell and cell.unit == unit}
     if not unit and all(map(PLAIN.fullmatch, cells)):
         return None
     fits = {

@@ -146,7 +146,9 @@ def target_column(values: pd.Series, classes: list[str] | None) -> Column:
     column = Column(str(values.name), classes)
     if classes is None:
         kind = find_kind(values, [])
-        column.unit, column.decimal, column.example = kind.unit, kind.decimal, kind.example
+        column.unit = kind.unit
+        column.decimal = kind.decimal
+        column.example = kind.example
     return column
 
 
@@ -248,7 +250,8 @@ def _learn_whole(column: Column, numbers: np.ndarray, missing: str | None) -> Co
         column.problem = "left out: always the same"
         return column
     if missing == "impute":
-        column.fill, column.words = float(pd.Series(numbers).mean()), {}
+        column.fill = float(pd.Series(numbers).mean())
+        column.words = {}
     if column.days:
         column.cycles = find_cycles(numbers)
     return column

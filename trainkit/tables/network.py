@@ -57,7 +57,8 @@ class TabM(nn.Module):
         groups = NUM_FOLDS, NUM_MEMBERS, 1
         signs = torch.randint(0, 2, (*groups, num_inputs)).float() * 2 - 1
         self.signs = nn.Parameter(signs)  # of the inputs of each member, which makes them differ
-        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.weights = nn.ParameterList()
+        self.biases = nn.ParameterList()
         for width in (num_inputs, WIDTH):
             bound = width**-0.5  # as nn.Linear has it
             for part, size in ((self.weights, width), (self.biases, 1)):
@@ -148,9 +149,11 @@ def start_linear(model: TabM, train_set: InMemory, fit: LinearFit) -> None:
     features, targets, fold = train_set.tensors
     targets = targets if targets.ndim == 1 else targets.double()
     for left_out in range(NUM_FOLDS + 1):  # the last is no fold
-        if (kept := fold != left_out).any():
+        kept = fold != left_out
+        if kept.any():
             weight, bias = fit(features[kept].double(), targets[kept])
-            model.weight[left_out], model.bias[left_out] = weight.float(), bias.float()
+            model.weight[left_out] = weight.float()
+            model.bias[left_out] = bias.float()
 
 
 @torch.no_grad()

@@ -190,9 +190,9 @@ def load_table(
     lines |= describe_spelling(table)
     metadata: dict[str, Any] = {"read_options": options, "truth": None}
     if evaluated is not None:
-        metadata["given"] = (len(table), where := evaluated.attrs["where"])
-        others = choose_columns(evaluated, names, where)
-        table = pd.concat([table, others], ignore_index=True)
+        where = evaluated.attrs["where"]
+        metadata["given"] = (len(table), where)
+        table = pd.concat([table, choose_columns(evaluated, names, where)], ignore_index=True)
     if config.missing_values:
         table, emptied = empty_cells(table, config.missing_values)
         options["missing_values"] = config.missing_values

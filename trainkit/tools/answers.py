@@ -54,7 +54,9 @@ def describe_answer(
     """
     classes = predictor.metadata["classes"]
     size = predictor.metadata["size"]
-    sees = "what the network sees" + " (a smaller copy)" * (picture.shape[-1] < size)
+    sees = "what the network sees"
+    if picture.shape[-1] < size:
+        sees += " (a smaller copy)"
     whole = F.interpolate(picture[None].float(), (size, size)).byte()
     if probabilities is None:
         probabilities = predictor(whole)[0]
@@ -70,7 +72,9 @@ def describe_answer(
         (plots.to_array(picture), sees),
         (overlay.byte().numpy(), f"orange speaks for {answer}, blue against"),
     ]
-    html = f"<h2>{'unsure, perhaps ' * bool(doubt)}{escape(answer)}</h2>{doubt or f'{share:.2%}'}"
+    html = f"<h2>{escape(answer)}</h2>{share:.2%}"
+    if doubt:
+        html = f"<h2>unsure, perhaps {escape(answer)}</h2>{doubt}"
     return html, dict(zip(classes, probabilities.tolist(), strict=True)), views
 
 

@@ -308,7 +308,7 @@ def describe_quality(predictor: Any) -> str:
     prediction, target = (predictor.evaluated.get(key) for key in ("prediction", "target"))
     names = predictor.metadata.get("targets", [])
     if prediction is None or target is None:
-        return f"It predicts {', '.join(names)}." * bool(names)
+        return f"It predicts {', '.join(names)}." if names else ""
     seen = f"{len(target):,} samples that it was not trained on"
     if "classes" in predictor.metadata:
         share = (prediction == target).double().mean()

@@ -78,7 +78,8 @@ def read_photo(
     distance, inverted = (max(low - x, x - high, 0) for x in (border, 1 - border))
     if inverted < distance and not as_is:
         pixels = 255 - pixels
-    return pixels[None, None], f"{num_groups} separate groups of ink" * (num_groups > 1)
+    doubt = f"{num_groups} separate groups of ink" if num_groups > 1 else ""
+    return pixels[None, None], doubt
 
 
 def find_ink(picture: Image.Image, greys: Greys | None = None) -> torch.Tensor:

@@ -22,7 +22,7 @@ from trainkit.config.command_line import parse
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.records import PREDICTIONS, load_predictions
 from trainkit.launch import startup
-from trainkit.text import first_sentence
+from trainkit.text import count, first_sentence
 from trainkit.tools import curves
 from trainkit.tools.curves import COLOURS, legend_above, new_figure
 from trainkit.tools.lettering import as_written, cut, width_of, wrap
@@ -180,7 +180,7 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> F
         axes.set_title("\n".join(wrap(line, 23) for line in lines), fontsize=7.5, **style)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {len(worst)} most confident of " if len(worst) < all_mistakes else ""
-    figure.suptitle(f"{shown}{all_mistakes} mistake{'s' * (all_mistakes != 1)}", fontsize=11)
+    figure.suptitle(f"{shown}{count(all_mistakes, 'mistake')}", fontsize=11)
     return figure
 
 

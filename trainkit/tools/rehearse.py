@@ -184,8 +184,11 @@ class Stage:
     """Starts the processes of worlds, several worlds at once, and ends them all."""
 
     def __init__(self, script: str, flags: list[str], folder: Path, epochs: int, limit: float):
-        self.script, self.flags, self.folder = script, flags, folder
-        self.epochs, self.limit = epochs, limit
+        self.script = script
+        self.flags = flags
+        self.folder = folder
+        self.epochs = epochs
+        self.limit = limit
         self.context: Any = multiprocessing.get_context("spawn")
         if sys.platform == "linux":
             self.context = multiprocessing.get_context("forkserver")
@@ -450,7 +453,8 @@ class Comparison:
     """Compares worlds with a first one."""
 
     def __init__(self, first: Outcome, rounding: Rounding):
-        self.first, self.rounding = first, rounding
+        self.first = first
+        self.rounding = rounding
 
     def judge(self, outcome: Outcome) -> Verdict:
         """Say whether this world has the numbers of the first one."""
