@@ -392,6 +392,51 @@ def float64_default():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture
+def in_double(float64_default, flags, monkeypatch):
+    """The test file's `flags` for a base in float64; here all is computed in it, losses too."""
+    import torch
+
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    return [*flags[:-1], flags[-1].replace("/base", "/double/base")]
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """The folder of a small encoder and of texts, as made_texts.make_base makes it."""
+    from made_texts import make_base
+
+    folder = tmp_path_factory.mktemp("base")
+    make_base(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    """137 colour pictures in two classes, and a small network of timm with BatchNorm."""
+    timm, folder = pytest.importorskip("timm"), tmp_path_factory.mktemp("photos")
+    import torch
+    from made_pictures import fill
+
+    parts = ["train"] * 110 + ["test"] * 27
+    fill(folder / "data", *(f"{part}/class {n % 2}/{n}.png" for n, part in enumerate(parts)))
+    torch.manual_seed(0)
+    network = timm.create_model("test_resnet", pretrained=False).double()
+    timm.models.save_for_hf(network, folder / "base", safe_serialization=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def table(tmp_path_factory):
+    """137 rows, in a file t.csv."""
+    from made_tables import make_table
+
+    folder = tmp_path_factory.mktemp("table")
+    make_table(folder / "t.csv", 137, kind=lambda t: (t.a * t.b > 0).map(str))  # not linear
+    return folder
+
+
 @pytest.fixture(scope="session")
 def arguments(tiny_mnist):
     """Per script, a run of ten steps in two epochs that saves at every second step."""

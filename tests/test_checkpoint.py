@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from conftest import contents, forget_accelerator, linux_only, posix_only, refused
+from conftest import linux_only, posix_only, refused
+from saving import Run, reforge, step, write_hostile
 
 from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.durable import Commits
@@ -28,69 +28,15 @@ from trainkit.errors import UsageError
 from trainkit.files import records, weights
 from trainkit.files.atomic import write_json
 from trainkit.files.log import JsonlTracker
-from trainkit.files.manifest import list_files, verify, write_manifest
+from trainkit.files.manifest import verify
 from trainkit.files.records import read_rows
 from trainkit.files.standard_json import to_json
 from trainkit.launch import run_folder
 from trainkit.loop.ema import EMA
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Progress
-from trainkit.outside.names import prepared_models
 from trainkit.sharding import shards
 from trainkit.sharding.frozen import Frozen
-
-
-class Run:
-    """A small run: a linear model, its optimizer and scheduler, and its checkpoints."""
-
-    def __init__(self, run_dir: Path, keep: int = 9, **options):
-        forget_accelerator()
-        self.accelerator = Accelerator(cpu=True)
-        torch.manual_seed(0)
-        model = torch.nn.Linear(50, 7)
-        optimizer = torch.optim.AdamW(model.parameters())
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
-            model, optimizer, scheduler
-        )
-        self.run_dir, self.tracker = run_dir, JsonlTracker(run_dir)
-        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self.means = RunningMeans(self.accelerator)
-        self.checkpoints = Checkpoints(
-            self.accelerator,
-            TrainingConfig(run_dir=run_dir, keep=keep, **{"resume": "auto"} | options),
-            {},
-            self.tracker,
-            self.means,
-            Contents(self.accelerator, Frozen(prepared_models(self.accelerator))),
-        )
-        self.progress = Progress()
-
-    def train(self, num_steps: int):
-        for _ in range(num_steps):
-            loss = self.model(torch.randn(4, 50)).square().mean()
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-            self.means.add("loss", loss, 4)
-            self.progress.step += 1
-            self.progress.step_in_epoch += 1
-            self.tracker.log({"train_loss": loss.item()}, step=self.progress.step)
-            self.checkpoints.save(self.progress)
-        self.checkpoints.commits.wait()
-
-    def weights(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()]
-
-    def refuses(self, wanted: str | Path) -> str:
-        """The message with which it does not resume; no weight and no file has changed."""
-        before, files = self.weights(), contents(self.run_dir)
-        with refused("") as raised:
-            self.checkpoints.resume(str(wanted))
-        assert all(map(torch.equal, before, self.weights())), "a weight changed"
-        assert contents(self.run_dir) == files
-        return str(raised.value)
 
 
 @pytest.fixture
@@ -98,15 +44,6 @@ def saved(tmp_path):
     """The run folder of a run that saved steps 1, 2 and 3."""
     Run(tmp_path / "run").train(3)
     return tmp_path / "run"
-
-
-def step(run_dir: Path, number: int) -> Path:
-    return run_dir / "checkpoints" / f"step-{number:010d}"
-
-
-def reforge(path: Path):
-    """Make the manifest say that the folder as it is now is what was saved."""
-    write_manifest(path, list_files(path))
 
 
 class Growing(torch.optim.lr_scheduler.ExponentialLR):
@@ -317,23 +254,6 @@ def test_other_programs_may_write_into_a_checkpoint_while_it_is_saved(tmp_path, 
 def test_a_file_that_load_state_would_open_must_be_in_the_manifest(saved, name):
     (step(saved, 3) / "state" / name).write_bytes(b"x")
     assert f"state/{name} does not belong there" in Run(saved).refuses(step(saved, 3))
-
-
-class Payload:
-    """Unpickling it writes a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
-def write_hostile(file: Path, kind: str, mark: Path):
-    if kind == "raw":
-        file.write_bytes(pickle.dumps(Payload(mark)))
-    else:
-        torch.save(Payload(mark), file, _use_new_zipfile_serialization=kind == "zip")
 
 
 OTHER_NAMES = (

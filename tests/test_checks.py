@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import finish
-from test_run import Numbers, changed
+from loops import Numbers, changed
 from torch import nn
 from torch.utils.data import Dataset
 

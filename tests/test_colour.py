@@ -18,8 +18,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import linux_only, refused
+from made_pictures import (
+    BAD_FILES,
+    GREEN,
+    NAMES,
+    RED,
+    TURNED,
+    colour_folder,
+    dataset,
+    fill,
+    parquet,
+    photo,
+)
 from PIL import Image, PngImagePlugin
-from test_pictures import BAD_FILES, NAMES, TURNED, colour_folder, dataset, parquet
 
 from examples import pictures
 from trainkit.config import parse
@@ -35,15 +46,7 @@ from trainkit.reading.recall import describe_recall
 with contextlib.suppress(ImportError):  # on Windows
     import resource
 
-RED, GREEN = (220, 30, 40), (30, 200, 60)
 WHITE, GREYS = (255,) * 3, [(88,) * 3, (133,) * 3]
-
-
-def photo(size: tuple[int, int] = (60, 40)) -> Image.Image:
-    """Its upper half is red and its lower half green."""
-    picture = Image.new("RGB", size, RED)
-    picture.paste(GREEN, (0, size[1] // 2, *size))
-    return picture
 
 
 COLOUR, GREY, CLEAR = photo(), photo().convert("L"), photo().convert("RGBA")
@@ -114,13 +117,6 @@ def test_a_file_of_any_kind_has_its_colours(name, tmp_path):
         assert np.abs(half - colour).max() <= 8, half[0, 0]
     pixels = read_photo_pixels(tmp_path / name, 32, 24)
     assert torch.equal(pixels.permute(1, 2, 0), torch.from_numpy(values)[4:28, 4:28].byte())
-
-
-def fill(folder: Path, *names: str):
-    for n, name in enumerate(names):  # each is darker than the one before
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        darker = photo((70 + len(name), 80)).point(lambda value, n=n: value * 200 // (200 + n))
-        darker.save(folder / name, "PNG")
 
 
 def load(folder: Path, *flags: object) -> tuple[photos.Photos, dict[str, str]]:

@@ -2,8 +2,8 @@
 
 import pytest
 from conftest import linux_only
-from test_shards import KINDS
-from test_shards import env as shards_env
+from sharded import KINDS
+from sharded import env as shards_env
 
 from trainkit.tools import doctor
 

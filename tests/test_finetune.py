@@ -15,63 +15,41 @@ import torch
 from conftest import assert_same_bytes, refused, rows
 from datasets import Dataset
 from double import SAME
-from plain import logged_losses, plain_losses, quick
+from loops import changed
+from plain import logged_losses, quick
 from safetensors.torch import load_file
-from test_run import changed
-from test_shards import KINDS, train
+from sharded import KINDS
+from tuned import (
+    ASK,
+    FLAGS,
+    FOUR_BITS,
+    GPT,
+    HUMAN,
+    LORA,
+    SAY,
+    losses_by_length,
+    make_flags,
+    open_end,
+    open_model,
+    open_tokenizer,
+    start_run,
+)
 
 from examples import finetune
 from trainkit.config import parse
 from trainkit.language import conversations, formats, pretrained
-from trainkit.numbers.loaders import EpochBatches
-from trainkit.numbers.orders import by_length
 from trainkit.sharding.shards import hash_frozen
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
-open_model = transformers.AutoModelForCausalLM.from_pretrained
-open_tokenizer = transformers.AutoTokenizer.from_pretrained
 
-MODULES = ["peft", "transformers.models.llama.modeling_llama", "transformers.generation"]
-# 270 pairs: 11 steps of 24 and one of 6, which leaves some processes without a sample.
-FLAGS = "--batch-size 24 --epochs 2 --stop-after-steps 14 --log-every 1 --learning-rate 3e-3"
-FLAGS += " --schedule constant --warmup 0 --clip-norm inf --no-pictures"
-LORA = ["--lora", "4"]
-FOUR_BITS = [*LORA, "--load-4bit"]
 PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
 # LoRA, a number of processes without sharding or two that shard in this way, --accumulate, pack.
 WAYS = itertools.product(([], LORA), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
 
 
-def make_flags(nursery, folder, flags: str, name: str, num: int) -> list[str]:
-    """Make rows, and the model, in float64 as well; return what all runs have in common."""
-    for where, double in (folder / "double", True), (folder, False):
-        words = "examples/docstrings.py", "--folder", where, "--width", 32, "--layers", 1
-        made = nursery.run(*words, double=double, modules=MODULES)
-        assert made.codes == [0], made.output
-    lines = (folder / f"{name}.jsonl").read_text().splitlines()[:num]
-    (folder / "few.jsonl").write_text("\n".join(lines))
-    return [*flags.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
-
-
-def start_run(nursery, flags, run_dir, lora, way, *args, **plan):
-    """`way` is one of KINDS, or a number of processes without sharding."""
-    kind, world = (way, 2) if way in KINDS else (None, way)
-    plan = {"timeout": 120, "modules": MODULES, "kind": kind, "world": world, **plan}
-    plan["env"] = {"HF_DATASETS_CACHE": f"{run_dir}-cache"} | plan.get("env", {})
-    return train(nursery, run_dir, *flags, *lora, *args, **plan)
-
-
 @pytest.fixture(scope="module")
 def flags(nursery, tmp_path_factory):
     return make_flags(nursery, tmp_path_factory.mktemp("made"), FLAGS, "pairs", 300)
-
-
-@pytest.fixture
-def in_double(float64_default, flags, monkeypatch):
-    """The flags of a run in float64; this process computes in it, the loss of transformers too."""
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    return [*flags[:-1], flags[-1].replace("/base", "/double/base")]
 
 
 @pytest.fixture(scope="module")
@@ -103,21 +81,6 @@ def plain(args, model) -> list[float]:
 
     lengths = [len(tokens) for tokens, *_ in train_set]
     return losses_by_length(args, model, lengths, loss_of)[: args.stop_after_steps]
-
-
-def losses_by_length(args, model, lengths, loss_of):
-    order = by_length(lengths, args.batch_size, seed=0)
-    batches = EpochBatches(len(lengths), args.batch_size, order=order)
-    adam = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0)
-    return plain_losses(batches, adam, range(args.epochs), loss_of)
-
-
-def open_end(folder, base, lora=True):
-    """The model of a folder pretrained/, which is an adapter for the base or the whole model."""
-    model = open_model(base if lora else folder)
-    tokenizer = open_tokenizer(folder)
-    assert tokenizer.eos_token == "<end>"
-    return peft.PeftModel.from_pretrained(model, folder) if lora else model
 
 
 @torch.no_grad()
@@ -247,9 +210,7 @@ TEMPLATES = {
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
 }
 SHORT, LONG = {"prompt": "a", "answer": "4"}, {"prompt": "x = 1 ; " * 90, "answer": "4"}
-ASK, SAY = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
 TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
-HUMAN, GPT = {"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}
 CALLING = {"from": "function_call", "value": '{"name": "f"}'}
 OBSERVED = {"from": "observation", "value": "5"}
 CALL = {"name": "f", "arguments": '{"n": 1}'}

@@ -6,29 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from conftest import rows
 from faults import digests
-from test_run import Numbers, changed
+from loops import Still, changed
+from loss_scale import SCALE, accelerator_in_fp16, scaled_float32
 
 import trainkit.loop.session
 from trainkit.loop.step import Step
 
-SCALE = 2.0**21  # gradients overflow at first
-GROWTH_INTERVAL = 3  # steps after which the scale is doubled
 LAST = 6
-
-
-def accelerator_in_fp16(**options: Any) -> accelerate.Accelerator:
-    """What Accelerator(mixed_precision="fp16") makes on a GPU."""
-    accelerator = accelerate.Accelerator(**options)
-    accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
-    accelerator.scaler = torch.amp.GradScaler(
-        "cpu", init_scale=SCALE, growth_interval=GROWTH_INTERVAL
-    )
-    return accelerator
 
 
 def checkpoint(run_dir: Path, step: int) -> list[dict[str, Any]]:
@@ -75,24 +63,10 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
     assert checkpoint(run_dir, LAST) == whole and digests(run_dir) == files
 
 
-def scaled_float32(**options: Any) -> accelerate.Accelerator:
-    """A loss scale without the rounding of fp16."""
-    options["kwargs_handlers"].append(accelerate.utils.AutocastKwargs(enabled=False))
-    return accelerator_in_fp16(**options)
-
-
 def test_a_loop_without_zero_grad_is_told_so_under_a_loss_scale_too(tmp_path, monkeypatch):
     monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) was not called since"):
         changed((r"optimizer.zero_grad\(\)", "pass"))("--run-dir", tmp_path)
-
-
-class Still(Numbers):
-    """The same samples in every epoch."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        x = torch.tensor([index / 8, 1.0])
-        return {"x": x, "y": x[:1].sin()}
 
 
 def train_two(run_dir: Path, order: str, overflows: tuple[int, ...] = ()) -> list[float]:

@@ -18,9 +18,9 @@ import pytest
 import torch
 from conftest import refused, wait_until
 from fsspec.implementations.memory import MemoryFileSystem
-from test_checkpoint import Run, step
-from test_finetune import FLAGS, LORA, MODULES, make_flags
-from test_shards import KINDS, env
+from saving import Run, step
+from sharded import KINDS, env
+from tuned import FLAGS, LORA, MODULES, make_flags
 
 from trainkit.checkpoints import resume
 from trainkit.config import TrainingConfig

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bytes, refused, rows
+from loops import changed, train
 from safetensors.torch import load_file
-from test_checkpoint import Run as SmallRun
-from test_checkpoint import step as step_of
-from test_run import changed, train
+from saving import Run as SmallRun
+from saving import step as step_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import ConcatDataset, Dataset, Subset

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from made_tables import add_noise
 from torch.utils.data import Dataset, StackDataset, Subset
 
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
@@ -140,11 +141,6 @@ def test_a_batch_that_never_comes_ends_the_run(accelerator):
         for loader in make_loaders(accelerator, data, data, ARGS, how):
             assert loader.num_workers == workers
             assert loader.timeout == accelerator.prepare(loader).timeout == 9 * workers
-
-
-def add_noise(rows):
-    noise = torch.rand(len(rows["a"])).tolist()
-    return {"a": [sum(pair) for pair in zip(rows["a"], noise, strict=True)]}
 
 
 ROWS = datasets.Dataset.from_dict({"a": [*range(6)]}).with_transform(add_noise)

@@ -13,7 +13,8 @@ import torch
 from conftest import assert_same_bytes, refused, rows
 from double import SAME
 from plain import logged_losses, quick
-from test_finetune import (
+from sharded import KINDS
+from tuned import (
     ASK,
     FOUR_BITS,
     GPT,
@@ -26,9 +27,7 @@ from test_finetune import (
     open_tokenizer,
     start_run,
 )
-from test_finetune import SAY as GOOD
-from test_finetune import in_double as in_double
-from test_shards import KINDS
+from tuned import SAY as GOOD
 
 from examples import preference
 from trainkit.config import parse

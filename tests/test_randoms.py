@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from conftest import refused
-from test_order import add_noise
+from made_tables import add_noise
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import saved
-from test_tables import frame, load
+from made_tables import frame, load
 
 import train_regression
 

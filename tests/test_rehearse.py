@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, refused
-from test_worlds import photos as photos
-from test_worlds import table as table
 
 from trainkit.tools import rehearse
 

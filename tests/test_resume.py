@@ -11,7 +11,7 @@ import pytest
 from conftest import assert_same_numbers, finish, refused
 from faults import digests
 from plain import quick
-from test_checkpoint import reforge
+from saving import reforge
 
 from trainkit.checkpoints.fingerprint import compare_sources, read_same_run
 from trainkit.files.manifest import FORMAT

@@ -1,6 +1,5 @@
 """What `Run` promises to whoever writes the loop, and to whoever ends it."""
 
-import inspect
 import json
 import math
 import multiprocessing
@@ -10,11 +9,8 @@ import re
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,111 +19,26 @@ from conftest import (
     assert_same_bytes,
     contents,
     finish,
-    forget_accelerator,
     posix_only,
     refused,
     rows,
-    split_flags,
 )
 from faults import digests
+from loops import NUM_SAMPLES, changed, make_config, train
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 import train_regression
-from trainkit.config import TrainingConfig, parse
 from trainkit.errors import UsageError
 from trainkit.files.weights import read_weights
 from trainkit.launch.together import agree
 from trainkit.loop.run import Run
-from trainkit.numbers.loaders import InMemory, make_loaders
+from trainkit.numbers.loaders import InMemory
 from trainkit.numbers.means import RunningMeans, sum_and_count, sum_of
-from trainkit.numbers.optim import make_optimizer, make_scheduler
 from trainkit.outside.fixes import name_without_compiler
 from trainkit.outside.names import named_weights
 from trainkit.rng import Dropout
-
-NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
-
-
-class Numbers(Dataset):
-    """An ordinary map-style data set, with random noise as from torchvision's transforms."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        x = torch.tensor([index / NUM_SAMPLES, 1.0])
-        return {"x": x + 0.01 * torch.randn(2), "y": 3 * x[:1], "index": index}
-
-
-@dataclass
-class Config(TrainingConfig):
-    run_dir: Path = Path("runs/test")
-    eval_batch_size: int = 10
-    epochs: int = 2
-    batch_size: int = 8
-    log_every: int | None = 1
-    pictures: bool = False
-    learning_rate: float = 0.01
-
-
-def make_config(*argv: object) -> Config:
-    return parse(Config, split_flags(argv))
-
-
-def train(
-    *argv: object,
-    body=lambda run, number: None,
-    change=lambda losses: losses,
-    first=lambda: nn.Linear(2, 4),
-) -> list[float]:
-    """A small run with two models and two optimizers; `body` may disturb it. Losses by step."""
-    forget_accelerator()
-    args, losses, numbers = make_config(*argv), [], count(1)
-    with Run(args, "test") as run:
-        sets = run.load(lambda args: (Numbers(), Numbers()))
-        loaders = make_loaders(run.accelerator, *sets, args)
-        models = one, two = first(), nn.Linear(4, 1)
-        optimizers = [make_optimizer(run.accelerator, m.parameters(), args) for m in models]
-        schedules = [make_scheduler(each, args, run.steps_per_epoch) for each in optimizers]
-        one, two, *loaders = run.accelerator.prepare(one, two, *loaders)
-        optimizers = [run.accelerator.prepare(each) for each in optimizers]
-        schedules = [run.accelerator.prepare(each) for each in schedules]
-        run.begin((one, two), {"pictures": "test"})
-        for _ in run.epochs():
-            for batch in run.steps(loaders[0]):
-                body(run, next(numbers))
-                with run.accelerator.accumulate(one, two):
-                    loss = (two(one(batch["x"])) - batch["y"]).square()
-                    run.accelerator.backward(run.step_mean(loss))
-                    for optimizer in optimizers:
-                        run.clip_and_check(optimizer)
-                    for part in (*optimizers, *schedules):
-                        part.step()
-                    for optimizer in optimizers:
-                        optimizer.zero_grad()
-                losses.append(loss.sum().item())
-                run.add(loss=loss)
-                if run.end_step():
-                    run.save()
-            metrics = run.evaluate(
-                loaders[1],
-                lambda batch: {"loss": change((two(one(batch["x"])) - batch["y"]).square())},
-            )
-            run.end_epoch(metrics, {"seen": torch.ones(3)})
-        run.finish()
-    return losses
-
-
-def changed(*edits: tuple[str, str], **names: Any) -> Callable[..., list[float]]:
-    """`train` with other texts in the place of these patterns; they may use these names."""
-    source = inspect.getsource(train)
-    for pattern, text in edits:
-        source, num = re.subn(pattern, text, source, flags=re.MULTILINE)
-        assert num, pattern
-    exec(source, scope := globals() | names)
-    return scope["train"]
 
 
 # 6: one batch before the end of an epoch, where none is read ahead.
@@ -673,7 +584,7 @@ MISTAKES = r"""
 def test_a_mistake_in_the_loop_is_told_before_the_second_epoch(tmp_path, text, mistake, sentence):
     batches = []
     with pytest.raises((RuntimeError, UsageError), match=sentence):
-        changed((re.escape(text), mistake))(
+        changed((re.escape(text), mistake), **globals())(
             f"--accumulate 2 --save-every 1 --run-dir {tmp_path}",
             body=lambda run, number: batches.append(number),
         )

@@ -10,11 +10,11 @@ import re
 from pathlib import Path
 
 import pytest
-import test_checkpoint
-import test_pictures
 import torch
 from conftest import posix_only, refused
+from made_pictures import dataset, parquet
 from PIL import Image
+from saving import write_hostile
 
 import predict
 import train_mnist
@@ -87,7 +87,7 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 def test_a_pickle_under_any_name_is_not_executed(name, kind, tmp_path):
     path, mark = tmp_path / name, tmp_path / "executed"
-    test_checkpoint.write_hostile(path, kind, mark)
+    write_hostile(path, kind, mark)
     with refused(re.escape(str(path))):
         READERS[name](path)
     assert not mark.exists()
@@ -98,7 +98,7 @@ def test_a_pickle_under_any_name_is_not_executed(name, kind, tmp_path):
 
 def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path):
     folder, mark = tmp_path / "data", tmp_path / "executed"
-    test_pictures.parquet(folder, test_pictures.dataset())
+    parquet(folder, dataset())
     for name in ("dataset.py", "__init__.py", "data.py"):  # the last is what datasets once ran
         assert len(pictures.load_images(str(folder), "train", 28)[0]) == 60
         (folder / name).write_text(f"open({str(mark)!r}, 'w')")

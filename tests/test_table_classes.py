@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from conftest import refused, saved
+from made_tables import make_table
 
 import predict
 from examples import table_classes
@@ -20,15 +21,6 @@ from trainkit.numbers.loaders import InMemory
 from trainkit.tables import network, sets
 from trainkit.tables.columns import Column
 from trainkit.tools import page
-
-
-def make_table(path, size=160, **columns):
-    random = np.random.default_rng(0)
-    table = pd.DataFrame(random.normal(size=(size, 3)), columns=["a", "b", "c"])
-    table["kind"] = np.where(table.a + table.b > 0, "high", "low")
-    table["y"] = table.a * 2 + np.abs(table.b) + random.normal(size=size) * 0.1
-    table.assign(**columns).to_csv(path, index=False)
-    return table
 
 
 def sets_of(path, target, *flags):

@@ -14,6 +14,7 @@ import pyarrow
 import pytest
 import torch
 from conftest import posix_only, refused
+from made_tables import frame, load
 
 import predict
 import train_regression
@@ -22,15 +23,6 @@ from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.tables.amounts import find_form, read_amount
 from trainkit.tables.columns import INDEX, Column, encode
-
-
-def load(*args):
-    """The training rows, the test rows and what is saved with the weights."""
-    flags = [str(arg) for arg in args]
-    parsed = parse(train_regression.Config, ["--model", "linear", *flags])
-    parsed.validate(1)
-    train, test, metadata = train_regression.load_data(parsed)
-    return train, test, metadata
 
 
 @pytest.fixture(autouse=True)
@@ -53,18 +45,6 @@ def read(table, *flags):
 def planned(*table_and_flags):
     """What its plan says."""
     return read(*table_and_flags)[2]["plan"]
-
-
-def frame(size=30):
-    random = np.random.default_rng(0)
-    table = pd.DataFrame(
-        {
-            "area": random.uniform(20, 200, size).round(2),
-            "city": random.choice(["Köln", "Orléans", "Rome"], size),
-            "garden": random.choice([True, False], size),
-        }
-    )
-    return table.assign(y=table.area * 3 + 5)
 
 
 def text(separator=",", encoding="utf-8") -> bytes:

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import refused, rows
+from made_texts import LINES
 
 import predict
 from examples import text
@@ -22,39 +23,8 @@ from trainkit.tools.export import write_export
 
 transformers = pytest.importorskip("transformers")
 
-WORDS = {"sport": "ball goal team", "food": "bread salt soup", "art": "paint song stage"}
-LINES = [
-    (f"{' '.join([*words.split(), 'and'] * (1 + n % 4))} number {n}", label)
-    for n in range(46)
-    for label, words in WORDS.items()
-][:136]
 FLAGS = "--batch-size 8 --eval-batch-size 27 --epochs 2 --stop-after-steps 20 --no-pictures"
 GIVEN = "--learning-rate 1e-3 --max-tokens 12 --base"
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory):
-    """A BERT with one layer, random weights and dropout; below, in float64; and a table."""
-    folder = tmp_path_factory.mktemp("base")
-    pd.DataFrame(LINES, columns=["said", "kind"]).to_csv(folder / "lines.csv", index=False)
-    known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "and", *" ".join(WORDS.values()).split()]
-    vocabulary = {word: n for n, word in enumerate(known)}
-    tokenizer = transformers.BertTokenizer(vocab=vocabulary, model_max_length=40)
-    tokenizer.save_pretrained(folder)
-    config = transformers.BertConfig(
-        hidden_size=16,
-        num_attention_heads=2,
-        intermediate_size=32,
-        vocab_size=len(known),
-        num_hidden_layers=1,
-        max_position_embeddings=40,
-    )
-    torch.manual_seed(0)
-    model = transformers.BertModel(config)
-    model.save_pretrained(folder)
-    shutil.copytree(folder, folder / "double")
-    model.double().save_pretrained(folder / "double")
-    return folder
 
 
 @pytest.fixture(scope="module")

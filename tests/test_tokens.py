@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same_bytes, finish, refused, rows, saved
+from loops import Numbers, Still, changed, make_config
+from loss_scale import scaled_float32
 from plain import logged_losses, plain_losses, quick
-from test_fp16 import Still, scaled_float32
-from test_run import Numbers, changed, make_config
 from torch.utils.data import default_collate
 
 import trainkit.loop.session

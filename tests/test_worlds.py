@@ -19,10 +19,6 @@ from conftest import assert_same_bytes, assert_same_numbers, first_pictures, row
 from double import SAME
 from faults import Outcome
 from plain import plain_losses, quick
-from test_colour import fill
-from test_table_classes import make_table
-from test_texts import GIVEN
-from test_texts import base as base
 
 from trainkit.numbers.loaders import EpochBatches
 from trainkit.numbers.orders import weighted
@@ -30,6 +26,7 @@ from trainkit.numbers.orders import weighted
 SMALL = "--batch-size 18 --eval-batch-size 27"  # of 109 samples: 7 steps
 # With a smaller rate the network of a table may not be trusted after twelve steps.
 TABLE = f"--data {{table}}/t.csv {SMALL} --learning-rate 0.02 --features a,b,c --target"
+ENCODER = "--data {base}/lines.csv --base {base}/double --learning-rate 1e-3 --max-tokens 12"
 PHOTOS = f"--dataset {{photos}}/data {SMALL} --size 32 --resize 36 --base {{photos}}/base"
 # Of each run: its script, its flags, and how many samples it evaluates. Deep has dropout.
 RUNS = {
@@ -50,33 +47,13 @@ RUNS = {
     "two_towers": ("examples.two_towers", f"{SMALL} --dataset {{digits}}", 55),
     "pictures": ("examples.pictures", f"{PHOTOS} --mix cutmix --balance", 27),
     "frozen": ("examples.pictures", f"{PHOTOS} --freeze", 27),
-    "encoder": ("examples.text", f"{SMALL} --data {{base}}/lines.csv {GIVEN} {{base}}/double", 27),
+    "encoder": ("examples.text", f"{SMALL} {ENCODER}", 27),
     "tabm": ("train_regression", f"{TABLE} y", 27),
     "classes": ("examples.table_classes", f"{TABLE} kind", 27),
 }
 NUM_STEPS, KILLED_AT, SAVE_EVERY = 12, 11, 5
 BERT = "transformers.models.bert.modeling_bert"
 MODULES = [BERT, "transformers.tokenization_utils_base", *["timm"] * bool(find_spec("timm"))]
-
-
-@pytest.fixture(scope="session")
-def photos(tmp_path_factory):
-    """137 colour pictures in two classes, and a small network of timm with BatchNorm."""
-    timm, folder = pytest.importorskip("timm"), tmp_path_factory.mktemp("photos")
-    parts = ["train"] * 110 + ["test"] * 27
-    fill(folder / "data", *(f"{part}/class {n % 2}/{n}.png" for n, part in enumerate(parts)))
-    torch.manual_seed(0)
-    network = timm.create_model("test_resnet", pretrained=False).double()
-    timm.models.save_for_hf(network, folder / "base", safe_serialization=True)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def table(tmp_path_factory):
-    """137 rows, in a file t.csv."""
-    folder = tmp_path_factory.mktemp("table")
-    make_table(folder / "t.csv", 137, kind=lambda t: (t.a * t.b > 0).map(str))  # not linear
-    return folder
 
 
 @pytest.fixture(scope="session")
