@@ -51,7 +51,7 @@ class Predictor(nn.Module):
 
     A kind of input is a subclass and its entry in KINDS: forward maps inputs (n, ...) to outputs;
     predict_file returns what the model says of a file, or raises UsageError; example_inputs makes
-    random inputs, with which an exported model is checked. How a kind is shown is said by BUILDERS
+    random inputs, with which an exported model is checked. BUILDERS says how a kind is shown
     in trainkit/tools/page.py and by write_example in trainkit/tools/export.py.
 
     Args:

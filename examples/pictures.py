@@ -57,8 +57,9 @@ def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config
     sides = torch.stack((area.sqrt() * stretch, area.sqrt() / stretch), 1).clamp(max=1)
     centres = (numbers[:, 3:5] * 2 - 1) * (1 - sides)
     flips = torch.where(numbers[:, 2:3] < 0.5, -1, 1)
-    places = (2 * torch.arange(config.size, device=images.device) + 1) / config.size - 1
-    x, y = places * sides[:, :1] * flips + centres[:, :1], places * sides[:, 1:] + centres[:, 1:]
+    points = (2 * torch.arange(config.size, device=images.device) + 1) / config.size - 1
+    x = points * sides[:, :1] * flips + centres[:, :1]
+    y = points * sides[:, 1:] + centres[:, 1:]
     grid = torch.stack(torch.broadcast_tensors(x[:, None], y[:, :, None]), -1)
     images = F.grid_sample(images.float(), grid, align_corners=False, padding_mode="border")
     return photos.recolour(images, 1 + config.colour * (2 * numbers[:, 5:] - 1))

@@ -31,10 +31,10 @@ class Batch(NamedTuple):
 
     def counted(self) -> torch.Tensor:
         """Return which tokens after the first count, bool (n, length - 1)."""
-        place = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
+        position = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
         if self.start is None:
             return torch.ones_like(self.tokens[:, 1:], dtype=torch.bool)
-        return (self.start[:, None] <= place) & (place < self.stop[:, None])
+        return (self.start[:, None] <= position) & (position < self.stop[:, None])
 
 
 class Windows:

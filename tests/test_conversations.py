@@ -280,7 +280,7 @@ def test_a_template_that_does_not_write_texts_is_named_with_its_error(
 
 def test_a_prompt_that_ends_as_no_training_does_is_in_the_plan_and_asks_for_the_sample_answer(make):
     sets = make(PAIR, template=THINKS)
-    assert "asks for an answer with '<think>'" in sets.plan["template"]
+    assert "generation prompt ends with '<think>'" in sets.plan["template"]
     assert "3 of 3 rows" in sets.plan["template"]
     tokenizer = make(PAIR, function=lambda tokenizer, *_: tokenizer)
     ((name, asked),) = sets.prompts.items()

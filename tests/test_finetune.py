@@ -227,9 +227,9 @@ def chat(*turns) -> dict:
 # Rows, what is learned in the first samples, what the plan says or why there is none.
 OF_CHATML = [
     ([SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
-    ([SHORT, LONG], [FOUR] * 2, {"cut": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
-    ([SHORT | {"answer": LONG["prompt"]}], [], {"cut": "3 of 3", "end": "in 0 of 3"}),
-    ([LONG, *[SHORT] * 4], [FOUR] * 2, {"cut": "3 of 15", "dropped": "3 of 15"}),
+    ([SHORT, LONG], [FOUR] * 2, {"truncated": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
+    ([SHORT | {"answer": LONG["prompt"]}], [], {"truncated": "3 of 3", "end": "in 0 of 3"}),
+    ([LONG, *[SHORT] * 4], [FOUR] * 2, {"truncated": "3 of 15", "dropped": "3 of 15"}),
     ([LONG], [], f"train {NOT_LEFT}"),
     ([chat(SAY, *TALK, SAY, ASK)], [FOUR * 3], {}),
     ([chat(*TALK) | {"tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
@@ -259,7 +259,7 @@ OF_CHATML = [
         {"dropped": "6 of 9"},
     ),
     ([chat(ASK, SAY | {"content": ODD})], [f"{ODD}<|im_end|>\n"], {}),
-    ([chat(*TALK), chat(*TALK * 5000)], [FOUR * 3], {"cut": "3 of 6"}),
+    ([chat(*TALK), chat(*TALK * 5000)], [FOUR * 3], {"truncated": "3 of 6"}),
     ([chat(ASK | {"content": [PART]}, SAY | {"content": [PART, PART]})], [f"44{FOUR[1:]}"], {}),
     ([chat(ASK | {"content": [PART, {"type": "image"}]}, SAY)], [], "line 1 of .* holds image"),
     ([{"question": "2?"}], [], "line 1 of .* has no columns of a known"),

@@ -203,7 +203,7 @@ def test_each_way_to_write_a_pair_is_the_same_pair(make, row):
 def test_what_is_cut_or_dropped_is_counted(make):
     lost, same = TEXTS | {"prompt": LONG}, TEXTS | {"chosen": f"{LONG}4", "rejected": f"{LONG}5"}
     pairs = make(TEXTS, TEXTS, lost, same, TEXTS | {"rejected": "4"})
-    assert pairs.plan["cut"] == "2 of 5 pairs, to --max-tokens 64"
+    assert pairs.plan["truncated"] == "2 of 5 pairs, to --max-tokens 64"
     assert re.fullmatch("1 of 5 pairs, .* and 2 whose answers are equal", pairs.plan["dropped"])
     assert len(pairs.train_set) == len(pairs.eval_set) == 1
 

@@ -243,6 +243,15 @@ def test_what_a_page_names_is_there(path):
         assert f"def {name}(" in tests, name
 
 
+def test_the_map_has_one_short_row_for_each_room():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## File map\n")[2]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [names for names, what in rows if len(what.split()) > 30] == []
+    rooms = [path.parent.name for path in (ROOT / "trainkit").glob("*/__init__.py")]
+    for room in rooms:
+        assert sum(f"`trainkit/{room}/`" in names for names, _ in rows) == 1, room
+
+
 def test_the_walks_name_files_and_functions_that_are_there():
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Four walks\n")[2]
     walks = re.findall(r"^\*\*One (\w+)\*\*.*?\n\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)

@@ -412,10 +412,10 @@ MISTAKES = r"""
 ! optimizer.zero_grad\(\) before the step drops
 - body(run, next(numbers))
 + run.step_mean(torch.ones(4, number(run)))
-! other sizes differ .*mask= which of them
+! different trailing sizes .*mask= if they are padded
 - body(run, next(numbers))
 + run.add(other=torch.ones(4, number(run)))
-! run.add\(other=...\) got .*sizes differ
+! run.add\(other=...\) got .*trailing sizes
 - body(run, next(numbers))
 + run.add(mask={'los': torch.ones(4) > 0}, loss=torch.ones(4))
 ! mask= for 'los', but

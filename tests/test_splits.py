@@ -188,7 +188,7 @@ def test_the_test_texts_are_evaluated_and_not_trained_on(tmp_path):
     assert {words.partition(" n")[0].split()[1] for words, _ in sets.held_out} == {"development"}
     assert (len(sets.train), len(sets.held_out), sets.classes) == (20, 6, ["neg", "new", "pos"])
     assert sets.plan["evaluated on"] == "dev.jsonl: 6 texts"
-    assert sets.plan["not trained"] == "no text to train on is new"
+    assert sets.plan["not trained"] == "classes without texts to train on: new"
     # As in many sets of the Hub: nobody tells the classes of the test rows.
     write_texts(tmp_path / "test.jsonl", "of the test", "-1", 9)
     sets = text_sets("--data", tmp_path)

@@ -152,7 +152,7 @@ def test_a_run_with_other_weights_of_samples_is_another_one(start, whole):
 @pytest.mark.parametrize(
     "wrong, sentence",
     [
-        ("SIZES", "other sizes differ between processes, .*mask="),
+        ("SIZES", "different trailing sizes in different processes, .*mask="),
         ("NAMES", r"count= of run.steps\(...\) returned other names .*, or on another process"),
         ("COUNT", r"count= of run.steps\(...\) and what run.step_mean\(..., over='tokens'\) sel"),
     ],

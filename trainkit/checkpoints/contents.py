@@ -128,5 +128,5 @@ class Contents:
 
 
 def tensors_of(module: nn.Module) -> Tensors:
-    """The state of a module without what is no tensor."""
+    """The tensors in the state of a module."""
     return {n: x for n, x in module.state_dict().items() if isinstance(x, Tensor)}

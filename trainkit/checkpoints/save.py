@@ -239,12 +239,12 @@ class Checkpoints:
                     self.contents.note()
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
-                # The run continues from this checkpoint. Rows are cut only after later checkpoints
-                # are renamed: if this is killed halfway, "auto" can still resume.
+                # The run continues from this checkpoint. Rows are truncated only after later
+                # checkpoints are renamed: if this is killed halfway, "auto" can still resume.
                 notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
                 notices += compare_sources(trainer, self.sources)
                 notices.extend(abandon_later(self.directory, progress.step, path))
-                notices += self.tracker.cut(trainer.get("log_bytes", 0), trainer.get("log"))
+                notices += self.tracker.truncate(trainer.get("log_bytes", 0), trainer.get("log"))
                 sync(self.directory.parent)
         self._with_mirror(lambda mirror: mirror.go_on(path, trainer))
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps

@@ -46,7 +46,7 @@ NUM_HASHED = 256  # samples hashed of a set that is not held in memory
 NUM_TWICE = 32  # samples made twice: a transform that changes one of five is missed once in 1,000
 NUM_AGAIN = 4  # samples made again at each save
 NUM_COLLATED = 8  # samples of a batch that is collated twice
-# What is said of a set by the method that makes its samples.
+# What a message says of a set, by the method that makes its samples.
 REMEDIES = {
     "__getitem__": "made twice with the same seeds, so a generator of its own draws, and a resume, "
     "workers and other processes give other numbers: seed it in __getitem__ from "

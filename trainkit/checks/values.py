@@ -8,7 +8,7 @@ from trainkit.hashes import digest
 
 
 def check_rows(call: str, values: torch.Tensor | list, num_samples: int) -> None:
-    """Raise RuntimeError unless there is a row for each of the samples, or for the stand-in."""
+    """Raise RuntimeError unless there is a row for each of the samples, or for a padding sample."""
     is_number = isinstance(values, torch.Tensor) and values.ndim == 0
     if is_number or len(values) != max(1, num_samples):
         rows = "a single number" if is_number else f"{len(values)} rows"
@@ -19,7 +19,7 @@ def check_rows(call: str, values: torch.Tensor | list, num_samples: int) -> None
 
 
 class EqualSizes:
-    """Refuses values (samples, ...) whose other sizes differ where one mean goes over all of them.
+    """Refuses values (samples, ...) with different trailing sizes where one mean goes over them.
 
     Such values were padded, each batch to its own longest sample, so their mean would depend on how
     the samples are shared out to processes and batches.
@@ -46,7 +46,7 @@ class EqualSizes:
     def check_processes(self, accelerator: Accelerator) -> None:
         """Raise RuntimeError if other processes had other sizes. Every process must call this.
 
-        A process may have none in a step, for example because it had a stand-in.
+        A process may have none in a step, for example because it had a padding sample.
         """
         if accelerator.num_processes > 1:
             for hashes, sizes in gather_object([(self.hashes, self.sizes)]):
@@ -61,7 +61,7 @@ class EqualSizes:
 
 def different_sizes(call: str) -> RuntimeError:
     return RuntimeError(
-        f"{call} got values (samples, ...) whose other sizes differ between processes, "
-        "micro-batches or batches: if they are padded, say with mask= which of them count, or give "
-        "it one value for each sample"
+        f"{call} got values of shape (samples, ...) with different trailing sizes in different "
+        "processes, micro-batches or batches: pass mask= if they are padded, or one value for each "
+        "sample"
     )

@@ -289,14 +289,14 @@ class TrainingConfig:
 
 
 def _notes_of(kind: type) -> Iterator[tuple[str, Any]]:
-    """What is said of each field in Annotated, in its own class or in one that it comes from."""
+    """What Annotated has for each field, in its own class or in one that it comes from."""
     for base in reversed(kind.__mro__):
         for name, hint in inspect.get_annotations(base).items():
             yield from ((name, note) for note in _notes(hint))
 
 
 def _last_notes_of(kind: type) -> Iterator[tuple[str, Any]]:
-    """What is said of each field in Annotated, in the last class that declares it."""
+    """What Annotated has for each field, in the last class that declares it."""
     hints: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         hints |= inspect.get_annotations(base)

@@ -65,7 +65,7 @@ class JsonlTracker(GeneralTracker):
         with open(self.path, "ab") as file:
             os.fsync(file.fileno())
 
-    def cut(self, num_bytes: int, written: dict[str, Any] | None = None) -> list[str]:
+    def truncate(self, num_bytes: int, written: dict[str, Any] | None = None) -> list[str]:
         """Remove every row after the first num_bytes bytes. Main process only.
 
         written: state() of then; older checkpoints lack it. Returns a sentence if what is kept is

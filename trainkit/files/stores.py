@@ -62,7 +62,7 @@ def shown_url(url: str) -> str:
 def secrets_of(url: str) -> list[str]:
     """Return what is before the last @ of each URL of a chain (cache::s3://...), and the queries.
 
-    A user without a password, as in abfs://container@account, is no secret.
+    A user without a password, as in abfs://container@account, is not a secret.
     """
     links = [link.partition("://")[2] for link in re.split(r"::(?=\w+://)", url)]
     users = [link.rpartition("@")[0] for link in links]

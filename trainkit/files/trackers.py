@@ -1,7 +1,7 @@
 """TensorBoard, trackio and W&B through Accelerate's own trackers, in addition to metrics.jsonl.
 
-A run that was killed has logged steps after its newest checkpoint, which a resume repeats. So at
-each start all rows of metrics.jsonl, already cut by the resume, are sent to the tracker again.
+A run that was killed has logged steps after its newest checkpoint, which a resume repeats. So each
+start sends all rows of metrics.jsonl, which the resume has truncated, to the tracker again.
 TensorBoard drops its earlier rows (purge_step); trackio and W&B start another run of the same name,
 with complete curves.
 """

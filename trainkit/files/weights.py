@@ -75,7 +75,7 @@ def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_weights_file(path: Path) -> None:
-    """Raise UsageError if the file of --start-from is not there or is no safetensors file.
+    """Raise UsageError if the file of --start-from is not there or is not a safetensors file.
 
     Only the names in it are read, so that this takes no time.
     """

@@ -76,9 +76,9 @@ def make_chat_sets(
 ) -> ChatSets:
     """Make a training set and an evaluation set, and describe both.
 
-    Evaluated is eval_data, or a test split of data, or else a tenth of the rows. Samples are cut to
-    max_tokens, or to `limit` if that is less; samples with no learned token left are dropped and
-    counted. `system` begins conversations without a system turn, and the prompts.
+    Evaluated is eval_data, or a test split of data, or else a tenth of the rows. Samples are
+    truncated to max_tokens, or to `limit` if that is less; samples with no learned token left are
+    dropped and counted. `system` begins conversations without a system turn, and the prompts.
     A chat template that writes the date writes `today`. Raises UsageError if one of the sets is
     left empty, or for a row that read_conversations or the chat template refuses, with its place.
     """
@@ -160,7 +160,7 @@ def _encode_rows(
         notes.add("unlearned", row.text is None and not any(map(is_learned, row.turns)))
         kept = [Sample(tokens[:size], learned[:size]) for tokens, learned in encoded.samples]
         kept = [sample for sample in kept if sample.learned.any()]
-        notes.counts["cut"] += sum(len(tokens) > size for tokens, _ in encoded.samples)
+        notes.counts["truncated"] += sum(len(tokens) > size for tokens, _ in encoded.samples)
         notes.counts["dropped"] += max(1, len(encoded.samples)) - len(kept)
         left.append(encoded._replace(samples=kept))
     if notes.counts["unlearned"] and not any(encoded.samples for encoded in left):
@@ -170,8 +170,9 @@ def _encode_rows(
         )
     num_samples = sum(len(encoded.samples) for encoded in left) + notes.counts["dropped"]
     lines = {}
-    if num_cut := notes.counts["cut"]:
-        lines["cut"] = f"{num_cut} of {num_samples} samples, to {limit_name}"
+    num_truncated = notes.counts["truncated"]
+    if num_truncated:
+        lines["truncated"] = f"{num_truncated} of {num_samples} samples, to {limit_name}"
     if num_dropped := notes.counts["dropped"]:
         lines["dropped"] = (
             f"{num_dropped} of {num_samples} samples, which have no learned token left"
@@ -232,8 +233,9 @@ class Notes:
             )
         if "untrained" in counts:
             template.append(
-                f"asks for an answer with {self.first['untrained'][-30:]!r}, which it does not "
-                f"write in {counts['untrained']}: the model is asked what it has not learned"
+                f"its generation prompt ends with {self.first['untrained'][-30:]!r}, which it does "
+                f"not write before the answers of {counts['untrained']}: the model will be "
+                "prompted with text that it never saw"
             )
         if template:
             lines["template"] = "; ".join(template)

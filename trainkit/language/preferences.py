@@ -95,10 +95,10 @@ def make_pairs(
     """Make a training set and an evaluation set, and describe both.
 
     Evaluated is eval_data, or a test split of data, or else a tenth of the rows; see
-    read_conversation_rows. Conversations are cut to max_tokens, or to `limit` if that
-    is less. Pairs of which one answer is cut away, or both are equal, are dropped and counted. A
-    chat template that writes the date writes `today`. Raises UsageError if a set is left empty, or
-    for a row that cannot be read, with its place.
+    read_conversation_rows. Conversations are truncated to max_tokens, or to `limit` if that
+    is less. Pairs of which one answer is truncated to nothing, or both are equal, are dropped and
+    counted. A chat template that writes the date writes `today`. Raises UsageError if a set is left
+    empty, or for a row that cannot be read, and says where it is.
     """
     size, limit_name = find_limit(max_tokens, limit)
     chat = Chat(tokenizer, today)
@@ -123,7 +123,7 @@ def make_pairs(
 def _encode_pair(
     chat: Chat, where: str, both: Sequence[Conversation], size: int, notes: Notes
 ) -> Pair | None:
-    """Return the tokens of both conversations; None if an answer is cut away or both are equal."""
+    """Return the tokens of both conversations; None if both are equal, or an answer has none."""
     unmarked = [chat.without_marks(conversation) for conversation in both]
     notes.add("marked", unmarked != [*both])
     with as_usage_error(f"{where} cannot be tokenized"):
@@ -131,7 +131,7 @@ def _encode_pair(
         samples = [_only_sample(one) for one in encoded]
     notes.add("untrained", encoded[0].untrained)
     notes.add_texts(chat, both, encoded)
-    notes.add("cut", any(len(tokens) > size for tokens, _ in samples))
+    notes.add("truncated", any(len(tokens) > size for tokens, _ in samples))
     pair = Pair(*(Sample(tokens[:size], learned[:size]) for tokens, learned in samples))
     if not pair.chosen.learned.any() or not pair.rejected.learned.any():
         notes.add("lost answer", True)
@@ -150,8 +150,8 @@ def _describe_pairs(
     counts = notes.counts
     end = "no token" if chat.end is None else tokenizer.convert_ids_to_tokens(chat.end)
     plan = {"data": f"{num_rows} rows of chosen and rejected", "end": f"{end} after an answer"}
-    if counts["cut"]:
-        plan["cut"] = f"{counts['cut']} of {num_rows} pairs, to {limit_name}"
+    if counts["truncated"]:
+        plan["truncated"] = f"{counts['truncated']} of {num_rows} pairs, to {limit_name}"
     if counts["lost answer"] or counts["equal"]:
         plan["dropped"] = (
             f"{counts['lost answer']} of {num_rows} pairs, of which an answer has no token left, "

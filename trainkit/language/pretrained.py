@@ -36,7 +36,7 @@ class LanguageConfig(TrainingConfig):
     merge: Annotated[MayChange[bool], ReadOnlyIf("lora")] = False
     # Write pretrained/ as trained, not in the base's type.
     save_float32: Annotated[MayChange[bool], ReadOnlyIf("lora", (None,))] = False
-    max_tokens: Count = 512  # of prompt and answer: what is over is cut
+    max_tokens: Count = 512  # of prompt and answer, which are truncated to this many
     day: MayChange[str | None] = None  # that a chat template writes (default: of the first start)
 
 

@@ -18,8 +18,10 @@ WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Facto
 TEXTS = ("content", "reasoning_content")  # of a turn
 # Keys of a turn that are read although a chat template does not name them.
 KEYS = ("role", "content", "reasoning_content", *WEIGHTS)
-STAND_IN = 0xF0000  # the first character of private use that stands for a special token in a text
-STAND_INS = re.compile(f"([{chr(STAND_IN)}-{chr(STAND_IN + 0xFFFF)}]+)")
+PLACEHOLDER = (
+    0xF0000  # the first character of private use that stands for a special token in a text
+)
+PLACEHOLDERS = re.compile(f"([{chr(PLACEHOLDER)}-{chr(PLACEHOLDER + 0xFFFF)}]+)")
 DATE_MARKS = (*"aAbBcdDeFhHIjmMpSTuUVwxXyY", "-d", "-m")  # of strftime
 MAX_CHARACTERS = 400  # of a sample that is shown
 
@@ -81,7 +83,7 @@ class Chat:
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         special += tokenizer.all_special_tokens
         names = sorted({*special}, key=lambda name: (-len(name), name))
-        self.stand_ins = {name: chr(STAND_IN + n) for n, name in enumerate(names)}
+        self.placeholders = {name: chr(PLACEHOLDER + n) for n, name in enumerate(names)}
         self.special = re.compile("|".join(map(re.escape, names)) or "(?!)")
         if tokenizer.chat_template:
             self.end, self.template_adds_bos = self._read_template()
@@ -130,7 +132,9 @@ class Chat:
         self.asks = {between.strip(), asked.rpartition("question")[2].strip()} - {""}
         bos = self.tokenizer.bos_token or ""
         start = start.removeprefix(bos)
-        self.header = start[max(start.rfind(name) for name in (*self.stand_ins, start)) :].strip()
+        self.header = start[
+            max(start.rfind(name) for name in (*self.placeholders, start)) :
+        ].strip()
 
     def is_written(self, text: str) -> bool:
         """Return whether a prompt is written as the template does, up to where an answer begins."""
@@ -138,19 +142,19 @@ class Chat:
         return ends and bool(self.header) and self.header in text
 
     def hide(self, text: str) -> str:
-        """Put stand-ins for the special tokens in a text, which tokenize turns into text again."""
+        """Put placeholders for special tokens into a text, which tokenize turns into text again."""
         if not self.tokenizer.chat_template:
             return text
-        return self.special.sub(lambda found: self.stand_ins[found[0]], text)
+        return self.special.sub(lambda found: self.placeholders[found[0]], text)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text as it is, but for stand-ins: they are no special tokens."""
-        names = [*self.stand_ins]
+        """Return the tokens of a text as it is: placeholders in it are no special tokens."""
+        names = [*self.placeholders]
         tokens: list[int] = []
-        for number, part in enumerate(STAND_INS.split(text)):
+        for number, part in enumerate(PLACEHOLDERS.split(text)):
             is_hidden = number % 2 == 1  # what split found
             if is_hidden:
-                part = "".join(names[ord(character) - STAND_IN] for character in part)
+                part = "".join(names[ord(character) - PLACEHOLDER] for character in part)
             options = {"add_special_tokens": False, "split_special_tokens": is_hidden}
             tokens += self.tokenizer(part, **options).input_ids if part else []
         return tokens

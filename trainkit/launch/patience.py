@@ -23,7 +23,7 @@ from trainkit.errors import LoneFailure
 from trainkit.outside.names import frame_of_main_thread, store_of_processes
 
 BEAT_SECONDS = 1.0
-SAY_SECONDS = (10.0, 60.0, 300.0, 1800.0)  # after these it is said what the first step waits for
+SAY_SECONDS = (10.0, 60.0, 300.0, 1800.0)  # after these a line says what the first step waits for
 CODE = Path(__file__).resolve().parents[1]
 # Every process makes the same calls in the same order, so they agree on the numbers.
 NUMBERS = itertools.count()

@@ -21,7 +21,7 @@ from trainkit.outside.names import prepared_models, tree_map_only
 
 EVALUATE, PREDICT = "run.evaluate(...)", "run.predict(...)"
 SENT_BYTES = 2**24  # of the rows of a process that are sent at a time
-SENT_OBJECTS = 2**12  # the same for what is no tensor
+SENT_OBJECTS = 2**12  # the same for what is not a tensor
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def samples_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator[range]:
-    """Yield the samples of the set that a process has of each batch; none for a stand-in."""
+    """Yield the samples of the set that a process has of each batch; none for padding."""
     size = batches.micro_batch_size
     slots = size // num_processes
     for batch in batches.spans():
@@ -157,7 +157,7 @@ def put(column: Any, rows: Any, indices: range, num_samples: int) -> Any:
         column = rows.new_zeros(num_samples, *rows.shape[1:])
     if kind_of(column) != kind_of(rows):
         raise different_rows(kind_of(column), kind_of(rows))
-    column[indices.start : indices.stop] = rows[: len(indices)]  # not the stand-in
+    column[indices.start : indices.stop] = rows[: len(indices)]  # not the padding sample
     return column
 
 

@@ -257,11 +257,12 @@ class Run:
     def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:
         """Yield this process's share of each training batch, up to the next evaluation.
 
-        A process without a sample of a short batch gets a stand-in; num_samples is then 0. The body
-        must end with `if run.end_step(): run.save()`; a `continue` before that, and `break`, raise
-        RuntimeError. An exception or a second Ctrl-C ends the run without saving. At the end a
-        checkpoint is saved, which becomes durable while the script evaluates; with --save-every
-        only at its steps and at the end of the run. A run that is resumed from it evaluates first.
+        A process without a sample of a short batch gets a padding sample; num_samples is then 0.
+        The body must end with `if run.end_step(): run.save()`; a `continue` before that, and
+        `break`, raise RuntimeError. An exception or a second Ctrl-C ends the run without saving. At
+        the end a checkpoint is saved, which becomes durable while the script evaluates; with
+        --save-every only at its steps and at the end of the run. A run that is resumed from it
+        evaluates first.
 
         count: needed for means with a mask or weights with --accumulate above 1, used only then:
             count(micro_batch) returns how many values its mean is over, or a dict of the numbers
@@ -325,7 +326,7 @@ class Run:
 
     @property
     def num_samples(self) -> int:
-        """How many samples this process has in the current batch; 0: a stand-in, which counts 0.
+        """How many samples this process has in the current batch; 0: only padding, which counts 0.
 
         Also in the functions of evaluate and predict.
         """

@@ -42,7 +42,7 @@ class Step:
         description: the number of the step and its learning rate, for error messages.
         num_in_step: samples in the step, over all processes and micro-batches.
         num_done_in_step: how many of them are in micro-batches before the current one.
-        num_samples: samples of this process in the current micro-batch; 0: it has a stand-in.
+        num_samples: samples of this process in the current micro-batch; 0: only padding.
         losses: this process's share of each mean of the micro-batch: its sum, divided by what the
             whole mean is divided by; FiniteGuard reads them.
         buffers: which ones forward changes from its own share.
@@ -168,7 +168,7 @@ class Step:
         The gradient becomes that of the mean over the whole step, over all processes and
         micro-batches: DDP, or FSDP2, divides by the number of processes and Accelerate by that of
         micro-batches, so this multiplies by both. A value that is not finite gives NaN gradients
-        on all processes. A stand-in, which a process without a sample has, counts nothing.
+        on all processes. A padding sample, of a process that has none, counts nothing.
 
         Args:
             values: (samples, ...), the losses of this process's batch, with reduction="none".
@@ -316,7 +316,7 @@ class Step:
         """Return the rows of the whole batch, of all processes, and where this process's start.
 
         This is for losses that compare the samples of a batch with each other. Gradients flow back
-        to the process that a row came from. The row of a stand-in is in no process's result. Every
+        to the process that a row came from. The row of padding is in no process's result. Every
         process must call this. Raises UsageError with --accumulate above 1, and RuntimeError if the
         rows are not those of this batch.
 

@@ -307,7 +307,7 @@ class Mirror:
             self._ask("DONE", 0, self.files.pipe_file, f"{self.root}/DONE", b"")
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Wait until all is copied, but not longer than this; say so if something is not."""
+        """Wait until all is copied, at most this long; print a line if the newest is not."""
         is_late = wait(self.jobs.values(), min(seconds, threading.TIMEOUT_MAX)).not_done
         self.jobs.clear()
         if is_late:

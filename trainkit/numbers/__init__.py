@@ -1,1 +1,1 @@
-"""Which samples, random numbers, sums and rates a step has: functions of seed, epoch, place."""
+"""Samples, random numbers, sums and rates of a step, as functions of seed, epoch and position."""

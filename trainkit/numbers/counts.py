@@ -44,7 +44,7 @@ class Divisors:
     ) -> None:
         """Add up count(micro_batch), by name, over the micro-batches and the processes.
 
-        Every process must call this. has_samples: False for a micro-batch that is a stand-in here.
+        Every process must call this. has_samples: False if this micro-batch is only padding here.
         """
         device = self.accelerator.device
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The order of the samples is a pure function of (seed, epoch, place), so it needs no saved state.
+"""The order of the samples is a pure function of (seed, epoch, position): no state is saved.
 
 Random numbers for a sample, such as its augmentation, depend on (seed, epoch, sample) alone. So a
 resumed run, and runs with other numbers of workers or processes, see the same samples in the same
@@ -27,7 +27,7 @@ from trainkit.numbers.mixing import NUM_HELD, key, permute
 from trainkit.numbers.orders import Order, weighted
 from trainkit.numbers.rng import seed_host
 
-NUM_AHEAD = 2**16  # how many places of an order are computed at a time
+NUM_AHEAD = 2**16  # how many positions of an order are computed at a time
 MOST_PARTS = 1000  # sets that a set holds in a list, as ConcatDataset does
 MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
 
@@ -70,7 +70,7 @@ def share_of_batch(num_samples: int, num_slots: int, start: int, stop: int) -> t
 
 
 class EpochBatches(Sampler):
-    """Batches of sample indices whose order is a function of (seed, epoch, place) alone.
+    """Batches of sample indices whose order is a function of (seed, epoch, position) alone.
 
     A batch is a `Slots`, a micro-batch for all processes; Accelerate gives each process its slice
     (split_batches=True). A short last batch of an epoch is either dropped or shared out as it is:
@@ -81,12 +81,12 @@ class EpochBatches(Sampler):
         num_samples: size of the data set.
         batch_size: samples per optimizer step over all processes, or in a batch to evaluate.
         seed: seed of the shuffle; None yields the samples in their own order.
-        order: order(epoch, start, stop) returns the indices at the places start <= place < stop of
-            an epoch, int64; None yields each sample once, shuffled by seed.
+        order: order(epoch, start, stop) returns the indices at start <= position < stop of an
+            epoch, int64; None yields each sample once, shuffled by seed.
         drop_last: leave out the last num_samples % batch_size samples of each epoch.
         accumulate: micro-batches per optimizer step; divides batch_size.
         num_processes: no batch has fewer samples, if that is possible; without seed and order. So
-            no process gets a stand-in, which a metric of the script's own would count.
+            no process gets a padding sample, which a metric of the script's own would count.
 
     Attributes:
         device: the device of the indices.
@@ -135,7 +135,7 @@ class EpochBatches(Sampler):
 
     @contextmanager
     def read_by_run(self) -> Iterator[None]:
-        """Let Run iterate the loader, which knows where a batch is a stand-in, in the body."""
+        """Let Run iterate the loader in the body: it knows which samples are padding."""
         self.is_read_by_run = True
         try:
             yield
@@ -146,7 +146,7 @@ class EpochBatches(Sampler):
         return -(-(self.num_used - self.start) // self.micro_batch_size)
 
     def spans(self) -> Iterator[range]:
-        """Yield the places of each batch. The last but one gives what the last lacks."""
+        """Yield the positions of each batch. The last but one gives what the last lacks."""
         first = self.start
         size = self.micro_batch_size
         end = self.num_used
@@ -188,8 +188,10 @@ def shuffled(num_samples: int, seed: int | None) -> Order:
     """Each sample once, reshuffled in each epoch; with seed None in their own order."""
 
     def order(epoch: int, start: int = 0, stop: int = num_samples) -> torch.Tensor:
-        places = torch.arange(start, stop)
-        return places if seed is None else permute(places, num_samples, key("order", seed, epoch))
+        positions = torch.arange(start, stop)
+        if seed is None:
+            return positions
+        return permute(positions, num_samples, key("order", seed, epoch))
 
     return order
 
@@ -218,8 +220,8 @@ class InMemory(TensorDataset):
 class WholeBatches(Dataset):
     """The data set that a loader reads. Each item is a whole batch of `dataset`, or a short one.
 
-    A process may get no sample of a short batch. It then gets a stand-in, the first sample of the
-    set, so that it takes part in the step whatever a batch is made of; Run counts nothing of it.
+    A process may get no sample of a short batch. It then gets a padding sample, the first one of
+    the set, so that it takes part in the step whatever a batch is made of; Run does not count it.
     The generators of torch, numpy and random are seeded before each call. For `dataset.__getitem__`
     the seed is (seed, epoch, sample index), so random transforms give the same result with any
     number of workers and processes. For `dataset.__getitems__` it is (seed, epoch, first sample
@@ -352,10 +354,10 @@ def make_loaders(
     Batch sizes are over all
     processes; --eval-batch-size is rounded up to a multiple of their number. weights has one number
     per training sample: how often it is drawn, with replacement, relative to the others.
-    order(epoch, start, stop) returns the indices, int64, at these places of an epoch, which has as
-    many places as there are training samples. It must be a pure function, so that a resume needs no
-    saved state and any number of processes sees the same order. Raises UsageError for weights that
-    cannot be used.
+    order(epoch, start, stop) returns the indices, int64, at start <= position < stop of an epoch,
+    which has as many positions as there are training samples. It must be a pure function, so that a
+    resume needs no saved state and any number of processes sees the same order. Raises UsageError
+    for weights that cannot be used.
     """
     if weights is not None:
         order = weighted(weights, len(train_set), config.seed)

@@ -152,7 +152,7 @@ def sum_and_count(
     """Return the sum and the number of the values, or of those where `mask` is True.
 
     With weights, return the sum of weights * values and the sum of weights. The host does not wait.
-    Of a stand-in, which a process has in place of a sample, nothing counts; the sum keeps its graph
+    Of a padding sample, in a process that has no other, nothing counts; the sum keeps its graph
     and its gradient is 0.
     """
     selection = mask if weights is None else weights

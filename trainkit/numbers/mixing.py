@@ -32,22 +32,22 @@ def _number_of(name: str) -> int:
     return int(digest(name)[:16], 16)
 
 
-def permute(places: torch.Tensor, num: int, number: int) -> torch.Tensor:
-    """Return the numbers at these places of a permutation of range(num) chosen by `number`.
+def permute(positions: torch.Tensor, num: int, number: int) -> torch.Tensor:
+    """Return the numbers at these positions of a permutation of range(num) chosen by `number`.
 
     Up to 2**18 the permutation is that of torch.randperm. Above that, memory and time depend only
-    on how many places are asked for.
+    on how many positions are asked for.
 
     Args:
-        places: int64, each at least 0 and below num.
+        positions: int64, each at least 0 and below num.
     """
     if num > NUM_HELD:
-        return scramble(places, torch.tensor(num), torch.tensor(number))
-    return torch.randperm(num, generator=torch.Generator().manual_seed(number))[places]
+        return scramble(positions, torch.tensor(num), torch.tensor(number))
+    return torch.randperm(num, generator=torch.Generator().manual_seed(number))[positions]
 
 
-def scramble(places: torch.Tensor, num: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Like permute, but num and number may differ per place, and no permutation is held in memory.
+def scramble(positions: torch.Tensor, num: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """Like permute, but num and number may differ by position, and no permutation is in memory.
 
     It is a Feistel network (Luby, Rackoff 1988) over the next power of two. A result outside of
     range(num) is put through it again (cycle walking; Black, Rogaway 2002). For num below about 100
@@ -56,7 +56,7 @@ def scramble(places: torch.Tensor, num: torch.Tensor, number: torch.Tensor) -> t
     bits = torch.frexp((num - 1).double()).exponent.long().clamp(min=2)
     low = bits // 2
     masks = (1 << low) - 1, (1 << (bits - low)) - 1
-    halves = [places & masks[0], places >> low]
+    halves = [positions & masks[0], positions >> low]
     for n in range(NUM_ROUNDS):
         here, other = n % 2, 1 - n % 2
         noise = mix(halves[other] + number + n * GOLDEN)
@@ -64,7 +64,7 @@ def scramble(places: torch.Tensor, num: torch.Tensor, number: torch.Tensor) -> t
     values = halves[1] << low | halves[0]
     outside = values >= num
     if outside.any():
-        parts = (x.expand_as(places)[outside] for x in (values, num, number))
+        parts = (x.expand_as(positions)[outside] for x in (values, num, number))
         values[outside] = scramble(*parts)
     return values
 

@@ -9,13 +9,13 @@ import torch
 from trainkit.errors import UsageError
 from trainkit.numbers.mixing import key, mix, permute
 
-# order(epoch, start, stop) returns the sample indices at start <= place < stop, int64.
+# order(epoch, start, stop) returns the sample indices at start <= position < stop, int64.
 Order = Callable[[int, int, int], torch.Tensor]
 WINDOW = 50  # batches: by_length sorts this many at a time
 
 
 def weighted(weights: Sequence[float] | torch.Tensor, num_samples: int, seed: int) -> Order:
-    """Draw a sample by weight, with replacement, for each place; holds one float64 per sample.
+    """Draw a sample by weight, with replacement, for each position; holds one float64 per sample.
 
     Raises UsageError for weights that cannot be used.
     """
@@ -38,10 +38,10 @@ def weighted(weights: Sequence[float] | torch.Tensor, num_samples: int, seed: in
 def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int) -> Order:
     """Yield each sample once per epoch, in batches whose samples have similar lengths.
 
-    The shuffled samples are cut into windows of WINDOW batches, each window is sorted by length and
-    cut into batches, and the batches are shuffled. If batch_size does not divide the number of
-    samples, the short batch comes last and holds the last of the shuffled samples, whatever their
-    lengths. It holds one epoch in memory, 8 bytes for each sample.
+    The shuffled samples are split into windows of WINDOW batches, each window is sorted by length
+    and split into batches, and the batches are shuffled. If batch_size does not divide the number
+    of samples, the short batch comes last and holds the last of the shuffled samples, whatever
+    their lengths. It holds one epoch in memory, 8 bytes for each sample.
     """
     sizes = torch.as_tensor(lengths)
     num_samples = len(lengths)
@@ -49,8 +49,8 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
 
     @lru_cache(maxsize=1)
     def whole(epoch: int) -> torch.Tensor:
-        places = permute(torch.arange(num_samples), num_samples, key("order", seed, epoch))
-        full, rest = places.split([num_batches * batch_size, num_samples % batch_size])
+        samples = permute(torch.arange(num_samples), num_samples, key("order", seed, epoch))
+        full, rest = samples.split([num_batches * batch_size, num_samples % batch_size])
         windows = [
             part[sizes[part].argsort(stable=True)] for part in full.split(WINDOW * batch_size)
         ]

@@ -188,7 +188,9 @@ def prepare_untrained(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def recompute_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> int:
-    """Keep only the inputs of the layers that the plugin wraps, and compute them in backward again.
+    """Activation checkpointing: keep only the inputs of the layers that the plugin wraps.
+
+    The rest of them is recomputed in the backward pass.
 
     Returns the number of these layers.
 

@@ -34,7 +34,7 @@ class PhotoConfig(TrainingConfig):
     dataset: MayChange[str] = ""
     """folder with a folder for each class, or a Hub id"""
     label: str | None = None
-    """column of the classes in a set that is no folder of pictures (default: the only one)"""
+    """column of the classes in a set that is not a folder of pictures (default: the only one)"""
     labels: MayChange[Path | None] = None
     """CSV file of file names and classes, instead of a folder for each class"""
     skip_unreadable: bool = False

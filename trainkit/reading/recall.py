@@ -30,7 +30,7 @@ def describe_classes(
         few = f"fewer than {RARE} {noun}s to evaluate on: {shorten(rare)}"
         plan["rare"] = f"{len(rare)} of {len(classes)} classes have {few}"
     if unknown := [classes[n] for n in (trained == 0).nonzero().flatten()]:
-        plan["not trained"] = f"no {noun} to train on is {shorten(unknown)}"
+        plan["not trained"] = f"classes without {noun}s to train on: {shorten(unknown)}"
     return plan
 
 

@@ -54,9 +54,9 @@ def tried(read: Callable) -> Callable:
 
 
 class LaneOrder:
-    """The rows of Parquet files in an order that is a pure function of (seed, epoch, place).
+    """The rows of Parquet files in an order that is a pure function of (seed, epoch, position).
 
-    The shuffled row groups form a line, which is cut into lanes of equal length. Each lane fills
+    The shuffled row groups form a line, which is split into lanes of equal length. Each lane fills
     its own slots in every batch, so that a process reads only what its slots need. Within a lane
     the rows of about WINDOW row groups are mixed at a time. The end of the line, which does not
     fill a batch, comes last. With batches of 10 there are 2 lanes. Row groups a to f of 6 rows:
@@ -86,18 +86,18 @@ class LaneOrder:
         return permute(torch.arange(num), num, key("order", self.seed, epoch))
 
     def __call__(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Return the rows at the places start <= place < stop of an epoch, int64."""
-        places = torch.arange(start, stop)
+        """Return the rows at the positions start <= position < stop of an epoch, int64."""
+        positions = torch.arange(start, stop)
         line = self.groups(epoch)
-        batch, slot = places // self.batch_size, places % self.batch_size
-        in_lane = places < self.lane * self.num_lanes  # else at the end of the line
+        batch, slot = positions // self.batch_size, positions % self.batch_size
+        in_lane = positions < self.lane * self.num_lanes  # else at the end of the line
         first = torch.where(in_lane, slot // self.share, self.num_lanes) * self.lane
         last = torch.where(in_lane, first + self.lane, self.num_rows)
-        spot = torch.where(in_lane, first + batch * self.share + slot % self.share, places)
+        spot = torch.where(in_lane, first + batch * self.share + slot % self.share, positions)
         window = spot // self.window * self.window
         begin, end = torch.maximum(window, first), torch.minimum(window + self.window, last)
         number = mix(begin + key("window", self.seed, epoch))
-        mixed = begin + scramble(spot - begin, end - begin, number)  # a place in the line
+        mixed = begin + scramble(spot - begin, end - begin, number)  # a position in the line
         ends = self.sizes[line].cumsum(0)
         nth = torch.searchsorted(ends, mixed, right=True)
         return self.ends[line[nth]] - ends[nth] + mixed
@@ -174,8 +174,8 @@ class ParquetRows(Dataset):
             if len(lengths) > 1:
                 raise LoneFailure(
                     f"{shown(self.pattern)}: {name} has lists of {min(lengths)} and of "
-                    f"{max(lengths)} numbers, and a batch needs one length: cut or pad them when "
-                    "the files are written, or in a collate_fn of make_loaders"
+                    f"{max(lengths)} numbers, and a batch needs one length: truncate or pad them "
+                    "when the files are written, or in a collate_fn of make_loaders"
                 )
             batch.append(default_collate(values))
         return batch

@@ -5,7 +5,7 @@ torch.distributed.checkpoint write .metadata, which is unpickled without weights
 file could execute code. Here each process writes its rows to shard-00000.safetensors,
 shard-00001.safetensors, ..., with the header of torch's HuggingFaceStorageWriter, and its
 HuggingFaceStorageReader reads them. torch's writer would block the training three times as long.
-What is no tensor (learning rates, schedules) is in trainer.json. With fsdp_state_dict_type:
+What is not a tensor (learning rates, schedules) is in trainer.json. With fsdp_state_dict_type:
 FULL_STATE_DICT there is one such file, with all rows.
 
 A sharded run and one that is not sharded can each continue from either kind of checkpoint. Frozen
@@ -371,7 +371,7 @@ def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> Non
 
 
 def writer(accelerator: Accelerator, parts: Parts) -> tuple[dict[str, Any], Callable[[Path], None]]:
-    """Return what of the state is no tensor, and a function that writes the rest into a folder.
+    """Return what is not a tensor in the state, and a function that writes the rest into a folder.
 
     That function does not communicate, so it may fail on one process alone: FULL_STATE_DICT is
     gathered here. Every process must call this. Raises RuntimeError if JSON cannot hold the state.

@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 
 def find_form(texts: Sequence[str]) -> Form | None:
-    """Return how most of these different cells are written, or None if they are no such numbers.
+    """Return how most of these different cells are written, or None if they are not such numbers.
 
     None is also returned for plain numbers, which need no form. A comma before three digits
     separates thousands, and a point before three is a decimal point, unless another cell of the

@@ -148,7 +148,7 @@ def start_linear(model: TabM, train_set: InMemory, fit: LinearFit) -> None:
     """Solve the linear models of the network, in float64, so that all processes get the same."""
     features, targets, fold = train_set.tensors
     targets = targets if targets.ndim == 1 else targets.double()
-    for left_out in range(NUM_FOLDS + 1):  # the last is no fold
+    for left_out in range(NUM_FOLDS + 1):  # the last one leaves out none
         kept = fold != left_out
         if kept.any():
             weight, bias = fit(features[kept].double(), targets[kept])

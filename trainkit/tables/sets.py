@@ -453,7 +453,7 @@ def hash_rows(
 ) -> tuple[torch.Tensor, bool]:
     """Return a hash of what is used of each row, int64, and whether rows must be equal.
 
-    They must be if the columns can only make fewer different rows than there are: a row is then a
+    They must be if the columns allow fewer distinct rows than the table has: a row is then a
     kind of thing, and not one that was copied.
     """
     used = [column for column in (*learned.values(), *targets) if not column.problem]

@@ -53,7 +53,7 @@ class TextConfig(TrainingConfig):
     base: MayChange[str | None] = None
     """pretrained encoder of transformers, a folder or Hub id (default: words and n-grams)"""
     max_tokens: Count | None = None
-    """with --base: of a text, what is over is cut (default: 128, or what the encoder takes)"""
+    """with --base: texts are truncated to this many (default: 128, or what the encoder takes)"""
     balance: bool = False
     """draw all classes equally often"""
     num_lines: Count | None = None
@@ -249,8 +249,8 @@ def make_samples(
     else:
         tokens = tokenize(texts, max_tokens, tokenizer)
         if full := sum(len(row) == max_tokens for row in tokens[:num_train]):
-            cut = f"{full} of {num_train} texts have --max-tokens {max_tokens} or more"
-            plan = plan | {"cut": f"{cut}, and are cut"}
+            line = f"{full} of {num_train} texts fill --max-tokens {max_tokens}, longer ones are"
+            plan = plan | {"truncated": f"{line} truncated"}
     samples = [*zip(tokens, labels, strict=True)]
     return samples[:num_train], samples[num_train:], num_bits, plan
 

@@ -21,7 +21,7 @@ USUAL = (
     *("Yu Gothic", "MS Gothic", "Nirmala UI", "Lohit", "Arial Unicode MS", "FreeSans", "Unifont"),
 )
 BOXES = ("Last Resort", "Adobe Blank", "Unicode BMP Fallback")  # a box for each letter there is
-UNKNOWN: set[str] = set()  # letters that no font has, as was said
+UNKNOWN: set[str] = set()  # letters that no font has; the user was told
 # Instead of a warning for each letter there is one line for all of them.
 warnings.filterwarnings("ignore", r"Glyph \d+ ")
 

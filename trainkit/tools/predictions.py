@@ -113,7 +113,7 @@ def find_outside(
 
 
 def write_answers(path: Path, rows: list[dict[str, Any]]) -> str:
-    """Write what was said of pictures as CSV, a row for each, and return a line that says so.
+    """Write the predictions for pictures as CSV, a row for each, and return a line that says so.
 
     The columns are file, prediction, probability, doubt (what makes it unsure, or nothing) and
     error. A text that a spreadsheet would run as a formula gets an apostrophe in front.
