@@ -40,16 +40,16 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_mnist
+from benchmarks._launches import Launches
 from benchmarks._runs import MNIST, Parser, as_text, in_process, in_turn, one_run, spread
 from benchmarks.checkpoint_cost import make_checkpoints
 from benchmarks.finetune import LONGEST, make_base, make_chats, packed, peer
 from examples import gpt, pictures
 from trainkit.config import parse
 from trainkit.pictures import backbones, photos
-from trainkit.report.profile import VIEWS, peak_memory
+from trainkit.report.profile import peak_memory
 
 HEAD = "row | ours | bare or peer | ours / theirs | asked | more"
 WARM_UP = 3  # optimizer steps
@@ -116,35 +116,6 @@ def measure(train: Callable[[], Any]) -> Rate:
     )
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operations that launch a kernel, from the first optimizer step to the last."""
-
-    def __init__(self, train: Callable[[], Any]):
-        super().__init__()
-        self.num = self.num_before = self.num_steps = 0
-        hook = register_optimizer_step_post_hook(self.mark)
-        with contextlib.redirect_stdout(io.StringIO()):
-            train()
-        hook.remove()
-        self.__exit__(None, None, None)
-
-    def mark(self, *_: Any) -> None:
-        if not self.num_steps:
-            self.__enter__()
-        self.num_steps, self.num_before = self.num_steps + 1, self.num
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = f"aten::{function.overloadpacket.__name__}"
-        self.num += name not in VIEWS and "record_function" not in name
-        return function(*args, **(kwargs or {}))
-
-    @property
-    def each_step(self) -> float:
-        return self.num_before / (self.num_steps - 1)
-
-
 def ours(script: ModuleType, *flags: object, dynamo: str = "no", precision: str = "bf16") -> Any:
     """Run a script; return when its last step was over on the card, before any evaluation."""
     over = []
@@ -173,6 +144,11 @@ def loop(step: Callable[[int], None], num_steps: int) -> tuple[float, float]:
 
 def autocast() -> torch.autocast:
     return torch.autocast(device().type, torch.bfloat16)
+
+
+def drawn(seed: int, epoch: int, indices: torch.Tensor, num: int) -> torch.Tensor:
+    """What a bare loop has in place of keyed_uniform(...)."""
+    return torch.rand(len(indices), num, device=indices.device)
 
 
 def compiled(model: torch.nn.Module, dynamo: str) -> Any:
@@ -225,7 +201,8 @@ def compact(size: Size, dynamo: str = "no") -> tuple:
         indices = torch.arange(num_steps * 128, device=device()).view(-1, 128)
 
         def step(n: int) -> None:
-            images = train_mnist.augment(pictures[n], indices[n], 0, config)
+            with mock.patch.object(train_mnist, "keyed_uniform", drawn):
+                images = train_mnist.augment(pictures[n], indices[n], 0, config)
             with autocast():
                 logits = model(train_mnist.normalise(images))
             F.cross_entropy(logits.float(), labels[n], label_smoothing=0.1).backward()
@@ -375,7 +352,8 @@ def photo_steps(size: Size) -> tuple:
             metadata = {"mean": [0.5] * 3, "std": [0.5] * 3, "size": size.pixels}
 
             def step(_: int) -> None:
-                seen = pictures.augment(images, indices, 0, config)
+                with mock.patch.object(pictures, "keyed_uniform", drawn):
+                    seen = pictures.augment(images, indices, 0, config)
                 with autocast():
                     logits = model(pictures.standardise(seen, metadata))
                 F.cross_entropy(logits.float(), targets, label_smoothing=0.1).backward()

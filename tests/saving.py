@@ -52,7 +52,7 @@ class Run:
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-            self.means.add("loss", loss, 4)
+            self.means.add_all([("loss", loss, 4)])
             self.progress.step += 1
             self.progress.step_in_epoch += 1
             self.tracker.log({"train_loss": loss.item()}, step=self.progress.step)

@@ -303,7 +303,7 @@ def test_sums_are_added_up_by_their_names_in_whatever_order_a_process_added_them
     for names in ("easy", "hard"), ("hard", "easy"):
         means = RunningMeans(accelerator)
         for name in names:
-            means.add(name, torch.tensor({"easy": 3.0, "hard": 5.0}[name]), 2)
+            means.add_all([(name, torch.tensor({"easy": 3.0, "hard": 5.0}[name]), 2)])
         found.append(means.state()["rows"])
         assert means.compute("train") == {"train_easy": 1.5, "train_hard": 2.5}
     assert found[0] == found[1]

@@ -11,6 +11,7 @@ from conftest import ROOT
 from made_tables import add_noise
 from torch.utils.data import Dataset, StackDataset, Subset
 
+from trainkit.numbers import loaders
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
 from trainkit.numbers.orders import weighted
 from trainkit.numbers.rng import release_dropout, seed_dropout, seed_generators
@@ -48,6 +49,19 @@ def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn():
     turns = [*whole[whole < 90].split(90)[:4], *(whole[whole >= 90] - 90).split(20)[:2]]
     assert all(torch.equal(turn.sort().values, torch.arange(len(turn))) for turn in turns)
     assert not torch.equal(turns[0], turns[1]) and not torch.equal(turns[4], turns[5])
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("num", [99, 100, 101, 119, 120])
+def test_an_order_is_computed_for_many_batches_at_once(num_processes, num, monkeypatch):
+    monkeypatch.setattr(loaders, "NUM_AHEAD", 36)
+    batches = EpochBatches(num, 12, seed=0, num_processes=num_processes)
+    asked, order = [], batches.order
+    batches.order = lambda *place: asked.append(place) or order(*place)
+    seen = [batch.values for batch in batches]
+    for values, span in zip(seen, batches.spans(), strict=True):
+        assert torch.equal(values, order(0, span.start, span.stop))
+    assert torch.equal(torch.cat(seen), order(0, 0, num)) and len(asked) <= 4
 
 
 CPU = torch.device("cpu")

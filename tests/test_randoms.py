@@ -21,8 +21,8 @@ from trainkit.checks.content import hash_fixed, held_in_memory, sample_parts, te
 from trainkit.checks.data import check_data, random_collation, random_parts
 from trainkit.config import TrainingConfig
 from trainkit.launch.alike import hash_sources
-from trainkit.numbers import rng
-from trainkit.numbers.loaders import InMemory, make_loaders
+from trainkit.numbers import ahead, rng
+from trainkit.numbers.loaders import EpochBatches, InMemory, make_loaders
 from trainkit.rng import keyed_normal, keyed_uniform
 
 
@@ -58,6 +58,59 @@ def test_keyed_normal_is_normal_and_the_same_in_whatever_batch():
         assert (values.double() ** power).mean().item() == pytest.approx(moment, abs=0.13)
     assert np.corrcoef(values.T) == pytest.approx(np.eye(4), abs=0.03)  # 6 standard errors
     assert torch.equal(keyed_normal(1, 2, indices[[7, 3]], 4), values[[7, 3]])
+
+
+def batches_of_epoch(num_processes=1, num=1000, size=40):
+    """The indices that a process has in each batch, which are slices of an order."""
+    batches = EpochBatches(num, size, seed=3)
+    slots = size // num_processes
+    for batch in batches:
+        yield batch[slots * (num_processes - 1) : slots * num_processes].values
+
+
+@pytest.mark.parametrize("draw", [keyed_uniform, keyed_normal])
+@pytest.mark.parametrize("num_processes", [1, 2, 8])
+def test_numbers_drawn_for_many_batches_at_once_are_those_of_each_batch(
+    num_processes, draw, monkeypatch
+):
+    calls = []
+    bits = rng._bits
+    monkeypatch.setattr(rng, "_bits", lambda *given: calls.append(given) or bits(*given))
+    for epoch in range(2):
+        for indices in batches_of_epoch(num_processes):
+            for stream in (None, "view"):
+                drawn = draw(1, epoch, indices, 3, stream)
+                assert torch.equal(drawn, draw(1, epoch, indices.clone(), 3, stream))
+                drawn.zero_()  # a script may change what it gets
+    of_batches = [given for given in calls if len(given[1]) <= 40 // num_processes]
+    assert len(calls) - len(of_batches) == 4  # two streams and two epochs, from the second batch on
+    assert len(of_batches) == 100 + 4  # of the copies, and the first of each
+
+
+def test_indices_that_a_script_changes_or_reads_backwards_have_their_own_numbers():
+    for indices in batches_of_epoch():
+        halves = indices[20:], indices[:20], indices[20:]
+        rows = [keyed_uniform(0, 0, half, 2) for half in halves]
+        assert all(
+            torch.equal(given, keyed_uniform(0, 0, half.clone(), 2))
+            for given, half in zip(rows, halves, strict=True)
+        )
+        every_second = keyed_uniform(0, 0, indices[::2], 2)
+        assert torch.equal(every_second, keyed_uniform(0, 0, indices[::2].clone(), 2))
+        indices += 1000  # such as the key of a second view
+        moved = keyed_uniform(0, 0, indices, 2)
+        assert torch.equal(moved, keyed_uniform(0, 0, indices.clone(), 2))
+
+
+def test_a_use_that_comes_once_is_not_drawn_ahead_and_few_are_kept(monkeypatch):
+    calls = []
+    bits = rng._bits
+    monkeypatch.setattr(rng, "_bits", lambda *given: calls.append(given) or bits(*given))
+    for step, indices in enumerate(batches_of_epoch()):
+        keyed_uniform(0, 0, indices, 2, step)
+    assert [len(given[1]) for given in calls] == [40] * 25
+    assert len(ahead._known) <= ahead.MOST_ORDERS
+    assert all(len(order.drawn) <= ahead.MOST_USES for order in ahead._known)
 
 
 class Pairs(Dataset):

@@ -676,7 +676,7 @@ def test_processes_that_add_other_names_are_told_so(monkeypatch):
     monkeypatch.setattr("trainkit.numbers.means.gather_object", lambda mine: [*mine, ["loss_b"]])
     two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, gather=None, reduce=None)
     means = RunningMeans(two)
-    means.add("loss", torch.ones(()), 1)
+    means.add_all([("loss", torch.ones(()), 1)])
     for call in (lambda: means.flush("train"), means.state):
         with pytest.raises(RuntimeError, match=r"got loss on one process and loss_b"):
             call()

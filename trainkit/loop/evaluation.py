@@ -89,6 +89,7 @@ def evaluate(
     for result, indices in results_of(accelerator, loader, EVALUATE, compute_losses, watched):
         values = dict(result)
         mask, weights = values.pop("mask", None), values.pop("weights", None)
+        sums = []
         for name, value, selection in select(EVALUATE, values, mask, weights):
             call = f"{EVALUATE}, for {name},"
             check_outer(call, value)
@@ -96,7 +97,9 @@ def evaluate(
                 check_rows(call, value, len(indices))
                 if indices:
                     sizes.check(call, value)
-            means.add(name, *sum_and_count(call, value, **selection, is_stand_in=not indices))
+            total, count = sum_and_count(call, value, **selection, is_stand_in=not indices)
+            sums.append((name, total, count))
+        means.add_all(sums)
         if stopping():
             return {}
     sizes.check_processes(accelerator)

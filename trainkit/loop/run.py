@@ -374,8 +374,7 @@ class Run:
 
         mask, weights: a tensor for all values, or a dict with one for some of the names.
         """
-        for name, total, num in self.step.sums(values, mask, weights):
-            self.means.add(name, total, num)
+        self.means.add_all(self.step.sums(values, mask, weights))
 
     @allowed(*IN_BATCH, "trained")
     def stop(self) -> None:

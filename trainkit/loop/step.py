@@ -195,8 +195,8 @@ class Step:
         share = total.detach() / divisor
         self.losses.append(share)
         scale = self.accelerator.num_processes * self.num_micro_batches / divisor
-        # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
-        mean = total * (scale + 0 * share)
+        # scale - 0 * share: NaN if share is not finite. An infinite loss can have finite gradients.
+        mean = total * torch.rsub(share, scale, alpha=0)
         self.mistakes.watch_mean(mean)
         return mean
 

@@ -131,6 +131,8 @@ class Divisors:
 
     def _sum(self, count: int | torch.Tensor) -> torch.Tensor:
         count = torch.as_tensor(count, device=self.accelerator.device)
+        if self.accelerator.num_processes == 1:
+            return count  # Accelerate would copy it
         return self.accelerator.reduce(count, reduction="sum")
 
     def _unknown(self, over: str | None) -> RuntimeError:
@@ -150,4 +152,4 @@ def by_name(counts: Number | dict[str, Number]) -> dict[str, Number]:
 
 def at_least_one(count: torch.Tensor) -> torch.Tensor:
     """The count, or 1 if nothing counts: the sum is then 0, and so is the mean."""
-    return torch.where(count == 0, 1, count)
+    return count + (count == 0)

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from trainkit.config import TrainingConfig
 from trainkit.launch.signals import outlive_signals
+from trainkit.numbers.ahead import remember_order
 from trainkit.numbers.mixing import NUM_HELD, key, permute
 from trainkit.numbers.orders import Order, weighted
 from trainkit.numbers.rng import seed_host
@@ -173,15 +174,14 @@ class EpochBatches(Sampler):
             )
         epoch = int(self.epoch)
         size = self.micro_batch_size
-        if self.num_processes > 1:
-            for span in self.spans():
-                yield Slots(self.order(epoch, span.start, span.stop).to(self.device), size)
-            return
-        ahead = size * max(1, NUM_AHEAD // size)
-        for start in range(self.start, self.num_used, ahead):
-            part = self.order(epoch, start, min(start + ahead, self.num_used)).to(self.device)
-            for values in part.split(size):
-                yield Slots(values, size)
+        num_ahead = size * max(1, NUM_AHEAD // size)
+        part, ahead = torch.empty(0), range(0)  # the order, as far as it is computed
+        for span in self.spans():
+            if span.stop > ahead.stop:
+                ahead = range(span.start, min(span.start + num_ahead, self.num_used))
+                part = self.order(epoch, ahead.start, ahead.stop).to(self.device)
+                remember_order(part)
+            yield Slots(part[span.start - ahead.start : span.stop - ahead.start], size)
 
 
 def shuffled(num_samples: int, seed: int | None) -> Order:

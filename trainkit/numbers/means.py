@@ -1,13 +1,15 @@
 """Exact means over all processes. Adding a value does not wait for the device."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+
+from trainkit.outside.names import add_to_each
 
 # mask= or weights=: one tensor for all values, or one for each of some names.
 Selection: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
@@ -16,25 +18,30 @@ Selection: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
 class RunningMeans:
     """Means of the values of an epoch over all processes. Adding does not wait for the device.
 
-    `add` sums and counts the values of each name on the device. `flush` adds these sums up over the
+    `add_all` adds up the values of each name on the device. `flush` adds these sums up over the
     processes and adds them to the totals of the epoch, which are float64 on the host; it waits for
     the device once. Every process must add the same names, in any order.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        # Since the last flush. Two tensors per name: adding to both is faster than stacking them.
+        # Since the last flush.
         self.sums: dict[str, torch.Tensor] = defaultdict(
             lambda: torch.zeros((), device=accelerator.device)
         )
         self.counts: dict[str, int | torch.Tensor] = defaultdict(int)
         self.totals: dict[str, np.ndarray] = {}  # sum and count of the epoch, flushed
 
-    def add(self, name: str, total: torch.Tensor, count: int | torch.Tensor) -> None:
-        """Add the sum of `count` values of this process, a scalar on the device."""
-        self.totals.setdefault(name, np.zeros(2))
-        self.sums[name] += total
-        self.counts[name] += count
+    def add_all(self, values: Iterable[tuple[str, torch.Tensor, int | torch.Tensor]]) -> None:
+        """Add, of each name, the sum of `count` values of this process, a scalar on the device."""
+        sums, totals = [], []
+        for name, total, count in values:
+            self.totals.setdefault(name, np.zeros(2))
+            self.counts[name] += count
+            sums.append(self.sums[name])
+            totals.append(total)
+        if sums:
+            add_to_each(sums, totals)
 
     def flush(self, prefix: str) -> dict[str, float]:
         """PREFIX_NAME: the means since the last flush. Every process must call this."""
@@ -165,17 +172,23 @@ def sum_and_count(
                 f"shape {tuple(selection.shape)} and {selection.dtype}: give it one of the two, of "
                 "the same shape, a mask as bool, weights as float without a gradient"
             )
+    count: int | torch.Tensor = values.numel()
+    if selection is not None:
+        count = sum_of(selection) if mask is None else selection.sum()
     if is_stand_in:  # the counts of all processes are added up, so they have one dtype
         nothing = torch.zeros_like(values, dtype=torch.bool)
-        count = values.numel() if selection is None else sum_of(selection)
         return sum_of(torch.where(nothing, values, 0)), count * 0
     if mask is not None:
-        return sum_of(torch.where(mask, values, 0)), mask.sum()
-    if weights is not None:
-        return sum_of(torch.where(weights != 0, values * weights, 0)), sum_of(weights)
-    return sum_of(values), values.numel()
+        values = torch.where(mask, values, 0)
+    elif weights is not None:
+        values = torch.where(weights != 0, values * weights, 0)
+    return sum_of(values), count
 
 
 def sum_of(values: torch.Tensor) -> torch.Tensor:
-    """The sum; for 16-bit values in float32, so that it neither overflows nor loses precision."""
-    return values.sum(dtype=torch.float32 if values.dtype.itemsize == 2 else None)
+    """The sum; for 16-bit values in float32, so that it neither overflows nor loses precision.
+
+    For truth values too: what run.add adds up in a step then has one dtype.
+    """
+    in_float32 = values.dtype.itemsize == 2 or values.dtype == torch.bool
+    return values.sum(dtype=torch.float32 if in_float32 else None)

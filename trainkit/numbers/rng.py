@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainkit.numbers.ahead import draw
 from trainkit.numbers.mixing import key, mix, shift_right
 
 
@@ -47,7 +48,11 @@ def keyed_uniform(
         float32 of shape (n, num) on the device of `indices`.
     """
     number = _key_of("uniform", seed, epoch, num, stream)
-    return _bits(number, indices, num).float().clamp(min=0.5) / 2**24  # 0 is not in (0, 1)
+
+    def make(rows: torch.Tensor) -> torch.Tensor:
+        return _bits(number, rows, num).float().clamp(min=0.5) / 2**24  # 0 is not in (0, 1)
+
+    return draw((number, num), indices, num, make)
 
 
 def keyed_normal(
@@ -58,7 +63,9 @@ def keyed_normal(
     They share no bits with those of keyed_uniform, are equal on all devices to float rounding, and
     reach up to 5.4 in size.
     """
-    bits = _bits(_key_of("normal", seed, epoch, num, stream), indices, num)
+    number = _key_of("normal", seed, epoch, num, stream)
+    # Not the rest too, which a vectorised kernel may round by where a number is in its tensor.
+    bits = draw((number, num), indices, num, lambda rows: _bits(number, rows, num))
     # (2 * bits + 1) / 2**24 - 1, exact in float32, symmetric and never -1 or 1.
     return torch.erfinv((2 * bits + 1 - 2**24).float() / 2**24) * math.sqrt(2)
 

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -137,3 +137,8 @@ def precision_of_notebook_launcher() -> str:
 def version_of(tensor: torch.Tensor) -> int:
     """How often torch has changed this tensor in place; those of inference mode are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def add_to_each(sums: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Add a value to each of these sums in place: if dtypes are equal, in one kernel of a GPU."""
+    torch._foreach_add_(sums, values)
