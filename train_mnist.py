@@ -110,6 +110,8 @@ def make_model(metadata: dict[str, Any]) -> nn.Module:
 class Config(TrainingConfig):
     dataset: MayChange[str] = str(Path(__file__).parent / "data" / "mnist")
     """folder or Hub id that holds a column of pictures and one of classes"""
+    eval_data: MayChange[str | None] = None
+    """the same, to evaluate on (default: the test split of --dataset, or a fifth of each class)"""
     label: str | None = None
     """column of classes (default: the only one)"""
     model: Literal["compact", "lenet", "wide", "deep"] = "compact"
@@ -129,7 +131,7 @@ class Config(TrainingConfig):
     """of --augment, in degrees (default: 5; 20 for a small data set)"""
     max_warp: Annotated[NonNegative[float], ReadOnlyIf("augment")] = 0.0
     """of --augment, of 4 x 4 points, in pixels"""
-    validation_split: NonNegative[int] = 0
+    validation_split: Annotated[NonNegative[int], ReadOnlyIf("eval_data", (None,))] = 0
     """evaluate on this many held-out training pictures, not the test set: for tuning"""
     target_accuracy: MayChange[Share | None] = None
     """exit with 3 if the last evaluation is below this fraction"""
@@ -195,7 +197,7 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     from trainkit.pictures.splits import describe_evaluation
 
     name, label, number = config.dataset, config.label, config.validation_split
-    how: dict[str, Any] = {"fit": config.fit}
+    how: dict[str, Any] = {"fit": config.fit, "eval_data": config.eval_data}
     if config.grey_range:
         how["greys"] = {"any": [*config.grey_range]}
     train_set, train = load_images(name, "train", SIZE, label, None, number, **how)

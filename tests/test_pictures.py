@@ -235,7 +235,7 @@ def test_splits_and_classes_are_folders_and_what_tools_leave_is_not_read(name, t
     (tmp_path / name / "link").symlink_to(tmp_path)
     (tmp_path / name / "gone.png").symlink_to("nowhere")
     for split in ("train", "test"):
-        cells, numbers, classes, _, where = read_cells(tmp_path / name, split)
+        cells, numbers, classes, _, where, *_ = read_cells(tmp_path / name, split)
         for cell, number in zip(cells, numbers, strict=True):
             label, own = classes[number], where.split("'")[-2]
             if not cell["bytes"]:

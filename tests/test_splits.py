@@ -6,10 +6,14 @@ import datasets
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 
+import train_mnist
 import train_regression
+from examples import pictures
 from trainkit.config import parse
 from trainkit.errors import UsageError
+from trainkit.pictures import photos
 from trainkit.reading import splits
 from trainkit.texts import texts
 
@@ -285,3 +289,119 @@ def test_a_name_in_two_unicode_forms_is_one_class_category_and_column(tmp_path):
     sets = text_sets("--data", path)
     assert sets.classes == [one, "tea"]
     assert sets.plan["spelling"] == "20 cells in another form of Unicode, read in NFC"
+
+
+def pictures_of(script, *flags):
+    """The classes of both sides as names, the values of the pictures to evaluate on, the plan."""
+    flags = ["--dataset", *map(str, flags)]
+    if script == "mnist":
+        train, held_out, metadata = train_mnist.load_data(parse(train_mnist.Config, flags))
+        labels, plan = [part.tensors[1] for part in (train, held_out)], metadata["plan"]
+        classes = metadata["classes"]
+    else:
+        config = parse(pictures.Config, [*flags, "--size", "28", "--resize", "28"])
+        train, held_out, plan = photos.load_sets(config)
+        labels, classes = [part.labels for part in (train, held_out)], train.classes
+    return *([classes[n] for n in side] for side in labels), plan
+
+
+def shaded(value):
+    picture = Image.new("L", (8, 8), value)
+    picture.paste(255 - value, (0, 0, 4, 4))
+    return picture
+
+
+def save_shaded(folder, *values):
+    folder.mkdir(parents=True)
+    for value in values:
+        shaded(value).save(folder / f"{value}.png")
+
+
+def rows_of(values, names, numbers):
+    """Rows of the Hub: pictures, and the number of the class of each."""
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
+    rows = {"image": [*map(shaded, values)], "label": numbers}
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+@pytest.mark.parametrize("script", ["mnist", "photos"])
+def test_pictures_are_evaluated_on_a_folder_of_their_own(tmp_path, script):
+    for name in ("a", "b", "c"):
+        save_shaded(tmp_path / "set" / name, *range(10, 30))
+    (tmp_path / "set" / "c").rename(tmp_path / "set" / "e\u0301")  # as macOS writes it
+    save_shaded(tmp_path / "new" / "a", 10, 101)
+    save_shaded(tmp_path / "new" / "\xe9", 102)
+    train, held_out, plan = pictures_of(script, tmp_path / "set", "--eval-data", tmp_path / "new")
+    assert len(train) == 60 and held_out == ["a", "a", "\xe9"]
+    assert plan["evaluated on"] == f"--eval-data {tmp_path}/new: 3 pictures"
+    assert plan["twice"] == "1 of 3 pictures to evaluate on is also trained on"
+    assert plan["rare"].endswith("fewer than 5 pictures to evaluate on: b 0, \xe9 1, a 2")
+    assert plan["spelling"] == "1 class name in another form of Unicode, read in NFC: \xe9"
+    save_shaded(tmp_path / "new" / "d", 103)
+    sentence = r"^--eval-data .*/new, column 'label', row 3: the label 'd' is not one of the 3 "
+    with pytest.raises(UsageError, match=sentence):
+        pictures_of(script, tmp_path / "set", "--eval-data", tmp_path / "new")
+    with pytest.raises(UsageError, match=r"^--eval-data .*/nowhere cannot be read"):
+        pictures_of(script, tmp_path / "set", "--eval-data", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("script", ["mnist", "photos"])
+def test_pictures_are_evaluated_on_a_file_of_rows_or_on_the_test_part_of_a_clone(tmp_path, script):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "clone" / "data").mkdir(parents=True)
+    rows_of(range(40), ["a", "b"], [0, 1] * 20).to_parquet(tmp_path / "set" / "train.parquet")
+    rows_of(range(50, 52), ["a", "b"], [0, 0]).to_parquet(tmp_path / "set" / "test.parquet")
+    for name, start in (("train", 0), ("test", 60)):
+        rows = rows_of(range(start, start + 5), ["b", "a"], [0, 0, 0, 0, 1])
+        rows.to_parquet(tmp_path / "clone" / "data" / f"{name}-00000-of-00001.parquet")
+    file = tmp_path / "clone" / "data" / "train-00000-of-00001.parquet"
+    for given, twice in ((file, True), (tmp_path / "clone", False)):
+        train, held_out, plan = pictures_of(script, tmp_path / "set", "--eval-data", given)
+        assert train == ["a", "b"] * 20 and held_out == ["b"] * 4 + ["a"]
+        assert plan["evaluated on"] == f"--eval-data {given}: 5 pictures; not read: test"
+        assert ("5 of 5 pictures to evaluate on are" in plan.get("twice", "")) == twice
+
+
+def test_the_split_of_pictures_that_is_evaluated_has_labels_and_is_said(tmp_path):
+    (tmp_path / "set").mkdir()
+    for name, label in (("train", 0), ("test", -1), ("validation", 1)):
+        numbers = [label, label] + [0, 1] * 5 * (label >= 0)
+        rows = rows_of(range(len(numbers)), ["a", "b"], numbers)
+        rows.to_parquet(tmp_path / "set" / f"{name}.parquet")
+    _, held_out, plan = pictures_of("mnist", tmp_path / "set")
+    assert held_out == ["b", "b"] + ["a", "b"] * 5
+    unread = "test (no row has what is to be predicted)"
+    assert plan["evaluated on"] == f"validation: 12 pictures; not read: {unread}"
+    (tmp_path / "set" / "validation.parquet").unlink()
+    train, held_out, plan = pictures_of("mnist", tmp_path / "set")
+    assert (len(train), len(held_out)) == (10, 2)
+    assert plan["evaluated on"] == f"a share of the others; not read: {unread}"
+
+
+def test_a_list_of_labels_of_its_own_goes_with_the_pictures_to_evaluate_on(tmp_path):
+    save_shaded(tmp_path / "set", *range(10, 30))
+    save_shaded(tmp_path / "new", *range(30, 34))
+    for name, files in (("set", range(10, 30)), ("new", range(30, 33))):
+        lines = ["file,kind", *(f"{n}.png,{'ab'[n % 2]}" for n in files)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines))
+    flags = [tmp_path / "set", "--labels", tmp_path / "set.csv", "--eval-data", tmp_path / "new"]
+    train, held_out, _ = pictures_of("photos", *flags, "--eval-labels", tmp_path / "new.csv")
+    assert train == ["a", "b"] * 10 and held_out == ["a", "b", "a"]
+    config = parse(pictures.Config, ["--dataset", *map(str, flags[:3]), "--resize", "28"])
+    before = photos.load_photos(config, "train")[0].fingerprint()
+    text = (tmp_path / "set.csv").read_text()
+    (tmp_path / "set.csv").write_text(text.replace("10.png,a", "10.png,b"))
+    assert photos.load_photos(config, "train")[0].fingerprint() != before
+    with pytest.raises(UsageError, match=r"--eval-data .*/new: 30.png is in no class"):
+        pictures_of("photos", *flags)
+    with pytest.raises(UsageError, match=r"^--eval-labels .*set.csv: no column"):
+        pictures_of("photos", *flags, "--eval-labels", tmp_path / "set.csv")
+
+
+def test_pictures_given_to_evaluate_on_leave_no_part_to_hold_out():
+    config = parse(train_mnist.Config, ["--eval-data", "x", "--validation-split", "5"])
+    with pytest.raises(UsageError, match="--validation-split 5 does nothing with --eval-data"):
+        config.validate(1)
+    config = parse(pictures.Config, ["--dataset", "x", "--eval-labels", "y.csv"])
+    with pytest.raises(UsageError, match=r"--eval-labels y.csv does nothing without --eval-data"):
+        config.validate(1)

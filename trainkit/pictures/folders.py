@@ -45,17 +45,20 @@ class Folder:
     unread: dict[Path, str]
 
 
-def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
+def find_files(folder: Path, list_of_labels: Path | None = None, flag: str = "--dataset") -> Folder:
     """Look through a folder. Folders behind links are not followed. Raises UsageError.
 
     Classes are the subfolders, whatever the files are called, and deeper folders belong to the
     class above them. Splits of pictures are folders called train, test, val and so on, at the top
     level only; splits of tables and archives are words in their names, as for `datasets`.
 
-    list_of_labels: a CSV file that names pictures and their classes; others are not read.
+    Args:
+        list_of_labels: a CSV file that names pictures and their classes; others are not read.
+        flag: by which the user named the folder.
     """
+    where = f"{flag} {name_of(folder)}"
     if not is_text(folder):
-        raise UsageError(f"--dataset {name_of(folder)}: rename it: its name is not UTF-8")
+        raise UsageError(f"{where}: rename it: its name is not UTF-8")
     below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     paths = sorted((path.relative_to(folder) for path in below), key=str)
     files = [path for path in paths if is_text(path) and (folder / path).is_file()]
@@ -63,7 +66,10 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     visible = [path for path in files if is_read(path.as_posix())]
     holders = [p for p in visible if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
     lists = [path for path in visible if path.name in LISTS]
-    classes = read_list(list_of_labels, pictures) if list_of_labels else {}
+    classes: dict[Path, str] = {}
+    if list_of_labels:
+        flag_of_list = "--labels" if flag == "--dataset" else "--eval-labels"
+        classes = read_list(list_of_labels, pictures, f"{flag_of_list} {list_of_labels}")
     are_pictures = bool(classes) or len(pictures) > len(holders)
     chosen = [*classes] or holders
     if are_pictures and not classes:
@@ -76,20 +82,25 @@ def find_files(folder: Path, list_of_labels: Path | None = None) -> Folder:
     found = {split: parts[split] for split in WORDS if split in parts}
     found = found or {"train": parts.get("", [])}
     read = {path for paths in found.values() for path in paths}
-    unread = {
+    unread = explain_unread(folder, [path for path in paths if path not in read])
+    if not read:
+        others = f" ({describe_unread(unread)})" if unread else ""
+        raise UsageError(f"{where} cannot be read: it has no picture files{others}")
+    if are_pictures and not classes and not lists:
+        classes = classes_of_folders(read, int({*parts} != {""}), where)
+    return Folder(found, classes, unread)
+
+
+def explain_unread(folder: Path, paths: list[Path]) -> dict[Path, str]:
+    """Return those paths, none of which is read, that a person might take for data, and why."""
+    return {
         path: reason_unread(folder, path)
         for path in paths
-        if path not in read and not NO_DATA.match(path.name)
+        if not NO_DATA.match(path.name)
         if is_read(path.as_posix())
         or PICTURES.fullmatch(path.suffix)
         or HOLDERS.fullmatch(path.suffix)
     }
-    if not read:
-        others = f" ({describe_unread(unread)})" if unread else ""
-        raise UsageError(f"--dataset {folder} cannot be read: it has no picture files{others}")
-    if are_pictures and not classes and not lists:
-        classes = classes_of_folders(folder, read, int({*parts} != {""}))
-    return Folder(found, classes, unread)
 
 
 def reason_unread(folder: Path, path: Path) -> str:
@@ -137,21 +148,20 @@ def is_picture(path: Path) -> bool:
     return bool(PICTURES.fullmatch(path.suffix)) and is_read(shown.as_posix())
 
 
-def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
+def read_list(path: Path, pictures: list[Path], where: str) -> dict[Path, str]:
     """Return the pictures that a CSV file lists, with their classes. Raises UsageError.
 
     One column has their names, with or without folder and ending; the next one, or the one before
     it if it is the last, their classes.
     """
-    where = f"--labels {path}"
     with as_usage_error(f"{where} cannot be read"):
         table = pd.read_csv(path, dtype=str, keep_default_na=False, skipinitialspace=True)
     named_so: dict[str, list[Path]] = {}
     for picture in pictures:
         for name in {str(picture), picture.as_posix(), picture.name, picture.stem}:
-            named_so.setdefault(name, []).append(picture)
+            named_so.setdefault(nfc(name), []).append(picture)
     columns = [*table.columns]
-    hits = [table[name].isin(named_so.keys()).sum() for name in columns]
+    hits = [table[name].map(nfc).isin(named_so.keys()).sum() for name in columns]
     if len(columns) < 2 or not any(hits):
         raise UsageError(
             f"{where}: no column of {columns} has the names of pictures of the folder, such as "
@@ -162,7 +172,7 @@ def read_list(path: Path, pictures: list[Path]) -> dict[Path, str]:
     classes: dict[Path, str] = {}
     problems = []
     for name, text in zip(table[columns[named]], table[columns[label]], strict=True):
-        candidates = named_so.get(name, [])
+        candidates = named_so.get(nfc(name), [])
         if not candidates:
             problems.append(f"{name} is not a picture")
         elif len(candidates) > 1:
@@ -188,23 +198,22 @@ def find_split_folders(pictures: list[Path]) -> dict[str, str]:
     return {top: split for top, split in named.items() if top in SURE}
 
 
-def classes_of_folders(folder: Path, pictures: set[Path], depth: int) -> dict[Path, str]:
+def classes_of_folders(pictures: set[Path], depth: int, where: str) -> dict[Path, str]:
     """Return the class of each picture. Raises UsageError if a picture is in no class.
 
     depth: of the folders that are classes; 1 if they are in those of splits.
     """
     if loose := [path for path in pictures if len(path.parts) < depth + 2]:
         raise UsageError(
-            f"--dataset {folder}: {min(loose)} is in no class: put each picture into the folder "
-            "of its class"
+            f"{where}: {min(loose)} is in no class: put each picture into the folder of its class"
         )
-    classes = {path: nfc(path.parts[depth]) for path in pictures}
-    if len({*classes.values()}) == 1 < len({path.parent for path in pictures}) and all(
+    classes = {path: path.parts[depth] for path in pictures}
+    if len({*map(nfc, classes.values())}) == 1 < len({path.parent for path in pictures}) and all(
         len(path.parts) > depth + 2 for path in pictures
     ):
         name = next(iter(pictures)).parents[-depth - 2]
         raise UsageError(
-            f"--dataset {folder}: there is one class, {name}: if the classes are in it, name or "
+            f"{where}: there is one class, {name}: if the classes are in it, name or "
             "move the folder that holds them"
         )
     return classes

@@ -6,14 +6,21 @@ more memory for more pictures. A set whose file would be too large is decoded fo
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from trainkit.config import UNSET, Count, MayChange, NonNegative, TrainingConfig
+from trainkit.config import (
+    UNSET,
+    Count,
+    MayChange,
+    NonNegative,
+    ReadOnlyIf,
+    TrainingConfig,
+)
 from trainkit.errors import UsageError
 from trainkit.hashes import digest
 from trainkit.pictures import files, splits
@@ -35,8 +42,12 @@ class PhotoConfig(TrainingConfig):
     """folder with a folder for each class, or a Hub id"""
     label: str | None = None
     """column of the classes in a set that is not a folder of pictures (default: the only one)"""
+    eval_data: MayChange[str | None] = None
+    """the same, to evaluate on (default: the test split of --dataset, or a fifth of each class)"""
     labels: MayChange[Path | None] = None
     """CSV file of file names and classes, instead of a folder for each class"""
+    eval_labels: Annotated[MayChange[Path | None], ReadOnlyIf("eval_data")] = None
+    """the same list for --eval-data"""
     skip_unreadable: bool = False
     """go on without the files that cannot be read"""
     model: str | None = None
@@ -121,7 +132,7 @@ class Photos(Dataset):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
-        rows = digest(self.split.rows.numpy().tobytes())
+        rows = digest(self.split.rows.numpy().tobytes() + self.labels.numpy().tobytes())
         return {"pictures": f"{self.split.path.stem}-{rows}"}
 
 
@@ -165,6 +176,8 @@ def load_photos(
         label=config.label,
         classes=classes,
         list_of_labels=config.labels,
+        eval_data=config.eval_data,
+        eval_labels=config.eval_labels,
         skip_unreadable=config.skip_unreadable,
         max_bytes=config.cache_bytes,
         **how,

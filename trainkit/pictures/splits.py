@@ -27,14 +27,49 @@ from trainkit.outside.names import fingerprint_of
 from trainkit.pictures import files, folders
 from trainkit.pictures.decoding import Decoded, Read, decode_once, merge_greys
 from trainkit.reading.recall import describe_classes
-from trainkit.reading.splits import describe_equal, split_rows
-from trainkit.text import nfc
+from trainkit.reading.splits import (
+    EVALUATED,
+    choose_evaluated,
+    describe_equal,
+    describe_given,
+    find_splits,
+    split_rows,
+)
+from trainkit.text import count, nfc, shorten
+
+FILES_OF_ROWS = (".parquet", ".arrow")  # which may be named themselves, not by their folder
+
+
+class Labelled(NamedTuple):
+    """The pictures of a split as they are stored, and their classes.
+
+    Attributes:
+        rows: one column of pictures.
+        labels: the class of each, int64.
+        classes: the names of the classes.
+        is_whole: all rows are of the split; else a part of them is held out.
+        where: names the rows.
+        given: what the user chose to evaluate on, "" if a part is held out.
+        unread: splits that are neither trained on nor evaluated, and why.
+        respelt: names of classes that are stored in another form of Unicode.
+    """
+
+    rows: datasets.Dataset
+    labels: torch.Tensor
+    classes: list[str]
+    is_whole: bool
+    where: str
+    given: str
+    unread: list[str]
+    respelt: set[str]
 
 
 class Split(NamedTuple):
     """The samples of a split.
 
     Attributes:
+        given: why these samples are evaluated, as a line of the plan; {} if nobody chose them.
+        respelt: names of classes that were read in another form of Unicode than they are stored in.
         path: the file of the decoded values of all rows; missing if it would be too large.
         cells: all rows as they are stored, a column of datasets.Image(decode=False).
         rows: the row of each sample, int64.
@@ -47,6 +82,8 @@ class Split(NamedTuple):
             "greys", the values of black and white of each kind.
     """
 
+    given: dict[str, str]
+    respelt: set[str]
     path: Path
     cells: datasets.Dataset
     rows: torch.Tensor
@@ -67,6 +104,8 @@ def load_split(
     classes: list[str] | None = None,
     num_held_out: int = 0,
     list_of_labels: Path | None = None,
+    eval_data: str | None = None,
+    eval_labels: Path | None = None,
     skip_unreadable: bool | None = None,
     max_bytes: float = math.inf,
     **how: Any,
@@ -86,23 +125,32 @@ def load_split(
         how: what `read` gets too. Without "greys" the range of deep grey pictures is chosen by the
             values of both splits.
     """
-    options = num_held_out, list_of_labels
-    rows, labels, classes, is_whole, where = read_split(name, split, label, classes, *options)
-    other = "test" if split == "train" else "train"
+    options = num_held_out, list_of_labels, eval_data, eval_labels
+    found = read_split(name, split, label, classes, *options)
+    other = {"train": "test", "test": "train"}[split]
     read_other = partial(read_split, name, other, label, None, *options)
-    cells, decoded, how = decode_as_set(rows, read_other, how, read, shape, max_bytes)
-    problems, hashes = decoded.problems, decoded.hashes
-    if problems and not skip_unreadable:
-        what = f"{where}: {len(problems)} of {len(rows)}"
-        refuse_unreadable(what, problems, has_flag=skip_unreadable is not None)
-    chosen = torch.arange(len(rows))
-    if not is_whole:
-        to_train_on, to_evaluate_on = split_rows(hashes, labels=labels, number=num_held_out)
+    where = f"--dataset {name}"  # has both splits, or names the one that is trained on
+    cells, decoded, how = decode_as_set(found.rows, read_other, where, how, read, shape, max_bytes)
+    if decoded.problems and not skip_unreadable:
+        what = f"{found.where}: {len(decoded.problems)} of {len(cells)}"
+        refuse_unreadable(what, decoded.problems, has_flag=skip_unreadable is not None)
+    chosen = choose_rows(found, split, decoded, num_held_out)
+    samples = chosen, found.labels[chosen], decoded.hashes[chosen]
+    given = f"{found.given}: {count(len(chosen), 'picture')}" if found.given else ""
+    report = decoded.forms, [*decoded.problems.values()], how
+    plan = describe_given(given, found.unread) if split == "test" else {}
+    return Split(plan, found.respelt, decoded.path, cells, *samples, found.classes, *report)
+
+
+def choose_rows(found: Labelled, split: str, decoded: Decoded, num_held_out: int) -> torch.Tensor:
+    """Return which rows are of a split and could be read, int64."""
+    chosen = torch.arange(len(found.rows))
+    if not found.is_whole:
+        to_train_on, to_evaluate_on = split_rows(
+            decoded.hashes, labels=found.labels, number=num_held_out
+        )
         chosen = to_evaluate_on if split == "test" else to_train_on
-    chosen = chosen[~torch.isin(chosen, torch.tensor([*problems], dtype=torch.int64))]
-    samples = chosen, labels[chosen], hashes[chosen]
-    report = decoded.forms, [*problems.values()], how
-    return Split(decoded.path, cells, *samples, classes, *report)
+    return chosen[~torch.isin(chosen, torch.tensor([*decoded.problems], dtype=torch.int64))]
 
 
 def refuse_unreadable(what: str, problems: dict[int, str], has_flag: bool) -> None:
@@ -115,7 +163,11 @@ def refuse_unreadable(what: str, problems: dict[int, str], has_flag: bool) -> No
 
 
 def decode_as_set(
-    rows: datasets.Dataset, read_other: Callable[[], tuple], how: dict[str, Any], *how_read: Any
+    rows: datasets.Dataset,
+    read_other: Callable[[], Labelled],
+    where: str,
+    how: dict[str, Any],
+    *how_read: Any,
 ) -> tuple[datasets.Dataset, Decoded, dict[str, Any]]:
     """Return what decode_rows returns, and `how` with the range of deep grey pictures, if any.
 
@@ -123,10 +175,9 @@ def decode_as_set(
     """
     cells, decoded = decode_rows(rows, how, *how_read)
     if decoded.greys:
-        others, *_, where = read_other()
-        _, others_decoded = decode_rows(others, how, *how_read)
+        _, others_decoded = decode_rows(read_other().rows, how, *how_read)
         merge_greys(decoded.greys, others_decoded.greys)
-        how = how | {"greys": choose_greys(decoded.greys, where.partition(", split")[0])}
+        how = how | {"greys": choose_greys(decoded.greys, where)}
         cells, decoded = decode_rows(rows, how, *how_read)
     return cells, decoded, how
 
@@ -165,8 +216,13 @@ def choose_greys(greys: dict[str, list[float]], where: str) -> dict[str, list[fl
 
 
 def describe_evaluation(train: Split, held_out: Split) -> dict[str, str]:
-    """Return the lines of the plan about the classes, and pictures whose evaluation says little."""
-    plan = describe_classes(train.labels, held_out.labels, train.classes, "picture")
+    """Return the lines of the plan about what is evaluated, the classes, and what says little."""
+    plan = held_out.given | describe_classes(
+        train.labels, held_out.labels, train.classes, "picture"
+    )
+    if respelt := train.respelt | held_out.respelt:
+        names = count(len(respelt), "class name")
+        plan["spelling"] = f"{names} in another form of Unicode, read in NFC: {shorten([*respelt])}"
     plan |= describe_equal(train.hashes, held_out.hashes, "picture")
     labels = pd.Series(torch.cat((train.labels, held_out.labels)).numpy())
     alike = labels.groupby(torch.cat((train.hashes, held_out.hashes)).numpy())
@@ -176,34 +232,49 @@ def describe_evaluation(train: Split, held_out: Split) -> dict[str, str]:
 
 
 def open_dataset(
-    name: str, tell: bool, list_of_labels: Path | None = None
+    name: str, tell: bool, list_of_labels: Path | None = None, flag: str = "--dataset"
 ) -> dict[str, datasets.Dataset]:
-    """Return the splits of a folder or of a Hub data set. Raises UsageError.
+    """Return the splits of a folder, a file of rows or a Hub data set. Raises UsageError.
 
     The fingerprint of a folder's split is computed from the content of its files.
 
     Args:
         tell: print which files of a folder are not read, and why.
         list_of_labels: a CSV file: the classes of the pictures, instead of their folders.
+        flag: by which the user named it.
     """
     datasets.disable_progress_bars()
     folder = Path(name)
-    with as_usage_error(f"--dataset {name} cannot be read"):
-        if folder.is_file():
-            raise UsageError(f"--dataset {name} is a file: name its folder, and unpack an archive")
+    where = f"{flag} {folders.name_of(folder)}"
+    with as_usage_error(f"{where} cannot be read"):
+        if folder.suffix in FILES_OF_ROWS and folder.is_file():
+            one_file = folders.Folder({"train": [Path(folder.name)]}, {}, {})
+            return load_tables(folder.parent.resolve(), one_file, where, has_card=False)
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{where} is a file: name its folder, and unpack an archive")
         if not folder.is_dir():
-            return load_by_datasets(name)
-        contents = folders.find_files(folder, list_of_labels)
+            return load_from_hub(name)
+        contents = folders.find_files(folder, list_of_labels, flag)
         if contents.unread and tell and is_main_rank():
-            print(
-                f"--dataset {folder}: {folders.describe_unread(contents.unread)}", file=sys.stderr
-            )
+            print(f"{where}: {folders.describe_unread(contents.unread)}", file=sys.stderr)
         if not contents.classes:
-            return load_tables(folder.resolve(), contents)
+            return load_tables(folder.resolve(), contents, where)
         return {
             split: make_rows(folder, paths, contents.classes)
             for split, paths in contents.splits.items()
         }
+
+
+def load_from_hub(name: str) -> dict[str, datasets.Dataset]:
+    """Return the splits of a data set, as find_splits names them: valid and dev are validation."""
+    rows = load_by_datasets(name)
+    return {
+        split: datasets.concatenate_datasets([rows[part] for part in parts])
+        if len(parts) > 1
+        else rows[parts[0]]
+        for split, parts in find_splits([*map(str, rows)]).items()
+        if split
+    }
 
 
 def load_by_datasets(name: str, **options: Any) -> dict[str, datasets.Dataset]:
@@ -214,7 +285,7 @@ def load_by_datasets(name: str, **options: Any) -> dict[str, datasets.Dataset]:
 
 def make_rows(folder: Path, paths: list[Path], classes: dict[Path, str]) -> datasets.Dataset:
     """Make a row for each picture: its path, and the class that its folder stands for."""
-    names = sorted({classes[path] for path in paths})
+    names = sorted({classes[path] for path in paths}, key=lambda name: (nfc(name), name))
     numbers = {name: number for number, name in enumerate(names)}
     made = datasets.Dataset.from_dict(
         {
@@ -226,8 +297,13 @@ def make_rows(folder: Path, paths: list[Path], classes: dict[Path, str]) -> data
     return datasets.Dataset(made.data, made.info, fingerprint=folders.hash_files(folder, paths))
 
 
-def load_tables(folder: Path, contents: folders.Folder) -> dict[str, datasets.Dataset]:
-    """Read table files and archives, or pictures with a list of labels, by means of `datasets`."""
+def load_tables(
+    folder: Path, contents: folders.Folder, where: str, has_card: bool = True
+) -> dict[str, datasets.Dataset]:
+    """Read table files and archives, or pictures with a list of labels, by means of `datasets`.
+
+    has_card: a README.md there may say which file belongs to which split.
+    """
     schemas = set()
     for split, paths in contents.splits.items():
         for path in [path for path in paths if path.suffix == ".parquet"]:
@@ -236,10 +312,10 @@ def load_tables(folder: Path, contents: folders.Folder) -> dict[str, datasets.Da
             if not footer.num_rows:  # datasets would fail on it
                 paths.remove(path)
         if not paths:
-            raise UsageError(f"--dataset {folder}, split {split!r}: its files have no rows")
+            raise UsageError(f"{where}, split {split!r}: its files have no rows")
     # For all files, datasets uses the class names of the first one, in their order there.
     if len(schemas) > 1:
-        raise UsageError(f"--dataset {folder}: its files differ in their columns or classes")
+        raise UsageError(f"{where}: its files differ in their columns or classes")
     files_of_splits = [path for paths in contents.splits.values() for path in paths]
     for path in [path for path in files_of_splits if path.suffix.lower() == ".zip"]:
         with zipfile.ZipFile(folder / path) as archive:
@@ -248,10 +324,10 @@ def load_tables(folder: Path, contents: folders.Folder) -> dict[str, datasets.Da
             x.name in folders.LISTS for x in inside
         ):
             # datasets would take the folder that holds the archive for the class of them all.
-            raise UsageError(f"--dataset {folder}: unpack {path}, for its folders to be classes")
+            raise UsageError(f"{where}: unpack {path}, for its folders to be classes")
     options: dict[str, Any] = {}
     card = folder / "README.md"
-    if card.is_file() and "data_files:" in card.read_text(errors="replace"):
+    if has_card and card.is_file() and "data_files:" in card.read_text(errors="replace"):
         # A folder as on the Hub: its README.md says which of its files belong to which split.
         files_of_splits += [path for path in contents.unread if (folder / path).is_file()]
     else:
@@ -275,39 +351,83 @@ def read_split(
     classes: list[str] | None = None,
     num_held_out: int = 0,
     list_of_labels: Path | None = None,
-) -> tuple[datasets.Dataset, torch.Tensor, list[str], bool, str]:
-    """Return the pictures, labels, class names, whether all rows are of the split, and `where`.
-
-    The pictures are the only column. Raises UsageError.
+    eval_data: str | None = None,
+    eval_labels: Path | None = None,
+) -> Labelled:
+    """Return the pictures of a split and their classes. Raises UsageError.
 
     Args:
-        split: "train" or "test". If there is no test split, "test" means the validation split; if
-            there is no such split either, part of the training pictures is held out as "test".
+        split: "train" or "test". If there is no test split with labels, "test" means the
+            validation split; if there is no such split either, part of the training pictures is
+            held out as "test".
         label: column of the classes; None: the only column that can be one.
         classes: the class names of another split, by which the labels of this one are numbered.
         num_held_out: how many training pictures are held out as "test", whatever other splits
             there are; 0: see split.
         list_of_labels: see open_dataset.
+        eval_data: what "test" means, whatever other splits there are: all pictures of another
+            folder, file or Hub data set, or its own test or validation split, if it has one.
+        eval_labels: list_of_labels of eval_data.
     """
-    splits = open_dataset(name, split == "train", list_of_labels)
-    eval_splits = ["test", "validation"] if not num_held_out else []
-    eval_split = next((other for other in eval_splits if other in splits), "train")
-    read_from = eval_split if split == "test" else split
-    where = f"--dataset {name}, split {read_from!r}"
-    if read_from not in splits:
-        raise UsageError(
-            f"{where}: the folder and file names give only {sorted(splits)}: put the "
-            "training pictures into train/"
-        )
-    rows = splits[read_from]
+    options = label, num_held_out, list_of_labels, eval_data, eval_labels
+    rows, where, given, unread = choose_part(name, split, *options)
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     if len(images) != 1:
         raise UsageError(
             f"{where}: there must be rows with one Image column, not {rows.column_names} "
             "(make one with cast_column(NAME, datasets.Image()))"
         )
-    labels, classes = read_labels(rows, where, label, classes)
-    return rows.select_columns(images), labels, classes, eval_split != "train", where
+    labels, names, respelt = read_labels(rows, where, label, classes)
+    pictures = rows.select_columns(images)
+    return Labelled(pictures, labels, names, bool(given), where, given, unread, respelt)
+
+
+def choose_part(
+    name: str,
+    split: str,
+    label: str | None,
+    num_held_out: int,
+    list_of_labels: Path | None,
+    eval_data: str | None,
+    eval_labels: Path | None,
+) -> tuple[datasets.Dataset, str, str, list[str]]:
+    """Return the rows of read_split before any is held out, and its `where`, given and unread."""
+    parts = open_dataset(name, split == "train", list_of_labels)
+    where = f"--dataset {name}"
+    if "train" not in parts:
+        raise UsageError(
+            f"{where}, split 'train': the folder and file names give only {sorted(parts)}: put the "
+            "training pictures into train/"
+        )
+    given, unread = "", list[str]()
+    if not num_held_out:
+        is_labelled = partial(_is_labelled, parts, f"{where}, split 'train'", label)
+        given, unread = choose_evaluated(
+            {part: part for part in parts}, is_labelled, bool(eval_data)
+        )
+    read_from = given if given and split == "test" else "train"
+    if eval_data:
+        given = f"--eval-data {eval_data}"
+    if eval_data and split == "test":
+        where = given
+        parts = open_dataset(eval_data, True, eval_labels, "--eval-data")
+        read_from = next((part for part in EVALUATED if part in parts), "train")
+    if len(parts) > 1 or where != given:
+        where += f", split {read_from!r}"
+    return parts[read_from], where, given, unread
+
+
+def _is_labelled(
+    parts: dict[str, datasets.Dataset], where: str, label: str | None, split: str
+) -> bool:
+    """Return whether the class of any row of a split is known; -1 stands for none on the Hub."""
+    column = choose_column(parts["train"], where, label)
+    if column not in parts[split].column_names:
+        return False
+    values = parts[split].data.column(column).to_pandas()
+    if isinstance(parts[split].features[column], datasets.ClassLabel):
+        return bool((values >= 0).any())
+    return bool(values.notna().any())
 
 
 def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
@@ -330,20 +450,26 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
 
 def read_labels(
     rows: datasets.Dataset, where: str, label: str | None, classes: list[str] | None = None
-) -> tuple[torch.Tensor, list[str]]:
-    """Return the class of each row, int64, and the names of the classes. Raises UsageError.
+) -> tuple[torch.Tensor, list[str], set[str]]:
+    """Return the class of each row, int64, the names of the classes, and which were respelt.
 
-    The names are those of a ClassLabel, or the values of the column in sorted order.
+    The names are those of a ClassLabel, or the values of the column in sorted order, in NFC. Raises
+    UsageError.
     """
     column = choose_column(rows, where, label)
     values = rows.data.column(column).to_pandas(integer_object_nulls=True)
-    texts = values.map(str).map(nfc)
-    names = [*dict.fromkeys(nfc(str(value)) for value in sorted(values.dropna().unique()))]
     if isinstance(rows.features[column], datasets.ClassLabel):
-        spelt = [*map(nfc, rows.features[column].names)]
-        names = [*dict.fromkeys(spelt)]
+        stored = [*rows.features[column].names]
+        spelt = [*map(nfc, stored)]
         values = texts = values.map(dict(enumerate(spelt)))
-    names = classes or names
+    else:
+        stored = [str(value) for value in sorted(values.dropna().unique())]
+        spelt = [*map(nfc, stored)]
+        if any(isinstance(value, str) for value in values):
+            spelt = sorted(spelt)
+        texts = values.map(str).map(nfc)
+    respelt = {nfc(name) for name in stored if nfc(name) != name}
+    names = classes or [*dict.fromkeys(spelt)]
     # Classes are matched by name, because another split may have them in another order.
     numbers = pd.Index(names).get_indexer(texts)
     if (numbers < 0).any():
@@ -352,4 +478,4 @@ def read_labels(
             f"{where}, column {column!r}, row {row + 1}: the label {values[row]!r} is not one of "
             f"the {len(names)} classes {reprlib.repr(names)}"
         )
-    return torch.from_numpy(numbers.astype(np.int64)), names
+    return torch.from_numpy(numbers.astype(np.int64)), names, respelt
