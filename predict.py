@@ -137,7 +137,8 @@ class PixelClassifier(Classifier):
         return standardise(inputs, self.metadata)
 
     def example_inputs(self) -> torch.Tensor:
-        channels, size = self.numbers("mean").numel(), self.metadata["size"]
+        channels = self.numbers("mean").numel()
+        size = self.metadata["size"]
         return torch.randint(0, 256, (4, channels, size, size), dtype=torch.uint8)
 
 
@@ -187,7 +188,8 @@ class TableRows(Predictor):
         return ((inputs - self.numbers("feature_mean")) / self.numbers("feature_std")).float()
 
     def example_inputs(self) -> torch.Tensor:
-        mean, std = self.numbers("feature_mean"), self.numbers("feature_std")
+        mean = self.numbers("feature_mean")
+        std = self.numbers("feature_std")
         return torch.randn(64, len(mean)) * std + mean
 
     def predict_file(self, path: Path, **options: Any) -> str:

@@ -196,7 +196,9 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
     from trainkit.pictures.shown import describe_reading, how_read
     from trainkit.pictures.splits import describe_evaluation
 
-    name, label, number = config.dataset, config.label, config.validation_split
+    name = config.dataset
+    label = config.label
+    number = config.validation_split
     how: dict[str, Any] = {"fit": config.fit, "eval_data": config.eval_data}
     if config.grey_range:
         how["greys"] = {"any": [*config.grey_range]}

@@ -175,7 +175,8 @@ def validate(
     features, targets, rows = eval_set.tensors
     # Of each sample once, in the order of the set, on every process.
     outputs = run.predict(loader, lambda batch: model(batch[0]).float())
-    prediction, target = in_own_unit(outputs, metadata), in_own_unit(targets, metadata)
+    prediction = in_own_unit(outputs, metadata)
+    target = in_own_unit(targets, metadata)
     metrics = {
         "eval_loss": LOSSES[loss](outputs.double(), targets.double()).item(),
         **measure(prediction, target, np.asarray(metadata["baseline"])),

@@ -47,7 +47,8 @@ def make_base(folder: Path, texts: list[str], config: Config) -> None:
     parts = Tokenizer(models.BPE())
     parts.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     parts.decoder = decoders.ByteLevel()
-    special, letters = ["<end>", "<user>", "<assistant>"], pre_tokenizers.ByteLevel.alphabet()
+    special = ["<end>", "<user>", "<assistant>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
     learn = {"vocab_size": 1024, "special_tokens": special, "initial_alphabet": letters}
     parts.train_from_iterator(texts, trainers.BpeTrainer(**learn, show_progress=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=parts, eos_token="<end>")

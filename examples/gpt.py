@@ -101,12 +101,14 @@ def compute_losses(model: nn.Module, columns: list[torch.Tensor]) -> dict[str, t
 @torch.inference_mode()
 def write_sample(run: Run) -> None:
     """Write how the model continues `def ` and print the start. Every process must call this."""
-    model, text = run.models[0].eval(), torch.tensor([[*b"def "]], device=run.accelerator.device)
+    model = run.models[0].eval()
+    text = torch.tensor([[*b"def "]], device=run.accelerator.device)
     torch.manual_seed(0)
     for _ in range(300):
         text = torch.cat((text, model(text[:, -CONTEXT:])[:, -1].softmax(1).multinomial(1)), 1)
     model.train()
-    path, written = f"sample-{run.progress.step:06d}.txt", bytes(text[0].tolist())
+    path = f"sample-{run.progress.step:06d}.txt"
+    written = bytes(text[0].tolist())
     run.print(f"{run.config.run_dir / path}:\n{written[:150].decode(errors='replace')}")
     if run.accelerator.is_main_process:
         (run.config.run_dir / path).write_bytes(written)

@@ -67,7 +67,8 @@ def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config
 
 def make_input(batch: photos.Batch, epoch: int, config: Config, train: photos.Photos) -> tuple:
     """Return what the network gets, and the share of each class in each sample."""
-    images, targets = batch.images, F.one_hot(batch.labels, len(train.classes)).float()
+    images = batch.images
+    targets = F.one_hot(batch.labels, len(train.classes)).float()
     if config.freeze:  # the images are features, which cannot be augmented
         return images, targets
     images = augment(images, batch.indices, epoch, config)
@@ -83,7 +84,8 @@ def make_input(batch: photos.Batch, epoch: int, config: Config, train: photos.Ph
 
 def first_input(config: Config, train: photos.Photos, held_out: photos.Photos) -> dict:
     """Return some pictures of each side as the network gets them, and their classes."""
-    batch, evaluated = train.pick(spread(train)), held_out.pick(spread(held_out))
+    batch = train.pick(spread(train))
+    evaluated = held_out.pick(spread(held_out))
     images = batch.images
     if not config.freeze:
         images, _ = make_input(batch, 0, config, train)
@@ -124,7 +126,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         accelerator = run.accelerator
         train, held_out, network, metadata, plan = run.load(load_data)
         model = head = make_head(network, train.classes)
-        groups, sets = [{"params": [*head.parameters()]}], [train, held_out]
+        groups = [{"params": [*head.parameters()]}]
+        sets = [train, held_out]
         if config.freeze:  # the last layer alone is trained, on what it gets for each picture
             sets = [backbones.Features(part) for part in sets]
         else:

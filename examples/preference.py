@@ -72,7 +72,8 @@ def make_model(config: Config) -> torch.nn.Module:
 
 def log_probabilities(model: torch.nn.Module, batch: PairBatch) -> torch.Tensor:
     """Return the log-probability of what is learned in each conversation, (n, 2)."""
-    tokens, learned = batch.tokens.flatten(0, 1), batch.learned.flatten(0, 1)
+    tokens = batch.tokens.flatten(0, 1)
+    learned = batch.learned.flatten(0, 1)
     counted = learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
     inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": counted, "use_cache": False}
@@ -88,7 +89,8 @@ def compute_values(model: torch.nn.Module, batch: PairBatch, config: Config) -> 
     """
     logps = log_probabilities(model, batch)
     rewards = config.beta * (logps - batch.reference)
-    margin, wrong = rewards[:, 0] - rewards[:, 1], config.label_smoothing
+    margin = rewards[:, 0] - rewards[:, 1]
+    wrong = config.label_smoothing
     loss = -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
     if config.sft_weight:  # Pang et al. 2024, arXiv 2404.19733
         loss = loss - config.sft_weight * logps[:, 0] / batch.learned[:, 0, 1:].sum(1)

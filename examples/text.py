@@ -84,7 +84,8 @@ def make_model(metadata: dict[str, Any], base: str | None = None) -> nn.Module:
 def make_groups(model: nn.Module, rate: float) -> list[dict[str, Any]]:
     """Weight decay is for the encoder's matrices only; the last layer learns 20 times as fast."""
     encoder = [*model.encoder.parameters()]
-    matrices, vectors = [p for p in encoder if p.ndim > 1], [p for p in encoder if p.ndim <= 1]
+    matrices = [p for p in encoder if p.ndim > 1]
+    vectors = [p for p in encoder if p.ndim <= 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return [*groups, {"params": [*model.head.parameters()], "lr": 20 * rate}]
 
@@ -101,7 +102,8 @@ def validate(run: Run, model: nn.Module, loader: Any, samples: list, classes: li
     target = torch.tensor([label for _, label in samples])
     logits = run.predict(loader, lambda batch: model(batch.tokens, batch.lengths).float())
     prediction = logits.argmax(1)
-    loss, hits = F.cross_entropy(logits.double(), target), (prediction == target).double()
+    loss = F.cross_entropy(logits.double(), target)
+    hits = (prediction == target).double()
     metrics = {"eval_loss": loss.item(), "eval_accuracy": hits.mean().item()}
     shares = [hits[target == number].mean() for number in target.unique()]  # of each class
     metrics["eval_balanced_accuracy"] = torch.stack(shares).mean().item()

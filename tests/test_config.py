@@ -259,6 +259,10 @@ def test_a_value_is_chosen_for_a_flag_that_is_unset_and_for_no_other():
     assert config.set_unset(values) == "--epochs 4 --no-drop-last --momentum 2"
     assert config == TrainingConfig(epochs=4, momentum=2.0)
     assert config.set_unset(values) == ""
+    config = train_mnist.Config()
+    config.validate(1)  # load_data chooses what is missing
+    with refused("--epochs has no value: .*; --batch-size has no value: .*; --drop-last has no"):
+        config.validate(1, is_loaded=True)
 
 
 def test_the_own_class_of_a_script_is_made_once_also_without_docstrings():

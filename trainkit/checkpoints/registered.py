@@ -77,7 +77,9 @@ class Registered:
         likes = self.states()[1]
         tensors: Tensors = {}
         for leaf in leaves(states):
-            name, shape, dtype = leaf["name"], leaf["shape"], getattr(torch, leaf["dtype"])
+            name = leaf["name"]
+            shape = leaf["shape"]
+            dtype = getattr(torch, leaf["dtype"])
             like = likes.get(name)
             if leaf["kind"] == "tensor" and like is not None and [*like.shape] == shape:
                 tensors[name] = torch.empty_like(like.detach(), dtype=dtype)

@@ -224,7 +224,8 @@ class WatchedSets:
         self.texts: dict[str, str] = {}
         for name, dataset in self.sets.items():
             if not hasattr(dataset, "fingerprint") and not sets_with_epoch(dataset):
-                first, again = text_of_samples(dataset), text_of_samples(dataset)
+                first = text_of_samples(dataset)
+                again = text_of_samples(dataset)
                 if first and first == again:
                     self.texts[name] = first
 

@@ -96,7 +96,8 @@ def is_comparison(table: torch.Tensor) -> bool:
 
 def is_rank_one(numbers: torch.Tensor) -> bool:
     """Are the numbers a sum of row and column terms, and of one product of both?"""
-    rows, columns = numbers.mean(1, keepdim=True), numbers.mean(0, keepdim=True)
+    rows = numbers.mean(1, keepdim=True)
+    columns = numbers.mean(0, keepdim=True)
     centred = numbers - rows - columns + numbers.mean()
     sizes = torch.linalg.svdvals(centred)
     return bool(sizes[1] <= SMALL * numbers.abs().max())

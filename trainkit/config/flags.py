@@ -248,10 +248,20 @@ class TrainingConfig:
         for name, note in _last_notes_of(type(self)):
             if not isinstance(note, ReadOnlyIf):
                 continue
-            value, other = getattr(self, name), getattr(self, note.name)
+            value = getattr(self, name)
+            other = getattr(self, note.name)
             if value != self._default(name) and not note.holds(other):
                 problems.append(f"{self._typed(name, value)} {self._why_unread(note, other)}")
         return problems
+
+    def _find_unset(self) -> list[str]:
+        """A phrase for each flag of every run that has no value, which it needs from here on."""
+        needed = [each.name for each in fields(TrainingConfig) if each.default is not UNSET]
+        return [
+            f"{flag(name)} has no value: give one, or let load_data call config.set_unset(...)"
+            for name in needed
+            if getattr(self, name) is UNSET
+        ]
 
     def _why_unread(self, note: ReadOnlyIf, other: Any) -> str:
         """Say that a flag does nothing beside this value of the other, and what to do."""
@@ -282,8 +292,7 @@ class TrainingConfig:
         is_loaded: load_data has been called, so that values may be there that were not given.
         """
         problems = self.find_problems(num_processes)
-        if not is_loaded:
-            problems += self.find_unread()
+        problems += self._find_unset() if is_loaded else self.find_unread()
         if problems:
             raise UsageError("; ".join(problems))
 

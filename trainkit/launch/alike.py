@@ -159,7 +159,8 @@ def hash_sources() -> dict[str, str]:
 
     This works without git and covers edits that are not committed.
     """
-    script, kit = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    script = Path(sys.argv[0]).resolve()
+    kit = Path(__file__).resolve().parents[1]
     loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
     above = f"{script.parent}{os.sep}"
     inside = [name for name in loaded if name.startswith(above) and "site-packages" not in name]

@@ -34,7 +34,8 @@ def start_beating(accelerator: Accelerator) -> Callable[[], None]:
     over = threading.Event()
     if accelerator.num_processes == 1:
         return over.set
-    store, key = store_of_processes(), f"trainkit/beats/{accelerator.process_index}"
+    store = store_of_processes()
+    key = f"trainkit/beats/{accelerator.process_index}"
 
     def beat() -> None:
         try:
@@ -54,7 +55,8 @@ def wait_for_all(accelerator: Accelerator, timeout: timedelta) -> None:
     """
     if accelerator.num_processes == 1 or not torch.distributed.is_initialized():
         return
-    store, here = store_of_processes(), f"trainkit/arrived/{next(NUMBERS)}"
+    store = store_of_processes()
+    here = f"trainkit/arrived/{next(NUMBERS)}"
     store.add(f"{here}/{accelerator.process_index}", 1)
     store.add(here, 1)
     seen: dict[int, tuple[int, float]] = {}

@@ -88,7 +88,8 @@ def evaluate(
     sizes = EqualSizes()
     for result, indices in results_of(accelerator, loader, EVALUATE, compute_losses, watched):
         values = dict(result)
-        mask, weights = values.pop("mask", None), values.pop("weights", None)
+        mask = values.pop("mask", None)
+        weights = values.pop("weights", None)
         sums = []
         for name, value, selection in select(EVALUATE, values, mask, weights):
             call = f"{EVALUATE}, for {name},"

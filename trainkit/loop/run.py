@@ -397,7 +397,9 @@ class Run:
         return is_due
 
     def _finish_step(self) -> bool:
-        progress, length, every = self.progress, self.length, self.config.save_every
+        progress = self.progress
+        length = self.length
+        every = self.config.save_every
         progress.step_in_epoch += 1
         is_watched = self.step.mistakes.num_left > 0
         if not self.step.finish():  # fp16 overflowed

@@ -140,7 +140,9 @@ def scale_greys(picture: Image.Image, greys: Greys | None) -> np.ndarray:
     values = np.asarray(picture, dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("some of its values are not finite numbers")
-    kind, low, high = kind_of_mode(picture.mode), values.min(), values.max()
+    kind = kind_of_mode(picture.mode)
+    low = values.min()
+    high = values.max()
     given = (greys or {}).get("any")
     chosen = given or (greys or {}).get(kind) or choose_range(kind, low, high)
     what = f"its values (mode {picture.mode}) are {low:g} to {high:g}"

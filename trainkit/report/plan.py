@@ -29,8 +29,11 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
     """Return the plan of a run, including the script's own lines."""
-    config, accelerator, length = facts.config, facts.accelerator, facts.length
-    models, optimizers = facts.prepared.models, facts.prepared.optimizers
+    config = facts.config
+    accelerator = facts.accelerator
+    length = facts.length
+    models = facts.prepared.models
+    optimizers = facts.prepared.optimizers
     num_processes = accelerator.num_processes
     num_parts = num_processes * config.accumulate
     left_out = len(facts.sets[0]) - length.num_used

@@ -89,7 +89,8 @@ class Profile:
         """Count a step; after the last one say what the profiler saw."""
         if not self.is_on:
             return
-        seconds, core_seconds = time.perf_counter() - self.at, time.thread_time() - self.core_at
+        seconds = time.perf_counter() - self.at
+        core_seconds = time.thread_time() - self.core_at
         if self._is_timed():
             self.seconds += seconds
             self.core_seconds += core_seconds
@@ -268,7 +269,8 @@ def most_expensive(averages: Iterable[Any], num_steps: int, on_card: bool) -> st
     lines = [f"{'operation':<{WIDTH}} {'shapes':<{WIDTH}}  calls  ms a step  share"]
     for row in rows[:NUM_ROWS]:
         shapes = " ".join(str(shape).replace(" ", "") for shape in row.input_shapes if shape)
-        name, spent = row.key.removeprefix("aten::"), getattr(row, kind)
+        name = row.key.removeprefix("aten::")
+        spent = getattr(row, kind)
         lines.append(
             f"{name[:WIDTH]:<{WIDTH}} {shapes[:WIDTH]:<{WIDTH}}  {row.count / num_steps:>5.3g}  "
             f"{spent / 1000 / num_steps:>9.3g}  {spent / total:>5.0%}"

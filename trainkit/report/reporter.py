@@ -32,7 +32,7 @@ class Reporter:
         self.tracker = tracker
         self.bar = tqdm(disable=True)
         self.table = MetricsTable(config.keep_best)
-        self.num_before = 0  # samples of this epoch that were trained on before
+        self.num_done_at_start = 0  # samples of this epoch that were trained on before
         self.started_at = self.train_seconds = self.evaluated_at = self.said_at = 0.0
         self.last_loss = ""
         self.has_noted_lost = False
@@ -42,13 +42,13 @@ class Reporter:
         if self.accelerator.is_main_process:
             print(fit(printable(text)), flush=True)
 
-    def start(self, progress: Progress, num_before: int, last_step: int) -> None:
-        """Begin the steps of an epoch, of whose samples num_before were already trained on.
+    def start(self, progress: Progress, num_done_at_start: int, last_step: int) -> None:
+        """Begin the steps of an epoch, of whose samples num_done_at_start were already trained on.
 
         On a terminal there is one bar over the steps of the whole run. Its time left is estimated
         from the mean speed since this process's first step, including evaluations and saves.
         """
-        self.num_before = num_before
+        self.num_done_at_start = num_done_at_start
         self.last_loss = ""
         self.said_at = time.monotonic()
         self.started_at = time.perf_counter()
@@ -151,7 +151,7 @@ class Reporter:
         check_metrics(means, metrics)
         progress.metrics = {"epoch": progress.epoch, **means, **metrics}
         progress.metrics_step = progress.step
-        num_trained = num_done - self.num_before
+        num_trained = num_done - self.num_done_at_start
         done = (
             progress.epoch + progress.step_in_epoch / length.steps_per_epoch
         )  # epochs, with fractions

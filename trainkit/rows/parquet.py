@@ -89,13 +89,15 @@ class LaneOrder:
         """Return the rows at the positions start <= position < stop of an epoch, int64."""
         positions = torch.arange(start, stop)
         line = self.groups(epoch)
-        batch, slot = positions // self.batch_size, positions % self.batch_size
+        batch = positions // self.batch_size
+        slot = positions % self.batch_size
         in_lane = positions < self.lane * self.num_lanes  # else at the end of the line
         first = torch.where(in_lane, slot // self.share, self.num_lanes) * self.lane
         last = torch.where(in_lane, first + self.lane, self.num_rows)
         spot = torch.where(in_lane, first + batch * self.share + slot % self.share, positions)
         window = spot // self.window * self.window
-        begin, end = torch.maximum(window, first), torch.minimum(window + self.window, last)
+        begin = torch.maximum(window, first)
+        end = torch.minimum(window + self.window, last)
         number = mix(begin + key("window", self.seed, epoch))
         mixed = begin + scramble(spot - begin, end - begin, number)  # a position in the line
         ends = self.sizes[line].cumsum(0)
@@ -183,7 +185,8 @@ class ParquetRows(Dataset):
     def _columns(self, indices: torch.Tensor) -> Iterator[tuple]:
         """Yield these samples' values of each column: mapped tensors, or Python objects."""
         groups = torch.searchsorted(self.ends, indices, right=True)
-        numbers, rows = groups.tolist(), (indices - self.ends[groups]).tolist()
+        numbers = groups.tolist()
+        rows = (indices - self.ends[groups]).tolist()
         held = self._request(groups)
         parts = {number: held[number].get() for number in {*numbers}}
         for _ in range(WINDOW):  # only now, or the first batch would wait for these as well

@@ -105,7 +105,8 @@ def draw_seen(
     grid = figure.subplots(len(sides), squeeze=False, height_ratios=num_rows).flat
     for axes, (title, (pictures, labels)), rows in zip(grid, sides.items(), num_rows, strict=True):
         _, channels, _, size = pictures.shape
-        step, above = size + max(2, size // 12), max(3, size // 5)  # above is room for the class
+        step = size + max(2, size // 12)
+        above = max(3, size // 5)  # above is room for the class
         height, width = rows * (size + above), INPUT_COLUMNS * step
         canvas = np.full((height, width, 3), 255, np.uint8)
         for number, picture in enumerate(pictures.clamp(0, 255).round().byte()):

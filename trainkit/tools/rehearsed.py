@@ -340,7 +340,8 @@ def _batch_norm_of_the_start(self: Any, input: Any) -> Any:
     options = (self.weight, self.bias, False, 0.0, self.eps)
     mean, variance = self.running_mean, self.running_var
     if mean is None:
-        mean, variance = input.new_zeros(input.shape[1]), input.new_ones(input.shape[1])
+        mean = input.new_zeros(input.shape[1])
+        variance = input.new_ones(input.shape[1])
     return F.batch_norm(input, mean, variance, *options)
 
 
