@@ -208,7 +208,7 @@ def test_schedules_of_timm_are_known_when_they_are_registered(tmp_path):
         (r"schedules = \[make_scheduler.*", "foreign = [Foreign(each) for each in optimizers]"),
         (r"schedules = \[run.accelerator.prepare.*", "schedules = []"),
     )
-    with pytest.raises(RuntimeError, match=r"none of torch, .*register_for_checkpointing"):
+    with pytest.raises(RuntimeError, match=r"not torch's, .*register_for_checkpointing"):
         changed(*edits, Foreign=Foreign)(f"--run-dir {tmp_path}")
 
 
@@ -295,7 +295,7 @@ def test_an_evaluation_set_that_is_augmented_is_named(tmp_path, capfd, noise, nu
     assert capfd.readouterr().out.count("] of a sample of the evaluation set depends") == num
 
 
-def test_no_process_of_an_evaluation_has_a_stand_in_if_the_set_has_enough_samples():
+def test_no_process_of_an_evaluation_has_padding_if_the_set_has_enough_samples():
     for num, world, share in ((51, 2, 5), (7, 3, 2), (40, 3, 4), (6, 3, 2), (2, 3, 2), (4, 3, 1)):
         size = world * share
         batches = EpochBatches(num, size, num_processes=world)

@@ -195,7 +195,7 @@ class Checkpoints:
             self._load(path / "state", trainer)
 
     def wait_for_mirror(self, seconds: float) -> None:
-        """Wait so long at most until the mirror has the newest checkpoint.
+        """Wait until the mirror has the newest checkpoint, at most this long.
 
         Every process must call this.
         """

@@ -94,7 +94,7 @@ def check_scheduled(accelerator: Accelerator) -> None:
         if "initial_lr" in optimizer.param_groups[0] and not is_steered:
             raise RuntimeError(
                 "a learning rate schedule was not given to accelerator.prepare, so a resume "
-                "would restart it: prepare it with its optimizer, or, if it is none of torch, give "
+                "would restart it: prepare it with its optimizer, or, if it is not torch's, give "
                 "it to accelerator.register_for_checkpointing(...)"
             )
 

@@ -258,8 +258,8 @@ class Notes:
         lines = []
         if "marked" in counts:
             lines.append(
-                f"{counts['marked']} have texts that begin or end with tokens which are added to "
-                "them: they are there once"
+                f"{counts['marked']} have texts that begin or end with the tokens that are added "
+                "to each text: these are not added again"
             )
         if chat.adds_eos and not tokenizer.chat_template:
             lines.append(

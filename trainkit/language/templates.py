@@ -42,7 +42,7 @@ class Encoded(NamedTuple):
     Attributes:
         lost: the first part of the conversation that the template leaves out or changes, or "".
         untrained: what the template ends a prompt with when it asks for an answer, and does not
-            write in front of the answer of a conversation: the model is asked what it never saw.
+            write before the answer of a conversation: the model is prompted with text it never saw.
         ask: the tokens by which the model is asked for the first answer.
         inside: the first special token that stands in one of its texts, where it is text, or "".
         written: whether its prompt is already written as the chat template does.

@@ -182,10 +182,10 @@ class Step:
         for a mask or weights with --accumulate above 1 without count=.
         """
         selection = weights if mask is None else mask
-        is_stand_in = self.num_samples == 0
+        is_padding = self.num_samples == 0
         if self.mistakes.num_left:
             check_outer(CALL, values)
-        total, count = sum_and_count(CALL, values, mask, weights, is_stand_in)
+        total, count = sum_and_count(CALL, values, mask, weights, is_padding)
         if selection is None:
             self._check(CALL, values, len(self.losses))
             count = self.num_in_step * values.shape[1:].numel()
@@ -210,8 +210,8 @@ class Step:
                 check_outer(call, value)
             if not selection:
                 self._check(call, value)
-            is_stand_in = self.num_samples == 0
-            yield name, *sum_and_count(call, value.detach(), **selection, is_stand_in=is_stand_in)
+            is_padding = self.num_samples == 0
+            yield name, *sum_and_count(call, value.detach(), **selection, is_padding=is_padding)
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.

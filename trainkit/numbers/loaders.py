@@ -167,8 +167,8 @@ class EpochBatches(Sampler):
     def __iter__(self) -> Iterator[Slots]:
         if not self.is_read_by_run:
             raise RuntimeError(
-                "a loader of make_loaders(...) was iterated by hand, which would count the sample "
-                "that a process gets in place of none in a short batch: use "
+                "a loader of make_loaders(...) was iterated by hand, which would count the padding "
+                "sample of a process that gets none of a short batch: use "
                 "run.steps(train_loader) to train, and run.predict(loader, function) to collect "
                 "what function(batch) returns for each sample"
             )

@@ -154,7 +154,7 @@ def sum_and_count(
     values: torch.Tensor,
     mask: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
-    is_stand_in: bool = False,
+    is_padding: bool = False,
 ) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return the sum and the number of the values, or of those where `mask` is True.
 
@@ -175,7 +175,7 @@ def sum_and_count(
     count: int | torch.Tensor = values.numel()
     if selection is not None:
         count = sum_of(selection) if mask is None else selection.sum()
-    if is_stand_in:  # the counts of all processes are added up, so they have one dtype
+    if is_padding:  # the counts of all processes are added up, so they have one dtype
         nothing = torch.zeros_like(values, dtype=torch.bool)
         return sum_of(torch.where(nothing, values, 0)), count * 0
     if mask is not None:

@@ -90,7 +90,7 @@ def load_weights(model: str | None, base: str | None, scratch: bool) -> tuple[nn
         with as_usage_error(f"--base {base} cannot be read"):
             return timm.create_model(name, pretrained=True), base
     model = model or SHIPPED
-    with as_usage_error(f"--model {model} is none of those that timm.list_models() returns"):
+    with as_usage_error(f"--model {model} is not one of those that timm.list_models() returns"):
         network = timm.create_model(model, pretrained=False)
     if scratch:
         if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):
