@@ -164,13 +164,15 @@ def _serve():
     modules += " evaluate pandas pyarrow.parquet matplotlib.figure matplotlib.backends.backend_agg"
     for name in (*SCRIPTS, *modules.split()):
         importlib.import_module(name)
+    for script in SCRIPTS:  # the first command line that tyro reads makes it import a checker
+        sys.modules[script].parse(sys.modules[script].Config, [])
     gc.freeze()  # or each child copies what its collector looks at
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(_start(json.loads(line))), file=replies, flush=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free, and that the system gives to no connection before a run opens it."""
     while True:
         port = random.randrange(20_000, 32_768)  # Linux gives those above
@@ -180,7 +182,7 @@ def _free_port() -> int:
 
 
 def _start(request: dict[str, Any]) -> dict[str, Any]:
-    port = _free_port()
+    port = free_port()
     for name in request.get("modules", []):
         importlib.import_module(name)
     outputs = os.memfd_create("stdout"), os.memfd_create("stderr")
@@ -216,7 +218,7 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
                 process.kill()
                 os.waitpid(child, 0)
                 codes[child] = None
-        time.sleep(0.001)
+        time.sleep(0.001 if kills else 0.005)
     seconds = time.monotonic() - started_at
     reply = {"codes": [codes[child] for child in children], "seconds": seconds}
     for name, output in zip(("stdout", "stderr"), outputs, strict=True):

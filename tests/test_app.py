@@ -1,10 +1,14 @@
 """The page in a real browser: what is drawn is framed, read and shown, and nobody else is asked."""
 
+import contextlib
 import io
 import re
 import shutil
 import signal
+import socket
 import sys
+import threading
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +17,11 @@ from typing import Any
 import colours
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
-from conftest import kill_all, refused, start
+from conftest import kill_all, refused, start, wait_until
+from faults import free_port
 from PIL import Image
 
 import app
@@ -41,34 +47,72 @@ def browser():
         browser.close()
 
 
+@contextlib.contextmanager
+def served_by_a_fork(nursery: Any, *arguments: Any) -> Iterator[str]:
+    """The address of a page that app.main serves in a forked process, which SIGTERM ends."""
+    port, outcomes = free_port(), []
+
+    def serve():
+        flags = [*arguments, "--port", port]
+        outcomes.append(nursery.run("app.py", *flags, timeout=120, modules=["gradio"]))
+
+    def is_open() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return True
+        return bool(outcomes)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    wait_until(is_open)
+    try:
+        assert not outcomes, outcomes[0].output
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        for child in psutil.Process(nursery.process.pid).children():
+            child.send_signal(signal.SIGTERM)
+        server.join()
+    assert outcomes[0].codes == [0], outcomes[0].output
+
+
+@contextlib.contextmanager
+def served_by_a_start(*arguments: Any) -> Iterator[str]:
+    """The same of `python app.py`, as a person types it; it prints its address."""
+    started = start("app.py", *arguments)
+    try:
+        lines = (re.search(r"http://[\w.]+:\d+", line) for line in started.stdout)
+        yield next(filter(None, lines))[0]
+        started.send_signal(signal.SIGTERM)
+        _, errors = started.communicate(timeout=20)
+        assert started.returncode == 0, errors
+    finally:
+        kill_all(started)
+
+
 @pytest.fixture
-def open_page(browser):
+def open_page(browser, nursery):
     """Open the page of a run; in the end it has asked nobody else and logged no error."""
     pytest.importorskip("gradio")
-    if sys.platform == "win32":
-        pytest.skip("the page is ended by SIGTERM, which Windows does not have")
-    started, hosts, problems = [], set(), []
+    hosts, problems = set(), []
+    with contextlib.ExitStack() as until_the_end:
 
-    def open_page(*arguments: Any) -> Any:
-        started.append(start("app.py", *arguments))
-        lines = (re.search(r"http://[\w.]+:\d+", line) for line in started[0].stdout)
-        address = next(filter(None, lines))[0]
-        tab = browser.new_page()
-        tab.on("request", lambda r: hosts.add(r.url.split("/")[2]) if r.url[:4] == "http" else None)
-        tab.on("pageerror", lambda problem: problems.append(str(problem)))
-        tab.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
-        tab.goto(address)
-        tab.wait_for_selector("h1")
-        return tab
+        def open_page(*arguments: Any, by_a_start: bool = False) -> Any:
+            if by_a_start:
+                server = served_by_a_start(*arguments)
+            else:
+                server = served_by_a_fork(nursery, *arguments)
+            address = until_the_end.enter_context(server)
+            tab = browser.new_page()
+            tab.on(
+                "request", lambda r: hosts.add(r.url.split("/")[2]) if r.url[:4] == "http" else None
+            )
+            tab.on("pageerror", lambda problem: problems.append(str(problem)))
+            tab.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+            tab.goto(address)
+            tab.wait_for_selector("h1")
+            return tab
 
-    try:
         yield open_page
-        started[0].send_signal(signal.SIGTERM)
-        _, errors = started[0].communicate(timeout=20)
-        assert started[0].returncode == 0, errors
-        assert len(hosts) == 1 and problems == [], (hosts, problems)
-    finally:
-        kill_all(started[0])
+    assert len(hosts) == 1 and problems == [], (hosts, problems)
 
 
 def seen(tab: Any, number: int = 0) -> np.ndarray:
@@ -80,7 +124,7 @@ def seen(tab: Any, number: int = 0) -> np.ndarray:
 def test_a_seven_that_is_drawn_is_framed_and_its_bars_are_the_models(
     mnist_run, tmp_path, open_page
 ):
-    tab = open_page(mnist_run)
+    tab = open_page(mnist_run, by_a_start=True)
     tab.wait_for_selector('#pad button[aria-label="Brush"]')
     tab.wait_for_selector("#pad .empty", state="detached")
     tab.wait_for_timeout(300)
