@@ -23,7 +23,7 @@ class Adapted(nn.Module):
         torch.manual_seed(seed)
         for weight in self.base.parameters():
             weight.normal_(std=len(weight) ** -0.5)
-        torch.manual_seed(int(os.environ["RANK"]))  # all take what the first process has
+        torch.manual_seed(int(os.environ.get("RANK", "0")))  # all take what the first process has
         # The gradient of a bias before BatchNorm is rounding alone, which AdamW makes a whole step.
         self.down, self.up = nn.Linear(num_features, 4, bias=False), nn.Linear(4, num_targets)
         self.norm = nn.BatchNorm1d(4)

@@ -91,18 +91,17 @@ def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsh
     copies = {"world": 4, "copies": 2}
     plans = [
         (2, KINDS[1], copies),
-        (4, KINDS[1], {"world": 3}),
+        (4, KINDS[0], {"world": 3}),
         (6, None, {"world": 1}),
-        (8, KINDS[0], copies),
         (LAST, KINDS[1], {"world": 2}),
     ]
     for step, kind, world in plans:
         more = [*args, "--stop-after-steps", step]
         train(nursery, tmp_path / "sharded", *more, kind=kind, **world, double=True)
-    train(nursery, tmp_path / "ddp", *args, double=True)
-    assert_close(tmp_path / "sharded", tmp_path / "ddp", tolerance=1e-9)
+    train(nursery, tmp_path / "one", *args, world=1, double=True)
+    assert_close(tmp_path / "sharded", tmp_path / "one", tolerance=1e-9)
     for name in ("model", "raw", "best"):
-        (ours, metadata), (theirs, _) = (saved(tmp_path / x, name) for x in ("sharded", "ddp"))
+        (ours, metadata), (theirs, _) = (saved(tmp_path / x, name) for x in ("sharded", "one"))
         assert metadata["script"] == "train_regression" and ours.keys() == theirs.keys()
         for key, value in ours.items():
             assert torch.allclose(value, theirs[key], rtol=0, atol=1e-6), (name, key)
@@ -144,7 +143,9 @@ def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
     flags = flags.format(digits=tiny_mnist, weights=runs[None] / "model.safetensors")
     args = f"--timeout 30 --no-pictures --log-every 1 --stop-after-steps 4 {flags}".split()
     for kind in (None, KINDS[1]):
-        plan = {"world": 2 * copies, "copies": copies} if kind else {}
+        plan = {"world": 2 if script == "adapted" else 1}  # BatchNorm depends on the number
+        if kind:
+            plan = {"world": 2 * copies, "copies": copies}
         train(nursery, tmp_path / str(kind), *args, script=script, kind=kind, **plan)
     assert_close(tmp_path / "None", tmp_path / KINDS[1], 1e-5)
 
@@ -387,7 +388,7 @@ def test_a_teacher_that_is_prepared_follows_its_student_in_every_world(nursery, 
     flags = f"--how {how} --batch-size 12 --epochs 2 --save-every 1 --log-every 1 --no-pictures"
     train(nursery, tmp_path / "one", *flags.split(), script=str(path), world=1)
     train(nursery, tmp_path / "two", *flags.split(), script=str(path))
-    for step, kind in ((3, KINDS[1]), (5, None), (LAST, KINDS[1])):
+    for step, kind in ((3, KINDS[1]), (LAST, None)) if how == "alone" else ((LAST, KINDS[1]),):
         more = ["--stop-after-steps", step, "--resume", "auto"]
         train(nursery, tmp_path / "run", *flags.split(), *more, script=str(path), kind=kind)
     for name in ("model", "model_1"):
