@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             metrics = run.evaluate(eval_loader, lambda x: compute_values(model, x, config))
             for name, tokens in prompts.items():
                 run.print(f"{name}: {answer(run.models[0], tokenizer, tokens)}")
-            if warning := preferences.warn_of_unlikely(metrics, config.beta):
+            if warning := preferences.warn_of_unlikely(metrics, config.beta, sets[1]):
                 run.print(warning)
             run.end_epoch(metrics)
         dtype = None if config.save_float32 else pretrained.dtype_of(config.base)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import date
+from math import log
 from typing import Any, NamedTuple
 
 import torch
@@ -191,20 +192,32 @@ def sample_prompts(pairs: Sequence[Pair], tokenizer: Any, most: int = 2) -> dict
     return found
 
 
-def warn_of_unlikely(metrics: dict[str, float], beta: float) -> str:
-    """Return a line if the chosen answers became less likely than by the base, or "".
+def warn_of_unlikely(metrics: dict[str, float], beta: float, pairs: Sequence[Pair]) -> str:
+    """Return a line if the chosen answers became unlikely, or neither answer is likely, or "".
 
-    By more than a factor of e for a whole answer: DPO lowers both answers, and its accuracy is the
-    same when the model no longer gives either.
+    DPO lowers both answers, and its accuracy is the same when the model no longer gives either. The
+    chosen ones became unlikely if they are less likely than by the base by more than a factor of e
+    for a whole answer. If they were unlikely from the start, neither is likely any more if both are
+    less likely by that factor than the likelier one was, and each token of chosen by one of 2.
     """
-    change = metrics["eval_chosen_reward"] / beta
-    if not change < -1:
-        return ""
-    now = metrics["eval_chosen_logp"]
-    return (
-        f"chosen answers became unlikely: their mean log-probability is {now:.4g}, by the base "
-        f"{now - change:.4g}: try --sft-weight 1, a lower --learning-rate or fewer steps"
-    )
+    now = {side: metrics[f"eval_{side}_logp"] for side in ("chosen", "rejected")}
+    base = {side: now[side] - metrics[f"eval_{side}_reward"] / beta for side in now}
+    num_tokens = sum(int(pair.chosen.learned.sum()) for pair in pairs) / len(pairs)
+    likely = max(base.values())
+    lost = max(now.values()) < likely - 1
+    remedy = "try --sft-weight 1, a lower --learning-rate or fewer steps"
+    if now["chosen"] < base["chosen"] - 1:
+        return (
+            f"chosen answers became unlikely: their mean log-probability is {now['chosen']:.4g}, "
+            f"by the base {base['chosen']:.4g}: {remedy}"
+        )
+    if lost and likely - now["chosen"] > log(2) * num_tokens:
+        return (
+            "neither answer is likely any more: the mean log-probability of chosen is "
+            f"{now['chosen']:.4g} and of rejected {now['rejected']:.4g}, by the base "
+            f"{base['chosen']:.4g} and {base['rejected']:.4g}: {remedy}"
+        )
+    return ""
 
 
 def _only_sample(encoded: Encoded) -> Sample:
