@@ -104,27 +104,82 @@ def test_a_signal_at_any_step_to_one_process_saves_that_step_and_loses_nothing(
         assert digests(run_dir) == digests(tmp_path / "whole")
 
 
-def test_a_flag_that_came_since_the_checkpoint_may_be_off_and_may_not_be_on(tmp_path):
+DEFAULTS = {"fit": "squash", "decay": 0.0, "seed": 0}
+
+
+def write_trainer(folder, fingerprint, **more):
     progress = {"step": 1, "epoch": 0, "step_in_epoch": 1}
-    saved = {"format": FORMAT, "fingerprint": {"seed": 0, "data": "1"}, "progress": progress}
-    (tmp_path / "trainer.json").write_text(json.dumps(saved))
+    trainer = {"fingerprint": fingerprint, "progress": progress} | more
+    (folder / "trainer.json").write_text(json.dumps(trainer))
+
+
+def test_a_flag_that_came_since_the_checkpoint_may_be_off_and_may_not_be_on(tmp_path):
+    write_trainer(tmp_path, {"seed": 0, "data": "1"}, format=FORMAT)
     off = {"seed": 0, "data": "1", "decay": 0.0, "missing_values": [], "metadata[fit]": "null"}
-    assert read_same_run(tmp_path, off, 9)["progress"].step == 1
-    for changed in ({"decay": 0.1}, {"metadata[fit]": '"crop"'}, {"seed": 1}):
+    off["fit"] = "squash"  # by default, and what was done before the flag
+    assert read_same_run(tmp_path, off, 9, DEFAULTS)["progress"].step == 1
+    for changed in ({"decay": 0.1}, {"metadata[fit]": '"crop"'}, {"fit": "crop"}, {"seed": 1}):
         with refused(f"belongs to another run: {re.escape(next(iter(changed)))} is"):
-            read_same_run(tmp_path, off | changed, 9)
+            read_same_run(tmp_path, off | changed, 9, DEFAULTS)
+    with refused("belongs to another run: fit is None there and 'squash' here"):
+        read_same_run(tmp_path, off, 9, DEFAULTS | {"fit": None})
+
+
+HASHED = (
+    "data",
+    "pictures",
+    "start_from",
+    "weights= or order= of the samples",
+    "metadata[reference]",
+)
 
 
 def test_a_checkpoint_of_the_format_before_is_read_and_what_it_hashed_is_not_compared(tmp_path):
-    progress = {"step": 1, "epoch": 0, "step_in_epoch": 1}
-    before = {"fingerprint": {"seed": 0, "data": "an md5"}, "progress": progress}
-    (tmp_path / "trainer.json").write_text(json.dumps(before))
-    trainer = read_same_run(tmp_path, {"seed": 0, "data": "another kind of hash"}, 9)
+    before = {"seed": 0, "the frozen weight w of model 0": "1", **dict.fromkeys(HASHED, "an md5")}
+    now = before | dict.fromkeys(HASHED, "another kind") | {"metadata[reading]": '{"fit": "pad"}'}
+    write_trainer(tmp_path, before)
+    trainer = read_same_run(tmp_path, now, 9, DEFAULTS)
     assert [sentence.partition(",")[0] for sentence in compare_sources(trainer, {})] == [
         "an older version saved this checkpoint"
     ]
-    with refused("belongs to another run: seed is"):
-        read_same_run(tmp_path, {"seed": 1, "data": ""}, 9)
-    (tmp_path / "trainer.json").write_text(json.dumps(before | {"format": FORMAT}))
-    with refused("belongs to another run: data is"):
-        read_same_run(tmp_path, {"seed": 0, "data": "another"}, 9)
+    for changed in ({"seed": 1}, {"the frozen weight w of model 0": "2"}, {"decay": 0.1}):
+        with refused(f"belongs to another run: {next(iter(changed))} is"):
+            read_same_run(tmp_path, now | changed, 9, DEFAULTS)
+    write_trainer(tmp_path, before, format=FORMAT)
+    for name in (*HASHED, "metadata[reading]"):
+        with refused(f"belongs to another run: {re.escape(name)} is"):
+            read_same_run(tmp_path, before | {name: now[name]}, 9, DEFAULTS)
+
+
+def test_a_run_of_the_format_before_that_cannot_go_on_is_told_which_version_continues_it(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step-0000000001"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "run.json").write_text('{"git_revision": "1234567890ab"}')
+    write_trainer(checkpoint, {"size": 103296})
+    with refused("size is 103296 there and 104352 here: `git checkout 1234567890ab` gets the one"):
+        read_same_run(checkpoint, {"size": 104352}, 9, {})
+    write_trainer(checkpoint, {"size": 103296}, format=FORMAT)
+    with refused("size is 103296 there and 104352 here: resume with what it had"):
+        read_same_run(checkpoint, {"size": 104352}, 9, {})
+
+
+def test_a_whole_run_of_the_format_before_goes_on_with_what_has_come_since(
+    run_main, arguments, tmp_path, capsys
+):
+    flags = [*arguments["train_mnist"], "--model", "compact", "--run-dir", tmp_path]
+    run_main("train_mnist", *flags, "--stop-after-steps", 6)
+    for checkpoint in (tmp_path / "checkpoints").glob("step-*"):
+        trainer = json.loads((checkpoint / "trainer.json").read_text())
+        for name in ("fit", "decay", "grey_range", "metadata[reading]"):
+            del trainer["fingerprint"][name]
+        trainer["fingerprint"]["data"] = "an md5"
+        del trainer["format"]
+        (checkpoint / "trainer.json").write_text(json.dumps(trainer))
+        reforge(checkpoint)
+        manifest = checkpoint / "MANIFEST.json"
+        manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 6'))
+    with refused("belongs to another run: fit is None there and 'crop' here"):
+        run_main("train_mnist", *flags, "--fit", "crop", "--resume", "latest")
+    run_main("train_mnist", *flags, "--resume", "latest")
+    said = capsys.readouterr().out
+    assert "an older version saved this checkpoint" in said and f"done: {LAST} steps" in said

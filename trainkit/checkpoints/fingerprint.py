@@ -4,7 +4,7 @@ The world of a run (its processes, device and versions) may differ, but then rou
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from trainkit.checks.content import hash_fixed, text_of
 from trainkit.checks.facts import Facts
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.files.manifest import FORMAT
+from trainkit.files.manifest import FORMAT, name_revision
 from trainkit.files.standard_json import from_exact_json, to_json
 from trainkit.hashes import digest
 from trainkit.launch import alike
@@ -32,7 +32,13 @@ from trainkit.text import shorten
 NOT_IN_USE: tuple[Any, ...] = (None, False, 0, "", [], {}, "null", "false", '""', "[]", "{}")
 
 # What format 6 hashed in another way, so that it cannot be compared.
-HASHES_OF_BEFORE = "data", "weights= or order= of the samples", "start_from"
+HASHES_OF_BEFORE = (
+    "data",
+    "weights= or order= of the samples",
+    "start_from",
+    "pictures",
+    "metadata[reference]",  # of preference.py
+)
 
 
 def fingerprint_run(
@@ -72,31 +78,47 @@ def fingerprint_run(
     return fingerprint
 
 
-def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, Any]:
+def read_same_run(
+    path: Path, now: dict[str, Any], last_step: int, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return trainer.json of the checkpoint at `path`, with its "progress" as a Progress.
 
     Raises UsageError if it does not belong to the run with the fingerprint `now`, or is from after
     the last step of this run.
+
+    Args:
+        defaults: of the flags, by name. A flag that has come since the checkpoint was saved is by
+            default what was done before it: a checkpoint without it belongs to a run that has that.
     """
     with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
         trainer = from_exact_json((path / "trainer.json").read_text())
         before = json.loads(to_json(trainer["fingerprint"]))  # older ones have Infinity
         progress = Progress(**trainer["progress"])
+    is_older = not is_of_this_format(trainer)
     # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):
-        came_since = name not in before and now[name] in NOT_IN_USE
-        other_hash = name in HASHES_OF_BEFORE and not is_of_this_format(trainer)
-        if before.get(name) != now.get(name) and not came_since and not other_hash:
-            raise UsageError(
-                f"{path} belongs to another run: {name} is {before.get(name)!r} there and "
-                f"{now.get(name)!r} here: resume with what it had, or start anew without --resume"
-            )
+        values = before.get(name), now.get(name)
+        if values[0] == values[1] or (is_older and _cannot_be_compared(name, before)):
+            continue
+        came_since = name not in before and name in now
+        if came_since and now[name] in (*NOT_IN_USE, defaults.get(name)):
+            continue
+        version = name_revision(path) if is_older else ""
+        raise UsageError(
+            f"{path} belongs to another run: {name} is {values[0]!r} there and "
+            f"{values[1]!r} here{version}: resume with what it had, or start anew without --resume"
+        )
     if progress.step > last_step:
         raise UsageError(
             f"{path} is of step {progress.step} and this run ends at step {last_step}: raise "
             "--epochs or --stop-after-steps, or resume from an older checkpoint"
         )
     return trainer | {"progress": progress}
+
+
+def _cannot_be_compared(name: str, before: dict[str, Any]) -> bool:
+    """Was this hashed in another way in format 6, or is it metadata that has come since?"""
+    return name in HASHES_OF_BEFORE or (name.startswith("metadata[") and name not in before)
 
 
 def is_of_this_format(trainer: dict[str, Any]) -> bool:

@@ -30,7 +30,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,7 @@ class Checkpoints:
         self.means = means
         self.contents = contents
         self.fingerprint = json.loads(to_json(fingerprint, default=str))
+        self.defaults = {field.name: field.default for field in fields(config)}
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.has_mirror = config.mirror is not None
         self.mirror = open_mirror(accelerator, config)  # on the main process
@@ -226,7 +227,12 @@ class Checkpoints:
         accelerator = self.accelerator
         main = self.accelerator.is_main_process
         notices: list[str] = []
-        check = partial(read_same_run, now=self.fingerprint, last_step=last_step)
+        check = partial(
+            read_same_run,
+            now=self.fingerprint,
+            last_step=last_step,
+            defaults=self.defaults,
+        )
         path, trainer = choose(self.directory, self.mirror, wanted, notices, check, accelerator)
         progress = trainer.get("progress", Progress())
         with failing_together(accelerator, f"{path} cannot be loaded"):

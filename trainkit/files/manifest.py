@@ -115,7 +115,7 @@ def verify(path: Path) -> str | None:
         if manifest["format"] not in READ:
             return (
                 f"another version saved it, in format {manifest['format']}, not {FORMAT}"
-                f"{_name_revision(path)}"
+                f"{name_revision(path)}"
             )
         files = manifest["files"]
         there = _paths(path)
@@ -134,7 +134,7 @@ def verify(path: Path) -> str | None:
     return None
 
 
-def _name_revision(path: Path) -> str:
+def name_revision(path: Path) -> str:
     """Return the command that gets the version of the run of a checkpoint, if run.json holds it."""
     try:
         revision = json.loads((path.parent.parent / "run.json").read_bytes())["git_revision"]
