@@ -116,10 +116,8 @@ def check_script(module: str, words: list[str], num_processes: int):
             config = parse(script.Config, words)
             if isinstance(config, TrainingConfig):
                 assert config.find_unread() == []
-                for name, value in getattr(script, "LARGE", {}).items():  # as load_data does
-                    if getattr(config, name) is None:
-                        setattr(config, name, value)
-                config.validate(num_processes, is_loaded=True)
+                config.set_unset(getattr(script, "LARGE", {}))  # as load_data does
+                assert config.find_problems(num_processes) == []
             return
         if "Parser(" not in source:
             assert words == [], f"{module} reads no arguments"
