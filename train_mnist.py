@@ -212,6 +212,8 @@ def load_data(config: Config) -> tuple[InMemory, InMemory, dict[str, Any]]:
         "pictures": pictures["read_as"],
     }
     for_colour = f"python examples/pictures.py --dataset {shlex.quote(config.dataset)}"
+    if config.eval_data:
+        for_colour += f" --eval-data {shlex.quote(config.eval_data)}"
     is_photo = are_photos(sampled.forms)
     if is_photo:
         plan["pictures"] += f"; for their colour: {for_colour}"

@@ -43,3 +43,16 @@ def test_an_example_stays_on_a_few_pages():
         for node in ast.parse(path.read_text()).body:
             if getattr(node, "name", "") == "main":
                 assert node.end_lineno - node.lineno <= 50, path
+
+
+def test_what_a_command_of_a_script_names_is_quoted_for_a_shell():
+    """Such as the one after `next:`, in a run folder with blanks."""
+    named = []
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("trainkit/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.unparse(node) if isinstance(node, ast.JoinedStr) else ""
+            if re.match(r"""f['"]+( --|python (\w+/)?\w+\.py)""", text):
+                values = [value for value in node.values if isinstance(value, ast.FormattedValue)]
+                named += [ast.unparse(value.value) for value in values]
+    assert len(named) >= 5
+    assert all(text.startswith(("shlex.quote(", "typed(")) for text in named), named

@@ -1,5 +1,6 @@
 """The exported folder is whole: its card parses, its program answers without this repository."""
 
+import html
 import importlib.metadata
 import json
 import re
@@ -161,3 +162,24 @@ def test_an_export_that_cannot_be_made_is_one_sentence(run_dir, tmp_path, monkey
     monkeypatch.setattr(export, "PACKAGES", ("onnx", "no_such_package"))
     with refused(r"pip install no_such_package"):
         predict.main([str(run_dir), "--export"])
+
+
+NAMES = [
+    *("a|b", "<b>bold</b>", "<script>alert(1)</script>", "[x](javascript:alert(1))", "_a_ **b**"),
+    *("`code`", "two\nlines", "# title", "- item", "1. one", "$x^2$", "&lt;", "~~gone~~", "a\\|b"),
+    *("![x](http://a.b/c.png)", "===", "+ plus", "plain name", "caf\xe9"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_in_the_card_is_read_as_it_is_written(name):
+    markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("strikethrough")
+    markdown.enable("table")
+    shown = " ".join(name.split())
+    text = markdown.render(f"a line\n{export.escape(name)} and more\n")
+    assert html.unescape(text) == f"<p>a line\n{shown} and more</p>\n"
+    rendered = markdown.render(f"| a | b |\n| --- | --- |\n| {export.escape(name)} | x |\n")
+    assert re.findall("<td>(.*)</td>", html.unescape(rendered)) == [shown, "x"]
+    rendered = markdown.render(f"| a | b |\n| --- | --- |\n| {export.write_code(name)} | x |\n")
+    code = re.findall("<td><code>(.*)</code></td>", html.unescape(rendered))
+    assert code == [shown] or "\\|" in name

@@ -1,11 +1,13 @@
 """Which rows are evaluated: a split that the user made, or a share of each class."""
 
 import json
+import os
 
 import datasets
 import pandas as pd
 import pytest
 import torch
+from conftest import posix_only
 from PIL import Image
 
 import train_mnist
@@ -13,6 +15,7 @@ import train_regression
 from examples import pictures
 from trainkit.config import parse
 from trainkit.errors import UsageError
+from trainkit.language import formats
 from trainkit.pictures import photos
 from trainkit.reading import splits
 from trainkit.texts import texts
@@ -405,3 +408,24 @@ def test_pictures_given_to_evaluate_on_leave_no_part_to_hold_out():
     config = parse(pictures.Config, ["--dataset", "x", "--eval-labels", "y.csv"])
     with pytest.raises(UsageError, match=r"--eval-labels y.csv does nothing without --eval-data"):
         config.validate(1)
+
+
+@posix_only
+@pytest.mark.parametrize("flag", ["--data", "--eval-data", "--labels", "--dataset"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, flag):
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "ok.jsonl").write_text(json.dumps(row))
+    save_shaded(tmp_path / "set" / "a", 1, 2)
+    is_known = lambda row: True  # noqa: E731
+    read = {
+        "--data": lambda: formats.read_chat_rows(str(pipe), None, is_known),
+        "--eval-data": lambda: formats.read_chat_rows(
+            str(tmp_path / "ok.jsonl"), str(pipe), is_known
+        ),
+        "--labels": lambda: pictures_of("photos", tmp_path / "set", "--labels", pipe),
+        "--dataset": lambda: pictures_of("mnist", pipe),
+    }
+    with pytest.raises(UsageError, match=f"^{flag} .*rows.jsonl is (not )?a file"):
+        read[flag]()

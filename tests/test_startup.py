@@ -6,6 +6,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+from trainkit import errors
+
 import pytest
 import torch
 from conftest import ROOT, linux_only, posix_only, refused
@@ -375,3 +377,42 @@ def main(argv=None):
     outcome = fork_main(script, world=2)
     assert outcome.returncode == 1
     assert outcome.stderr.count("ZeroDivisionError: in the middle") == 2, outcome.output
+
+
+def test_a_cache_that_cannot_be_written_is_named_by_its_variable(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()  # no folder can be made below it, not even by root
+    for name in errors.CACHES:
+        monkeypatch.delenv(name, raising=False)
+        for folder in (tmp_path / "file", tmp_path / "file" / "deep" / "er"):
+            with monkeypatch.context() as patch, refused(f"^{name}, {folder}, cannot be written"):
+                patch.setenv(name, str(folder))
+                with errors.as_usage_error("--dataset x cannot be read"):
+                    (folder / "new").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    for folder, said in (
+        (tmp_path / "file" / ".cache" / "huggingface", "^HF_HOME, .*: set it to a folder"),
+        (tmp_path / "file" / "other", "^--dataset x cannot be read: NotADirectoryError"),
+    ):
+        with refused(said), errors.as_usage_error("--dataset x cannot be read"):
+            (folder / "datasets").mkdir(parents=True)
+
+
+def test_shared_memory_that_cannot_be_written_is_not_called_the_disk(tmp_path, monkeypatch):
+    full = OSError(28, "No space left on device")  # of a semaphore, which has no name
+    assert errors.explain(full) == "found the disk full"
+    worker = RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)")
+    assert "had no room in /dev/shm for a batch" in errors.explain(worker)
+    monkeypatch.setattr(errors, "SHM", str(tmp_path))
+
+    def refuse(dir):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(errors.tempfile, "TemporaryFile", refuse)
+    lost = RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+    for problem in (full, worker, lost):
+        text = errors.explain(problem)
+        assert text.startswith(f"cannot write to {tmp_path} (Read-only file system), through")
+        assert "--num-workers 0" in text
+    refused_run = pytest.raises(errors.RunFailure, match="this process cannot write to")
+    with refused_run, errors.as_usage_error("--dataset x cannot be read"):
+        raise full

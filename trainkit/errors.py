@@ -1,10 +1,13 @@
 """Errors for the user: one sentence and one exit code, the same on all processes."""
 
+import errno
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from trainkit.text import first_sentence
 
@@ -36,6 +39,20 @@ FAILURES = {
     r"Dist\w*Error|RuntimeError: (\[[^\]]*gloo/|(?i:gloo |nccl ))": "lost contact with another "
     "process of this run, or never reached it: read its output, or run trainkit.tools.doctor",
 }
+
+# What torch and the system say if something cannot be written, and what they say of /dev/shm.
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+SHARED_MEMORY = (
+    r"(shared memory|</torch_\w+>).*(No space left|Read-only file system|Permission denied)"
+)
+MAYBE_SHARED_MEMORY = "DataLoader worker|DataLoader timed out|No space left|Read-only file system"
+SHM = "/dev/shm"
+WHAT_SHM_IS_FOR = (
+    "through which processes and loader workers pass batches: enlarge it (docker run --shm-size), "
+    "or use fewer --num-workers, or --num-workers 0"
+)
+# Folders of caches of Hugging Face, by the variables that name them.
+CACHES = ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HOME")
 
 # Messages of torch about what a script does, which name neither the thing nor the way out. They are
 # equal on all processes.
@@ -90,7 +107,46 @@ def as_usage_error(what: str) -> Iterator[None]:
         raise
     except Exception as problem:
         # datasets wraps the error of a file reader in one of its own.
-        raise UsageError(f"{what}: {first_sentence(problem.__cause__ or problem)}") from problem
+        cause = problem.__cause__ or problem
+        if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE:
+            if cache := name_cache(cause.filename):
+                remedy = "set it to a folder that can be"
+                raise UsageError(f"{cache} ({cause.strerror}): {remedy}") from problem
+            if cause.filename is None and (trouble := find_shm_trouble()):
+                raise RunFailure(f"this process {trouble}") from problem
+        raise UsageError(f"{what}: {first_sentence(cause)}") from problem
+
+
+def name_cache(filename: object) -> str:
+    """Say which cache cannot be written if a path is in one, or would be made for one; or nothing.
+
+    The cache is named by the variable that moves it.
+    """
+    if not isinstance(filename, str):
+        return ""
+    path = Path(filename)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    for name in CACHES:
+        given = os.environ.get(name) or (home if name == "HF_HOME" else None)
+        if not given:
+            continue
+        folder = Path(given).expanduser()
+        is_made_for_it = path in folder.parents and not path.exists()
+        if is_made_for_it or folder in (path, *path.parents):
+            return f"{name}, {folder}, cannot be written"
+    return ""
+
+
+def find_shm_trouble() -> str:
+    """Say that nothing can be written to /dev/shm, or return "" if it can, or is not there."""
+    if not Path(SHM).is_dir():
+        return ""
+    try:
+        with tempfile.TemporaryFile(dir=SHM) as file:
+            file.write(bytes(2**20))
+    except OSError as problem:
+        return f"cannot write to {SHM} ({problem.strerror}), {WHAT_SHM_IS_FOR}"
+    return ""
 
 
 def explain(problem: Exception) -> str | None:
@@ -98,6 +154,12 @@ def explain(problem: Exception) -> str | None:
     text = f"{type(problem).__name__}: {problem}"
     if problem.__cause__ is not None and "exited unexpectedly" in text:
         text = f"{text}\n{problem.__cause__}"  # how the worker ended
+    is_shm = re.search(SHARED_MEMORY, text)
+    trouble = find_shm_trouble() if is_shm or re.search(MAYBE_SHARED_MEMORY, text) else ""
+    if trouble:
+        return trouble
+    if is_shm:  # there is room again, since the processes that used it have ended
+        return f"had no room in {SHM} for a batch, {WHAT_SHM_IS_FOR}"
     if " in DataLoader worker process " in text:  # torch raises it again, with its traceback
         return f"got no batch: the data set raised {text.strip().splitlines()[-1]}"
     return next(

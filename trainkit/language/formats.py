@@ -110,7 +110,7 @@ def read_chat_rows(data: str, eval_data: str | None, is_known: Callable[[Any], b
     is_known: whether a row has what is to be learned. Of a split the first row is asked. See
     read_conversation_rows.
     """
-    parts = read_chat_parts(data)
+    parts = read_chat_parts(data, f"--data {data}")
     read: dict[str, list[tuple[str, Any]]] = {}
 
     def is_labelled(split: str) -> bool:
@@ -122,7 +122,7 @@ def read_chat_rows(data: str, eval_data: str | None, is_known: Callable[[Any], b
     given: list[tuple[str, Any]] = []
     name = ""
     if eval_data:
-        own = read_chat_parts(eval_data)
+        own = read_chat_parts(eval_data, f"--eval-data {eval_data}")
         part = next((own[split] for split in splits.EVALUATED if split in own), own["train"])
         given = [*part.rows]
         name = f"--eval-data {eval_data}: {count(len(given), 'row')}"
@@ -138,14 +138,19 @@ def read_conversation_rows(data: str) -> Iterator[tuple[str, Any]]:
     data: a JSON lines, JSON or Parquet file, a folder of them or one that `datasets` can load, or a
     Hub id. Blank lines are skipped. Raises a UsageError that names the line if a line is not JSON.
     """
-    return read_chat_parts(data)["train"].rows
+    return read_chat_parts(data, f"--data {data}")["train"].rows
 
 
-def read_chat_parts(data: str) -> dict[str, Part]:
-    """Return the rows of each split that the user made, as splits.find_splits names them."""
+def read_chat_parts(data: str, where: str) -> dict[str, Part]:
+    """Return the rows of each split that the user made, as splits.find_splits names them.
+
+    where: begins the sentence of a UsageError.
+    """
     path = Path(data)
     if path.is_file():
         return {"train": Part(path.name, _read_file(path))}
+    if path.is_fifo():  # a pipe would be waited for, and read twice
+        raise UsageError(f"{where} is not a file: write it into one first")
     files = [file.relative_to(path).as_posix() for file in sorted(path.rglob("*"))]
     files = [file for file in files if is_read(file) and file.endswith(SUFFIXES)]
     found = splits.find_splits(files)

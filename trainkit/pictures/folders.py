@@ -3,8 +3,8 @@
 import functools
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pandas as pd
@@ -155,6 +155,8 @@ def read_list(path: Path, pictures: list[Path], where: str) -> dict[Path, str]:
     it if it is the last, their classes.
     """
     with as_usage_error(f"{where} cannot be read"):
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise UsageError(f"{where} is not a file: write it into one first")
         table = pd.read_csv(path, dtype=str, keep_default_na=False, skipinitialspace=True)
     named_so: dict[str, list[Path]] = {}
     for picture in pictures:
@@ -237,6 +239,6 @@ def hash_files(folder: Path, paths: list[Path]) -> str:
         stat = full.stat()
         return hash_once(full, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
-    with ThreadPool() as pool:
-        digests = pool.map(hash_one, paths)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # unlike ThreadPool it needs no /dev/shm
+        digests = [*pool.map(hash_one, paths)]
     return digest("\0".join([*map(str, paths), *digests]))

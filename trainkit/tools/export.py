@@ -1,5 +1,6 @@
 """Export a finished run as a folder that works without this repository, and upload it."""
 
+import html
 import importlib.util
 import os
 import re
@@ -60,10 +61,10 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
         if path.exists()
     ]
     facts = {
-        "title": run_dir.resolve().name,
+        "title": escape(run_dir.resolve().name),
         "predictor": predictor,
         "run": run,
-        "command": shlex.join(["python", *words]),
+        "command": write_code(shlex.join(["python", *words])),
         "num_parameters": sum(weight.numel() for weight in predictor.parameters()),
         "num_samples": num_samples,
         "metrics": {
@@ -154,8 +155,28 @@ def write_card(facts: dict[str, Any], license: str | None, path: Path) -> None:
             for metric, value in facts["metrics"].items()
         ],
     )
+    metadata = facts["predictor"].metadata
+    names = [*map(escape, metadata.get("classes") or metadata["targets"])]
+    features = [*map(escape, metadata.get("features", []))]
+    facts = facts | {"names": names, "features": features, "answer": escape(facts["answer"])}
     template = Path(__file__).with_name("card.md")
     ModelCard.from_template(data, template_path=str(template), **facts).save(path)
+
+
+def escape(text: str) -> str:
+    """Write a name for Markdown, on one line: neither markup nor HTML nor formulas are in it."""
+    text = html.escape(" ".join(str(text).split()), quote=False)
+    text = re.sub(r"([\\`*_\[\]|~$])", r"\\\1", text)
+    # What would begin a heading or a list if it stood at the beginning of a line.
+    return re.sub(r"^(\d*)([-+#=.)])(?=\W|$)", r"\1\\\2", text)
+
+
+def write_code(text: str) -> str:
+    """Write code on one line of a table in Markdown."""
+    text = " ".join(text.split()).replace("|", r"\|")
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    return f"{fence} {text} {fence}" if longest else f"{fence}{text}{fence}"
 
 
 def push(folder: Path, name: str) -> str:
