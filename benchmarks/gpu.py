@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -298,36 +299,62 @@ def whole_process(size: Size, clone: Path | None) -> tuple:
     return "whole process to 99.0 %", *cells, f"training {mine.train_seconds:.2f} s"
 
 
-def finetune(size: Size) -> tuple:
-    """Packed fine-tuning of the small chat model, beside TRL's."""
+def finetune(size: Size, lora: bool = False) -> tuple:
+    """Packed fine-tuning of the small chat model, whole or LoRA, beside TRL's."""
     with tempfile.TemporaryDirectory() as folder:
         tiny = ["--layers", "1", "--width", "64"] if size is TINY else []
         flags = make_base(folder, *(tiny or ["--layers", "8", "--width", "256"]))
         flags += make_chats(folder, 20 if size is TINY else 512, LONGEST)
+        flags += ["--lora", "8"] if lora else []
         ways: dict[str, Callable[[], Any]] = {"ours": partial(packed, flags)}
         if importlib.util.find_spec("trl") and size is not TINY:
             ways["trl"] = partial(peer, "sft", flags, pack=True)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
+        memory: dict[str, int] = {}
         for _ in range(size.rounds):
             for name, way in ways.items():
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
                 with contextlib.redirect_stdout(io.StringIO()):
                     way()
                 wait()
                 seconds[name].append(time.perf_counter() - start)
+                memory[name] = peak_memory(device())
     texts = [f"{spread(values)} s" for values in seconds.values()]
     ratio = "-"
     if len(texts) == 1:
         texts.append("no trl")
     else:
         ratio = f"{statistics.median(seconds['trl']) / statistics.median(seconds['ours']):.2f}"
-    memory = f"peak memory of both at most {peak_memory(device()) / 2**20:,.0f} MiB"
-    return "finetune --pack, whole, float32", *texts, ratio, "1.5; memory 0.7", memory
+    peaks = ", ".join(f"{name} {peak / 2**20:,.0f} MiB" for name, peak in memory.items())
+    name = f"finetune --pack, {'LoRA' if lora else 'whole'}, float32"
+    return name, *texts, ratio, "1.5; memory 0.7", f"peak memory: {peaks}"
 
 
 def photo_steps(size: Size) -> tuple:
-    """A step of examples/pictures.py, and what its first step waits for."""
+    """A step of examples/pictures.py, and what its first step waits for.
+
+    Of ours the row says when the first step was over, data and all; of the bare loop, whose data
+    are on the card, how long each part of it took with new shapes.
+    """
     num, batch = size.steps * size.photos, size.photos
+    marks: list[tuple[str, float]] | None = None  # the end of each part of a first step
+
+    def note(part: str) -> None:
+        if marks is not None:
+            wait()
+            marks.append((part, time.perf_counter()))
+
+    def parts_of(train: Callable[[], Any]) -> str:
+        nonlocal marks
+        marks = []
+        train()
+        ends, marks = marks, None
+        pairs = pairwise(ends)
+        parts = [f"{part} {end - start:.2f} s" for (_, start), (part, end) in pairs]
+        return ", ".join(parts)
+
     with tempfile.TemporaryDirectory() as folder:
         generator = np.random.default_rng(0)
         for number in range(num + 32):
@@ -352,14 +379,19 @@ def photo_steps(size: Size) -> tuple:
             images, indices = images.to(device()), torch.arange(batch, device=device())
             targets = F.one_hot(indices % 2, 2).float()
             metadata = {"mean": [0.5] * 3, "std": [0.5] * 3, "size": size.pixels}
+            note("start")
 
             def step(_: int) -> None:
                 with mock.patch.object(pictures, "keyed_uniform", drawn):
                     seen = pictures.augment(images, indices, 0, config)
+                note("augmentation")
                 with autocast():
                     logits = model(pictures.standardise(seen, metadata))
+                note("forward")
                 F.cross_entropy(logits.float(), targets, label_smoothing=0.1).backward()
+                note("backward")
                 optimizer.step()
+                note("optimizer")
                 optimizer.zero_grad()
 
             return loop(step, steps)
@@ -377,17 +409,20 @@ def photo_steps(size: Size) -> tuple:
                 size, batch, "pictures", "0.95; 5 s to the first step",
             )  # fmt: skip
         # New shapes, so that nothing is kept from above: what does the first step wait for?
-        batch, firsts = 3 * size.photos // 4, {}
-        firsts["channels last"] = measure(partial(bare, steps=WARM_UP + 1)).first
+        contiguous = partial(bare, lambda m: m.to(memory_format=torch.contiguous_format), 1)
+        firsts = {}
+        batch = 3 * size.photos // 4
+        firsts["channels last"] = parts_of(partial(bare, steps=1))
         batch = 5 * size.photos // 8
-        firsts["contiguous"] = measure(
-            partial(bare, lambda m: m.to(memory_format=torch.contiguous_format), WARM_UP + 1)
-        ).first
+        firsts["contiguous"] = parts_of(contiguous)
+        batch = 7 * size.photos // 8
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            firsts["cuDNN chooses by trying"] = parts_of(partial(bare, steps=1))
         batch = size.photos // 2
         with torch.backends.cudnn.flags(enabled=False):
-            firsts["without cuDNN"] = measure(partial(bare, steps=WARM_UP + 1)).first
-    first = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in firsts.items())
-    return *row[:-1], f"{row[-1]}; first step of new shapes: {first}"
+            firsts["without cuDNN"] = parts_of(partial(bare, steps=1))
+    first = "; ".join(f"{name}: {parts}" for name, parts in firsts.items())
+    return *row[:-1], f"{row[-1]}; first step of new shapes, {first}"
 
 
 def save(size: Size) -> tuple:
@@ -431,6 +466,7 @@ def measure_row(name: str, size: Size, clone: Path | None, out: Path | None, hea
         "pictures": partial(photo_steps, size),
         "save": partial(save, size),
         "finetune": partial(finetune, size),
+        "lora": partial(finetune, size, lora=True),
     }
     try:
         cells = rows[name]()
@@ -447,7 +483,7 @@ def write(line: str, out: Path | None) -> None:
             file.write(line + "\n")
 
 
-ROWS = "compact compiled process gpt gpt_compiled pictures save finetune".split()  # noqa: SIM905
+ROWS = "compact compiled process gpt gpt_compiled pictures save finetune lora".split()  # noqa: SIM905
 
 
 def main() -> None:

@@ -90,10 +90,11 @@ def main(argv):
 
 def test_each_row_of_a_gpu_is_written_as_soon_as_it_is_measured(tmp_path):
     out = tmp_path / "gpu.md"
-    benchmark(".gpu", "--tiny", "--out", out)
+    benchmark(".gpu", "--tiny", "--out", out, "--limit", 600)  # of a busy machine
     head, line, *rows = out.read_text().splitlines()
     assert head.startswith("| row | ours | ") and line.startswith("| --- |")
-    assert len(rows) == 8 and not [row for row in rows if "failed" in row or "not meas" in row]
+    assert len(rows) == len(gpu.ROWS)
+    assert not [row for row in rows if "failed" in row or "not meas" in row]
     assert all(row.count("|") == head.count("|") for row in rows)
     assert all("| compact, batch 128" in row for row in rows[:2])
     of_steps = [re.search(r"(\d+) and (\d+) launches a step", row) for row in rows]
