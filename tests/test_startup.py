@@ -88,11 +88,15 @@ raise torch.OutOfMemoryError('CUDA')
 raise RuntimeError('[enforce fail] DefaultCPUAllocator: can\'t')
     1 ran out of memory
 raise RuntimeError('unable to allocate shared memory(shm)')
-    1 if /dev/shm is full, enla
+    1 lacks room in /dev/shm, through which processes and loader workers pass batches: enlarge it
 raise ValueError("Caught ValueError in DataLoader worker process 0.\n...\nValueError: mine")
     1 got no batch: the data set raised ValueError: mine
 beside_a_worker_that_is_killed()
     1 lost a loader worker, which was killed, probably because the memory is full
+beside_a_worker_that_is_killed(signal.SIGSEGV)
+    1 lost a loader worker, which a signal ended (Segmentation fault): look at what the data set
+beside_a_worker_that_exits()
+    1 lost a loader worker, which exited with code 3: look for what ends a process, such as os._exit
 raise OSError(28, 'No space left on device')
     1 found the disk full; the checkpoints are
 raise RuntimeError('basic_ios::clear: iostream error')
@@ -147,16 +151,23 @@ def beside_a_worker_that_hangs():
     ready.wait()
     raise RuntimeError("DataLoader timed out after 300 seconds")
 
-class Kills:
+class Ends:
+    def __init__(self, number):
+        self.number = number
     def __len__(self):
         return 1
     def __getitem__(self, index):
-        os.kill(os.getpid(), signal.SIGKILL)
+        if self.number:
+            os.kill(os.getpid(), self.number)
+        os._exit(3)
 
-def beside_a_worker_that_is_killed():
-    # Forked, as on Linux: the fresh process itself came from a server, and Kills is in no module.
+def beside_a_worker_that_is_killed(number=signal.SIGKILL):
+    # Forked, as on Linux: the fresh process itself came from a server, and Ends is in no module.
     list(torch.utils.data.DataLoader(
-        Kills(), num_workers=1, timeout=60, multiprocessing_context="fork"))
+        Ends(number), num_workers=1, timeout=60, multiprocessing_context="fork"))
+
+def beside_a_worker_that_exits():
+    beside_a_worker_that_is_killed(None)
 
 def nested():
     rows = [torch.ones(length, 2, requires_grad=True) for length in (1, 3)]
@@ -416,3 +427,23 @@ def test_shared_memory_that_cannot_be_written_is_not_called_the_disk(tmp_path, m
     refused_run = pytest.raises(errors.RunFailure, match="this process cannot write to")
     with refused_run, errors.as_usage_error("--dataset x cannot be read"):
         raise full
+
+
+def test_shared_memory_is_named_if_it_is_full_or_small(monkeypatch):
+    lost = RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. ")
+
+    def of(size, free):
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: (size, size - free, free))
+        return errors.explain(lost)
+
+    monkeypatch.setattr(errors, "find_shm_trouble", lambda: "")
+    small, full, plenty = of(2**26, 2**25), of(2**34, 2**20), of(2**34, 2**33)
+    assert "ended (Bus error" in small and "; /dev/shm has 67 MB, 34 MB of them free, thr" in small
+    assert "/dev/shm has 17180 MB, 1 MB of them free" in full
+    assert "ended (Bus error" in plenty and "/dev/shm" not in plenty
+    lost = RuntimeError("DataLoader timed out after 300 seconds")
+    assert "/dev/shm" in of(2**26, 2**25) and "/dev/shm" not in of(2**34, 2**33)
+    lost = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    assert "/dev/shm" not in of(2**26, 2**25)
+    lost = RuntimeError("CUDA error: an illegal memory access")
+    assert of(2**26, 2**25) is None

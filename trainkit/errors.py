@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,22 @@ EXIT_INTERRUPTED = 130
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 SIGNALS = tuple(getattr(signal, name) for name in STOPPING if hasattr(signal, name))
 
+# What torch and the system say if something cannot be written, and what they say of /dev/shm.
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+SHARED_MEMORY = (
+    r"(shared memory|</torch_\w+>).*(No space left|Read-only file system|Permission denied)"
+)
+MAYBE_SHARED_MEMORY = "DataLoader worker|DataLoader timed out|No space left|Read-only file system"
+FOR_WANT_OF_SHM = "signal: Bus|DataLoader timed out"  # neither says why
+SHM = "/dev/shm"
+WHAT_SHM_IS_FOR = (
+    "through which processes and loader workers pass batches: enlarge it (docker run --shm-size), "
+    "or use fewer --num-workers, or --num-workers 0"
+)
+# Folders of caches of Hugging Face, by the variables that name them.
+CACHES = ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HOME")
+SMALL_SHM = 2**30  # bytes; Docker gives 64 MB
+
 # Messages of torch, safetensors, gloo, NCCL and the system when something happens to one process
 # only, and what they mean. Each pattern is searched in the exception's type and message.
 FAILURES = {
@@ -29,30 +46,19 @@ FAILURES = {
     r"DataLoader worker .* signal: Killed": "lost a loader worker, which was killed, probably "
     "because the memory is full: give the job more, or use fewer --num-workers or a smaller "
     "--batch-size",
-    r"DataLoader worker .* signal: (?!Bus)": "lost a loader worker, which a signal ended (see the "
-    "line above): look at what the data set does, or try --num-workers 0",
+    r"DataLoader worker .* signal: ([^.]+)": "lost a loader worker, which a signal ended ({}): "
+    "look at what the data set does, or try --num-workers 0",
+    r"DataLoader worker .* with exit code (\d+)": "lost a loader worker, which exited with "
+    "code {}: look for what ends a process, such as os._exit, in what the data set calls, or try "
+    "--num-workers 0",
+    "unable to allocate shared memory": f"lacks room in {SHM}, {WHAT_SHM_IS_FOR}",
     "DataLoader worker|DataLoader timed out|shared memory": "got no batch from a loader worker "
-    "(see its output): if /dev/shm is full, enlarge it (docker run --shm-size) or use fewer "
-    "--num-workers; if batches take long, raise --timeout",
+    "(see its output): if batches take long, raise --timeout",
     "No space left|File too large|quota exceeded|iostream error|fail at inline_container": "found "
     "the disk full",
     r"Dist\w*Error|RuntimeError: (\[[^\]]*gloo/|(?i:gloo |nccl ))": "lost contact with another "
     "process of this run, or never reached it: read its output, or run trainkit.tools.doctor",
 }
-
-# What torch and the system say if something cannot be written, and what they say of /dev/shm.
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-SHARED_MEMORY = (
-    r"(shared memory|</torch_\w+>).*(No space left|Read-only file system|Permission denied)"
-)
-MAYBE_SHARED_MEMORY = "DataLoader worker|DataLoader timed out|No space left|Read-only file system"
-SHM = "/dev/shm"
-WHAT_SHM_IS_FOR = (
-    "through which processes and loader workers pass batches: enlarge it (docker run --shm-size), "
-    "or use fewer --num-workers, or --num-workers 0"
-)
-# Folders of caches of Hugging Face, by the variables that name them.
-CACHES = ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HOME")
 
 # Messages of torch about what a script does, which name neither the thing nor the way out. They are
 # equal on all processes.
@@ -162,9 +168,22 @@ def explain(problem: Exception) -> str | None:
         return f"had no room in {SHM} for a batch, {WHAT_SHM_IS_FOR}"
     if " in DataLoader worker process " in text:  # torch raises it again, with its traceback
         return f"got no batch: the data set raised {text.strip().splitlines()[-1]}"
-    return next(
-        (sentence for pattern, sentence in FAILURES.items() if re.search(pattern, text)), None
-    )
+    for pattern, sentence in FAILURES.items():
+        if found := re.search(pattern, text):
+            said = sentence.format(*found.groups())
+            return said + warn_of_small_shm() if re.search(FOR_WANT_OF_SHM, text) else said
+    return None
+
+
+def warn_of_small_shm() -> str:
+    """Say how large /dev/shm is, if it is small or full; else, and where it is not, ""."""
+    try:
+        size, free = shutil.disk_usage(SHM)[::2]
+    except OSError:  # not on Linux
+        return ""
+    if size >= SMALL_SHM and free >= size / 10:
+        return ""
+    return f"; {SHM} has {size / 1e6:.0f} MB, {free / 1e6:.0f} MB of them free, {WHAT_SHM_IS_FOR}"
 
 
 def advise(problem: Exception) -> str | None:
