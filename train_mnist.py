@@ -160,12 +160,12 @@ class Config(TrainingConfig):
         return problems
 
 
-# Defaults for MNIST, and those that differ for a much smaller data set. LARGE would make few steps
-# of it, and leave out up to a batch of 128 in each epoch.
+# Defaults for MNIST, and those that differ for a much smaller data set, on which LARGE would take
+# few steps and leave out up to a batch of 128 in each epoch.
 LARGE = {"batch_size": 128, "epochs": 3, "max_shift": 1.0, "max_turn": 5.0, "drop_last": True}
 SMALL = {"batch_size": 32, "max_shift": 3.0, "max_turn": 20.0, "drop_last": False}
 SMALL_SET = 10_000  # pictures; with fewer it is small
-NUM_SEEN = 16_384  # pictures that a run on a small data set sees at least, each several times
+NUM_SEEN = 16_384  # pictures, about, that a run on a small data set sees, each several times
 
 
 def choose_defaults(config: Config, num_train: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.report.profile import VIEWS
 
-WATCHED = 4  # steps that a run looks at more closely, and draws its first numbers in
+WATCHED = 4  # the first steps, which check more and draw no numbers ahead
 
 
 class Launches(TorchDispatchMode):

@@ -197,7 +197,7 @@ def test_arguments_that_are_no_json_are_named_unless_the_template_writes_them_as
     turn = says("") | {"tool_calls": [{"function": {"name": "run", "arguments": "ls -la"}}]}
     row = {"messages": [user("say"), turn]}
     assert make(row, template=AS_TEXT).plan["first"].endswith("[[runls -la<end>]]")
-    with refused(r"line 1 .* no JSON, 'ls -la'"):
+    with refused(r"line 1 .* not JSON, 'ls -la'"):
         make(row)
 
 

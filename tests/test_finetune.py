@@ -242,7 +242,7 @@ OF_CHATML = [
     (
         [{"conversations": [CALLING | {"value": "{"}]}],
         [],
-        "line 1 .* calls of tools are no JSON.* '{'",
+        "line 1 .* calls of tools are not JSON.* '{'",
     ),
     ([chat(*TALK, ASK, SAY | {"weight": 0})], [FOUR], {}),
     ([{"question": "2?", "response": "4"}], [FOUR], {}),

@@ -136,8 +136,8 @@ def compare_sources(trainer: dict[str, Any], now: dict[str, str]) -> Iterator[st
     if trainer and not is_of_this_format(trainer):
         yield (
             "an older version saved this checkpoint, which drew other random numbers: orders, "
-            "augmentation and dropout are others from here on, so that the rest of this epoch may "
-            "repeat samples, and whether the data are the same cannot be compared"
+            "augmentation and dropout differ from here on, so that the rest of this epoch may "
+            "repeat samples; the data, weights= or order= and --start-from cannot be compared"
         )
     elif changed:
         yield (

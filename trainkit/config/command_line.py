@@ -33,7 +33,7 @@ URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 # The flags that people use, which --help shows before all others.
 USED_MOST = "dataset data target model epochs batch_size learning_rate run_dir resume"
 
-NOT_SHOWN = tyro.conf.arg(help_behavior_hint="")  # the default, in --help
+NOT_SHOWN = tyro.conf.arg(help_behavior_hint="")  # hides the default in --help
 
 
 def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
@@ -117,7 +117,7 @@ def _in_order_of_help(kind: type) -> ConstructorRegistry:
 
 def _without_unset(field: StructFieldSpec) -> StructFieldSpec:
     """Let a field whose default is UNSET be None, and hide that in --help."""
-    # Under python -O tyro keeps the rules of an earlier call, whose fields have been here before.
+    # Under python -O tyro keeps the rules of an earlier call, so a field may already be wrapped.
     if field.default is not None or NOT_SHOWN in get_args(field.type):
         return field
     # None first, and not with |: else tyro imports typeguard, 15 ms of a start.

@@ -162,7 +162,7 @@ class TrainingConfig:
     """seconds after which a process that does not answer counts as lost"""
 
     def set_unset(self, values: dict[str, Any]) -> str:
-        """Give fields these values where they are UNSET, so where the user has given none.
+        """Give fields these values where they are UNSET, that is, where the user gave no value.
 
         To be called in __post_init__ for defaults that depend on other flags, and in load_data for
         those that depend on the data. Returns the flags that were set, as they would be typed.
@@ -255,7 +255,7 @@ class TrainingConfig:
         return problems
 
     def _find_unset(self) -> list[str]:
-        """A phrase for each flag of every run that has no value, which it needs from here on."""
+        """A phrase for each shared flag that has no value, which it needs from here on."""
         needed = [each.name for each in fields(TrainingConfig) if each.default is not UNSET]
         return [
             f"{flag(name)} has no value: give one, or let load_data call config.set_unset(...)"
@@ -284,7 +284,11 @@ class TrainingConfig:
         if isinstance(value, bool):
             return flag(name if value else f"no_{name}")
         values = value if isinstance(value, list | tuple) else [value]
-        return f"{flag(name)} {','.join(str(each).removesuffix('.0') for each in values)}"
+        words = [
+            str(each).removesuffix(".0") if isinstance(each, float) else str(each)
+            for each in values
+        ]
+        return f"{flag(name)} {','.join(words)}"
 
     def validate(self, num_processes: int, is_loaded: bool = False) -> None:
         """Raise one UsageError that names everything that is wrong with the values.

@@ -14,7 +14,8 @@ from trainkit.hashes import KIND, digest_file
 # A hash in a manifest finds damage. It cannot find forgery, because whoever changes a file can
 # change the manifest too; that is why nothing in a checkpoint can execute.
 FORMAT = 7
-# The formats that a resume reads. Who changes FORMAT adds what reads the one before, and its test:
+# The formats that a resume reads. Whoever changes FORMAT also adds what reads the one before, and
+# its test:
 # see read_same_run and compare_sources of checkpoints/fingerprint.py.
 READ = {6, FORMAT}
 STEP_NAME = re.compile(r"step-\d{10}")

@@ -409,7 +409,7 @@ def _functions(what: str, values: Any) -> list[dict[str, Any]]:
     for value in values if isinstance(values, list) else [values]:
         value = _without_nulls(_decode(value))
         if not isinstance(value, dict):
-            raise UsageError(f"its {what} are no JSON objects: {str(value)[:60]!r}")
+            raise UsageError(f"its {what} are not JSON objects: {str(value)[:60]!r}")
         function = value.get("function", value)
         if isinstance(function.get("arguments"), str):  # most templates would quote it once more
             function = function | {"arguments": _decode(function["arguments"] or "{}")}

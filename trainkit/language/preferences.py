@@ -124,7 +124,7 @@ def make_pairs(
 def _encode_pair(
     chat: Chat, where: str, both: Sequence[Conversation], size: int, notes: Notes
 ) -> Pair | None:
-    """Return the tokens of both conversations; None if both are equal, or an answer has none."""
+    """Return the tokens of both; None if they are equal, or no token of an answer is left."""
     unmarked = [chat.without_marks(conversation) for conversation in both]
     notes.add("marked", unmarked != [*both])
     with as_usage_error(f"{where} cannot be tokenized"):

@@ -18,9 +18,8 @@ WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Facto
 TEXTS = ("content", "reasoning_content")  # of a turn
 # Keys of a turn that are read although a chat template does not name them.
 KEYS = ("role", "content", "reasoning_content", *WEIGHTS)
-PLACEHOLDER = (
-    0xF0000  # the first character of private use that stands for a special token in a text
-)
+# The first of the characters of private use that stand for special tokens in a text.
+PLACEHOLDER = 0xF0000
 PLACEHOLDERS = re.compile(f"([{chr(PLACEHOLDER)}-{chr(PLACEHOLDER + 0xFFFF)}]+)")
 DATE_MARKS = (*"aAbBcdDeFhHIjmMpSTuUVwxXyY", "-d", "-m")  # of strftime
 MAX_CHARACTERS = 400  # of a sample that is shown
@@ -132,9 +131,8 @@ class Chat:
         self.asks = {between.strip(), asked.rpartition("question")[2].strip()} - {""}
         bos = self.tokenizer.bos_token or ""
         start = start.removeprefix(bos)
-        self.header = start[
-            max(start.rfind(name) for name in (*self.placeholders, start)) :
-        ].strip()
+        last_special = max(start.rfind(name) for name in (*self.placeholders, start))
+        self.header = start[last_special:].strip()
 
     def is_written(self, text: str) -> bool:
         """Return whether a prompt is written as the template does, up to where an answer begins."""
@@ -148,7 +146,7 @@ class Chat:
         return self.special.sub(lambda found: self.placeholders[found[0]], text)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text as it is: placeholders in it are no special tokens."""
+        """Return the tokens of a text as it is: placeholders in it are not special tokens."""
         names = [*self.placeholders]
         tokens: list[int] = []
         for number, part in enumerate(PLACEHOLDERS.split(text)):
@@ -303,7 +301,7 @@ class Chat:
         """Return the conversation with arguments of calls as its template takes them.
 
         Some templates take values, others a text that is JSON. Raises ValueError for arguments that
-        are no JSON, if the template would write them in quotes.
+        are not JSON, if the template would write them in quotes.
         """
         turns = conversation.turns
         arguments = [
@@ -332,7 +330,7 @@ class Chat:
             quoted = [value for value in unread if _any_in([_to_json(value)], text)]
             if quoted:
                 raise ValueError(
-                    f"the arguments of a call of a tool are no JSON, {quoted[0][:60]!r}, and the "
+                    f"the arguments of a call of a tool are not JSON, {quoted[0][:60]!r}, and the "
                     "chat template does not write other arguments as they are"
                 )
         return as_texts

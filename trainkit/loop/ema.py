@@ -12,7 +12,7 @@ from trainkit.sharding import shards
 
 
 class EMA:
-    """The moving average of all trained weights; checkpoint.py saves and restores it.
+    """The moving average of all trained weights; a checkpoint has it.
 
     It starts at the initial weights. Its decay rises to the given one as
     min(decay, (1 + step) / (10 + step)), so that the initial weights do not dominate the average of

@@ -195,15 +195,15 @@ class Step:
         share = total.detach() / divisor
         self.losses.append(share)
         scale = self.accelerator.num_processes * self.num_micro_batches / divisor
-        # scale - 0 * share: NaN if share is not finite. An infinite loss can have finite gradients.
-        mean = total * torch.rsub(share, scale, alpha=0)
+        # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
+        mean = total * (scale + 0 * share)
         self.mistakes.watch_mean(mean)
         return mean
 
     def sums(
         self, values: dict[str, torch.Tensor], mask: Selection, weights: Selection
     ) -> Iterator[tuple[str, torch.Tensor, int | torch.Tensor]]:
-        """Yield name, sum and number of each of these values of run.add: see metrics.select."""
+        """Yield name, sum and number of each of these values of run.add: see means.select."""
         for name, value, selection in select("run.add(...)", values, mask, weights):
             call = f"run.add({name}=...)"
             if self.mistakes.num_left:

@@ -1,7 +1,7 @@
 """Random numbers of many batches drawn at once, because the samples that come next are known.
 
 Of numbers that depend on the sample alone it does not matter when they are drawn. A step then
-starts one operation on a GPU in place of twenty, and the numbers are the same bits.
+starts one operation on a GPU in place of 18, and the numbers are the same bits.
 """
 
 from collections import deque

@@ -33,7 +33,7 @@ class RunningMeans:
         self.totals: dict[str, np.ndarray] = {}  # sum and count of the epoch, flushed
 
     def add_all(self, values: Iterable[tuple[str, torch.Tensor, int | torch.Tensor]]) -> None:
-        """Add, of each name, the sum of `count` values of this process, a scalar on the device."""
+        """For each name, add the sum of `count` values of this process, a scalar on the device."""
         sums, totals = [], []
         for name, total, count in values:
             self.totals.setdefault(name, np.zeros(2))
@@ -188,7 +188,7 @@ def sum_and_count(
 def sum_of(values: torch.Tensor) -> torch.Tensor:
     """The sum; for 16-bit values in float32, so that it neither overflows nor loses precision.
 
-    For truth values too: what run.add adds up in a step then has one dtype.
+    For booleans too, so that all that run.add adds up in a step has one dtype.
     """
     in_float32 = values.dtype.itemsize == 2 or values.dtype == torch.bool
     return values.sum(dtype=torch.float32 if in_float32 else None)

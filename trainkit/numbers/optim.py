@@ -1,4 +1,4 @@
-"""Make torch's own optimizers and learning rate schedules from the flags of config.py."""
+"""Make torch's own optimizers and learning rate schedules from the flags."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -64,7 +64,7 @@ def keyed_normal(
     reach up to 5.4 in size.
     """
     number = _key_of("normal", seed, epoch, num, stream)
-    # Not the rest too, which a vectorised kernel may round by where a number is in its tensor.
+    # Only the bits are drawn ahead: erfinv may round differently at another place in a tensor.
     bits = draw((number, num), indices, num, lambda rows: _bits(number, rows, num))
     # (2 * bits + 1) / 2**24 - 1, exact in float32, symmetric and never -1 or 1.
     return torch.erfinv((2 * bits + 1 - 2**24).float() / 2**24) * math.sqrt(2)

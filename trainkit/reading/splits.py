@@ -123,12 +123,12 @@ def hold_out(
     share of all rows; with a number it is that many, of any class.
     """
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-    places = torch.arange(num_rows)
+    positions = torch.arange(num_rows)
     if labels is None or number:
-        held_out = places < (number or round(share * num_rows))
+        held_out = positions < (number or round(share * num_rows))
     else:
         order = order[labels[order].argsort(stable=True)]
-        held_out = ((places + 1).double() * share).floor() > (places.double() * share).floor()
+        held_out = ((positions + 1).double() * share).floor() > (positions.double() * share).floor()
         trained_on = labels[order[~held_out]]
         held_out &= torch.isin(labels[order], trained_on)  # of a class with one row, none
     return order[~held_out], order[held_out]

@@ -217,7 +217,7 @@ class Results:
     def _abandon_other_best(self, progress: Progress) -> None:
         """Rename best.safetensors if it is not that of the best evaluation.
 
-        It is another one if the run was resumed from a checkpoint that is older than the file.
+        It belongs to another step if the run was resumed from a checkpoint older than the file.
         """
         path = self.run_dir / "best.safetensors"
         if not self.accelerator.is_main_process or self._best_value(progress) is None:

@@ -249,8 +249,10 @@ def make_samples(
     else:
         tokens = tokenize(texts, max_tokens, tokenizer)
         if full := sum(len(row) == max_tokens for row in tokens[:num_train]):
-            line = f"{full} of {num_train} texts fill --max-tokens {max_tokens}, longer ones are"
-            plan = plan | {"truncated": f"{line} truncated"}
+            plan = plan | {
+                "truncated": f"{full} of {num_train} texts have at least --max-tokens "
+                f"{max_tokens} tokens; longer ones are truncated"
+            }
     samples = [*zip(tokens, labels, strict=True)]
     return samples[:num_train], samples[num_train:], num_bits, plan
 
