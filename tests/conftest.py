@@ -1,4 +1,16 @@
-"""What several test files use: small data, a way to start a script, and to read what it left."""
+"""What several test files use: small data, three ways to start a script, and what it left.
+
+1. In this process, or in forks of one that has imported torch already. `run_main(script, *args)`
+   calls main(argv) here: one process, nothing to start. `fork_main(script, *args, world=2)` calls
+   it in forked processes that meet over gloo, in a tenth of the time of a start; it may kill them
+   or let their disk be full. `nursery.run(...)`, below it, is for files that always fork.
+2. In a fresh process: `run(script, *args)` is `python script`, to its end; `start` does not wait.
+   For what the start itself does. `in_fresh_process(code)` runs a few lines of Python.
+3. Through the launcher: `run(script, *args, config="2cpu")`, or `start`, as a person types it.
+   For what the launcher hands on: the YAMLs, signals, nodes.
+
+The first that can see the fault is the right one: the second costs 5 s of CPU, the third 15.
+"""
 
 import contextlib
 import importlib
@@ -106,8 +118,9 @@ def split_flags(args: Sequence[object]) -> list[str]:
 def words_of(script: str | Path, args: Sequence[object]) -> list[str]:
     """The arguments as strings; drawing takes a second, so who wants it says --pictures."""
     words = split_flags(args)
-    training = Path(script).name.startswith("train_") and "--pictures" not in words
-    return words + ["--no-pictures"] * training
+    if Path(script).name.startswith("train_") and not {"--pictures", "--no-pictures"} & {*words}:
+        words.append("--no-pictures")
+    return words
 
 
 def start(
@@ -274,15 +287,6 @@ def assert_num_processes(output: str, number: int):
     assert f"{number} process{'es' * (number > 1)} on cpu" in device, output
 
 
-def finish(nursery: Any, script: str, *args: object, world: int = 1, **plan: Any) -> str:
-    """Run a script to its end in forked processes, and return what it printed."""
-    plan = {"timeout": 200, **plan}
-    outcome = nursery.run(script, *split_flags(args), world=world, **plan)
-    assert outcome.codes == [0] * world, outcome.output
-    assert_num_processes(outcome.output, world)
-    return outcome.output
-
-
 # Of the runs that tests/test_ray.py, test_slurm.py and test_kubernetes.py disturb.
 ENGINE_FLAGS = "--epochs 60 --batch-size 60 --save-every 5 --no-pictures --dataset "
 
@@ -340,20 +344,21 @@ def nursery(datasets_cache):
 
 @pytest.fixture(scope="session")
 def fork_main(nursery, tmp_path_factory):
-    """`run` without the start: main(argv) of a script in forked processes, for a tenth of its time.
+    """Call main(argv) of a script in forked processes that meet as under a launcher.
 
     script: its path, or its text.
 
-    What comes back has returncode, stdout and stderr; a main that hangs fails the test. See
-    faults.Nursery.run for the names that may follow. For tests that are not about the start.
+    A faults.Outcome comes back, with returncode, stdout and stderr; .finished() asks for exit code
+    0 of all processes. A main that hangs fails the test. See faults.Nursery.run for the names that
+    may follow: world=3, double=True, fault=...
     """
 
-    def call(script: str, *args: object, **plan: Any) -> Any:
-        if "\n" in script:
+    def call(script: str | Path, *args: object, **plan: Any) -> Any:
+        if "\n" in str(script):
             path = tmp_path_factory.mktemp("script") / "given.py"
             path.write_text(script)
             script = path.as_posix()
-        outcome = nursery.run(script, *words_of(script, args), **plan)
+        outcome = nursery.run(script, *words_of(script, args), **{"timeout": 200, **plan})
         assert None not in outcome.codes, f"{script} hung\n{outcome.output}"
         return outcome
 
@@ -372,19 +377,9 @@ def in_fresh_process():
         yield lambda code, **names: pool.submit(exec, code, names).result(timeout=300)
 
 
-@pytest.fixture(scope="session")
-def train_in_double(nursery):
-    """Run a script in float64 in `world` processes of their own; return what it printed."""
-
-    def call(script: str, *args: object, world: int = 1, **plan: Any) -> str:
-        return finish(nursery, script, *words_of(script, args), world=world, double=True, **plan)
-
-    return call
-
-
 @pytest.fixture
 def float64_default():
-    """What this test makes is float64; a model then starts with the weights of train_in_double."""
+    """What this test makes is float64: a model starts as in fork_main(..., double=True)."""
     import torch
 
     torch.set_default_dtype(torch.float64)

@@ -61,6 +61,14 @@ class Outcome:
         """All that the processes printed."""
         return self.stdout + self.stderr
 
+    def finished(self) -> str:
+        """All that was printed; all processes ended with 0, and the plan has their number."""
+        from conftest import assert_num_processes  # which the forked processes need not import
+
+        assert self.codes == [0] * len(self.codes), self.output
+        assert_num_processes(self.output, len(self.codes))
+        return self.output
+
     def error(self, code: int) -> str:
         """The one line of stderr; all processes ended with this code, and one printed why."""
         assert {*self.codes} == {code}, f"{self.codes}\n{self.output}"

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import finish
 from loops import Numbers, changed
 from torch import nn
 from torch.utils.data import Dataset
@@ -342,11 +341,11 @@ def main(argv):
 """
 
 
-def test_a_metric_that_the_function_itself_updates_sees_each_sample_once(nursery, tmp_path):
+def test_a_metric_that_the_function_itself_updates_sees_each_sample_once(fork_main, tmp_path):
     path = tmp_path / "metric.py"
     path.write_text(METRIC)
     flags = f"--epochs 1 --batch-size 8 --eval-batch-size 6 --no-pictures --run-dir {tmp_path}/run"
-    output = finish(nursery, path.as_posix(), flags, world=2)  # 43: the last batch would have 1
+    output = fork_main(path, flags, world=2).finished()  # 43: the last batch would have 1
     seen = [int(n) for part in re.findall(r"seen \[(.*?)\]\.", output) for n in part.split(",")]
     assert sorted(seen) == [*range(43)], output
 

@@ -30,7 +30,7 @@ slow = pytest.mark.slow
     "program", ["data_parallel", *(pytest.param(p, marks=slow) for p in [*BECOMES][1:])]
 )
 def test_the_program_and_the_script_give_the_same_losses_and_weights(
-    program, small_mnist, tmp_path, fork_main, train_in_double
+    program, small_mnist, tmp_path, fork_main
 ):
     images, labels = load_images(str(small_mnist), "train", 28)[0].tensors
     epoch = EpochBatches(NUM_TRAIN, BATCH_SIZE, seed=0, drop_last=True)
@@ -43,7 +43,7 @@ def test_the_program_and_the_script_give_the_same_losses_and_weights(
     done = fork_main(str(path), data, losses_path, double=True, world=world)
     assert done.codes == [0] * world, done.output
     words = ["--dataset", small_mnist, "--run-dir", tmp_path / "run"]
-    train_in_double("train_mnist", *words, *SHARED.split(), *flags.split())
+    fork_main("train_mnist", *words, *SHARED.split(), *flags.split(), double=True).finished()
     before = json.loads(losses_path.read_text())
     losses = [row["train_loss"] for row in rows(tmp_path / "run", "steps")]
     assert len(before) == len(losses) == NUM_STEPS

@@ -6,7 +6,7 @@ Their numbers: tests/test_worlds.py.
 import ast
 import re
 
-from conftest import ROOT, finish, rows, run
+from conftest import ROOT, rows, run
 
 
 def test_an_example_starts_where_it_lies(tmp_path):
@@ -15,7 +15,7 @@ def test_an_example_starts_where_it_lies(tmp_path):
     run("examples/text.py", flags, cwd=tmp_path, env={"PYTHONPATH": ""})
 
 
-def test_the_five_edits_of_the_docs_make_a_script_that_learns(nursery, tmp_path):
+def test_the_five_edits_of_the_docs_make_a_script_that_learns(fork_main, tmp_path):
     """What docs/loop.md shows is done to a copy of examples/text.py."""
     docs = (ROOT / "docs" / "loop.md").read_text()
     script = (ROOT / "examples" / "text.py").read_text()
@@ -34,7 +34,7 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(nursery, tmp_path)
         assert script.count(old) == 1, old
         script = script.replace(old, new)
     (tmp_path / "rows.py").write_text(script)
-    finish(nursery, tmp_path / "rows.py", f"--run-dir {tmp_path}/run --no-pictures", world=2)
+    fork_main(tmp_path / "rows.py", f"--run-dir {tmp_path}/run --no-pictures", world=2).finished()
     assert rows(tmp_path / "run")[-1]["eval_accuracy"] > 0.8
 
 

@@ -80,7 +80,7 @@ def finish(started: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(
     "caches, world", [("ab", 2), pytest.param("aa", 4, marks=pytest.mark.slow)]
 )
-def test_two_nodes_train_as_one_process(tiny_mnist, tmp_path, train_in_double, caches, world):
+def test_two_nodes_train_as_one_process(tiny_mnist, tmp_path, fork_main, caches, world):
     port, args = free_port(), [SMALL, tiny_mnist, "--run-dir"]
     script, flags = tmp_path / "train_counting.py", (*args, tmp_path / "four")
     script.write_text(COUNTING)
@@ -90,7 +90,7 @@ def test_two_nodes_train_as_one_process(tiny_mnist, tmp_path, train_in_double, c
         there = {"HF_HOME": str(tmp_path / cache), **IN_DOUBLE}
         extra = ("--num_processes", world)
         started.append(start_node(node, port, *flags, script=script, extra=extra, **there))
-    train_in_double("train_mnist", *args, tmp_path / "one")
+    fork_main("train_mnist", *args, tmp_path / "one", double=True).finished()
     (code, output, errors), (other_code, _, _) = finish(started)
     assert code == other_code == 0, errors
     conftest.assert_num_processes(output, world)
@@ -151,11 +151,9 @@ def test_after_a_killed_launcher_and_a_killed_node_a_resume_ends_with_the_same_b
 
 
 @pytest.mark.slow
-def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(
-    small_mnist, tmp_path, train_in_double
-):
+def test_with_c10d_the_run_goes_on_when_a_killed_node_returns(small_mnist, tmp_path, fork_main):
     args = [EIGHT_EPOCHS, small_mnist, "--run-dir"]
-    train_in_double("train_mnist", *args, tmp_path / "one")
+    fork_main("train_mnist", *args, tmp_path / "one", double=True).finished()
     port = free_port()
     elastic = yaml.safe_load((conftest.CONFIGS / "2node_16gpu_elastic.yaml").read_text())
     config = yaml.safe_load((conftest.CONFIGS / "2node_4cpu.yaml").read_text())

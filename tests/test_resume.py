@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import assert_same_numbers, finish, refused
+from conftest import assert_same_numbers, refused
 from faults import digests
 from plain import quick
 from saving import reforge
@@ -32,11 +32,11 @@ QUICK = ("train_mnist", 1, "--num-workers 1 --accumulate 3")
 
 
 @pytest.mark.parametrize("script, world, flags", quick([QUICK, *SLOW], [QUICK]))
-def test_resume_is_exact(nursery, arguments, tmp_path, script, world, flags):
+def test_resume_is_exact(fork_main, arguments, tmp_path, script, world, flags):
     """One undisturbed run that keeps every step; then a resume from some places in it."""
     args = [*arguments[script], *flags.split(), "--save-every", "1", "--keep", "99", "--run-dir"]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
-    finish(nursery, script, *args, whole, world=world)
+    fork_main(script, *args, whole, world=world).finished()
     for step in (3, 5, 8, LAST):  # in an epoch, at its end, in the second, after the last step
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(whole, copy)
@@ -44,7 +44,7 @@ def test_resume_is_exact(nursery, arguments, tmp_path, script, world, flags):
         for states in path.glob("state/random_states_*"):  # nothing may rely on them
             shutil.copy(copy / "checkpoints" / "step-0000000001" / "state" / states.name, states)
         reforge(path)
-        output = finish(nursery, script, *args, copy, "--resume", path, world=world)
+        output = fork_main(script, *args, copy, "--resume", path, world=world).finished()
         assert f"resuming from {path}" in output
         if step < LAST:
             assert (copy / "checkpoints" / f"abandoned-step-{LAST:010d}").is_dir()
@@ -61,17 +61,19 @@ def samples(run_dir: Path, world: int) -> list[tuple[int, int]]:
 @pytest.mark.numeric
 @pytest.mark.parametrize("before, after, accumulate", [(1, 2, 2), (2, 1, 1)])
 def test_other_numbers_of_processes_and_micro_batches_go_on_with_the_same_samples(
-    train_in_double, arguments, tmp_path, before, after, accumulate
+    fork_main, arguments, tmp_path, before, after, accumulate
 ):
     # A row every 3 steps: at step 4 there are sums that no row has yet.
     args = [*arguments["train_mnist"], "--model compact --log-every 3 --keep 9 --run-dir"]
     whole, copy = tmp_path / "whole", tmp_path / "copy"
-    train_in_double("train_mnist", *args, whole, world=before, indices=f"{whole}.indices")
+    fork_main(
+        "train_mnist", *args, whole, world=before, indices=f"{whole}.indices", double=True
+    ).finished()
     shutil.copytree(whole, copy)
     resume = f"--resume {copy}/checkpoints/step-0000000004 --accumulate {accumulate}"
-    output = train_in_double(
-        "train_mnist", *args, copy, resume, world=after, indices=f"{copy}.indices"
-    )
+    output = fork_main(
+        "train_mnist", *args, copy, resume, world=after, indices=f"{copy}.indices", double=True
+    ).finished()
     assert f"num_processes was {before} and is {after}" in output
     assert ("micro_batches was 1 and is 2" in output) == (accumulate == 2)
     # Not only the same samples in each step: in the same order, each once in an epoch.
@@ -90,17 +92,17 @@ def test_other_numbers_of_processes_and_micro_batches_go_on_with_the_same_sample
     ],
 )
 def test_a_signal_at_any_step_to_one_process_saves_that_step_and_loses_nothing(
-    nursery, arguments, tmp_path, world, stops
+    nursery, fork_main, arguments, tmp_path, world, stops
 ):
     args = [*arguments["train_mnist"], "--run-dir"]
-    finish(nursery, "train_mnist", *args, tmp_path / "whole", world=world)
+    fork_main("train_mnist", *args, tmp_path / "whole", world=world).finished()
     for step, number, words in stops:
         run_dir = tmp_path / f"stopped-{step}"
         fault = {"rank": world - 1, "signal": [step, number]}
         outcome = nursery.run("train_mnist", *args, run_dir, world=world, fault=fault)
         assert outcome.codes == [75] * world, outcome.output
         assert f"stopped by {words}, saved" in outcome.output
-        finish(nursery, "train_mnist", *args, run_dir, "--resume", "auto", world=world)
+        fork_main("train_mnist", *args, run_dir, "--resume", "auto", world=world).finished()
         assert digests(run_dir) == digests(tmp_path / "whole")
 
 

@@ -17,7 +17,6 @@ import torch
 from conftest import (
     assert_same_bytes,
     contents,
-    finish,
     posix_only,
     refused,
     rows,
@@ -249,14 +248,14 @@ def test_a_long_epoch_says_where_it_is_and_a_picture_that_cannot_be_drawn_is_a_s
 
 
 def test_a_resume_adds_gradients_in_the_same_order_whatever_the_buckets_were(
-    nursery, arguments, tmp_path
+    fork_main, arguments, tmp_path
 ):
     """Of three processes: a sum of two has only one order."""
     flags = f"--epochs 1 --save-every 1 --keep 9 --run-dir {tmp_path}/run"
     args = [*arguments["train_mnist"], flags]
     found = []
     for more in ("", f" --resume {tmp_path}/run/checkpoints/step-0000000002"):
-        finish(nursery, "train_mnist", *args, flags + more, world=3)
+        fork_main("train_mnist", *args, flags + more, world=3).finished()
         found.append(digests(tmp_path / "run"))
     assert found[0] == found[1]
 

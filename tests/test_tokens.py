@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same_bytes, finish, refused, rows, saved
+from conftest import assert_same_bytes, refused, rows, saved
 from loops import Numbers, Still, changed, make_config
 from loss_scale import scaled_float32
 from plain import logged_losses, plain_losses, quick
@@ -72,11 +72,11 @@ def plain(mode):
     "mode, world, accumulate", quick(GRID, [("text", 2, 4), ("answers", 1, 4), ("answers", 3, 1)])
 )
 def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
-    nursery, folder, mode, world, accumulate
+    fork_main, folder, mode, world, accumulate
 ):
     run_dir = folder / f"{mode}-{world}-{accumulate}"
     more = ["--accumulate", accumulate, "--run-dir", run_dir]
-    finish(nursery, "examples.gpt", *MODES[mode], *more, world=world)
+    fork_main("examples.gpt", *MODES[mode], *more, world=world).finished()
     losses, weights = plain(mode)
     assert logged_losses(run_dir) == pytest.approx(losses, abs=2e-6)
     tensors, _ = saved(run_dir)  # with both names of the tied weights
@@ -116,11 +116,11 @@ ENDING += ["--keep-best", "eval_samples:max", "--patience", "2"]
 
 @pytest.mark.parametrize("mode, world, accumulate", quick(GRID, [("answers", 2, 1)]))
 def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
-    nursery, folder, mode, world, accumulate
+    nursery, fork_main, folder, mode, world, accumulate
 ):
     flags = [*MODES[mode], *ENDING, "--accumulate", accumulate, "--run-dir"]
     whole = folder / f"whole-{mode}-{world}-{accumulate}"
-    finish(nursery, "examples.gpt", *flags, whole, world=world)
+    fork_main("examples.gpt", *flags, whole, world=world).finished()
     last, evaluations = rows(whole)[-1]["step"], rows(whole, "epochs")
     assert last in (6, 9) and len(evaluations) == 3  # the second and third are not better
     files = [path.name for name in ("raw.*", "best.*", "sample-*.txt") for path in whole.glob(name)]
@@ -133,19 +133,19 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
             fault = {"save": num_saves, "event": 3, "how": "kill"}
         killed = nursery.run("examples.gpt", *flags, run_dir, world=world, fault=fault)
         assert 0 not in killed.codes and not (run_dir / "DONE").exists(), killed.output
-        finish(nursery, "examples.gpt", *flags, run_dir, "--resume", "auto", world=world)
+        fork_main("examples.gpt", *flags, run_dir, "--resume", "auto", world=world).finished()
         assert_same_bytes(run_dir, whole, *files)
 
 
 @pytest.mark.parametrize("world", quick(zip(WORLDS), [(3,)]))
 def test_a_loss_that_couples_samples_sees_those_of_all_processes(
-    nursery, tiny_mnist, tmp_path, world
+    fork_main, tiny_mnist, tmp_path, world
 ):
     # 331 samples: 11 batches of 30, and one sample for the last; 101 to evaluate on.
     flags = "--batch-size 30 --epochs 2 --log-every 1 --schedule constant --warmup 0 --no-pictures"
     flags += f" --eval-batch-size 25 --timeout 60 --stop-after-steps {NUM_STEPS}"
     where = ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path)]
-    finish(nursery, "examples.two_towers", *flags.split(), *where, world=world)
+    fork_main("examples.two_towers", *flags.split(), *where, world=world).finished()
     samples, _ = two_towers.load_data(parse(two_towers.Config, where))
     torch.manual_seed(0)
     model = two_towers.Towers()

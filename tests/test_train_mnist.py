@@ -18,14 +18,12 @@ from trainkit.numbers.loaders import EpochBatches
 
 
 @pytest.mark.numeric
-def test_the_loop_is_plain_pytorch(
-    tiny_mnist, tmp_path, train_in_double, float64_default, monkeypatch
-):
+def test_the_loop_is_plain_pytorch(tiny_mnist, tmp_path, fork_main, float64_default, monkeypatch):
     data = f"--dataset {tiny_mnist} --run-dir {tmp_path} --epochs 2 --batch-size 96"
     rates = "--learning-rate 0.05 --schedule cosine --min-learning-rate 0.01 --warmup 0.3"
     flags = f"{data} {rates} --optimizer sgd --clip-norm 0.56 --accumulate 3 --no-drop-last"
     flags += " --log-every 1 --ema 0.3"
-    train_in_double("train_mnist", flags)
+    fork_main("train_mnist", flags, double=True).finished()
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(train_mnist, "pixel_centres", train_mnist.pixel_centres.__wrapped__)
