@@ -387,6 +387,16 @@ def float64_default():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(scope="session")
+def tuned_base(nursery, tmp_path_factory):
+    """The folder of a small model and of rows to tune it on, as tuned.make_base makes them."""
+    from tuned import make_base
+
+    folder = tmp_path_factory.mktemp("tuned")
+    make_base(nursery, folder)
+    return folder
+
+
 @pytest.fixture
 def in_double(float64_default, flags, monkeypatch):
     """The test file's `flags` for a base in float64; here all is computed in it, losses too."""

@@ -132,7 +132,7 @@ class Sweep:
         self.run_dir = run_dir
 
 
-@pytest.mark.parametrize("world, stride", [(1, 17), (2, 41)])
+@pytest.mark.parametrize("world, stride", [(1, 29), (2, 83)])
 def test_a_fault_inside_a_save_loses_nothing(nursery, arguments, tmp_path, world, stride):
     sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], world, tmp_path)
     rows = sweep.break_each_save(stride=stride)

@@ -48,8 +48,8 @@ WAYS = itertools.product(([], LORA), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
 
 
 @pytest.fixture(scope="module")
-def flags(nursery, tmp_path_factory):
-    return make_flags(nursery, tmp_path_factory.mktemp("made"), FLAGS, "pairs", 300)
+def flags(tuned_base):
+    return make_flags(tuned_base, FLAGS, "pairs", 300)
 
 
 @pytest.fixture(scope="module")

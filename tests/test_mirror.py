@@ -562,8 +562,8 @@ def test_a_sharded_run_goes_on_in_an_empty_folder(nursery, tmp_path, kind, copie
 
 
 @pytest.mark.slow
-def test_an_adapter_goes_on_in_an_empty_folder(nursery, tmp_path):
-    flags = make_flags(nursery, tmp_path, FLAGS, "pairs", 120)
+def test_an_adapter_goes_on_in_an_empty_folder(nursery, tuned_base, tmp_path):
+    flags = make_flags(tuned_base, FLAGS, "pairs", 120)
     plan = {"modules": MODULES, "world": 2, "env": {"HF_DATASETS_CACHE": f"{tmp_path}/cache"}}
     args = [*flags, *LORA, "--save-every", 3]
     lost = Lost(nursery, "examples/finetune.py", args, tmp_path, **plan)

@@ -43,8 +43,8 @@ WAYS = itertools.product(([], LORA), (1, 2, *KINDS), (1, 2))
 
 
 @pytest.fixture(scope="module")
-def flags(nursery, tmp_path_factory):
-    return make_flags(nursery, tmp_path_factory.mktemp("made"), FLAGS, "preferred", 50)
+def flags(tuned_base):
+    return make_flags(tuned_base, FLAGS, "preferred", 50)
 
 
 @pytest.fixture(scope="module")

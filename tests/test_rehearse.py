@@ -246,6 +246,7 @@ class TestOnLinux:
         assert capsys.readouterr().out.count("equal bytes") == 3
         assert [path.name for path in tmp_path.iterdir()] == ["bare.py"]
 
+    @slow  # as those below; test_shards.py resumes this script to equal bytes
     def test_scripts_of_the_project_keep_the_promises(self, capsys):
         flags = "train_regression.py --num-samples 75 --schedule constant --warmup 0 --decay 0.3"
         code = rehearse.main(["--only", "resumed", *flags.split()])

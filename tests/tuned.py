@@ -19,15 +19,20 @@ LORA = ["--lora", "4"]
 FOUR_BITS = [*LORA, "--load-4bit"]
 
 
-def make_flags(nursery, folder, flags: str, name: str, num: int) -> list[str]:
-    """Make rows, and the model, in float64 as well; return what all runs have in common."""
+def make_base(nursery, folder):
+    """Make rows, and a model, in float64 as well."""
     for where, double in (folder / "double", True), (folder, False):
         words = "examples/docstrings.py", "--folder", where, "--width", 32, "--layers", 1
         made = nursery.run(*words, double=double, modules=MODULES)
         assert made.codes == [0], made.output
-    lines = (folder / f"{name}.jsonl").read_text().splitlines()[:num]
-    (folder / "few.jsonl").write_text("\n".join(lines))
-    return [*flags.split(), "--data", f"{folder}/few.jsonl", "--base", f"{folder}/base"]
+
+
+def make_flags(made, flags: str, name: str, num: int) -> list[str]:
+    """The flags of runs on so many of the rows of this name, in a folder of make_base."""
+    lines = (made / f"{name}.jsonl").read_text().splitlines()[:num]
+    file = made / f"{name}-{num}.jsonl"
+    file.write_text("\n".join(lines))
+    return [*flags.split(), "--data", str(file), "--base", f"{made}/base"]
 
 
 def start_run(nursery, flags, run_dir, lora, way, *args, **plan):
