@@ -333,6 +333,27 @@ class Wrapping(Dataset):
         return self.base[index]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_set_under_both_is_evaluated_as_in_epoch_0_with_any_number_of_workers(
+    accelerator, workers
+):
+    base = Epochal()
+    config = TrainingConfig(
+        run_dir=Path("unused"), batch_size=1, eval_batch_size=2, num_workers=workers
+    )
+    sets = Subset(base, [0, 1]), Subset(base, [2, 3])
+    train_loader, eval_loader = accelerator.prepare(*make_loaders(accelerator, *sets, config))
+    epochs = {"train": [], "eval": []}
+    for epoch in (3, 4):
+        batches_of(train_loader).set_position(epoch, 0)
+        with batches_of(train_loader).read_by_run(), batches_of(eval_loader).read_by_run():
+            for batch in train_loader:  # evaluated in the middle of an epoch
+                epochs["train"] += batch[:, 1].tolist()
+                epochs["eval"] += [row for batch in eval_loader for row in batch[:, 1].tolist()]
+    assert epochs == {"train": [3, 3, 4, 4], "eval": [0] * 8}
+    end_workers(accelerator)
+
+
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -235,6 +235,7 @@ class WholeBatches(Dataset):
         epoch: of the samples, shared with loader workers.
         told: the sets within `dataset` whose set_epoch(epoch) is called before samples are made, in
             the process that makes them: a worker never sees a call in the training process.
+        of_both: those of them that another loader tells too, so each batch tells them again.
     """
 
     def __init__(
@@ -244,9 +245,11 @@ class WholeBatches(Dataset):
         seed: int,
         epoch: torch.Tensor,
         told: Sequence[Any] = (),
+        of_both: Sequence[Any] = (),
     ):
         self.dataset = dataset
         self.told = told
+        self.of_both = of_both
         self.told_epoch = -1
         self.collate_fn = collate_fn or default_collate
         self.seed = seed
@@ -261,10 +264,11 @@ class WholeBatches(Dataset):
 
     def make(self, indices: torch.Tensor) -> Any:
         """Return the batch of the samples at `indices`, int64 of shape (n,), n > 0."""
-        if self.told and self.told_epoch != int(self.epoch):
-            self.told_epoch = int(self.epoch)
-            for dataset in self.told:
-                dataset.set_epoch(self.told_epoch)
+        if self.told:
+            epoch = int(self.epoch)
+            for dataset in self.told if epoch != self.told_epoch else self.of_both:
+                dataset.set_epoch(epoch)
+            self.told_epoch = epoch
         if self.method == "make_batch":
             return self.dataset.make_batch(indices)
         if self.method == "__getitems__":
@@ -372,9 +376,13 @@ def make_loaders(
         accumulate=config.accumulate,
     )
     eval_batches = EpochBatches(len(eval_set), eval_batch_size, num_processes=num_processes)
+    # The evaluation set is not told. What lies under both sets must be: it would have the epoch of
+    # the training set, or with --num-workers, whose processes have copies, its first one.
+    told = sets_with_epoch(train_set)
+    of_both = [part for part in sets_with_epoch(eval_set) if any(part is one for one in told)]
     return (
-        make_loader(accelerator, train_set, train_batches, config, collate_fn),
-        make_loader(accelerator, eval_set, eval_batches, config, collate_fn),
+        make_loader(accelerator, train_set, train_batches, config, collate_fn, told, of_both),
+        make_loader(accelerator, eval_set, eval_batches, config, collate_fn, of_both, of_both),
     )
 
 
@@ -384,17 +392,20 @@ def make_loader(
     batches: EpochBatches,
     config: TrainingConfig,
     collate_fn: Callable[[list], Any] | None,
+    told: Sequence[Any],
+    of_both: Sequence[Any],
 ) -> DataLoader:
-    """Make a loader of these batches; move an InMemory data set to the device if it fits."""
+    """Make a loader of these batches; move an InMemory data set to the device if it fits.
+
+    told and of_both: see WholeBatches.
+    """
     if type(dataset) is InMemory and config.num_workers == 0:
         num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
         if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
             batches.device = accelerator.device
             dataset = dataset.to(accelerator.device)
     batches.is_read_by_run = False  # until Run reads it
-    # Not the evaluation set: its samples are those of epoch 0 each time.
-    told = sets_with_epoch(dataset) if batches.seed is not None else []
-    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, told)
+    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, told, of_both)
     # make_batch only copies rows: that is faster here than passing a batch from a worker.
     num_workers = 0 if whole.method == "make_batch" else config.num_workers
     return DataLoader(
