@@ -168,3 +168,19 @@ def test_weights_that_are_none_are_refused_in_a_sentence(accelerator):
     for weights in ([1.0] * 42, [-1.0] + [1.0] * 42, [0.0] * 43, [math.inf] * 43):
         with refused(r"weights= of shape .* must be 43 numbers of at least"):
             make_loaders(accelerator, Numbers(), Numbers(), make_config(), weights=weights)
+
+
+def test_equal_blocks_are_compiled_once_however_many_there_are(tmp_path, run_main, monkeypatch):
+    """As 1gpu_bf16_compile.yaml says it to Accelerate. The first launch on a card waits for it."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # traces, needs no compiler
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
+    counters = torch._dynamo.utils.counters["stats"]
+    num_compiled = []
+    for layers in (1, 3):
+        torch._dynamo.reset()  # as in a process of its own
+        before = counters["unique_graphs"]
+        flags = f"--layers {layers} --width 32 --num-bytes 4000 --batch-size 4 --epochs 1"
+        run_main("examples.gpt", flags, f"--run-dir {tmp_path}/{layers}")
+        num_compiled.append(counters["unique_graphs"] - before)
+    assert 1 < num_compiled[0] == num_compiled[1] <= 5  # in one piece it would be 1
