@@ -356,6 +356,68 @@ def test_processes_share_the_batches_of_rows_that_are_computed(tmp_path, monkeyp
     assert first.any() and second.any() and not (first * second).any()
 
 
+def test_rows_of_a_run_that_was_killed_are_not_computed_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    process = mock.Mock(device="cpu", num_processes=1, process_index=0, is_main_process=True)
+    process.reduce = lambda values: values
+    numbers, computed = torch.arange(1, 101)[:, None], []
+
+    def compute(part: slice) -> torch.Tensor:
+        computed.append(part.start)
+        if len(computed) == 20:
+            raise KeyboardInterrupt
+        return numbers[part]
+
+    with pytest.raises(KeyboardInterrupt):
+        compute_once(process, "x/rows", (100, 1), 2, compute)
+    assert len([*(tmp_path / "x").rglob("*")]) == 3  # a folder with two rounds of 8 batches
+    rows = compute_once(process, "x/rows", (100, 1), 2, compute)
+    assert torch.equal(rows, numbers.float())
+    assert computed[20:] == [*range(32, 100, 2)]
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["rows.safetensors"]
+    assert torch.equal(compute_once(process, "x/rows", (100, 1), 2, compute), rows)
+    assert len(computed) == 54
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_pictures_that_were_decoded_before_a_kill_are_not_decoded_again(
+    tmp_path, monkeypatch, stored
+):
+    monkeypatch.setattr(decoding, "LARGEST", 1)
+    monkeypatch.setattr(decoding, "PART", 4)
+    paths = []
+    for number in range(19):
+        paths.append(str(tmp_path / f"{number}.png"))
+        Image.new("L", (4, 4), number).save(paths[-1])
+    Path(paths[7]).write_text("not a picture")
+    rows = datasets.Dataset.from_dict({"image": paths}, datasets.Features(image=datasets.Image()))
+    cells = rows.cast_column("image", datasets.Image(decode=False))
+    decoded = []
+
+    def read(path: Path, side: int) -> tuple[np.ndarray, str]:
+        decoded.append(int(Path(path).stem))
+        if len(decoded) == 11:
+            raise KeyboardInterrupt
+        return files.read_square(path, side, fit="crop")
+
+    def decode(folder: str) -> decoding.Decoded:
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / folder))
+        return decoding.decode_once(cells, (1, 4, 4), read, b"key", stored)
+
+    with pytest.raises(KeyboardInterrupt):
+        decode("cache")
+    again = decode("cache")
+    assert decoded[11:] == [*range(8, 19)]  # all after two parts of four
+    whole = decode("other")
+    assert len(decoded) == 11 + 11 + 19
+    assert again[1:3] == whole[1:3] and torch.equal(again.hashes, whole.hashes)
+    assert [*again.problems] == [7]
+    written = [
+        {p.name: p.read_bytes() for p in each.path.parent.iterdir()} for each in (again, whole)
+    ]
+    assert written[0] == written[1] and len(written[0]) == 1 + stored
+
+
 def test_the_worst_classes_are_named_and_what_an_accuracy_is_worth(tmp_path):
     targets = torch.arange(40) % 20
     predictions = {"target": targets, "prediction": torch.where(targets == 17, 3, targets)}

@@ -3,10 +3,11 @@
 import json
 import math
 import os
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
 from trainkit.errors import as_usage_error, first_sentence
@@ -25,6 +26,7 @@ from trainkit.pictures.files import is_deep, measure_greys
 from trainkit.reading.kept import no_bar
 
 NUM_BLOCKS, LARGEST = 100, 64  # of pictures, which a worker decodes at a time
+PART = 32  # blocks in a file of their own, until all are decoded
 NUM_ALONE = 256  # below this, starting workers costs more than it saves
 
 # read(file, side) returns a square of a picture, uint8, and its form: its size and mode in words.
@@ -74,19 +76,40 @@ def decode_once(
     report_path = path.with_suffix(".report.json")
     report = json.loads(report_path.read_text()) if report_path.is_file() else None
     if report is None or (stored and not report["greys"] and not path.is_file()):
+        blocks = Blocks(cells, shape, read, measured, stored)
         with as_usage_error(f"{path} cannot be written"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            prefix = f"{os.getpid()}-"  # another run may be writing the same
-            with replacing(path, prefix) if stored else nullcontext(os.devnull) as file:
-                report = decode(Blocks(cells, shape, read, measured), file)
-                with replacing(report_path, prefix) as temporary:
-                    temporary.write_text(json.dumps(report))
-            if report["greys"]:
-                path.unlink(missing_ok=True)
+            report = decode_into(path, report_path, blocks)
     problems = {int(row): problem for row, problem in report["problems"].items()}
     hashes = np.frombuffer(bytearray.fromhex(report["hashes"]), np.int64)
     forms = Counter[str](report["forms"])
     return Decoded(path, problems, forms, torch.from_numpy(hashes), report["greys"])
+
+
+class Report(NamedTuple):
+    """What is said of some pictures beside their values: see Decoded."""
+
+    problems: dict[int, str]
+    forms: Counter[str]
+    hashes: str
+    greys: dict[str, list[float]]
+
+    def joined(self, more: "Report") -> "Report":
+        """Return this, and what is said of the pictures that follow."""
+        greys = {**self.greys}
+        merge_greys(greys, more.greys)
+        problems = self.problems | more.problems
+        return Report(problems, self.forms + more.forms, self.hashes + more.hashes, greys)
+
+    def facts(self) -> dict[str, Any]:
+        """Return it as JSON, with the most frequent form first."""
+        return {**self._asdict(), "forms": dict(self.forms.most_common())}
+
+    @classmethod
+    def read(cls, line: bytes) -> "Report":
+        """Return what facts() returned, and was written."""
+        facts = json.loads(line)
+        problems = {int(row): problem for row, problem in facts["problems"].items()}
+        return cls(problems, Counter(facts["forms"]), facts["hashes"], facts["greys"])
 
 
 class Blocks(Dataset):
@@ -95,16 +118,29 @@ class Blocks(Dataset):
     See decode_once for the arguments.
     """
 
-    def __init__(self, cells: datasets.Dataset, shape: tuple[int, ...], read: Read, measured: bool):
+    def __init__(
+        self,
+        cells: datasets.Dataset,
+        shape: tuple[int, ...],
+        read: Read,
+        measured: bool,
+        stored: bool,
+    ):
         self.cells = cells
         self.shape = shape
         self.read = read
         self.measured = measured
+        self.stored = stored
         # Large blocks cost less for each picture, small ones keep all workers busy to the end.
         self.size = min(LARGEST, 1 + len(cells) // NUM_BLOCKS)
 
     def __len__(self) -> int:
         return math.ceil(len(self.cells) / self.size)
+
+    def parts(self) -> dict[str, range]:
+        """Return which blocks are in which part, by the name of its file."""
+        starts = range(0, len(self), PART)
+        return {str(start): range(start, min(start + PART, len(self))) for start in starts}
 
     def __getitem__(
         self, number: int
@@ -131,7 +167,32 @@ class Blocks(Dataset):
                 block.append(pixels.tobytes())
                 # A picture that cannot be read is equal to no other one.
                 hashes += digest(problems.get(row) or block[-1])[:16]
-        return b"".join(block), problems, forms, hashes, greys
+        values = b"".join(block) if self.stored else b""
+        return values, problems, forms, hashes, greys
+
+
+def decode_into(path: Path, report_path: Path, blocks: Blocks) -> dict[str, Any]:
+    """Decode all pictures into `path`, if they are stored, and write and return their report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = path.with_name(
+        f"{path.stem}-{blocks.size}-{'parts' if blocks.stored else 'looked-at'}"
+    )
+    prefix = f"{os.getpid()}-"  # another run may be writing the same
+    try:
+        with replacing(path, prefix) if blocks.stored else nullcontext(os.devnull) as file:
+            report = decode(blocks, file, folder)
+            with replacing(report_path, prefix) as temporary:
+                temporary.write_text(json.dumps(report))
+    except FileNotFoundError:
+        if folder.is_dir() or not report_path.is_file():
+            raise
+        report = json.loads(
+            report_path.read_text()
+        )  # another run was faster, and removed the parts
+    shutil.rmtree(folder, ignore_errors=True)
+    if report["greys"]:
+        path.unlink(missing_ok=True)
+    return report
 
 
 def merge_greys(greys: dict[str, list[float]], more: Mapping[str, Sequence[float]]) -> None:
@@ -141,45 +202,78 @@ def merge_greys(greys: dict[str, list[float]], more: Mapping[str, Sequence[float
         greys[kind] = [min(low, old_low), max(high, old_high)]
 
 
-def decode(blocks: Blocks, path: Path | str) -> dict[str, Any]:
+def decode(blocks: Blocks, path: Path | str, folder: Path) -> dict[str, Any]:
     """Decode all pictures into a file (.npy); return what Blocks says of them, as JSON.
 
-    The file is written, not mapped: on a full disk that would kill this process without a word.
+    Some blocks at a time are a part, a file of its own in `folder`, until all are there: what is
+    interrupted goes on with the parts that are missing.
     """
+    try:
+        decode_parts(blocks, folder)
+        return join_parts(blocks, path, folder).facts()
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # if there is no part in it
+
+
+def decode_parts(blocks: Blocks, folder: Path) -> None:
+    """Write a file for each part that is not there: its report, a line of JSON, and its values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    blocks_of = {
+        name: blocks_of_part
+        for name, blocks_of_part in blocks.parts().items()
+        if not (folder / name).is_file()
+    }
+    to_do = [block for of_part in blocks_of.values() for block in of_part]
+    if not to_do:
+        return
     num_pictures = len(blocks.cells)
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     loader = DataLoader(
-        blocks,
+        Subset(blocks, to_do),
         batch_size=None,
         num_workers=(num_cores or 1) if num_pictures > NUM_ALONE else 0,
         collate_fn=tuple,  # as a block is: the default would convert it
         worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else the seeds of the workers would be drawn from torch's
     )
-    problems: dict[int, str] = {}
-    forms = Counter[str]()
-    hashes = ""
-    greys: dict[str, list[float]] = {}
-    header = {"descr": "|u1", "fortran_order": False, "shape": (num_pictures, *blocks.shape)}
-    with (
-        open(path, "wb") as file,
-        tqdm(total=num_pictures, desc="decoding", leave=False, disable=no_bar(), delay=1) as bar,
-    ):
-        np.lib.format.write_array_header_1_0(file, header)
+    done = (len(blocks) - len(to_do)) * blocks.size
+    bar = {"total": num_pictures, "initial": done, "desc": "decoding", "leave": False, "delay": 1}
+    with tqdm(**bar, disable=no_bar()) as shown:
+        made = iter(loader)
         try:
-            for values, *report in loader:
-                file.write(values)
-                problems |= report[0]
-                forms += report[1]
-                hashes += report[2]
-                merge_greys(greys, report[3])
-                bar.update(blocks.size)
+            for name, of_part in blocks_of.items():
+                values = []
+                report = Report({}, Counter(), "", {})
+                for _ in of_part:
+                    of_block, *more = next(made)
+                    values.append(of_block)
+                    report = report.joined(Report(*more))
+                    shown.update(blocks.size)
+                line = json.dumps(report.facts()).encode()
+                with replacing(folder / name, f"{os.getpid()}-") as temporary:
+                    temporary.write_bytes(b"".join([line, b"\n", *values]))
         except RuntimeError as problem:
             if "DataLoader worker" not in str(problem):
                 raise
             raise MemoryError("a worker was killed: is memory full?") from None
-    forms_of = dict(forms.most_common())
-    return {"problems": problems, "forms": forms_of, "hashes": hashes, "greys": greys}
+
+
+def join_parts(blocks: Blocks, path: Path | str, folder: Path) -> Report:
+    """Join the files of all parts into one (.npy), and return their report.
+
+    The file is written, not mapped: on a full disk that would kill this process without a word.
+    """
+    shape = (len(blocks.cells), *blocks.shape)
+    report = Report({}, Counter(), "", {})
+    with open(path, "wb") as file:
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for name in blocks.parts():
+            with open(folder / name, "rb") as part:
+                report = report.joined(Report.read(part.readline()))
+                shutil.copyfileobj(part, file, 2**20)
+    return report
 
 
 def source_of(cell: dict[str, Any] | None) -> BytesIO | Path:
