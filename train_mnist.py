@@ -109,9 +109,9 @@ def make_model(metadata: dict[str, Any]) -> nn.Module:
 @dataclass
 class Config(TrainingConfig):
     dataset: MayChange[str] = str(Path(__file__).parent / "data" / "mnist")
-    """folder or Hub id that holds a column of pictures and one of classes"""
+    """folder, file of rows or Hub id with a column of pictures and one of classes"""
     eval_data: MayChange[str | None] = None
-    """the same, to evaluate on (default: the test split of --dataset, or a fifth of each class)"""
+    """other pictures to evaluate on (default: a split called test, or a fifth of each class)"""
     label: str | None = None
     """column of classes (default: the only one)"""
     model: Literal["compact", "lenet", "wide", "deep"] = "compact"

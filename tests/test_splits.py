@@ -43,6 +43,7 @@ from trainkit.texts import texts
         ("dev.csv test.csv", "dev.csv | test.csv | "),
         ("train_sft test_sft", "train_sft | test_sft | "),
         ("train.csv test.csv val.csv", "train.csv | test.csv | val.csv"),
+        ("train train_10pct test", "train | test | "),
     ],
 )
 def test_names_of_files_and_parts_are_a_split(names, found):
@@ -375,6 +376,8 @@ def test_the_split_of_pictures_that_is_evaluated_has_labels_and_is_said(tmp_path
     assert held_out == ["b", "b"] + ["a", "b"] * 5
     unread = "test (no row has what is to be predicted)"
     assert plan["evaluated on"] == f"validation: 12 pictures; not read: {unread}"
+    _, other, _ = pictures_of("mnist", tmp_path / "set", "--eval-data", tmp_path / "set")
+    assert other == held_out
     (tmp_path / "set" / "validation.parquet").unlink()
     train, held_out, plan = pictures_of("mnist", tmp_path / "set")
     assert (len(train), len(held_out)) == (10, 2)

@@ -39,11 +39,11 @@ class PhotoConfig(TrainingConfig):
     """The flags about pictures and the network; a script adds those about training."""
 
     dataset: MayChange[str] = ""
-    """folder with a folder for each class, or a Hub id"""
+    """folder with a folder for each class, file of rows, or Hub id"""
     label: str | None = None
     """column of the classes in a set that is not a folder of pictures (default: the only one)"""
     eval_data: MayChange[str | None] = None
-    """the same, to evaluate on (default: the test split of --dataset, or a fifth of each class)"""
+    """other pictures to evaluate on (default: a split called test, or a fifth of each class)"""
     labels: MayChange[Path | None] = None
     """CSV file of file names and classes, instead of a folder for each class"""
     eval_labels: Annotated[MayChange[Path | None], ReadOnlyIf("eval_data")] = None

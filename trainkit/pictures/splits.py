@@ -28,7 +28,6 @@ from trainkit.pictures import files, folders
 from trainkit.pictures.decoding import Decoded, Read, decode_once, merge_greys
 from trainkit.reading.recall import describe_classes
 from trainkit.reading.splits import (
-    EVALUATED,
     choose_evaluated,
     describe_equal,
     describe_given,
@@ -253,7 +252,7 @@ def open_dataset(
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{where} is a file: name its folder, and unpack an archive")
         if not folder.is_dir():
-            return load_from_hub(name)
+            return load_from_hub(name, where if tell and is_main_rank() else None)
         contents = folders.find_files(folder, list_of_labels, flag)
         if contents.unread and tell and is_main_rank():
             print(f"{where}: {folders.describe_unread(contents.unread)}", file=sys.stderr)
@@ -265,15 +264,21 @@ def open_dataset(
         }
 
 
-def load_from_hub(name: str) -> dict[str, datasets.Dataset]:
-    """Return the splits of a data set, as find_splits names them: valid and dev are validation."""
+def load_from_hub(name: str, where: str | None = None) -> dict[str, datasets.Dataset]:
+    """Return the splits of a data set, as find_splits names them: valid and dev are validation.
+
+    where: for a line about what is not read; None prints none.
+    """
     rows = load_by_datasets(name)
+    splits = find_splits([*map(str, rows)])
+    others = splits.pop("", [])
+    if others and where:
+        print(f"{where}: not read: {shorten(others)}", file=sys.stderr)
     return {
         split: datasets.concatenate_datasets([rows[part] for part in parts])
         if len(parts) > 1
         else rows[parts[0]]
-        for split, parts in find_splits([*map(str, rows)]).items()
-        if split
+        for split, parts in splits.items()
     }
 
 
@@ -411,7 +416,9 @@ def choose_part(
     if eval_data and split == "test":
         where = given
         parts = open_dataset(eval_data, True, eval_labels, "--eval-data")
-        read_from = next((part for part in EVALUATED if part in parts), "train")
+        is_labelled = partial(_is_labelled, parts, f"{where}, split 'train'", label)
+        labelled, _ = choose_evaluated({part: part for part in parts}, is_labelled, False)
+        read_from = labelled or "train"
     if len(parts) > 1 or where != given:
         where += f", split {read_from!r}"
     return parts[read_from], where, given, unread
@@ -421,7 +428,7 @@ def _is_labelled(
     parts: dict[str, datasets.Dataset], where: str, label: str | None, split: str
 ) -> bool:
     """Return whether the class of any row of a split is known; -1 stands for none on the Hub."""
-    column = choose_column(parts["train"], where, label)
+    column = choose_column(parts.get("train", parts[split]), where, label)
     if column not in parts[split].column_names:
         return False
     values = parts[split].data.column(column).to_pandas()

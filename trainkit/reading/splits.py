@@ -44,11 +44,18 @@ def find_splits(names: Sequence[str]) -> dict[str, list[str]]:
 
     All are "train" if their names tell no split. "" are those in none, which are not read. What has
     no name of a split is trained on if nothing is called train, and what is called dev or
-    validation is if there is also a test split, but nothing else.
+    validation is if there is also a test split, but nothing else. Beside a part called train, one
+    called train_10pct is in none: it would repeat rows.
     """
     splits: dict[str, list[str]] = {}
     for name in names:
         splits.setdefault(find_split(name), []).append(name)
+    for split, words in WORDS.items():
+        named = splits.get(split, [])
+        exact = [name for name in named if re.fullmatch(words, name, re.IGNORECASE)]
+        if exact and exact != named:
+            splits[split] = exact
+            splits.setdefault("", []).extend(name for name in named if name not in exact)
     if "train" not in splits and len(splits) > 1:
         splits["train"] = splits.pop("" if "" in splits else "validation")
     return splits if splits.keys() & {*EVALUATED} and "train" in splits else {"train": [*names]}
