@@ -333,6 +333,27 @@ class Wrapping(Dataset):
         return self.base[index]
 
 
+@pytest.mark.parametrize("add, num_said", [(None, 0), (0, 0), (1, 1)])
+def test_a_set_epoch_of_the_script_with_another_number_is_said_once(add, num_said):
+    class After(Epochal):  # keeps another number than it is told, and counts what it makes
+        num_made_in_epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch, self.num_made_in_epoch = epoch + 7, 0
+
+    base = After()
+    watched, said = WatchedSets((Subset(base, [0, 1]), Subset(base, [2, 3]))), []
+    for epoch in range(3):
+        if add is not None:
+            base.set_epoch(epoch + add)
+        said += watched.note_epoch(epoch)
+        base.set_epoch(epoch)  # as the loader does
+        base.set_epoch(0)  # and that of the evaluation
+        watched.keep_epochs()
+    assert len(said) == num_said
+    assert all("another number than the epoch of the run, which is 0" in line for line in said)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_one_set_under_both_is_evaluated_as_in_epoch_0_with_any_number_of_workers(
     accelerator, workers

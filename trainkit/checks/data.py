@@ -222,12 +222,46 @@ class WatchedSets:
     def __init__(self, sets: Sequence[Any]):
         self.sets = dict(zip(("training set", "evaluation set"), sets, strict=True))
         self.texts: dict[str, str] = {}
+        self.told = sets_with_epoch(sets[0])
+        self.epochs = self._epochs()
         for name, dataset in self.sets.items():
             if not hasattr(dataset, "fingerprint") and not sets_with_epoch(dataset):
                 first = text_of_samples(dataset)
                 again = text_of_samples(dataset)
                 if first and first == again:
                     self.texts[name] = first
+
+    def _epochs(self) -> list[dict[str, Any]]:
+        """Of each set that is told the epoch what it keeps under a name with "epoch"."""
+        return [
+            {
+                name: value
+                for name, value in getattr(part, "__dict__", {}).items()
+                if "epoch" in name and isinstance(value, int | float)
+            }
+            for part in self.told
+        ]
+
+    def keep_epochs(self) -> None:
+        """Remember what the loaders have told the sets; what differs later, the script has told."""
+        self.epochs = self._epochs()
+
+    def note_epoch(self, epoch: int) -> list[str]:
+        """A line, once, if the script has told a set another epoch; call before it is read."""
+        before = self._epochs()
+        if before == self.epochs:
+            return []
+        for part in self.told:
+            part.set_epoch(epoch)
+        if before == self._epochs():
+            return []
+        self.told = []
+        self.epochs = []
+        return [
+            "note: set_epoch(...) of the training set was called with another number than the "
+            f"epoch of the run, which is {epoch}, counted from 0, and is what counts: the loader "
+            "calls set_epoch with it, so leave the call out (docs/loop.md)"
+        ]
 
     def notes(self) -> list[str]:
         """A line for each set that has changed, once."""

@@ -276,6 +276,8 @@ class Run:
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
         self.step.mistakes.start_epoch(is_new=progress.step_in_epoch == 0)
+        for note in self.watched_sets.note_epoch(progress.epoch):
+            self.print(note)
         with self.ema.trained_weights(), batches.read_by_run():
             self.checkpoints.restore(progress)
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
@@ -502,6 +504,7 @@ class Run:
             self.checkpoints.commits.wait()
             raise unknown_metric
         self.prepared.note(progress.state)
+        self.watched_sets.keep_epochs()
 
     def finish(self, next_command: str = "") -> dict[str, float]:
         """Write weights, pictures and, last, DONE; return the metrics of the last evaluation.
