@@ -68,6 +68,8 @@ SETTINGS: dict[str, Any] = {
 TIMES = 50.0
 FLOOR = 1e-5  # of the largest value of a column
 FLOOR_OF_CARD = 1e-4
+# A unit of ReLU that switches changes gradients more than the loss: so many times.
+TIMES_FOR_GRADIENTS = 10
 FLOOR_OF_WEIGHTS = 1e-3  # of the largest value of a tensor
 GRACE_SECONDS = 3.0  # for the other processes, once one has failed
 
@@ -499,7 +501,10 @@ class Comparison:
                 return f"first differs in step {row.get('step')}: only one has {names}", worst
             for name, value in row.items():
                 gap = gap_of(value, other[name], scale.get(name, 0.0))
-                may_differ = max(world.floor, self.rounding.of(n, name))
+                floor = world.floor
+                if name.startswith("grad_norm"):
+                    floor *= TIMES_FOR_GRADIENTS
+                may_differ = max(floor, self.rounding.of(n, name))
                 if gap <= (0 if world.is_exact else may_differ):
                     worst = max(worst, gap)
                 elif world.is_exact or not is_one_sample(
