@@ -144,8 +144,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
         run.begin(model, metadata, plan)
         draw_input(run, lambda: first_input(config, train, held_out), train.classes)
-        for part in sets if config.freeze else ():  # the plan is on the screen: this takes longest
-            part.compute(accelerator, network, metadata)
+        if config.freeze:
+            for part in sets:  # now that the plan is on the screen, because this takes longest
+                part.compute(accelerator, network, metadata)
 
         for epoch in run.epochs():
             for batch in run.steps(train_loader):

@@ -38,13 +38,6 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(fork_main, tmp_pat
     assert rows(tmp_path / "run")[-1]["eval_accuracy"] > 0.8
 
 
-def test_an_example_stays_on_a_few_pages():
-    for path in (ROOT / "examples").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if getattr(node, "name", "") == "main":
-                assert node.end_lineno - node.lineno <= 50, path
-
-
 def test_what_a_command_of_a_script_names_is_quoted_for_a_shell():
     """Such as the one after `next:`, in a run folder with blanks."""
     named = []

@@ -388,7 +388,8 @@ def test_a_teacher_that_is_prepared_follows_its_student_in_every_world(nursery, 
     flags = f"--how {how} --batch-size 12 --epochs 2 --save-every 1 --log-every 1 --no-pictures"
     train(nursery, tmp_path / "one", *flags.split(), script=str(path), world=1)
     train(nursery, tmp_path / "two", *flags.split(), script=str(path))
-    for step, kind in ((3, KINDS[1]), (LAST, None)) if how == "alone" else ((LAST, KINDS[1]),):
+    goes_on = {"together": KINDS[1], "alone": None}[how]
+    for step, kind in ((3, KINDS[1]), (LAST, goes_on)):
         more = ["--stop-after-steps", step, "--resume", "auto"]
         train(nursery, tmp_path / "run", *flags.split(), *more, script=str(path), kind=kind)
     for name in ("model", "model_1"):

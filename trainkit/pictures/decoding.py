@@ -240,8 +240,8 @@ def decode_parts(blocks: Blocks, folder: Path) -> None:
     done = (len(blocks) - len(to_do)) * blocks.size
     bar = {"total": num_pictures, "initial": done, "desc": "decoding", "leave": False, "delay": 1}
     with tqdm(**bar, disable=no_bar()) as shown:
-        made = iter(loader)
         try:
+            made = iter(loader)
             for name, of_part in blocks_of.items():
                 values = []
                 report = Report({}, Counter(), "", {})
