@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 LOOK_SECONDS = 0.5
-# For how much of the time a thread of this process was kept waiting for a core.
-BUSY, QUIET = 0.1, 0.02
+# For how much of the time a thread of this process was kept waiting for a core. On two cores it is
+# 0.3 to 0.4 beside another program, 0.1 beside two loader workers of its own, where sleeping made a
+# run slower, and 0.02 alone.
+BUSY, QUIET = 0.2, 0.05
 NUM_QUIET_LOOKS = 4  # in a row, before waiting threads spin again
 SOFT = 1  # omp_pause_soft of <omp.h>
 NAMED_CORES = 0.5  # others that use less are not worth a line
