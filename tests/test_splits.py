@@ -44,6 +44,7 @@ from trainkit.texts import texts
         ("train_sft test_sft", "train_sft | test_sft | "),
         ("train.csv test.csv val.csv", "train.csv | test.csv | val.csv"),
         ("train train_10pct test", "train | test | "),
+        ("test test_extra validation", "validation | test | "),
     ],
 )
 def test_names_of_files_and_parts_are_a_split(names, found):

@@ -50,14 +50,14 @@ def find_splits(names: Sequence[str]) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     for name in names:
         splits.setdefault(find_split(name), []).append(name)
+    if "train" not in splits and len(splits) > 1:
+        splits["train"] = splits.pop("" if "" in splits else "validation")
     for split, words in WORDS.items():
         named = splits.get(split, [])
         exact = [name for name in named if re.fullmatch(words, name, re.IGNORECASE)]
         if exact and exact != named:
             splits[split] = exact
             splits.setdefault("", []).extend(name for name in named if name not in exact)
-    if "train" not in splits and len(splits) > 1:
-        splits["train"] = splits.pop("" if "" in splits else "validation")
     return splits if splits.keys() & {*EVALUATED} and "train" in splits else {"train": [*names]}
 
 
