@@ -38,7 +38,7 @@ def need(run: Staged, call: str, *stages: str) -> None:
         raise out_of_order(call, run.stage)
 
 
-def need_gradients(run: Any) -> None:
+def need_gradients(run: Staged) -> None:
     """Raise RuntimeError at the end of a step that did not use its gradients."""
     if run.stage == "backward":
         raise RuntimeError(

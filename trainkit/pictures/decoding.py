@@ -74,15 +74,13 @@ def decode_once(
     """
     path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{digest(key)}.npy")
     report_path = path.with_suffix(".report.json")
-    report = json.loads(report_path.read_text()) if report_path.is_file() else None
-    if report is None or (stored and not report["greys"] and not path.is_file()):
+    report = Report.read(report_path.read_bytes()) if report_path.is_file() else None
+    if report is None or (stored and not report.greys and not path.is_file()):
         blocks = Blocks(cells, shape, read, measured, stored)
         with as_usage_error(f"{path} cannot be written"):
             report = decode_into(path, report_path, blocks)
-    problems = {int(row): problem for row, problem in report["problems"].items()}
-    hashes = np.frombuffer(bytearray.fromhex(report["hashes"]), np.int64)
-    forms = Counter[str](report["forms"])
-    return Decoded(path, problems, forms, torch.from_numpy(hashes), report["greys"])
+    hashes = np.frombuffer(bytearray.fromhex(report.hashes), np.int64)
+    return Decoded(path, report.problems, report.forms, torch.from_numpy(hashes), report.greys)
 
 
 class Report(NamedTuple):
@@ -100,13 +98,14 @@ class Report(NamedTuple):
         problems = self.problems | more.problems
         return Report(problems, self.forms + more.forms, self.hashes + more.hashes, greys)
 
-    def facts(self) -> dict[str, Any]:
+    def line(self) -> bytes:
         """Return it as JSON, with the most frequent form first."""
-        return {**self._asdict(), "forms": dict(self.forms.most_common())}
+        facts = {**self._asdict(), "forms": dict(self.forms.most_common())}
+        return json.dumps(facts).encode()
 
     @classmethod
     def read(cls, line: bytes) -> "Report":
-        """Return what facts() returned, and was written."""
+        """Return the report that line() was made of."""
         facts = json.loads(line)
         problems = {int(row): problem for row, problem in facts["problems"].items()}
         return cls(problems, Counter(facts["forms"]), facts["hashes"], facts["greys"])
@@ -171,26 +170,24 @@ class Blocks(Dataset):
         return values, problems, forms, hashes, greys
 
 
-def decode_into(path: Path, report_path: Path, blocks: Blocks) -> dict[str, Any]:
+def decode_into(path: Path, report_path: Path, blocks: Blocks) -> Report:
     """Decode all pictures into `path`, if they are stored, and write and return their report."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = path.with_name(
-        f"{path.stem}-{blocks.size}-{'parts' if blocks.stored else 'looked-at'}"
-    )
+    kind = "parts" if blocks.stored else "looked-at"
+    folder = path.with_name(f"{path.stem}-{blocks.size}-{kind}")
     prefix = f"{os.getpid()}-"  # another run may be writing the same
     try:
         with replacing(path, prefix) if blocks.stored else nullcontext(os.devnull) as file:
             report = decode(blocks, file, folder)
             with replacing(report_path, prefix) as temporary:
-                temporary.write_text(json.dumps(report))
+                temporary.write_bytes(report.line())
     except FileNotFoundError:
         if folder.is_dir() or not report_path.is_file():
             raise
-        report = json.loads(
-            report_path.read_text()
-        )  # another run was faster, and removed the parts
+        # Another run was faster, and removed the parts.
+        report = Report.read(report_path.read_bytes())
     shutil.rmtree(folder, ignore_errors=True)
-    if report["greys"]:
+    if report.greys:
         path.unlink(missing_ok=True)
     return report
 
@@ -202,15 +199,16 @@ def merge_greys(greys: dict[str, list[float]], more: Mapping[str, Sequence[float
         greys[kind] = [min(low, old_low), max(high, old_high)]
 
 
-def decode(blocks: Blocks, path: Path | str, folder: Path) -> dict[str, Any]:
-    """Decode all pictures into a file (.npy); return what Blocks says of them, as JSON.
+def decode(blocks: Blocks, path: Path | str, folder: Path) -> Report:
+    """Decode all pictures into a file (.npy); return what Blocks says of them.
 
     Some blocks at a time are a part, a file of its own in `folder`, until all are there: what is
     interrupted goes on with the parts that are missing.
     """
     try:
         decode_parts(blocks, folder)
-        return join_parts(blocks, path, folder).facts()
+        report = join_parts(blocks, path, folder)
+        return Report.read(report.line())  # as a run reads it that finds the file
     finally:
         with suppress(OSError):
             folder.rmdir()  # if there is no part in it
@@ -250,9 +248,8 @@ def decode_parts(blocks: Blocks, folder: Path) -> None:
                     values.append(of_block)
                     report = report.joined(Report(*more))
                     shown.update(blocks.size)
-                line = json.dumps(report.facts()).encode()
                 with replacing(folder / name, f"{os.getpid()}-") as temporary:
-                    temporary.write_bytes(b"".join([line, b"\n", *values]))
+                    temporary.write_bytes(b"".join([report.line(), b"\n", *values]))
         except RuntimeError as problem:
             if "DataLoader worker" not in str(problem):
                 raise
