@@ -29,6 +29,7 @@ from torchvision.utils import save_image
 
 from trainkit.config import MayChange, Optimizer, Schedule, TrainingConfig, parse
 from trainkit.pictures.grey import load_images
+from trainkit.pictures.splits import describe_split
 
 NUM_NOISE = 64
 FIXED_SEED = 0  # of the noise that evaluation and the drawn samples use
@@ -69,6 +70,8 @@ def make_noise(seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
 class Config(TrainingConfig):
     dataset: MayChange[str] = str(Path(__file__).resolve().parents[1] / "data" / "mnist")
     """folder or Hub id of pictures"""
+    eval_data: MayChange[str | None] = None
+    """other pictures to evaluate on (default: a split called test, or a fifth of each class)"""
     run_dir: Path = Path("runs/gan")
     epochs: int = 3
     learning_rate: float = 5e-4
@@ -76,10 +79,12 @@ class Config(TrainingConfig):
     schedule: Schedule = "cosine"
 
 
-def load_data(config: Config) -> tuple[InMemory, InMemory]:
-    """Load pictures without labels: a batch is pictures and their indices."""
-    sets = (load_images(config.dataset, split, 28)[0] for split in ("train", "test"))
-    return tuple(InMemory(labelled.tensors[0]) for labelled in sets)
+def load_data(config: Config) -> tuple:
+    """Load pictures without labels: a batch is pictures and their indices. Last are plan lines."""
+    train_set, train = load_images(config.dataset, "train", 28, eval_data=config.eval_data)
+    eval_set, held_out = load_images(config.dataset, "test", 28, eval_data=config.eval_data)
+    sets = (InMemory(labelled.tensors[0]) for labelled in (train_set, eval_set))
+    return *sets, {"data": config.dataset} | describe_split(train, held_out)
 
 
 def compute_losses(
@@ -106,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "gan") as run:
         accelerator = run.accelerator
-        train_set, eval_set = run.load(load_data)
+        train_set, eval_set, plan = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
         models = Generator(), Discriminator()
         # DCGAN's betas: a group may bring any option of its optimizer.
@@ -117,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             *models, *optimizers, *schedulers, train_loader, eval_loader
         )
         optimizers, schedulers = rest[:2], rest[2:]
-        run.begin((generator, discriminator), {"script": Path(__file__).stem})
+        run.begin((generator, discriminator), {"script": Path(__file__).stem}, plan)
         for epoch in run.epochs():
             for pictures, indices in run.steps(train_loader):
                 with accelerator.accumulate(generator, discriminator):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from examples.windows import Batch, Tokens, Windows, standard_library
+from examples.windows import Batch, Windows, read_tokens, standard_library
 from trainkit.config import Count, Fraction, MayChange, ReadOnlyIf, Schedule, TrainingConfig, parse
 from trainkit.sharding import shards
 
@@ -31,7 +31,10 @@ class Config(TrainingConfig):
     # Learn docstrings, each from its function.
     answers_only: Annotated[bool, ReadOnlyIf("data", (None,))] = False
     num_bytes: Annotated[Count, ReadOnlyIf("data", (None,))] = 500_000  # of text
-    data: MayChange[tuple[str, str] | None] = None  # Parquet to train on, and to evaluate on
+    # Parquet to train on: a file, a folder or a glob, from anywhere; instead of Python's library.
+    data: MayChange[str | None] = None
+    # The same, to evaluate on (default: the files of --data that are called test or validation).
+    eval_data: Annotated[MayChange[str | None], ReadOnlyIf("data")] = None
     column: Annotated[str, ReadOnlyIf("data")] = "tokens"  # of these files: lists of one length
     vocabulary: Count = 256  # number of different tokens
     layers: Count = 2  # blocks
@@ -78,15 +81,15 @@ class GPT(nn.Module):
 
 
 def load_data(config: Config) -> tuple:
-    """Return the training set and the evaluation set."""
+    """Return the training set, the evaluation set, and lines of the plan."""
     if config.data:
-        train_set = Tokens(config.data[0], config.column, config.vocabulary)
-        return train_set, Tokens(config.data[1], config.column, config.vocabulary, train_set)
+        return read_tokens(config.data, config.eval_data, config.column, config.vocabulary)
     path = standard_library(config.run_dir.parent)
     spans = range(0, min(config.num_bytes, path.stat().st_size) - CONTEXT, CONTEXT)
     if config.answers_only:
         spans = [(p.start(), *p.span(2)) for p in PAIR.finditer(path.read_bytes()[: spans.stop])]
-    return tuple(Windows(path, CONTEXT + 1, spans, held_out) for held_out in (False, True))
+    sets = (Windows(path, CONTEXT + 1, spans, held_out) for held_out in (False, True))
+    return *sets, {}
 
 
 def compute_losses(model: nn.Module, columns: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -119,7 +122,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "gpt") as run:
         accelerator = run.accelerator
-        train_set, eval_set = run.load(load_data)
+        train_set, eval_set, plan = run.load(load_data)
         order = train_set.order(config.batch_size, config.seed) if config.data else None
         loaders = make_loaders(accelerator, train_set, eval_set, config, order=order)
         size = config.vocabulary, len(train_set[0][0]) - 1
@@ -131,7 +134,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, *loaders, scheduler
         )
-        run.begin(model, {"script": Path(__file__).stem, "width": config.width})
+        run.begin(model, {"script": Path(__file__).stem, "width": config.width}, plan)
         for _ in run.epochs():
             for batch in run.steps(train_loader, count=lambda x: Batch(*x).counted().sum()):
                 with accelerator.accumulate(model):

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.config import MayChange, Schedule, TrainingConfig, parse
 from trainkit.pictures.grey import load_images
+from trainkit.pictures.splits import describe_split
 
 WIDTH = 64
 NUM_CHOICES = 1000  # in an evaluation: chance is 0.001
@@ -66,6 +67,8 @@ def validate(run: Run, model: nn.Module, loader: DataLoader) -> dict[str, float]
 class Config(TrainingConfig):
     dataset: MayChange[str] = str(Path(__file__).resolve().parents[1] / "data" / "mnist")
     """folder or Hub id of pictures"""
+    eval_data: MayChange[str | None] = None
+    """other pictures to evaluate on (default: a split called test, or a fifth of each class)"""
     run_dir: Path = Path("runs/two_towers")
     epochs: int = 5
     batch_size: int = 240
@@ -74,10 +77,12 @@ class Config(TrainingConfig):
     warmup: float = 0.1
 
 
-def load_data(config: Config) -> tuple[InMemory, ...]:
-    """Load pictures without labels: a batch is pictures and their indices."""
-    sets = (load_images(config.dataset, split, 28)[0] for split in ("train", "test"))
-    return tuple(InMemory(labelled.tensors[0]) for labelled in sets)
+def load_data(config: Config) -> tuple:
+    """Load pictures without labels: a batch is pictures and their indices. Last are plan lines."""
+    train_set, train = load_images(config.dataset, "train", 28, eval_data=config.eval_data)
+    eval_set, held_out = load_images(config.dataset, "test", 28, eval_data=config.eval_data)
+    sets = (InMemory(labelled.tensors[0]) for labelled in (train_set, eval_set))
+    return *sets, {"data": config.dataset} | describe_split(train, held_out)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -85,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "two_towers") as run:
         accelerator = run.accelerator
-        train_set, eval_set = run.load(load_data)
+        train_set, eval_set, plan = run.load(load_data)
         train_loader, eval_loader = make_loaders(accelerator, train_set, eval_set, config)
         model = Towers()
         optimizer = make_optimizer(accelerator, model.parameters(), config)
@@ -93,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        run.begin(model, {"script": Path(__file__).stem})
+        run.begin(model, {"script": Path(__file__).stem}, plan)
 
         for _ in run.epochs():
             for pictures, _ in run.steps(train_loader):

@@ -11,7 +11,9 @@ import torch
 
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.files.atomic import write_durably
+from trainkit.reading.splits import EVALUATED, describe_given
 from trainkit.rows.parquet import ParquetRows, shown
+from trainkit.text import count, shorten
 
 
 def standard_library(folder: Path) -> Path:
@@ -64,8 +66,15 @@ class Tokens(ParquetRows):
     Raises UsageError if that column has no lists of whole numbers.
     """
 
-    def __init__(self, pattern: str, column: str, vocabulary: int, like: "Tokens | None" = None):
-        super().__init__(pattern, column)
+    def __init__(
+        self,
+        pattern: str,
+        column: str,
+        vocabulary: int,
+        parts: Sequence[str],
+        like: "Tokens | None" = None,
+    ):
+        super().__init__(pattern, column, parts=parts)
         first = self[0][0]
         if not torch.is_tensor(first) or first.ndim != 1 or first.is_floating_point():
             raise UsageError(f"{shown(pattern)}: {column} must hold lists of whole numbers, tokens")
@@ -82,3 +91,24 @@ class Tokens(ParquetRows):
                 f"{self.vocabulary - 1}: raise --vocabulary, or write lists of one length"
             )
         return [tokens]
+
+
+def read_tokens(
+    data: str, eval_data: str | None, column: str, vocabulary: int
+) -> tuple[Tokens, Tokens, dict[str, str]]:
+    """Return the tokens to train on and to evaluate on, and lines of the plan. Raises UsageError.
+
+    Evaluated are those of --eval-data, or else the files of --data that are called test or
+    validation.
+    """
+    train_set = Tokens(data, column, vocabulary, ["train"])
+    parts = [*EVALUATED, "train"] if eval_data else EVALUATED
+    eval_set = Tokens(eval_data or data, column, vocabulary, parts, train_set)
+    trained_on, evaluated = train_set.fingerprint(), eval_set.fingerprint()
+    unread = [name for name in train_set.unread if eval_data or name not in evaluated]
+    given = f"--eval-data {shown(eval_data)}" if eval_data else shorten([*evaluated])
+    plan = {"data": shown(data)}
+    plan |= describe_given(f"{given}: {count(len(eval_set), 'row')}", unread)
+    if twice := [name for name, version in evaluated.items() if version in trained_on.values()]:
+        plan["twice"] = f"the rows of {shorten(twice)} are also trained on"
+    return train_set, eval_set, plan

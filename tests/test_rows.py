@@ -113,7 +113,8 @@ def train(server, tmp_path, nursery):
             log.write_text("")
         first = max(faults.newest(tmp_path / name), 0)
         env = {**os.environ, "HF_HOME": f"{tmp_path}/cache", "IDS": f"{tmp_path}/ids"}
-        flags = ["--data", url, url, *words.split(), "--run-dir", tmp_path / name, *more]
+        flags = ["--data", url, "--eval-data", url, *words.split()]
+        flags += ["--run-dir", tmp_path / name, *more]
         outcome = nursery.run("gpt_ids.py", *flags, world=world, env=env, **plan)
         assert code in (None, outcome.returncode), outcome.output
         assert len(outcome.codes) == world and None not in outcome.codes, outcome.output
@@ -304,13 +305,34 @@ WRONG = [
 @pytest.mark.parametrize("tokens, sentence", WRONG)
 def test_tokens_that_the_model_cannot_take_are_one_sentence(tokens, sentence, fork_main, tmp_path):
     pq.write_table(pa.table({"tokens": tokens}), tmp_path / "a.parquet")
-    flags = ["--data", tmp_path / "a.parquet", tmp_path / "a.parquet", "--no-pictures"]
+    rows = tmp_path / "a.parquet"
+    flags = ["--data", rows, "--eval-data", rows, "--no-pictures"]
     ended = fork_main("examples/gpt.py", *flags, "--run-dir", tmp_path / "run")
     assert sentence in ended.error(ended.codes[0])
 
 
 def test_the_error_of_a_run_is_its_last_line(tmp_path):
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
-    data = ["--data", tmp_path / "a.parquet", tmp_path / "a.parquet"]
+    data = ["--data", tmp_path / "a.parquet", "--eval-data", tmp_path / "a.parquet"]
     ended = run("examples/gpt.py", *data, "--run-dir", tmp_path / "run", code=2)
     assert ended.stderr.splitlines()[-1].startswith("error: "), ended.stderr
+
+
+def test_files_called_test_are_evaluated_and_not_trained_on(fork_main, tmp_path):
+    for name in ("train-0", "train-1", "test-0", "notes"):
+        table = pa.table({"tokens": [[len(name), 1, 2]] * 40})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    flags = ["--no-pictures", "--stop-after-steps", "1"]
+    own = fork_main("examples/gpt.py", "--data", tmp_path, *flags, "--run-dir", tmp_path / "own")
+    assert "test-0.parquet: 40 rows; not read: notes.parquet" in own.stdout
+    assert "also trained on" not in own.stdout
+    flags += ["--eval-data", tmp_path / "train-1.parquet"]
+    named = fork_main("examples/gpt.py", "--data", tmp_path, *flags, "--run-dir", tmp_path / "b")
+    assert "train-1.parquet: 40 rows; not read: notes.parquet, test-0.parquet" in named.stdout
+    assert "train-1.parquet are also trained on" in named.stdout
+
+
+def test_tokens_without_rows_to_evaluate_on_are_one_sentence(fork_main, tmp_path):
+    pq.write_table(pa.table({"tokens": [[1, 2, 3]] * 40}), tmp_path / "a.parquet")
+    ended = fork_main("examples/gpt.py", "--data", tmp_path, "--run-dir", tmp_path / "run")
+    assert "name the rows to evaluate on with --eval-data" in ended.error(2)

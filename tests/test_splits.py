@@ -12,7 +12,7 @@ from PIL import Image
 
 import train_mnist
 import train_regression
-from examples import pictures
+from examples import gan, pictures, two_towers
 from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.language import formats
@@ -433,3 +433,21 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, flag):
     }
     with pytest.raises(UsageError, match=f"^{flag} .*rows.jsonl is (not )?a file"):
         read[flag]()
+
+
+@pytest.mark.parametrize("script", [gan, two_towers])
+def test_other_pictures_are_evaluated_where_classes_do_not_matter(script, tmp_path):
+    save_shaded(tmp_path / "set/train/a", *range(10, 60, 10))
+    save_shaded(tmp_path / "set/test/a", 5)
+    save_shaded(tmp_path / "new/b", 10, 15, 25)
+
+    def load(*flags):
+        flags = ["--dataset", f"{tmp_path}/set", *flags]
+        *sets, plan = script.load_data(parse(script.Config, flags))
+        return *map(len, sets), plan
+
+    assert load()[:2] == (5, 1)
+    train, evaluated, plan = load("--eval-data", f"{tmp_path}/new")
+    assert (train, evaluated) == (5, 3)
+    assert plan["evaluated on"] == f"--eval-data {tmp_path}/new: 3 pictures; not read: test"
+    assert plan["twice"] == "1 of 3 pictures to evaluate on is also trained on"

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 def plain(mode):
     """The GPT in plain PyTorch: its losses, and its weights."""
     args = parse(gpt.Config, MODES[mode])
-    samples, _ = gpt.load_data(args)
+    samples, *_ = gpt.load_data(args)
     torch.manual_seed(0)
     model = gpt.GPT(args)
 
@@ -146,7 +146,7 @@ def test_a_loss_that_couples_samples_sees_those_of_all_processes(
     flags += f" --eval-batch-size 25 --timeout 60 --stop-after-steps {NUM_STEPS}"
     where = ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path)]
     fork_main("examples.two_towers", *flags.split(), *where, world=world).finished()
-    samples, _ = two_towers.load_data(parse(two_towers.Config, where))
+    samples, *_ = two_towers.load_data(parse(two_towers.Config, where))
     torch.manual_seed(0)
     model = two_towers.Towers()
 

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing.pool import ThreadPool
@@ -35,6 +35,7 @@ from trainkit.numbers.loaders import Order
 from trainkit.numbers.mixing import key, mix, permute, scramble
 from trainkit.outside.names import tree_map_only
 from trainkit.reading.paths import select_read
+from trainkit.reading.splits import find_splits
 from trainkit.text import shorten
 
 SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it
@@ -113,13 +114,20 @@ class ParquetRows(Dataset):
     Args:
         pattern: a file, a folder or a glob, as fsspec takes them; $NAME is replaced by the
             environment variable of that name, which is where credentials belong.
+        parts: splits, as splits.find_splits names them: the files of the first that is there are
+            read; none: all files.
         cache_bytes: roughly how much of the local disk row groups may take at most.
+
+    Attributes:
+        unread: the names of files that are in other parts.
 
     Raises UsageError for a password or signature in the pattern, which would be saved with the run,
     and for files without these columns; LoneFailure for files that cannot be read.
     """
 
-    def __init__(self, pattern: str, *columns: str, cache_bytes: int = 2**34):
+    def __init__(
+        self, pattern: str, *columns: str, parts: Sequence[str] = (), cache_bytes: int = 2**34
+    ):
         if problem := find_secret(pattern):
             raise UsageError(problem)
         self.pattern = pattern
@@ -127,7 +135,7 @@ class ParquetRows(Dataset):
         self.cache_bytes = cache_bytes
         self.folder = Path(HF_HOME, "rows")
         self.folder.mkdir(parents=True, exist_ok=True)
-        paths = self._find(pattern)
+        paths = self._choose(self._find(pattern), parts)
         pool, _ = opened(self, os.getpid())
         self.footers = dict(zip(paths, pool.map(self._footer, paths), strict=True))
         self.groups = []
@@ -225,6 +233,22 @@ class ParquetRows(Dataset):
 
     def _files(self) -> tuple[fsspec.AbstractFileSystem, str]:
         return files_of(self.pattern, os.getpid(), get_ident())
+
+    def _choose(self, paths: list[str], parts: Sequence[str]) -> list[str]:
+        """Return the files of the first of these parts that is there. Raises UsageError."""
+        if not parts:
+            self.unread = []
+            return paths
+        names = {path[self.start :].split("/", 2)[-1]: path for path in paths}
+        found = find_splits([*names])
+        split = next((part for part in parts if part in found), "")
+        if not split:
+            raise UsageError(
+                f"{shown(self.pattern)}: no file is called {' or '.join(parts)}, such as "
+                f"{parts[0]}-00000.parquet: name the rows to evaluate on with --eval-data"
+            )
+        self.unread = [name for part, files in found.items() if part != split for name in files]
+        return [names[name] for name in found[split]]
 
     @tried
     def _find(self, _: str) -> list[str]:
