@@ -39,6 +39,7 @@ from trainkit.launch.streams import LOST
 from trainkit.outside.fixes import name_without_compiler
 from trainkit.outside.names import plain_name
 from trainkit.pictures.files import standardise
+from trainkit.reading.paths import refuse_pipe
 from trainkit.text import printable
 from trainkit.tools.calibration import calibrate
 from trainkit.tools.photos import learn_framing, read_photo
@@ -413,11 +414,12 @@ def find_pictures(path: Path) -> list[Path]:
 
     Hidden files are left out, and folders behind links. Raises UsageError if there is none.
     """
-    if not path.is_dir():
-        return [path]
+    with as_usage_error(f"{path} cannot be read"):  # as a name that is too long cannot
+        if not path.is_dir():
+            return [path]
+        below = sorted((file for file in path.rglob("*") if file.is_file()), key=str)
     from trainkit.pictures.folders import is_picture  # here: pandas takes half a second
 
-    below = sorted((file for file in path.rglob("*") if file.is_file()), key=str)
     pictures = [file for file in below if is_picture(file.relative_to(path))]
     if not pictures:
         raise UsageError(f"{path} is a folder with no picture files in it")
@@ -439,6 +441,7 @@ def predict_files(
         row: dict[str, Any] = {"file": str(path)}
         try:
             with as_usage_error(f"{path} cannot be used"):
+                refuse_pipe(path, str(path))
                 if csv_path is None:
                     answer = predictor.predict_file(path, **options)
                 else:

@@ -50,6 +50,15 @@ class Config(TrainingConfig):
     weight_decay: float = 0.1
     clip_norm: float = 1.0
 
+    def find_problems(self, num_processes: int) -> list[str]:
+        """Add sizes that do not fit."""
+        problems = super().find_problems(num_processes)
+        if self.vocabulary < 256 and not self.data:
+            problems.append(f"--vocabulary {self.vocabulary} must be at least 256, for bytes")
+        if self.width % 32:
+            problems.append(f"--width {self.width} must be a multiple of 32")
+        return problems
+
 
 class GPT(nn.Module):
     """Maps tokens (n, length) to logits (n, length, vocabulary) of the token after each."""

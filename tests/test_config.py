@@ -145,7 +145,7 @@ UNREAD = {
     "examples.finetune --lora 8 --save-float32": [
         "--save-float32 does nothing with --lora: leave out one of them"
     ],
-    "examples.gpt --data x y --answers-only": [
+    "examples.gpt --data x --answers-only": [
         "--answers-only does nothing with --data: leave out one of them"
     ],
     # At its default, or read, also by what a script chooses itself.
@@ -316,6 +316,17 @@ def test_help_names_the_default_that_depends_on_other_flags(script, capsys, monk
     for name, hint in get_type_hints(kind).items():
         if getattr(kind, name, 0) is None and type(None) not in get_args(hint):
             assert "(default:" in about[name.replace("_", "-")], name
+
+
+def test_a_path_whose_name_is_too_long_is_refused():
+    with refused("--start-from xxxxx.* is too long for a path"):
+        parse(TrainingConfig, ["--start-from", "x" * 300])
+
+
+@pytest.mark.parametrize("words", [["--mirror", ""], ["--mirror="], ["--run-dir", ""]])
+def test_an_empty_value_as_of_a_variable_that_is_not_set_is_refused(words):
+    with refused(f"{words[0].rstrip('=')} is empty: give it a value, or leave it out"):
+        parse(TrainingConfig, words)
 
 
 @pytest.mark.parametrize(

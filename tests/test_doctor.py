@@ -5,6 +5,7 @@ from conftest import linux_only
 from sharded import KINDS
 from sharded import env as shards_env
 
+from trainkit.errors import UsageError
 from trainkit.tools import doctor
 
 # A doctor whose process 1 is ill in the way that argv[0] names.
@@ -91,3 +92,11 @@ def test_a_run_saves_as_often_as_young_says_and_not_before_the_last_save_is_dura
     # sqrt(2 C M): half a second, and a failure every 6,250 hours, as of eight GPUs.
     assert doctor.save_interval(0.5, 2, 6250 * 3600) == pytest.approx(4743.4, abs=0.1)
     assert doctor.save_interval(0.5, 7200, 60) == 7200
+
+
+@pytest.mark.parametrize(
+    "flag, value", [("timeout", "nan"), ("timeout", "1e300"), ("checkpoint-mib", "-5")]
+)
+def test_a_value_that_cannot_be_meant_is_refused_before_anything_starts(flag, value):
+    with pytest.raises(UsageError, match=f"--{flag} .* must be "):
+        doctor.main([f"--{flag}", value])

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, refused
@@ -402,3 +403,11 @@ def test_small_values_count_by_their_column_and_one_sample_may_flip(tmp_path, on
 def test_what_cannot_be_rehearsed_is_refused(text, sentence):
     with refused(text):
         rehearse.main([sentence])
+
+
+def test_a_name_that_no_world_has_is_refused(tmp_path):
+    facts = {"by_process": []}
+    first = SimpleNamespace(problem="", folder=tmp_path, noted=lambda name: facts)
+    stage = SimpleNamespace(run=lambda world: first, has_card=lambda: False)
+    with refused("--only zzz: no world has this in its name: .*, 2 loader workers"):
+        rehearse.rehearse(stage, "zzz")

@@ -279,6 +279,7 @@ def test_what_cannot_be_read_is_a_sentence(server):
     for pattern, column, sentence in (
         (str(twice), "id", "id must be among its columns, once"),
         (str(server.folder / "*.csv"), "id", "no such file"),
+        (str(server.folder / "no.parquet"), "id", "No such file"),
         (str(server.folder), "label", r"0\.parquet: label must be among .*: it has \w+ \("),
         ("https://me:secret@host/a.parquet", "id", "https://host/a.parquet: a password"),
     ):

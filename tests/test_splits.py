@@ -18,6 +18,7 @@ from trainkit.errors import UsageError
 from trainkit.language import formats
 from trainkit.pictures import photos
 from trainkit.reading import splits
+from trainkit.rows.parquet import ParquetRows
 from trainkit.texts import texts
 
 
@@ -415,7 +416,7 @@ def test_pictures_given_to_evaluate_on_leave_no_part_to_hold_out():
 
 
 @posix_only
-@pytest.mark.parametrize("flag", ["--data", "--eval-data", "--labels", "--dataset"])
+@pytest.mark.parametrize("flag", ["--data", "--eval-data", "--labels", "--dataset", ""])
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, flag):
     pipe = tmp_path / "rows.jsonl"
     os.mkfifo(pipe)
@@ -430,8 +431,9 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, flag):
         ),
         "--labels": lambda: pictures_of("photos", tmp_path / "set", "--labels", pipe),
         "--dataset": lambda: pictures_of("mnist", pipe),
+        "": lambda: ParquetRows(str(pipe), "id"),
     }
-    with pytest.raises(UsageError, match=f"^{flag} .*rows.jsonl is (not )?a file"):
+    with pytest.raises(UsageError, match=f"^{flag} ?.*rows.jsonl is (not )?a file"):
         read[flag]()
 
 

@@ -671,3 +671,9 @@ def test_thousands_of_columns_are_read_by_few_calls_of_pandas(monkeypatch):
         made.clear()
         read("t.csv")
         assert len(made) < 40 * 200
+
+
+@pytest.mark.parametrize("text", ['"', 'a,"b', ",", " "])
+def test_a_list_of_columns_without_a_name_or_a_quote_is_refused(text):
+    with pytest.raises(UsageError, match="--categorical"):
+        parse(train_regression.Config, ["--categorical", text])

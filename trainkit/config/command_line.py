@@ -1,6 +1,7 @@
 """Parse the command line: flags, and files of flags, become a dataclass."""
 
 import contextlib
+import errno
 import inspect
 import io
 import re
@@ -62,9 +63,25 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
         if not end.code:
             raise  # after --help
         raise UsageError(f"{_first_sentence(messages.getvalue())} (see {script} --help)") from None
-    if problems := find_urls(config):
+    if problems := find_urls(config) + find_long_names(config) + find_empty(words, config):
         raise UsageError("; ".join(problems))
     return config
+
+
+def find_empty(words: Sequence[str], config: Any) -> list[str]:
+    """A phrase for each value that is empty, as --data "$DATA" is if DATA is not set.
+
+    Such a path would be the working directory, and such a text no value at all. A list may be
+    empty.
+    """
+    problems = []
+    for before, word in zip(["", *words], words, strict=False):
+        name = before if not word else word[:-1]
+        is_list = isinstance(getattr(config, name[2:].replace("-", "_"), None), list)
+        if not is_list and (not word or re.fullmatch(r"--[\w-]+=", word)):
+            what = name if name.startswith("-") else "a word of the command line"
+            problems.append(f"{what} is empty: give it a value, or leave it out")
+    return problems
 
 
 def find_urls(config: Any) -> list[str]:
@@ -83,6 +100,20 @@ def find_urls(config: Any) -> list[str]:
             elif name == "run_dir":
                 remedy = f"give a folder here, and copy it there with --mirror {url}"
             problems.append(f"{flag(name)} {url} is a URL, where a path is needed: {remedy}")
+    return problems
+
+
+def find_long_names(config: Any) -> list[str]:
+    """A phrase for each path whose name no file can have, because it is too long."""
+    problems = []
+    for name, value in vars(config).items():
+        for path in value if isinstance(value, list | tuple) else [value]:
+            try:
+                if isinstance(path, Path):
+                    path.exists()
+            except OSError as problem:
+                if problem.errno == errno.ENAMETOOLONG:
+                    problems.append(f"{flag(name)} {path!s:.40}... is too long for a path")
     return problems
 
 

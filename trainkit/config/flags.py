@@ -198,10 +198,7 @@ class TrainingConfig:
     def find_problems(self, num_processes: int) -> list[str]:
         """What is wrong with the values, one phrase each; a script adds to what this returns."""
         problems = find_urls(self)
-        for name, rule in dict.fromkeys(_notes_of(type(self))):
-            value = getattr(self, name)
-            if isinstance(rule, Rule) and value is not None and not rule.holds(value):
-                problems.append(f"{flag(name)} {value} must be {rule.text}")
+        problems += find_broken_rules(self)
         if self.mirror_must and not self.mirror:
             problems.append("--mirror-must needs --mirror URL")
         if self.patience and not self.keep_best:
@@ -299,6 +296,16 @@ class TrainingConfig:
         problems += self._find_unset() if is_loaded else self.find_unread()
         if problems:
             raise UsageError("; ".join(problems))
+
+
+def find_broken_rules(config: Any) -> list[str]:
+    """A phrase for each value that breaks the rule of its field."""
+    problems = []
+    for name, rule in dict.fromkeys(_notes_of(type(config))):
+        value = getattr(config, name)
+        if isinstance(rule, Rule) and value is not None and not rule.holds(value):
+            problems.append(f"{flag(name)} {value} must be {rule.text}")
+    return problems
 
 
 def _notes_of(kind: type) -> Iterator[tuple[str, Any]]:

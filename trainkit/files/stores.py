@@ -25,8 +25,15 @@ CLOUD = re.compile(rf"\b({'|'.join(sorted(VARIABLES, key=len, reverse=True))}):/
 WAITS = (1, 2, 4)  # seconds before a call is tried again
 
 
+class Missing(LoneFailure):
+    """There is no such file."""
+
+
 def trying(what: str, call: Callable[..., T], *args: Any) -> T:
-    """Return call(*args); try again if it fails. Raises LoneFailure, which begins with `what`."""
+    """Return call(*args); try again if it fails. Raises LoneFailure, which begins with `what`.
+
+    It is a Missing, without another try, if there is no such file.
+    """
     waits = iter(WAITS)
     while True:
         try:
@@ -39,7 +46,8 @@ def trying(what: str, call: Callable[..., T], *args: Any) -> T:
             wait = None if missing else next(waits, None)
             if wait is None:
                 reason = f"{type(cause).__name__}: {cause}".strip().splitlines()
-                raise LoneFailure(shown(f"{what}: {' '.join(reason)}")) from None
+                kind = Missing if missing else LoneFailure
+                raise kind(shown(f"{what}: {' '.join(reason)}")) from None
             time.sleep(wait)
 
 

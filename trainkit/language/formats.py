@@ -12,7 +12,7 @@ import torch
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
-from trainkit.reading.paths import is_read
+from trainkit.reading.paths import is_read, refuse_pipe
 from trainkit.text import count, nfc, shorten
 
 Turn = dict[str, Any]  # role and content, both texts, and perhaps tool_calls
@@ -149,8 +149,7 @@ def read_chat_parts(data: str, where: str) -> dict[str, Part]:
     path = Path(data)
     if path.is_file():
         return {"train": Part(path.name, _read_file(path))}
-    if path.is_fifo():  # a pipe would be waited for, and read twice
-        raise UsageError(f"{where} is not a file: write it into one first")
+    refuse_pipe(path, where)
     files = [file.relative_to(path).as_posix() for file in sorted(path.rglob("*"))]
     files = [file for file in files if is_read(file) and file.endswith(SUFFIXES)]
     found = splits.find_splits(files)

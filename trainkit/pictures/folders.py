@@ -11,7 +11,7 @@ import pandas as pd
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest, digest_file
-from trainkit.reading.paths import is_read
+from trainkit.reading.paths import is_read, refuse_pipe
 from trainkit.reading.splits import WORDS, find_split
 from trainkit.text import nfc, shorten
 
@@ -155,8 +155,7 @@ def read_list(path: Path, pictures: list[Path], where: str) -> dict[Path, str]:
     it if it is the last, their classes.
     """
     with as_usage_error(f"{where} cannot be read"):
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise UsageError(f"{where} is not a file: write it into one first")
+        refuse_pipe(path, where)
         table = pd.read_csv(path, dtype=str, keep_default_na=False, skipinitialspace=True)
     named_so: dict[str, list[Path]] = {}
     for picture in pictures:

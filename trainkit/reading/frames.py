@@ -15,7 +15,7 @@ import pandas as pd
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
-from trainkit.reading.paths import select_read
+from trainkit.reading.paths import refuse_pipe, select_read
 from trainkit.text import count, first_sentence, nfc, shorten
 
 KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx")
@@ -118,8 +118,7 @@ def _read_files(files: Sequence[Path], where: str, **options: Any) -> pd.DataFra
     tables = []
     for file in files:
         with as_usage_error(f"{where}: {file.name} cannot be read"):
-            if not file.is_file():  # a pipe would be waited for, and read twice
-                raise UsageError(f"{where}: {file.name} is not a file: write it into one first")
+            refuse_pipe(file, f"{where}: {file.name}")
             try:
                 table = _read_file(file, **options)
             except UnicodeError:

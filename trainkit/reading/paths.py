@@ -3,14 +3,28 @@
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
-from trainkit.errors import is_main_rank
+from trainkit.errors import UsageError, is_main_rank
 from trainkit.text import count
 
 # A part of the path that begins with . or _, by which Spark and Hive hide files, such as
 # .ipynb_checkpoints, ._part, _temporary and _delta_log; but not _year=2020, which is a partition.
 HIDDEN = re.compile(r"(^|/)(\.|_(?![^/]*=))")
+
+
+def refuse_pipe(path: Path, where: str) -> None:
+    """Raise UsageError if this is there, but neither a file nor a folder.
+
+    A pipe would be waited for, and most files are read twice. where: begins the sentence.
+    """
+    is_pipe = False
+    with suppress(OSError):  # of a name that is too long, which whoever opens it says
+        is_pipe = path.exists() and not path.is_file() and not path.is_dir()
+    if is_pipe:
+        raise UsageError(f"{where} is not a file: write it into one first")
 
 
 def is_read(path: str) -> bool:

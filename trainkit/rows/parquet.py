@@ -30,11 +30,11 @@ from huggingface_hub.constants import HF_HOME
 from torch.utils.data import Dataset, default_collate
 
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.files.stores import find_secret, open_store, shown, trying
+from trainkit.files.stores import Missing, find_secret, open_store, shown, trying
 from trainkit.numbers.loaders import Order
 from trainkit.numbers.mixing import key, mix, permute, scramble
 from trainkit.outside.names import tree_map_only
-from trainkit.reading.paths import select_read
+from trainkit.reading.paths import refuse_pipe, select_read
 from trainkit.reading.splits import find_splits
 from trainkit.text import shorten
 
@@ -122,7 +122,8 @@ class ParquetRows(Dataset):
         unread: the names of files that are in other parts.
 
     Raises UsageError for a password or signature in the pattern, which would be saved with the run,
-    and for files without these columns; LoneFailure for files that cannot be read.
+    if there is no such file, and for files without these columns; LoneFailure for files that cannot
+    be read.
     """
 
     def __init__(
@@ -130,12 +131,16 @@ class ParquetRows(Dataset):
     ):
         if problem := find_secret(pattern):
             raise UsageError(problem)
+        refuse_pipe(Path(pattern), pattern)
         self.pattern = pattern
         self.columns = columns
         self.cache_bytes = cache_bytes
         self.folder = Path(HF_HOME, "rows")
         self.folder.mkdir(parents=True, exist_ok=True)
-        paths = self._choose(self._find(pattern), parts)
+        try:
+            paths = self._choose(self._find(pattern), parts)
+        except Missing as problem:
+            raise UsageError(str(problem)) from None
         pool, _ = opened(self, os.getpid())
         self.footers = dict(zip(paths, pool.map(self._footer, paths), strict=True))
         self.groups = []

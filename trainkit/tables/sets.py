@@ -74,9 +74,18 @@ OF_DATA += ["missing_values", "test_fraction", "data_seed"]
 
 
 def split_names(text: str) -> list[str]:
-    """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`."""
-    lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
-    return [nfc(name.strip()) for line in lines for name in line if name.strip()]
+    """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`.
+
+    Raises ValueError if there is no name, or a quotation mark without another one.
+    """
+    lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
+    try:
+        names = [nfc(name.strip()) for line in lines for name in line if name.strip()]
+    except csv.Error as problem:
+        raise ValueError(f"quotation marks come in pairs ({problem})") from None
+    if text and not names:
+        raise ValueError(f"there is no name in {text!r}")
+    return names
 
 
 def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:

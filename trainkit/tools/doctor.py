@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from trainkit import startup
 
@@ -26,8 +27,10 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 
+from trainkit.config import Positive, Rule
 from trainkit.config.command_line import parse
-from trainkit.errors import LoneFailure
+from trainkit.config.flags import find_broken_rules
+from trainkit.errors import LoneFailure, UsageError
 from trainkit.launch import alike, environment, together
 from trainkit.launch.together import failing_together
 from trainkit.loop.session import end_training
@@ -45,15 +48,18 @@ GLOO_SECONDS = 20
 AXIS_SECONDS = 20
 
 
+Seconds = Annotated[float, Rule(lambda value: 0 < value < 2**31, "above 0 and below 2**31")]
+
+
 @dataclass
 class Config:
     run_dir: Path = Path("runs/mnist")
     """must be one folder for all"""
-    timeout: float = 60.0
+    timeout: Seconds = 60.0
     """seconds to wait for a process"""
-    checkpoint_mib: float = 300.0
+    checkpoint_mib: Positive = 300.0
     """size of a checkpoint, as the plan of a run says"""
-    hours_to_failure: float = 24.0
+    hours_to_failure: Positive = 24.0
     """mean hours between failures"""
 
 
@@ -63,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises UsageError on all processes if they were not started alike or do not share --run-dir.
     """
     config = parse(Config, argv)
+    if problems := find_broken_rules(config):
+        raise UsageError("; ".join(problems))
     precision = environment.check_launch()
     timeout = timedelta(seconds=config.timeout)
     with together.deadline(timeout):

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import signal
+import socket
 import tempfile
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -383,6 +384,9 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
             gradio.HTML(f"<h1>{escape(name)}</h1>{escape(describe_quality(predictor))}")
             BUILDERS[predictor.metadata["input"]](page, predictor)
         try:
+            socket.getaddrinfo(
+                host or "localhost", None
+            )  # or the page asks for an unknown name at each port
             _, url, _ = page.launch(
                 server_name=host,
                 server_port=port,
@@ -394,7 +398,7 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
                 max_file_size=MAX_FILE,
                 css_paths=[Path(__file__).with_name("page.css")],
             )
-        except OSError as problem:
+        except (OSError, OverflowError) as problem:
             address = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
             raise UsageError(f"{address}: {problem}") from problem
         print(f"{name}: {url} (Ctrl-C ends it)", flush=True)

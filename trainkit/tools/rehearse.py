@@ -626,6 +626,9 @@ def rehearse(stage: Stage, only: str) -> int:
         raise UsageError(f"{stage.script} does not run: {first.problem}")
     facts = first.noted("facts")
     worlds, nudged, still = worlds_of(first, stage.has_card())
+    if not any(only in world.name for world in worlds):
+        names = ", ".join(world.name for world in worlds)
+        raise UsageError(f"--only {only}: no world has this in its name: {names}")
     is_cut = facts["steps_in_whole_epoch"] > facts["steps_per_epoch"]
     cut = f" (of {facts['steps_in_whole_epoch']})" if is_cut else ""
     print(
