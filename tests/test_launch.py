@@ -292,3 +292,15 @@ def test_the_launcher_says_in_a_sentence_which_signal_ended_a_process(
     assert ended.value.code == code
     name = signal.Signals(-code).name
     assert f"error: process 1 was ended by {name}{why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [2, -9])
+def test_the_launcher_ends_with_the_code_of_a_single_process_too(code, monkeypatch, capsys):
+    def ends(*_):
+        raise subprocess.CalledProcessError(code, ["python", "train_mnist.py"])
+
+    monkeypatch.setattr("accelerate.commands.launch.main", ends)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("trainkit.tools.launch")
+    assert ended.value.code == code
+    assert ("process 0 was ended by SIGKILL" in capsys.readouterr().err) == (code == -9)
