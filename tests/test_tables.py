@@ -640,6 +640,9 @@ def test_numbers_beyond_the_training_rows_are_said_for_each_row(model):
     said = model.predict_file(path).splitlines()[1]
     assert said.startswith("outside the range of the training rows: row 2 (column 'area': 2")
     assert re.search(r"not 2\d\.\d+ to 19\d\.\d+\), row 4 \(column 'area': -50", said)
+    column = pd.read_csv("t_predictions.csv")["outside_training_range"]
+    assert column.notna().tolist() == [False, True, False, True, False]
+    assert column[3].startswith("column 'area': -50, not ")
     days = pd.DataFrame({"day": pd.date_range("2020-01-01", periods=30).astype(str)})
     model = untrained(read(days.assign(y=range(30)))[2])
     Path("new.csv").write_text("day\n2020-01-09\n2031-05-06\n")

@@ -22,6 +22,7 @@ FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n]
 
 # A number is named if it is further beyond those of the training rows, in parts of their range.
 MARGIN = 0.1
+OUTSIDE = "outside_training_range"  # the column that names such numbers, if there are any
 
 WRITTEN: dict[Path, Path] = {}  # by this process: each file and the table it was made from
 
@@ -34,8 +35,9 @@ def add_predictions(
 ) -> str:
     """Write TABLE_predictions.csv, the rows of a table and the columns that predict returns.
 
-    Returns a text: its path, categories that training did not have, which rows have no prediction
-    and why, and the first rows. A text that a spreadsheet would run as a formula gets an apostrophe
+    Returns a text: its path, categories that training did not have, which rows have numbers beyond
+    those of the training rows (one more column names them all), which have no prediction and why,
+    and the first rows. A text that a spreadsheet would run as a formula gets an apostrophe
     in front. Raises UsageError, also if no row can be predicted. encoding: None means that of the
     training table.
     """
@@ -60,7 +62,9 @@ def add_predictions(
         raise UsageError(f"{where}: no row can be predicted: {unknown}")
     predictions = pd.DataFrame(predict(torch.from_numpy(inputs)))
     predictions.loc[[*why]] = np.nan
-    if taken := [name for name in predictions if name in written]:
+    outside = find_outside(table, inputs, columns, metadata)
+    added = [*predictions, *([OUTSIDE] if outside else [])]
+    if taken := [name for name in added if name in written]:
         raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
     notes = ""
     for column in columns:
@@ -68,9 +72,9 @@ def add_predictions(
             texts = parse_cells(table[column.name], column).dropna()
             if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
-    outside = find_outside(table, inputs, columns, metadata)
     if outside:
-        notes += f"\noutside the range of the training rows: {shorten(outside)}"
+        named = [f"row {row + 1} ({shorten(outside[row], 2)})" for row in sorted(outside)]
+        notes += f"\noutside the range of the training rows: {shorten(named)}"
     if why:
         notes += f"\nno prediction for {unknown}"
     kinds, packed = ("|".join(map(re.escape, x)) for x in (frames.KINDS, frames.COMPRESSED))
@@ -83,6 +87,8 @@ def add_predictions(
     shown = rows.head().to_string(
         index=False, max_cols=6, max_colwidth=20, line_width=79, float_format=plain
     )
+    if outside:  # each of them, where the message names the first rows
+        rows[OUTSIDE] = pd.Series({row: "; ".join(outside[row]) for row in outside}, rows.index)
     rows = rows.astype(object).where(rows.notna(), "")  # or map would turn ids into floats
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
     write_durably(output, rows.to_csv(index=False).encode())
@@ -91,12 +97,12 @@ def add_predictions(
 
 def find_outside(
     table: pd.DataFrame, inputs: np.ndarray, columns: Sequence[Column], metadata: dict[str, Any]
-) -> list[str]:
-    """Return a text for each row with numbers beyond those of the training rows, in order.
+) -> dict[int, list[str]]:
+    """Return the rows with numbers beyond those of the training rows, and a text for each number.
 
     inputs: what encode() returns for the table and these columns.
     """
-    found: dict[Any, list[str]] = {}
+    found: dict[int, list[str]] = {}
     place = 0
     for column in columns:
         if column.categories is None:
@@ -109,7 +115,7 @@ def find_outside(
                 cell = f"column {column.name!r}: {table[column.name][row]!s:.40}"
                 found.setdefault(row, []).append(f"{cell}, not {' to '.join(limits)}")
         place += len(column.feature_names())
-    return [f"row {row + 1} ({shorten(found[row], 2)})" for row in sorted(found)]
+    return found
 
 
 def write_answers(path: Path, rows: list[dict[str, Any]]) -> str:
