@@ -61,6 +61,7 @@ Schedule = Literal["onecycle", "cosine", "linear", "exponential", "exponential+c
 # Those that reach the lowest learning rate at the end of the run.
 FALLING = ("onecycle", "cosine", "linear")
 
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 MAY_CHANGE = "may have another value when a run is resumed"
 MayChange = Annotated[T, MAY_CHANGE]
 
@@ -203,9 +204,10 @@ class TrainingConfig:
             problems.append("--mirror-must needs --mirror URL")
         if self.patience and not self.keep_best:
             problems.append("--patience needs --keep-best METRIC, the metric to watch")
-        if self.accumulate > 1 and os.environ.get("ACCELERATE_DYNAMO_MODE") == "reduce-overhead":
+        mode = os.environ.get("ACCELERATE_DYNAMO_MODE")
+        if self.accumulate > 1 and mode in WITH_CUDA_GRAPHS:
             problems.append(
-                f"--accumulate {self.accumulate} does not work with dynamo_mode: reduce-overhead, "
+                f"--accumulate {self.accumulate} does not work with dynamo_mode: {mode}, "
                 "whose CUDA graphs overwrite the gradients that are being accumulated: use "
                 "--accumulate 1, or dynamo_mode: default in the YAML"
             )
