@@ -22,6 +22,7 @@ from trainkit import (
     Dropout,
     InMemory,
     Run,
+    compiled_with_model,
     keyed_uniform,
     make_loaders,
     make_optimizer,
@@ -255,17 +256,31 @@ def augment(
     images: torch.Tensor, indices: torch.Tensor, epoch: int, config: Config
 ) -> torch.Tensor:
     """Shift, turn and warp each picture by amounts fixed by (seed, epoch, sample index) alone."""
-    noise = keyed_uniform(config.seed, epoch, indices, 35 if config.max_warp else 3) * 2 - 1
+    numbers = keyed_uniform(config.seed, epoch, indices, 35 if config.max_warp else 3)
+    knots = knot_shares(images.device) if config.max_warp else None
+    return move_pixels(images, numbers, pixel_centres(images.device), knots, config)
+
+
+@compiled_with_model  # where the YAML compiles
+def move_pixels(
+    images: torch.Tensor,
+    numbers: torch.Tensor,
+    centres: torch.Tensor,
+    knots: torch.Tensor | None,
+    config: Config,
+) -> torch.Tensor:
+    """Shift, turn and warp each picture by amounts that its numbers, from 0 to 1, decide."""
+    noise = numbers * 2 - 1
     turn = noise[:, 0] * math.radians(config.max_turn)
     # Coordinates run from -1 to 1.
     right, down = (noise[:, 1:3] * (2 * config.max_shift / SIZE)).unbind(1)
     cos, sin = turn.cos(), turn.sin()
     affine = torch.stack((cos, -sin, right, sin, cos, down), 1).view(-1, 3)
     # The same as F.affine_grid, but as one matrix product, which is eight times as fast.
-    grid = affine @ pixel_centres(images.device)
-    if config.max_warp:
+    grid = affine @ centres
+    if knots is not None:
         moves = noise[:, 3:].reshape(-1, 16) * (2 * config.max_warp / SIZE)  # x, then y
-        grid += moves @ knot_shares(images.device)
+        grid += moves @ knots
     grid = grid.view(-1, 2, SIZE, SIZE).permute(0, 2, 3, 1)
     return F.grid_sample(images.float(), grid, align_corners=False)  # 0 outside: black
 

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, keyed_uniform, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import (
+    Run,
+    compiled_with_model,
+    keyed_uniform,
+    make_loaders,
+    make_optimizer,
+    make_scheduler,
+    startup,
+)
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +59,12 @@ class Config(photos.PhotoConfig):
 
 def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config) -> torch.Tensor:
     """Crop, flip and colour each picture by amounts fixed by (seed, epoch, key) alone."""
-    numbers = keyed_uniform(config.seed, epoch, keys, 8)
+    return change(images, keyed_uniform(config.seed, epoch, keys, 8), config)
+
+
+@compiled_with_model  # where the YAML compiles
+def change(images: torch.Tensor, numbers: torch.Tensor, config: Config) -> torch.Tensor:
+    """Crop, flip and colour each picture by amounts that its 8 numbers, from 0 to 1, decide."""
     area = 1 - (1 - config.smallest_crop) * numbers[:, 0]
     stretch = torch.exp((numbers[:, 1] - 0.5) * math.log(4 / 3))
     sides = torch.stack((area.sqrt() * stretch, area.sqrt() / stretch), 1).clamp(max=1)

@@ -1,8 +1,11 @@
 """The loop of train_mnist.py is right, and what it leaves behind can be used."""
 
+import inspect
 import math
 from functools import partial
 from types import SimpleNamespace
+
+from trainkit import compiled_with_model, keyed_uniform
 
 import pytest
 import torch
@@ -85,7 +88,7 @@ def test_compiled_the_weights_have_plain_names(tiny_mnist, tmp_path, run_main, m
 def test_a_model_is_compiled_once_whatever_batches_and_evaluations_come(
     tiny_mnist, tmp_path, run_main, monkeypatch
 ):
-    """Also if a resume begins with the short last batch of an epoch."""
+    """And the augmentation once. Also if a resume begins with the short last batch of an epoch."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     counters = torch._dynamo.utils.counters["stats"]
     flags = (
@@ -97,10 +100,49 @@ def test_a_model_is_compiled_once_whatever_batches_and_evaluations_come(
         before = counters["unique_graphs"]
         run_main("train_mnist", flags, more)
         num_compiled.append(counters["unique_graphs"] - before)
-    assert num_compiled == [1, 1]
+    assert num_compiled == [2, 2]
     model = torch.compile(torch.nn.Linear(2, 2), backend="eager")
     model(torch.ones(3, 2))
-    assert counters["unique_graphs"] == before + 2  # nothing is forbidden afterwards
+    assert counters["unique_graphs"] == before + 3  # nothing is forbidden afterwards
+
+
+def test_whole_batches_are_augmented_by_what_is_compiled(
+    tiny_mnist, tmp_path, run_main, monkeypatch
+):
+    """And the short last one, what is evaluated and what is drawn by the code as it is written."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    torch._dynamo.reset()
+    ways, normalise = [], train_mnist.normalise
+
+    @compiled_with_model
+    def move_pixels(images, numbers, centres, knots, config):
+        way = torch.compiler.is_compiling() * numbers.sum().sign() * centres.sum().square().sign()
+        return images * 0 + way * config.max_shift
+
+    def see(images: torch.Tensor) -> torch.Tensor:
+        ways.append((len(images), images.max().item()))
+        return normalise(images)
+
+    monkeypatch.setattr(train_mnist, "move_pixels", move_pixels)
+    monkeypatch.setattr(train_mnist, "normalise", see)
+    flags = f"--dataset {tiny_mnist} --run-dir {tmp_path} --batch-size 144 --no-drop-last"
+    run_main("train_mnist", flags, "--epochs 2 --max-shift 7 --pictures")
+    one_epoch = [(144, 7), (144, 7), (43, 0), (101, 255)]
+    assert ways == 2 * one_epoch
+
+
+@pytest.mark.parametrize("most", [{}, {"max_warp": 1.0}])
+def test_compiled_an_augmentation_makes_the_same_pictures(most):
+    config = SimpleNamespace(seed=3, **{"max_turn": 10.0, "max_shift": 2.0, "max_warp": 0.0} | most)
+    images = torch.randint(0, 256, (4, 1, 28, 28), dtype=torch.uint8)
+    numbers = keyed_uniform(0, 0, torch.arange(4), 35)
+    device = images.device
+    constants = train_mnist.pixel_centres(device), train_mnist.knot_shares(device)
+    written = train_mnist.move_pixels(images, numbers, *constants, config)
+    assert not torch.equal(written, images)
+    plain = inspect.unwrap(train_mnist.move_pixels)
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(images, numbers, *constants, config), written)
 
 
 def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(

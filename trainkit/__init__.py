@@ -19,6 +19,7 @@ NAMES = {
     "UsageError": "errors",
     "InMemory": "numbers.loaders",
     "make_loaders": "numbers.loaders",
+    "compiled_with_model": "loop.compiling",
     "Dropout": "rng",
     "keyed_normal": "rng",
     "keyed_uniform": "rng",

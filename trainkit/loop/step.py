@@ -48,7 +48,8 @@ class Step:
         buffers: which ones forward changes from its own share.
         divisors: what its means are divided by.
         sizes: of values without a mask, which must be equal in the whole step.
-        compiling: lets models be compiled in the first whole step alone.
+        compiling: lets models be compiled in the first whole step alone, and says when CUDA graphs
+            may use their memory again.
         norms: of the gradients, before they are clipped, by their names in metrics.jsonl.
         clipped, stepped: the optimizers that may be stepped now, and those already stepped.
         depths: how many calls of the step of an optimizer are within each other now.
@@ -92,7 +93,7 @@ class Step:
             optimizer.optimizer.register_step_pre_hook(self.check_clipped)
             optimizer.optimizer.register_step_post_hook(self.leave_step)
         self.update_scale = take_loss_scale(accelerator)
-        self.compiling = Compiling(accelerator)
+        self.compiling = Compiling(accelerator, say)
 
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""

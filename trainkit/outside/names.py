@@ -61,6 +61,13 @@ def without_compiler(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def compiler_error() -> type[Exception]:
+    """What torch.compile raises for code that it cannot compile."""
+    from torch._dynamo.exc import TorchDynamoException  # imports the compiler, 1.2 s
+
+    return TorchDynamoException
+
+
 def inputs_of(node: Any) -> list[tuple[Any, tuple[int, ...]]]:
     """The inputs of a node of a graph that have a graph: each with the sizes of its tensor.
 
