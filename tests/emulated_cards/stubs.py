@@ -74,7 +74,9 @@ def install_cuda():
     cuda.get_device_name = gives("emulated card")
     cuda.manual_seed = cuda.manual_seed_all = seed
     cuda.get_rng_state_all = lambda: [torch.default_generator.get_state()] * cuda.device_count()
+    cuda.get_rng_state = lambda _=None: torch.default_generator.get_state()
     torch.compile = lambda model=None, **_: (lambda f: f) if model is None else model
+    torch.compiler.cudagraph_mark_step_begin = lambda: None  # no graphs
 
 
 def install_tensors():
