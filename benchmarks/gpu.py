@@ -277,7 +277,8 @@ def gpt_124m(size: Size, dynamo: str = "no") -> tuple:
         for file, rows in zip(files, (text, text[: size.sequences]), strict=True):
             column = pyarrow.FixedSizeListArray.from_arrays(rows.flatten(), rows.shape[1])
             pyarrow.parquet.write_table(pyarrow.table({"tokens": column}), file)
-        flags = [*words, "--data", *files, "--batch-size", size.sequences]
+        flags = [*words, "--data", files[0], "--eval-data", files[1]]
+        flags += ["--batch-size", size.sequences]
         ways = {"ours": partial(ours, gpt, *flags, dynamo=dynamo), "bare": bare}
         name = f"gpt, {num_weights / 1e6:.0f}M, {size.tokens} tokens, bf16"
         name += ", compiled" if dynamo != "no" else ""
