@@ -41,3 +41,20 @@ def make_table(path, size=160, **columns):
     table["y"] = table.a * 2 + np.abs(table.b) + random.normal(size=size) * 0.1
     table.assign(**columns).to_csv(path, index=False)
     return table
+
+
+def titled(size=240, seed=0, noise=5.0):
+    """Goods whose price y is said by two words of their title, and by the number a."""
+    random = np.random.default_rng(seed)
+    things = {"chair": 50, "table": 120, "sofa": 300, "lamp": 35, "shelf": 80}
+    materials = {"oak": 60, "plastic": -30, "silk": 70, "wool": 25}
+    others = ["nice", "new", "used", "old", "large", "small", "great", "fine", "hand", "made"]
+    titles, prices = [], []
+    for _ in range(size):
+        thing, material = random.choice([*things]), random.choice([*materials])
+        random.shuffle(title := [thing, material, *random.choice(others, 4)])
+        titles.append(" ".join(title))
+        prices.append(things[thing] + materials[material])
+    numbers = random.normal(size=size)
+    y = np.array(prices) + 50 * numbers + noise * random.normal(size=size)
+    return pd.DataFrame({"a": numbers, "title": titles, "y": y.round(2)})

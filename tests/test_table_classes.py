@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from conftest import refused, saved
-from made_tables import make_table
+from made_tables import make_table, titled
 
 import predict
 from examples import table_classes
@@ -193,3 +193,16 @@ def test_no_row_reaches_the_members_and_the_linear_model_that_judge_it():
         other = targets + 100 * (torch.arange(40) == row)[:, None]
         changed = (judge(other) - judged).abs()
         assert changed[fold == own].max() == 0 and changed[fold != own].min() > 0
+
+
+def test_words_tell_classes_one_number_for_each(tmp_path):
+    table = titled()
+    kinds = np.select([table.y > 200, table.y > 90], ["dear", "mid"], "cheap")
+    for names, words in ((kinds, ["cheap", "dear", "mid"]), (kinds == "dear", ["True"])):
+        table.assign(y=names).to_csv(tmp_path / "t.csv", index=False)
+        made = sets_of(tmp_path / "t.csv", "y")
+        features = ["a", *(f"title, its words for {word}" for word in words)]
+        assert made.metadata["features"] == features
+        inputs, labels, _ = made.evaluated.tensors
+        says = inputs[:, 1:].argmax(1) if len(words) > 1 else inputs[:, 1] > 0
+        assert (says == labels).double().mean() > 0.1 + labels.bincount().max() / len(labels)

@@ -14,13 +14,14 @@ import pyarrow
 import pytest
 import torch
 from conftest import posix_only, refused
-from made_tables import frame, load
+from made_tables import frame, load, titled
 
 import predict
 import train_regression
 from examples import table_classes
 from trainkit.config import parse
 from trainkit.errors import UsageError
+from trainkit.reading.pieces import score_text
 from trainkit.tables.amounts import find_form, read_amount
 from trainkit.tables.columns import INDEX, Column, encode
 
@@ -376,7 +377,8 @@ def test_all_columns_are_judged_at_once_and_the_command_below_works(here, monkey
     with pytest.raises(UsageError) as raised:
         load(*typed[1:])
     lines = str(raised.value).splitlines()
-    assert [line.split(":")[0].strip() for line in lines[1:4]] == ["area", "far", "note"]
+    assert [line.split(":")[0].strip() for line in lines[1:3]] == ["area", "far"]
+    assert "  note: free text" in lines  # what its words say is only known of a table that works
     assert "row 6: 'about 30' is not a number" in lines[1] and "row 1: '12:10'" in lines[2]
     assert "  year: number, filled in where missing: 2 '?', 2 'unknown'" in lines
     assert lines[-2].endswith("are kinds, not amounts, add --categorical area,far")
@@ -680,3 +682,76 @@ def test_thousands_of_columns_are_read_by_few_calls_of_pandas(monkeypatch):
 def test_a_list_of_columns_without_a_name_or_a_quote_is_refused(text):
     with pytest.raises(UsageError, match="--categorical"):
         parse(train_regression.Config, ["--categorical", text])
+
+
+def test_words_of_free_text_are_numbers_that_tell_of_rows_which_they_were_not_learned_from():
+    table = titled()
+    train, test, metadata = read(table)
+    assert metadata["features"] == ["a", "title, its words for y"]
+    said = re.search(r"title \(free text, whose words tell (\d+)% of", metadata["plan"]["columns"])
+    assert said and 80 < int(said[1]) < 100
+    for rows in (train, test):  # training rows are scored as those that are new
+        features, targets = rows.tensors[:2]
+        rest = targets[:, 0] - targets[:, 0].mean()
+        rest = rest - features[:, 0] * (features[:, 0] @ rest) / features[:, 0].square().sum()
+        assert 0.9 < torch.corrcoef(torch.stack((features[:, 1], rest)))[0, 1] < 0.999
+    index = test.tensors[2].numpy()
+    own, _ = encode(table, [Column(**column) for column in metadata["columns"]])
+    raw = test.tensors[0].double().numpy() * metadata["feature_std"] + metadata["feature_mean"]
+    np.testing.assert_allclose(own[index], raw, rtol=1e-4, atol=1e-4)
+    others = np.delete(own, index, 0)[:, 1]
+    in_training = train.tensors[0][:, 1].double() * metadata["feature_std"][1]
+    assert (in_training.numpy() + metadata["feature_mean"][1] != others).mean() > 0.99
+    # What is evaluated is not learned from.
+    table.loc[index, "y"] = 0.0
+    table.loc[index, "title"] = "plastic"
+    assert read(table)[2] == metadata
+
+
+def test_words_that_say_nothing_leave_the_numbers_as_they_are_without_them():
+    random = np.random.default_rng(1)
+    table = (
+        titled()
+        .assign(title=titled(seed=1).title)
+        .assign(y=lambda rows: (rows.a * 2 + random.normal(size=len(rows))).round(2))
+    )
+    table = pd.concat([table, table.assign(title=[f"no. {n:x}" for n in range(240)])])
+    train, test, metadata = read(table)
+    plan = metadata["plan"]["columns"]
+    assert metadata["left_out"] == ["title"] and "training rows, whose words say nothing" in plan
+    *without, facts = read(table.drop(columns="title"))
+    assert metadata["plan"]["twice"] == facts["plan"]["twice"]  # rows and copies are on one side
+    for rows, same in zip((train, test), without, strict=True):
+        assert all(map(torch.equal, rows.tensors, same.tensors))
+    # Nor does what another column says already.
+    again = titled().assign(y=lambda rows: rows.a * 3 + 1)
+    assert read(again)[2]["left_out"] == ["title"]
+
+
+@pytest.mark.parametrize("flags, answered", [([], 4), (["--missing", "refuse"], 3)])
+def test_a_row_without_words_or_with_new_ones_is_predicted(flags, answered, here):
+    table = titled(60)
+    if not flags:
+        table.loc[::9, "title"] = None
+    metadata = read(table, *flags)[2]
+    assert ("none where missing: 7 empty" in metadata["plan"]["columns"]) == (not flags)
+    new = pd.DataFrame({"a": [0.0] * 4, "title": ["silk sofa", "沙发 <b>", None, "300"]})
+    new.to_csv(here / "new.csv", index=False)
+    (column,) = [Column(**facts) for facts in metadata["columns"] if "scores" in facts]
+    scores = column.expand(np.array(["silk sofa", "zzz qqq", "", "plastic lamp"], object))[:, 0]
+    assert scores[0] > scores[1] > scores[3] and scores[2] == 0
+    assert [score_text(text, column.facts()) for text in ("silk sofa", " ")] == [scores[0], 0]
+    assert predicted(untrained(metadata), here / "new.csv").predicted_y.count() == answered
+
+
+def test_two_columns_of_text_in_any_script_share_what_they_say():
+    chinese = {"sofa": "沙发", "table": "桌子", "lamp": "灯", "oak": "橡木", "silk": "丝绸"}
+    table = titled()
+    written = table.title.replace(chinese, regex=True).str.replace(" ", "")
+    other = titled(seed=1)
+    table = table.assign(title=written, about=other.title, y=table.y + other.y)
+    metadata = read(table)[2]
+    assert metadata["features"] == ["a", "title, its words for y", "about, its words for y"]
+    # Texts alone are enough, and are left out like any other column.
+    assert read(table, "--features", "title,about")[2]["features"] == metadata["features"][1:]
+    assert read(table, "--features", "a,title")[2]["features"] == metadata["features"][:2]

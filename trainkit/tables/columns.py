@@ -1,7 +1,7 @@
 """Read the columns of a table as numbers, by rules that can be printed, saved and applied again."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import pandas as pd
 
 from trainkit.reading.frames import MAX_SHOWN, as_text
 from trainkit.tables.amounts import find_form, read_amount, read_amounts
+from trainkit.tables.words import number_texts, score_texts
 from trainkit.text import shorten
 
 # Columns that R and pandas write for the numbers or names of the rows.
@@ -53,6 +54,10 @@ class Column:
             separators or decimal commas; None: they are plain.
         decimal: the mark before their decimals, if unit is not None.
         example: a cell that is written so.
+        scores: of free text, the target or class that each of its numbers says something of. None:
+            it holds no free text.
+        weights: of the pieces of its texts, as pieces.pack returns them.
+        explained: what these say of the targets, in percent of what the other columns leave.
         problem: why it is left out, or "".
     """
 
@@ -66,12 +71,22 @@ class Column:
     unit: str | None = None
     decimal: str = "."
     example: str = ""
+    scores: list[str] | None = None
+    weights: str = ""
+    explained: int = 0
     problem: str = ""
+
+    @property
+    def holds_texts(self) -> bool:
+        """Whether its cells are texts: categories, or free text."""
+        return self.categories is not None or self.scores is not None
 
     def feature_names(self) -> list[str]:
         """Return the names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
         if self.categories:
             return [f"{self.name}={category}" for category in self.categories]
+        if self.scores is not None:
+            return [f"{self.name}, its words for {score}" for score in self.scores]
         waves = [f"{self.name}, {cycle} {wave}" for cycle in self.cycles for wave in ("sin", "cos")]
         return [self.name, *waves]
 
@@ -79,6 +94,9 @@ class Column:
         """Return the numbers, (rows, features), that values of parse_cells() become."""
         if self.categories:
             return (values[:, None] == self.categories).astype(np.float64)
+        if self.scores is not None:
+            texts = [text if isinstance(text, str) else "" for text in values]
+            return score_texts(number_texts(texts), self.weights, len(self.scores))
         values = values.astype(np.float64)
         parts = [values]
         for period, start in (CYCLES[name] for name in self.cycles):
@@ -91,6 +109,9 @@ class Column:
         values = dict(vars(self))
         if self.unit is None:  # as older runs have it
             for name in ("unit", "decimal", "example"):
+                del values[name]
+        if self.scores is None:
+            for name in ("scores", "weights", "explained"):
                 del values[name]
         return values
 
@@ -105,9 +126,15 @@ class Column:
         if self.unit is not None:
             number = read_amount(self.example, self.unit, self.decimal)
             kind = f"number, {self.example!r} is {number:.10g}"
+        if self.scores is not None:
+            kind = "free text"
+            if self.weights:
+                kind += f", whose words tell {self.explained}% of what the other columns leave"
         if self.num_numbers:
             kind += f", with {self.num_numbers} cells that read as numbers"
-        if self.fill is not None:
+        if self.scores is not None and self.words:
+            kind += f", none where missing{list_counts(self.words)}"
+        elif self.fill is not None and self.scores is None:
             kind += f", filled in where missing{list_counts(self.words or {})}"
         return kind
 
@@ -173,7 +200,7 @@ def empty_cells(table: pd.DataFrame, missing: Sequence[str]) -> tuple[pd.DataFra
 
 def parse_cells(values: pd.Series, column: Column) -> pd.Series:
     """Return the values as numbers, or as texts of a category; NaN where a value is neither."""
-    if column.categories is not None:
+    if column.holds_texts:
         return values.astype(object).map(as_text, na_action="ignore")
     if column.days and column.days not in UNITS:
         return _read_dates(values.astype(str), column.days)
@@ -201,9 +228,15 @@ def _read_dates(texts: pd.Series, form: Any) -> pd.Series:
 
 
 def learn_column(
-    values: pd.Series, train: np.ndarray, categorical: Sequence[str], missing: str | None
+    values: pd.Series,
+    train: np.ndarray,
+    categorical: Sequence[str],
+    missing: str | None,
+    unread: Mapping[str, str],
 ) -> Column:
     """Learn from its training rows how a feature is encoded, or why it is left out.
+
+    Texts that hardly repeat are free text; unread: why its words are left out, by column.
 
     A missing number becomes the mean, a missing category the most frequent one: with `missing`
     "impute", and also with None if the column lacks a value. In a column of numbers or dates the
@@ -230,10 +263,7 @@ def learn_column(
     if column.categories is None:
         fill = float(present.mean())
     elif hardly_repeats(len(counts), present.count()):
-        column.problem = f"left out: {len(counts)} different texts in {len(train)} training rows"
-        if counts.index.to_series().str.fullmatch(LIKE_A_DATE).mean() > 0.5:
-            column.problem = "left out: dates in a form that is not read, so write 2020-01-31"
-        return column
+        return _learn_texts(column, counts.index, len(train), missing, unread)
     else:
         # Of equally frequent texts the first in the alphabet, which is the same on every machine.
         column.categories = [*counts.index]
@@ -241,6 +271,22 @@ def learn_column(
     if column.days:
         column.cycles = find_cycles(present.dropna().to_numpy())
     column.fill = fill if impute else None
+    return column
+
+
+def _learn_texts(
+    column: Column, texts: pd.Index, num_rows: int, missing: str | None, unread: Mapping[str, str]
+) -> Column:
+    """Do what learn_column does for a column whose texts, these in the training rows, differ."""
+    if texts.to_series().str.fullmatch(LIKE_A_DATE).mean() > 0.5:
+        column.problem = "left out: dates in a form that is not read, so write 2020-01-31"
+    elif column.name in unread:
+        number = f"{len(texts)} different texts in {num_rows} training rows"
+        column.problem = f"left out: {number}{unread[column.name]}"
+    else:
+        column.categories = None
+        column.scores = []
+        column.fill = None if missing in ("refuse", "drop") else ""
     return column
 
 

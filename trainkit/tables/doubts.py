@@ -85,7 +85,7 @@ def ask_codes(values: pd.Series, column: Column) -> str:
 
 def ask_thousands(values: pd.Series, column: Column) -> str:
     """Ask whether . separates thousands if values have no or three decimals: 850 and 1.180."""
-    if values.dtype.kind != "O" or column.categories is not None or column.days:
+    if values.dtype.kind != "O" or column.holds_texts or column.days:
         return ""
     texts = values[parse_cells(values, column).abs() >= 1].astype(str)
     decimals = texts.str.extract(r"\.(\d*)\D*$", expand=False).fillna("").str.len()

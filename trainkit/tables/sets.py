@@ -39,8 +39,9 @@ from trainkit.reading.frames import (
     read_parts,
     typed,
 )
+from trainkit.reading.pieces import pack
 from trainkit.reading.recall import describe_classes
-from trainkit.tables import doubts
+from trainkit.tables import doubts, words
 from trainkit.tables.columns import (
     MAX_CATEGORIES,
     MISSING,
@@ -100,6 +101,8 @@ def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
 
 
 Names = Annotated[list[str], comma_separated(str)]
+# Why a column of free text is left out, after how many texts it has.
+NO_USE = ", whose words say nothing of the target that the other columns do not"
 MAX_SCORES = 2**29  # of all classes for all rows, which the linear model computes at once
 
 
@@ -156,12 +159,12 @@ class TableConfig(TrainingConfig):
 class TableSplit(NamedTuple):
     """Positions of the rows to train and to evaluate on, int64, folds, and lines of the plan.
 
-    folds: one tensor, the fold of each row to train on, for network.py; or none.
+    fold: of each row to train on, int64; equal rows are in one.
     """
 
     train: np.ndarray
     test: np.ndarray
-    folds: list[torch.Tensor]
+    fold: torch.Tensor
     plan: dict[str, str]
 
 
@@ -314,17 +317,16 @@ def make_table_sets(
     The targets, `names`, are standardised numbers too, or with `classes` the number of a class.
     What is learned from rows (categories, means) is learned from the training rows alone. Raises a
     UsageError that says of each column whether it can be used. metadata: what load_table returns.
-    in_folds: see TableSplit.
+    in_folds: whether the training rows have their fold, for network.py.
     """
     targets = [target_column(table[name], classes) for name in names]
     metadata = {**metadata}
     first, where = metadata.pop("given", (math.inf, ""))
     given = torch.from_numpy(table.index.to_numpy() >= first) if where else None
-    split, learned = split_and_learn(table, targets, config, in_folds, given)
-    columns = [column for column in learned.values() if not column.problem]
-    features, problems = encode(table, columns)
     numbers, wrong = encode_targets(table, targets)
-    if problems or wrong or not columns:
+    known = None if wrong else numbers
+    split, learned, features, problems = read_features(table, targets, known, config, given)
+    if problems or wrong or not features.shape[1]:
         places = {row: _name_row(row, first, where) for row, _, _ in problems + wrong}
         raise UsageError(_judge(learned, problems + wrong, places, table, config))
     inputs, facts = standardise_columns("feature", features, split, config)
@@ -338,11 +340,12 @@ def make_table_sets(
         outputs, more = standardise_columns("target", numbers, split, config)
         facts |= more | {"baseline": numbers[split.train].mean(0).tolist()}
     plan = metadata["plan"] | make_plan(facts, learned, targets, table, split)
+    folds = [split.fold] if in_folds else []
     rows = torch.from_numpy(table.index.to_numpy(copy=True))
     if where:
         rows[split.test] -= first  # as the file to evaluate on numbers them
     return TableSets(
-        InMemory(inputs[split.train], outputs[split.train], *split.folds),
+        InMemory(inputs[split.train], outputs[split.train], *folds),
         InMemory(inputs[split.test], outputs[split.test], rows[split.test]),
         metadata | facts | {"plan": plan},
     )
@@ -392,16 +395,84 @@ def find_table_classes(values: pd.Series, where: str, config: TableConfig) -> li
     return classes
 
 
+def read_features(
+    table: pd.DataFrame,
+    targets: list[Column],
+    numbers: np.ndarray | None,
+    config: TableConfig,
+    given: torch.Tensor | None,
+) -> tuple[TableSplit, dict[str, Column], np.ndarray, list[tuple[int, str, str]]]:
+    """Split the rows, learn the columns; return the features of all rows, and encode()'s problems.
+
+    Columns of free text come last. Without use one is left out, and rows are split as without it.
+    numbers: the targets of all rows; None if they cannot be read.
+    """
+    unread: dict[str, str] = {}
+    pieces: dict[str, list[np.ndarray]] = {}
+    while True:
+        split, learned = split_and_learn(table, targets, config, given, unread)
+        learned = dict(sorted(learned.items(), key=lambda item: item[1].scores is not None))
+        columns = [column for column in learned.values() if not column.problem]
+        features, problems = encode(table, [c for c in columns if c.scores is None])
+        texts = [column for column in columns if column.scores is not None]
+        cells = {}
+        for column in texts:
+            cells[column.name], wrong = read_column(table[column.name], column)
+            problems += wrong
+        if problems or numbers is None or not texts:
+            return split, learned, features, problems
+        wanted, names = choose_scores(numbers[split.train], targets)
+        for column in texts:
+            if column.name not in pieces:
+                pieces[column.name] = words.number_texts(cells[column.name])
+            numbered = pieces[column.name]
+            others = torch.from_numpy(features[split.train])
+            found = words.learn_words(
+                [numbered[n] for n in split.train], wanted, others, split.fold
+            )
+            if found.share == 0:
+                unread[column.name] = NO_USE
+                continue
+            column.scores, column.weights = names, pack(found.weights.numpy())
+            column.explained = max(1, round(100 * found.share))
+            scores = words.score_texts(numbered, column.weights, len(names))
+            scores[split.train] = found.scores.numpy()  # as those of rows that are new
+            features = np.column_stack((features, scores))
+        if all(column.scores for column in texts):
+            return split, learned, features, problems
+
+
+def choose_scores(numbers: np.ndarray, targets: list[Column]) -> tuple[torch.Tensor, list[str]]:
+    """Return what words are asked for, (rows, scores), float64, and its names.
+
+    It is each target that is a number, with the deviation 1, or whether a row is of a class: of the
+    second one of two, or else of each of those that most rows have. numbers: as encode_targets
+    returns them.
+    """
+    classes = targets[0].categories
+    if classes is None:
+        spread = numbers.std(0)
+        wanted = (numbers - numbers.mean(0)) / np.where(spread > 0, spread, 1)
+        return torch.from_numpy(wanted), [column.name for column in targets]
+    chosen = np.array([1])
+    if len(classes) > 2:
+        found, counts = np.unique(numbers, return_counts=True)
+        chosen = np.sort(found[(-counts).argsort(kind="stable")[: words.MAX_SCORES]])
+    wanted = (numbers[:, None] == chosen).astype(np.float64)
+    return torch.from_numpy(wanted), [classes[number] for number in chosen]
+
+
 def split_and_learn(
     table: pd.DataFrame,
     targets: list[Column],
     config: TableConfig,
-    in_folds: bool,
     given: torch.Tensor | None,
+    unread: dict[str, str],
 ) -> tuple[TableSplit, dict[str, Column]]:
     """Split the rows and learn each column from those to train on. Raises UsageError.
 
-    given: which rows the user chose to evaluate on, bool; None: a part is held out.
+    given: which rows the user chose to evaluate on, bool; None: a part is held out. unread: see
+    learn_column.
     """
     num_rows = len(table)
     if given is None:
@@ -412,14 +483,14 @@ def split_and_learn(
         train, test = (side.sort().values for side in sides)
     else:
         train, test = (torch.nonzero(given == side).flatten() for side in (False, True))
-    learned = learn_columns(table, targets, train.numpy(), config)
+    learned = learn_columns(table, targets, train.numpy(), config, unread)
     hashes, must_repeat = hash_rows(table, targets, learned)
     together = torch.arange(num_rows) if must_repeat else hashes
     if given is None and len(test):
         parts = [side.sort().values for side in splits.keep_together(train, test, together)]
         if all(map(len, parts)) and not torch.equal(parts[0], train):
             train, test = parts
-            learned = learn_columns(table, targets, train.numpy(), config)
+            learned = learn_columns(table, targets, train.numpy(), config, unread)
     plan = splits.describe_equal(hashes[train], hashes[test], "row")
     if given is None and config.test_fraction == 0:
         test = train
@@ -428,12 +499,10 @@ def split_and_learn(
             f"--data {config.data or 'synthetic'}: of {num_rows} rows {len(train)} are left to "
             f"train on and {len(test)} to evaluate on (--test-fraction {config.test_fraction})"
         )
-    folds = []
-    if in_folds:  # equal rows are in one
-        groups, group = together[train].unique(return_inverse=True)
-        generator = torch.Generator().manual_seed(config.data_seed)
-        folds = [torch.randperm(len(groups), generator=generator)[group] % NUM_FOLDS]
-    return TableSplit(train.numpy(), test.numpy(), folds, plan), learned
+    groups, group = together[train].unique(return_inverse=True)
+    generator = torch.Generator().manual_seed(config.data_seed)
+    fold = torch.randperm(len(groups), generator=generator)[group] % NUM_FOLDS
+    return TableSplit(train.numpy(), test.numpy(), fold, plan), learned
 
 
 def number_classes(
@@ -473,15 +542,20 @@ def hash_rows(
 
 
 def learn_columns(
-    table: pd.DataFrame, targets: list[Column], train: np.ndarray, config: TableConfig
+    table: pd.DataFrame,
+    targets: list[Column],
+    train: np.ndarray,
+    config: TableConfig,
+    unread: dict[str, str],
 ) -> dict[str, Column]:
     """Learn from its training rows how each feature is encoded, or why it is left out."""
+    options = config.categorical, config.missing, unread
     learned = {}
     for name in table.columns.drop([column.name for column in targets]):
         if is_index(table[name]) and not config.features:
             learned[name] = Column(name, problem="left out: an index")
         else:
-            learned[name] = learn_column(table[name], train, config.categorical, config.missing)
+            learned[name] = learn_column(table[name], train, *options)
     return learned
 
 
@@ -524,7 +598,7 @@ def make_plan(
         texts[name] = str(column)
         if thousands := doubts.ask_thousands(values, column):
             texts[name] += f", {thousands}"
-        if column.categories is None and not column.problem:
+        if not column.holds_texts and not column.problem:
             missing[name] = doubts.ask_missing(values, column)
             if name not in facts["targets"]:
                 codes[name] = doubts.ask_codes(values, column)

@@ -17,6 +17,7 @@ from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.files.atomic import write_json
 from trainkit.files.records import last_evaluation, read_run_json
 from trainkit.files.standard_json import to_json
+from trainkit.reading import pieces
 from trainkit.tools import plots
 
 TOLERANCE = 1e-5  # between PyTorch and onnxruntime, relative to the largest output
@@ -60,7 +61,11 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
         for path in (weights, weights.with_name("config.json"), *pictures)
         if path.exists()
     ]
+    texts = [column for column in predictor.metadata.get("columns", []) if column.get("scores")]
+    if texts:  # what makes numbers of them
+        copied.append(shutil.copyfile(pieces.__file__, folder / "pieces.py").name)
     facts = {
+        "texts": [escape(column["name"]) for column in texts],
         "title": escape(run_dir.resolve().name),
         "predictor": predictor,
         "run": run,

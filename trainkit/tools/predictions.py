@@ -105,7 +105,7 @@ def find_outside(
     found: dict[int, list[str]] = {}
     place = 0
     for column in columns:
-        if column.categories is None:
+        if not column.holds_texts:
             low, high = metadata["feature_range"][place]
             beyond = np.maximum(low - inputs[:, place], inputs[:, place] - high)
             for row in table.index[beyond > MARGIN * (high - low)]:
