@@ -110,5 +110,7 @@ def test_a_launch_is_an_operation_that_does_more_than_describe_memory():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         numbers = torch.ones(4, 6)  # empty, and fill_
         torch.nn.functional.linear(numbers.t().reshape(4, 6), torch.ones(2, 6))
-    # fill_ twice, the copy of reshape, and mm
-    assert profile.num_launches(profiler.events()) == 4
+        (numbers + 1).to(torch.float32).contiguous()  # add, which converts the 1; nothing to copy
+        torch.nn.functional.cross_entropy(numbers, torch.zeros(4).long(), reduction="sum")
+    # ones twice, the copy of reshape, mm; add; zeros, to int64, _log_softmax, nll_loss_forward
+    assert profile.num_launches(profiler.events()) == 9

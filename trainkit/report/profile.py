@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 
 from trainkit.config import TrainingConfig
+from trainkit.outside.names import is_made_of_others
 from trainkit.text import count
 
 WARM_UP = 10  # steps in which memory is reserved, kernels are chosen and models compiled
@@ -246,16 +247,18 @@ def busy_microseconds(events: Iterable[Any]) -> float:
 
 
 def num_launches(events: Iterable[Any]) -> int:
-    """How many operations have no other operation inside and do more than describe memory."""
-    return sum(
-        event.name.startswith("aten::")
-        and event.name not in VIEWS
-        and not any(
-            child.name.startswith("aten::") and child.name not in VIEWS
-            for child in event.cpu_children
-        )
-        for event in events
-    )
+    """How many operations have a kernel of their own and do more than describe memory.
+
+    What such an operation calls is a part of it: on a CPU adding a number converts the number.
+    """
+    return sum(_launches_of(event) for event in events if event.cpu_parent is None)
+
+
+def _launches_of(event: Any) -> int:
+    is_operation = event.name.startswith("aten::") and event.name not in VIEWS
+    if is_operation and not is_made_of_others(event.name):
+        return 1
+    return sum(_launches_of(child) for child in event.cpu_children)
 
 
 def most_expensive(averages: Iterable[Any], num_steps: int, on_card: bool) -> str:
