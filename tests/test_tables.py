@@ -755,3 +755,13 @@ def test_two_columns_of_text_in_any_script_share_what_they_say():
     # Texts alone are enough, and are left out like any other column.
     assert read(table, "--features", "title,about")[2]["features"] == metadata["features"][1:]
     assert read(table, "--features", "a,title")[2]["features"] == metadata["features"][:2]
+
+
+def test_more_columns_than_can_be_used_at_once_are_refused_unless_some_are_chosen(monkeypatch):
+    monkeypatch.setattr("trainkit.tables.sets.MAX_COLUMNS", 2)
+    pd.DataFrame({"a": range(9), "b": range(9), "y": range(9)}).to_csv("t.csv", index=False)
+    with refused(
+        "it has 3 columns, and at most 2 are used at once, .* choose some with --features"
+    ):
+        read("t.csv")
+    assert read("t.csv", "--features", "a")[2]["features"] == ["a"]

@@ -29,7 +29,10 @@ CYCLES = {"hour": (1.0, 0.0), "weekday": (7.0, 4.0), "day of the year": (365.242
 LIKE_A_NUMBER = r"[^\w=]*\d[\W\d_T]*[A-Za-z]{0,3}\d?\s*"
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
 MAX_WHOLE = 2**53  # float64 cannot tell all whole numbers above apart
-KEPT_AS_TEXT = re.compile(r"^\s*[-+]?0\d|\.")  # whole numbers that the plan may ask about
+# Plain numbers that stay texts, because the plan may ask about them.
+LEADING_ZERO = re.compile(r"\s*[-+]?0\d")
+DECIMAL = re.compile(r"\.")
+NONE_OR_THREE = re.compile(r"^[^.]*$|\.\d{3}\D*$")  # decimals
 MAX_NUMBER = 1e38  # float32 ends at 3.4e38
 # Texts that mean a missing value in a column of numbers or dates. In a column of texts only ""
 # does, because None may be a category.
@@ -148,8 +151,9 @@ def list_counts(words: dict[str, int]) -> str:
 def read_numbers(values: pd.Series) -> pd.Series:
     """Return texts that all are plain numbers as float64, which thousands of columns need.
 
-    Others stay texts: numbers with leading zeros, which may be codes, with three decimals, of which
-    the plan may ask whether . separates thousands, and those that float64 may not tell apart.
+    Others stay texts: whole numbers with leading zeros, which may be codes, those with three
+    decimals or none, of which the plan may ask whether . separates thousands, and those that
+    float64 may not tell apart.
     """
     if values.dtype.kind in "biuf":
         return values
@@ -158,12 +162,11 @@ def read_numbers(values: pd.Series) -> pd.Series:
     present = np.isfinite(numbers)
     if present.sum() != values.count() or not (np.abs(numbers[present]) <= MAX_WHOLE).all():
         return values
+    texts = [cell for cell in cells if isinstance(cell, str)]
     are_whole = not (numbers[present] % 1).any()
-    if are_whole and any(
-        map(KEPT_AS_TEXT.search, (cell for cell in cells if isinstance(cell, str)))
-    ):
+    if are_whole and any(map(LEADING_ZERO.match, texts)):
         return values
-    if not are_whole and not (numbers[present] * 1000 % 1).any():
+    if any(map(DECIMAL.search, texts)) and all(map(NONE_OR_THREE.search, texts)):
         return values
     return pd.Series(numbers, values.index, name=values.name)
 
@@ -207,15 +210,23 @@ def parse_cells(values: pd.Series, column: Column) -> pd.Series:
     if column.unit is not None:
         values = read_amounts(values, column.unit, column.decimal)
     elif values.dtype.kind not in "biuf":
-        texts = values.astype(str).str.lower()
-        if texts.isin(["true", "false"]).any():  # asked first, because replacing takes long
-            texts = texts.replace({"true": "1", "false": "0"})
-        values = pd.to_numeric(texts, errors="coerce")
+        texts = values if isinstance(values.dtype, pd.StringDtype) else values.astype(str)
+        values = pd.Series(_read_texts(texts.to_numpy(dtype=object)), values.index)
     numbers = values.astype(float)
     too_large = numbers.abs().to_numpy() > MAX_NUMBER
     if too_large.any():
         numbers = numbers.mask(too_large)
     return numbers / UNITS[column.days] if column.days else numbers
+
+
+def _read_texts(cells: np.ndarray) -> np.ndarray:
+    """Return texts as numbers, float64: 1 for true, 0 for false, NaN for all that are neither."""
+    numbers = pd.to_numeric(cells, errors="coerce").astype(np.float64)
+    words = np.isnan(numbers)
+    if words.any():
+        known = {"true": 1.0, "false": 0.0}
+        numbers[words] = [known.get(str(cell).lower(), np.nan) for cell in cells[words]]
+    return numbers
 
 
 def _read_dates(texts: pd.Series, form: Any) -> pd.Series:

@@ -87,6 +87,8 @@ def ask_thousands(values: pd.Series, column: Column) -> str:
     """Ask whether . separates thousands if values have no or three decimals: 850 and 1.180."""
     if values.dtype.kind != "O" or column.holds_texts or column.days:
         return ""
+    if not any("." in str(cell) for cell in values):  # as in most columns, which is seen at once
+        return ""
     texts = values[parse_cells(values, column).abs() >= 1].astype(str)
     decimals = texts.str.extract(r"\.(\d*)\D*$", expand=False).fillna("").str.len()
     if {*decimals} == {0, 3} and not texts.str.contains(",").any():

@@ -103,6 +103,7 @@ def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
 Names = Annotated[list[str], comma_separated(str)]
 # Why a column of free text is left out, after how many texts it has.
 NO_USE = ", whose words say nothing of the target that the other columns do not"
+MAX_COLUMNS = 20_000  # of a table, each of which takes some 2 to 10 ms
 MAX_SCORES = 2**29  # of all classes for all rows, which the linear model computes at once
 
 
@@ -194,6 +195,12 @@ def load_table(
     parts = read_parts(config.data, where, **options)
     target = _find_target(parts["train"], config, where)
     names = [*(config.features or parts["train"]), *target]
+    num_columns = len({*names})
+    if num_columns > MAX_COLUMNS:
+        raise UsageError(
+            f"{where}: it has {num_columns} columns, and at most {MAX_COLUMNS:,} are used at once, "
+            "because a thousand take seconds: choose some with --features"
+        )
     table = choose_columns(parts["train"], names, where)
     is_labelled = partial(_is_labelled, names=target)
     evaluated, lines = choose_evaluated_table(
