@@ -2,6 +2,7 @@
 
 import json
 import os
+import unicodedata
 
 import datasets
 import pandas as pd
@@ -453,3 +454,19 @@ def test_other_pictures_are_evaluated_where_classes_do_not_matter(script, tmp_pa
     assert (train, evaluated) == (5, 3)
     assert plan["evaluated on"] == f"--eval-data {tmp_path}/new: 3 pictures; not read: test"
     assert plan["twice"] == "1 of 3 pictures to evaluate on is also trained on"
+
+
+@pytest.mark.parametrize("on_disk, listed", [("NFD", "NFC"), ("NFC", "NFD")])
+@pytest.mark.parametrize("script", ["mnist", "photos"])
+def test_a_list_in_another_form_of_unicode_names_the_pictures_of_a_folder(
+    script, on_disk, listed, tmp_path
+):
+    folder = tmp_path / unicodedata.normalize(on_disk, "caf\u00e9")
+    folder.mkdir()
+    rows = ["file_name,label"]
+    for value in range(10, 130, 10):
+        shaded(value).save(folder / unicodedata.normalize(on_disk, f"\u00e9{value}.png"))
+        rows.append(f"caf\u00e9/\u00e9{value}.png,{'ab'[value // 10 % 2]}")
+    (tmp_path / "metadata.csv").write_text(unicodedata.normalize(listed, "\n".join(rows)))
+    train, held_out, _ = pictures_of(script, tmp_path)
+    assert len(train) + len(held_out) == 12 and {*train} == {"a", "b"}

@@ -24,6 +24,7 @@ from trainkit.hashes import digest
 from trainkit.launch.signals import outlive_signals
 from trainkit.pictures.files import is_deep, measure_greys
 from trainkit.reading.kept import no_bar
+from trainkit.reading.paths import find_spelt
 
 NUM_BLOCKS, LARGEST = 100, 64  # of pictures, which a worker decodes at a time
 PART = 32  # blocks in a file of their own, until all are decoded
@@ -278,4 +279,4 @@ def source_of(cell: dict[str, Any] | None) -> BytesIO | Path:
     content, path = (cell or {}).get("bytes"), (cell or {}).get("path")
     if not (content or path):
         raise ValueError("there is no picture in it")
-    return BytesIO(content) if content else Path(path or "")
+    return BytesIO(content) if content else find_spelt(Path(path or ""))

@@ -195,12 +195,6 @@ def load_table(
     parts = read_parts(config.data, where, **options)
     target = _find_target(parts["train"], config, where)
     names = [*(config.features or parts["train"]), *target]
-    num_columns = len({*names})
-    if num_columns > MAX_COLUMNS:
-        raise UsageError(
-            f"{where}: it has {num_columns} columns, and at most {MAX_COLUMNS:,} are used at once, "
-            "because a thousand take seconds: choose some with --features"
-        )
     table = choose_columns(parts["train"], names, where)
     is_labelled = partial(_is_labelled, names=target)
     evaluated, lines = choose_evaluated_table(
@@ -233,6 +227,15 @@ def load_table(
     return used, target, metadata | {"plan": plan | lines}
 
 
+def _check_width(num_columns: int, where: str) -> None:
+    """Raise a UsageError for more columns than can be looked at one by one."""
+    if num_columns > MAX_COLUMNS:
+        raise UsageError(
+            f"{where}: it has {num_columns} columns, and at most {MAX_COLUMNS:,} are used at once, "
+            "because a thousand take seconds: choose some with --features"
+        )
+
+
 def _find_target(table: pd.DataFrame, config: TableConfig, where: str) -> list[str]:
     """Return --target. Raises UsageError if there is none to choose, or --categorical is wrong."""
     if table.shape[1] == 1:
@@ -248,6 +251,7 @@ def _find_target(table: pd.DataFrame, config: TableConfig, where: str) -> list[s
             f"{shorten([*map(typed, table)], MAX_SHOWN)}"
         )
     choose_columns(table, config.categorical, where)
+    _check_width(len({*(config.features or table), *config.target}), where)
     return config.target
 
 
