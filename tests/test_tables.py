@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shlex
+import warnings
 from pathlib import Path
 
 import datasets
@@ -742,6 +743,10 @@ def test_a_row_without_words_or_with_new_ones_is_predicted(flags, answered, here
     assert scores[0] > scores[1] > scores[3] and scores[2] == 0
     assert [score_text(text, column.facts()) for text in ("silk sofa", " ")] == [scores[0], 0]
     assert predicted(untrained(metadata), here / "new.csv").predicted_y.count() == answered
+    if not flags:
+        new.assign(title="").to_csv(here / "new.csv", index=False)
+        with warnings.catch_warnings(action="error"):
+            assert predicted(untrained(metadata), here / "new.csv").predicted_y.nunique() == 1
 
 
 def test_two_columns_of_text_in_any_script_share_what_they_say():

@@ -420,6 +420,8 @@ def read_column(values: pd.Series, column: Column) -> tuple[pd.Series, list[tupl
         return parsed, []
     wrong = parsed.isna() & values.notna() & ~values.isin([*MISSING, *(column.words or [])])
     if column.fill is not None:
+        if column.holds_texts:  # pandas makes numbers of a column without any
+            parsed = parsed.astype(object)
         parsed = parsed.fillna(column.fill)
     problems = []
     for row in values.index[wrong | parsed.isna()]:
