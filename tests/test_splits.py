@@ -470,3 +470,9 @@ def test_a_list_in_another_form_of_unicode_names_the_pictures_of_a_folder(
     (tmp_path / "metadata.csv").write_text(unicodedata.normalize(listed, "\n".join(rows)))
     train, held_out, _ = pictures_of(script, tmp_path)
     assert len(train) + len(held_out) == 12 and {*train} == {"a", "b"}
+
+
+@pytest.mark.parametrize("name", ["holdout", "hold-out", "held_out"])
+def test_what_is_held_out_by_name_is_not_trained_on(name):
+    names = ["train.csv", f"{name}.csv"]
+    assert splits.find_splits(names) == {"train": names[:1], "test": names[1:]}

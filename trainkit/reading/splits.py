@@ -17,7 +17,7 @@ from trainkit.text import count, shorten
 # What splits are called. The first that is there is evaluated; "train" is not.
 WORDS = {
     "train": "training|train",
-    "test": "testing|test|evaluation|eval",
+    "test": "testing|test|evaluation|eval|hold[-_]?out|held[-_]?out",
     "validation": "validation|valid|val|dev",
 }
 EVALUATED = ("test", "validation")
