@@ -20,7 +20,7 @@ from trainkit.tables.network import NUM_FOLDS, fit_ridge
 
 MAX_STEPS = 30
 PATIENCE = 5  # steps without a better one, after which the best one is taken
-MAX_SCORES = 10  # of classes, those that most rows have
+MAX_SCORES = 20  # of classes, those that most rows have
 MIN_BITS, MOST_BITS = 10, 16  # of the number of a weight
 SPARE_BITS = 2  # with fewer, more pieces share a weight
 SURE = 2.0  # standard errors that the words must be of use by
