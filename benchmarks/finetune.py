@@ -64,13 +64,12 @@ def bare(flags: list[str]) -> None:
         optimizer.zero_grad()
 
 
-def peer(trainer: str, flags: list[str], pack: bool = False) -> None:
+def peer(trainer: str, flags: list[str], pack: bool = False, bf16: bool = False) -> int:
+    """Train as a peer does; return how many tokens were learned."""
     import transformers
     import trl
 
     args = parse(finetune.Config, flags)
-    model, (samples, *_) = finetune.make_model(args), finetune.load_data(args)
-    rows = [{"input_ids": row, "labels": row.where(on, -100)} for row, on in samples]
     more: dict[str, Any] = {"max_length": args.max_tokens, "packing": pack}
     kind, options = transformers.Trainer, transformers.TrainingArguments
     if trainer == "sft":
@@ -80,14 +79,40 @@ def peer(trainer: str, flags: list[str], pack: bool = False) -> None:
         per_device_train_batch_size=2 if pack else args.batch_size,
         num_train_epochs=1,
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,  # unlike SFTTrainer's default
+        bf16=bf16,  # SFTTrainer's default is True
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
         **more if trainer == "sft" else {},
     )
-    collator = {} if trainer == "sft" else {"data_collator": collate_labels}
-    kind(model, how, train_dataset=Dataset.from_list(rows), **collator).train()
+    samples = finetune.load_data(args)[0]
+    rows = [{"input_ids": row, "labels": row.where(on, -100)} for row, on in samples]
+    given: dict[str, Any] = {"train_dataset": Dataset.from_list(rows)}
+    if trainer != "sft":
+        given["data_collator"] = collate_labels
+    if args.load_4bit:
+        model, given["peft_config"] = four_bits(args, bf16)
+    else:
+        model = finetune.make_model(args)
+    made = kind(model, how, **given)
+    num_learned = sum(label != -100 for row in made.train_dataset["labels"] for label in row)
+    made.train()
+    return num_learned
+
+
+def four_bits(args: finetune.Config, bf16: bool) -> tuple[Any, Any]:
+    """The base and the adapters of --load-4bit --lora, as the documentation of TRL makes them."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **kind)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.base, dtype=dtype, quantization_config=quantised
+    )
+    size = {"r": args.lora, "lora_alpha": 2 * args.lora, "target_modules": "all-linear"}
+    return model, LoraConfig(task_type="CAUSAL_LM", **size)
 
 
 def collate_labels(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -11,10 +11,13 @@ bare take turns. A bare loop has the same model, loss, optimizer and precision, 
 1gpu_bf16_compile.yaml does, and its data are on the card: no loader, no checks, no log. Rates are
 from one optimizer step to another, with the card awaited at both ends. `host` is the time of the
 main thread on a core in a step. Launches are operations that would launch a kernel, counted by a
-dispatch mode, views left out.
+dispatch mode, views left out. TRL's trainers (pip install trl) train the same model on the same
+data for an epoch, with batches of as many rows, in bf16 and without gradient checkpointing; the
+peak memory is that up to the last step.
 """
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import io
@@ -41,6 +44,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState
 from accelerate.utils import compile_regions
 from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -49,9 +53,12 @@ import train_mnist
 from benchmarks._launches import Launches
 from benchmarks._runs import MNIST, Parser, as_text, in_process, in_turn, one_run, spread
 from benchmarks.checkpoint_cost import make_checkpoints
-from benchmarks.finetune import LONGEST, make_base, make_chats, packed, peer
-from examples import gpt, pictures
+from benchmarks.finetune import LONGEST, make_base, make_chats, peer
+from benchmarks.preference import peer as dpo_peer
+from examples import finetune as tuning
+from examples import gpt, pictures, preference
 from trainkit.config import parse
+from trainkit.language import pretrained
 from trainkit.pictures import backbones, photos
 from trainkit.report.profile import peak_memory
 
@@ -85,6 +92,7 @@ class Rate(NamedTuple):
     host: float
     memory: int
     first: float
+    num_steps: int
 
 
 def device() -> torch.device:
@@ -96,9 +104,10 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def measure(train: Callable[[], Any]) -> Rate:
+def measure(train: Callable[[], tuple[float, float, int]]) -> Rate:
     """Run a loop; take its time from the third optimizer step to its last."""
     marks: list[tuple[float, float]] = []
+    gc.collect()  # what a trainer leaves refers to itself, its weights too
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -111,14 +120,20 @@ def measure(train: Callable[[], Any]) -> Rate:
     hook = register_optimizer_step_post_hook(mark)
     started_at = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        last = train()
-    hook.remove()
-    (start, core), (stop, core_stop) = marks[WARM_UP - 1], last or marks[-1]
+        try:
+            stop, core_stop, memory = train()
+        finally:
+            hook.remove()
+    start, core = marks[WARM_UP - 1]
     num = len(marks) - WARM_UP
-    memory = peak_memory(device())
-    return Rate(
-        num / (stop - start), 1e6 * (core_stop - core) / num, memory, marks[0][0] - started_at
-    )
+    host = 1e6 * (core_stop - core) / num
+    return Rate(num / (stop - start), host, memory, marks[0][0] - started_at, len(marks))
+
+
+def ended() -> tuple[float, float, int]:
+    """Wait for the card; return the time, that of this thread on a core, and the memory so far."""
+    wait()
+    return time.perf_counter(), time.thread_time(), peak_memory(device())
 
 
 def ours(script: ModuleType, *flags: object, dynamo: str = "no", precision: str = "bf16") -> Any:
@@ -128,8 +143,7 @@ def ours(script: ModuleType, *flags: object, dynamo: str = "no", precision: str 
 
     def steps(self: Any, *args: Any, **kwargs: Any) -> Any:
         yield from checked(self, *args, **kwargs)
-        wait()
-        over.append((time.perf_counter(), time.thread_time()))
+        over.append(ended())
 
     env = {"ACCELERATE_DYNAMO_BACKEND": dynamo, "ACCELERATE_DYNAMO_MODE": mode_of(dynamo)}
     env["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "False"
@@ -140,12 +154,11 @@ def ours(script: ModuleType, *flags: object, dynamo: str = "no", precision: str 
     return over[-1]
 
 
-def loop(step: Callable[[int], None], num_steps: int) -> tuple[float, float]:
+def loop(step: Callable[[int], None], num_steps: int) -> tuple[float, float, int]:
     """Run the steps of a bare loop; return when they were over on the card."""
     for number in range(num_steps):
         step(number)
-    wait()
-    return time.perf_counter(), time.thread_time()
+    return ended()
 
 
 def autocast() -> torch.autocast:
@@ -210,7 +223,7 @@ def compact(size: Size, dynamo: str = "no") -> tuple:
     model = compiled(model, dynamo)
     move_pixels = compiled(inspect.unwrap(train_mnist.move_pixels), dynamo)
 
-    def bare() -> tuple[float, float]:
+    def bare() -> tuple[float, float, int]:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.0, fused=True)
         rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, num_steps + 1)
         pictures = torch.randint(0, 256, (num_steps, 128, 1, 28, 28), dtype=torch.uint8)
@@ -253,7 +266,7 @@ def gpt_124m(size: Size, dynamo: str = "no") -> tuple:
         0, size.vocabulary, (size.sequences * size.steps, size.tokens + 1), np.int32
     )
 
-    def bare() -> tuple[float, float]:
+    def bare() -> tuple[float, float, int]:
         net = compiled(model.to(device()), dynamo)
         optimizer = torch.optim.AdamW(net.parameters(), 1e-3, fused=True)
         tokens = torch.from_numpy(text).to(device()).long().view(size.steps, size.sequences, -1)
@@ -323,37 +336,93 @@ def whole_process(size: Size, clone: Path | None) -> tuple:
     return "whole process to 99.0 %", *cells, f"training {mine.train_seconds:.2f} s"
 
 
-def finetune(size: Size, lora: bool = False) -> tuple:
-    """Packed fine-tuning of the small chat model, whole or LoRA, beside TRL's."""
+def beside_trl(
+    name: str,
+    size: Size,
+    mine: tuple[Callable[[], Any], int],
+    theirs: Callable[[], int],
+    unit: str,
+    asked: str,
+) -> tuple:
+    """Return a row about a script and a trainer of TRL, each for an epoch.
+
+    mine: trains, and how many units are in the epoch. theirs: trains, and returns that number.
+    """
+    nums = {"ours": mine[1]}
+    rates: dict[str, list[Rate]] = {"ours": [], "trl": []}
+    missing = "" if importlib.util.find_spec("trl") else "no trl"
+
+    def trained() -> tuple[float, float, int]:
+        AcceleratorState._reset_state(reset_partial_state=True)  # of ours
+        nums["trl"] = theirs()
+        return ended()
+
+    for _ in range(min(size.rounds, 2)):  # loading and saving take longer than the steps
+        with (
+            mock.patch.object(tuning.conversations, "answer", return_value=""),
+            mock.patch.object(preference, "answer", return_value=""),
+            mock.patch.object(pretrained, "write_pretrained"),
+        ):
+            rates["ours"].append(measure(mine[0]))
+        if not missing:
+            try:
+                rates["trl"].append(measure(trained))
+            except Exception as problem:  # ours is a figure without it
+                traceback.print_exc()
+                missing = f"trl failed: {type(problem).__name__}"
+    speeds, memory, more = {}, {}, []
+    for way, num in nums.items():
+        speeds[way] = [num / rate.num_steps * rate.steps for rate in rates[way]]
+        memory[way] = statistics.median(rate.memory for rate in rates[way])
+        steps, first = rates[way][-1].num_steps, rates[way][-1].first
+        more.append(
+            f"{way}: {num:,} {unit} in {steps} steps, peak memory {memory[way] / 2**20:,.0f} MiB, "
+            f"{first:.1f} s to the first step"
+        )
+    texts = [f"{spread(each)} {unit}/s" for each in speeds.values()]
+    if missing:
+        return name, texts[0], missing, "-", asked, more[0]
+    ratio = statistics.median(a / b for a, b in zip(*speeds.values(), strict=True))
+    more.append(f"memory {memory['ours'] / memory['trl']:.2f} of TRL's")
+    return name, *texts, f"{ratio:.2f}", asked, "; ".join(more)
+
+
+def chat_base(size: Size, folder: str) -> list[str]:
+    """Make a small chat model of 109 million parameters; return the flags that name it."""
+    sizes = "--layers 12 --width 576 --vocabulary 49152"
+    return make_base(folder, *("--layers 1 --width 64" if size is TINY else sizes).split())
+
+
+def finetune(size: Size, how: str = "whole") -> tuple:
+    """Packed fine-tuning of the small chat model, whole or LoRA, beside TRL's SFTTrainer."""
+    name, asked = f"finetune --pack, {how}, bf16", "1.5; memory 0.7"
+    more = {"whole": [], "LoRA": ["--lora", "8"], "4 bits": ["--lora", "8", "--load-4bit"]}[how]
+    if how == "4 bits":
+        asked = "memory 0.8"
+        if not importlib.util.find_spec("bitsandbytes"):
+            return name, "no bitsandbytes", "-", "-", asked, "-"
+    num, longest = (50, LONGEST // 8) if size is TINY else (768, LONGEST)
     with tempfile.TemporaryDirectory() as folder:
-        tiny = ["--layers", "1", "--width", "64"] if size is TINY else []
-        flags = make_base(folder, *(tiny or ["--layers", "8", "--width", "256"]))
-        flags += make_chats(folder, 20 if size is TINY else 512, LONGEST)
-        flags += ["--lora", "8"] if lora else []
-        ways: dict[str, Callable[[], Any]] = {"ours": partial(packed, flags)}
-        if importlib.util.find_spec("trl") and size is not TINY:
-            ways["trl"] = partial(peer, "sft", flags, pack=True)
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        memory: dict[str, int] = {}
-        for _ in range(size.rounds):
-            for name, way in ways.items():
-                if torch.cuda.is_available():
-                    torch.cuda.reset_peak_memory_stats()
-                start = time.perf_counter()
-                with contextlib.redirect_stdout(io.StringIO()):
-                    way()
-                wait()
-                seconds[name].append(time.perf_counter() - start)
-                memory[name] = peak_memory(device())
-    texts = [f"{spread(values)} s" for values in seconds.values()]
-    ratio = "-"
-    if len(texts) == 1:
-        texts.append("no trl")
-    else:
-        ratio = f"{statistics.median(seconds['trl']) / statistics.median(seconds['ours']):.2f}"
-    peaks = ", ".join(f"{name} {peak / 2**20:,.0f} MiB" for name, peak in memory.items())
-    name = f"finetune --pack, {'LoRA' if lora else 'whole'}, float32"
-    return name, *texts, ratio, "1.5; memory 0.7", f"peak memory: {peaks}"
+        flags = [*chat_base(size, folder), *make_chats(folder, num, longest), *more]
+        mine = [*flags, "--pack", "--batch-size", "2"]
+        rows = tuning.load_data(parse(tuning.Config, mine))[0]
+        num_learned = sum(int(learned[1:].sum()) for _, learned, *_ in rows)
+        theirs = partial(peer, "sft", flags, pack=True, bf16=True)
+        train = partial(ours, tuning, *mine)
+        return beside_trl(name, size, (train, num_learned), theirs, "learned tokens", asked)
+
+
+def dpo(size: Size) -> tuple:
+    """examples/preference.py with all weights, beside TRL's DPOTrainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*chat_base(size, folder), "--data", f"{folder}/preferred.jsonl"]
+        file = Path(folder, "preferred.jsonl")
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[: 90 if size is TINY else 720]))
+        pairs = preference.load_data(parse(preference.Config, flags))[0]
+        train = partial(ours, preference, *flags)
+        theirs = partial(dpo_peer, flags)
+        return beside_trl("DPO, whole, bf16", size, (train, len(pairs)), theirs, "pairs", "1.2")
 
 
 def photo_steps(size: Size) -> tuple:
@@ -490,7 +559,9 @@ def measure_row(name: str, size: Size, clone: Path | None, out: Path | None, hea
         "pictures": partial(photo_steps, size),
         "save": partial(save, size),
         "finetune": partial(finetune, size),
-        "lora": partial(finetune, size, lora=True),
+        "lora": partial(finetune, size, "LoRA"),
+        "dpo": partial(dpo, size),
+        "four_bits": partial(finetune, size, "4 bits"),
     }
     try:
         cells = rows[name]()
@@ -507,7 +578,7 @@ def write(line: str, out: Path | None) -> None:
             file.write(line + "\n")
 
 
-ROWS = "compact compiled process gpt gpt_compiled pictures save finetune lora".split()  # noqa: SIM905
+ROWS = "compact compiled process gpt gpt_compiled pictures save finetune lora dpo four_bits".split()  # noqa: SIM905
 
 
 def main() -> None:

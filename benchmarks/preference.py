@@ -22,6 +22,48 @@ from trainkit.config import parse
 NUM_PAIRS, NUM_TURNS = 16, 15
 
 
+def conversations(config: preference.Config) -> list[dict[str, list]]:
+    """Return the pairs that examples/preference.py trains on, as TRL reads them."""
+    lines = Path(config.data).read_text().splitlines()
+    given = [json.loads(line) for number, line in enumerate(lines) if number % 10]
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    return [
+        {name: [{"role": role, "content": row[name]}] for name, role in roles.items()}
+        for row in given
+        if row["chosen"] != row["rejected"]
+    ]
+
+
+def peer(flags: list[str]) -> int:
+    """Train all weights for an epoch in bf16 with DPOTrainer; return the number of pairs."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    config = parse(preference.Config, flags)
+    how = DPOConfig(
+        tempfile.mkdtemp(),
+        beta=config.beta,
+        learning_rate=config.learning_rate,
+        max_length=config.max_tokens,
+        per_device_train_batch_size=config.batch_size,
+        num_train_epochs=1,
+        precompute_ref_log_probs=True,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+    )
+    trainer = DPOTrainer(
+        AutoModelForCausalLM.from_pretrained(config.base, dtype=torch.float32),
+        args=how,
+        train_dataset=Dataset.from_list(conversations(config)),
+        processing_class=AutoTokenizer.from_pretrained(config.base),
+    )
+    trainer.train()
+    return len(trainer.train_dataset)
+
+
 def main() -> None:
     from transformers import AutoModelForCausalLM
     from trl import DPOConfig, DPOTrainer
@@ -31,16 +73,7 @@ def main() -> None:
         flags = ["--base", f"{folder}/base", "--data", f"{folder}/preferred.jsonl"]
         config = parse(preference.Config, flags)
         pairs, *_, tokenizer = preference.load_data(config)
-        lines = Path(config.data).read_text().splitlines()
-        given = [json.loads(line) for number, line in enumerate(lines) if number % 10]
-        rows = [
-            {
-                "prompt": [{"role": "user", "content": row["prompt"]}],
-                "chosen": [{"role": "assistant", "content": row["chosen"]}],
-                "rejected": [{"role": "assistant", "content": row["rejected"]}],
-            }
-            for row in given[:NUM_PAIRS]
-        ]
+        rows = conversations(config)[:NUM_PAIRS]
         base, model = preference.make_model(config).eval(), preference.make_model(config)
         torch.manual_seed(0)
         with torch.no_grad():
