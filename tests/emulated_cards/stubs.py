@@ -186,9 +186,10 @@ class DistributedDataParallel(nn.Module):
 
     _set_params_and_buffers_to_ignore_for_model = REAL._set_params_and_buffers_to_ignore_for_model
 
-    def __init__(self, module, **_):
+    def __init__(self, module, find_unused_parameters=False, static_graph=False, **_):
         super().__init__()
         self.module = module
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, 0)  # refuses a model that is not on a card
         for parameter in module.parameters():
