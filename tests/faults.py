@@ -97,6 +97,7 @@ class Nursery:
             script: a file or module of the repository, of tests/ or by its full path: train_mnist,
                 "predict.py", "examples/gpt.py", "trainkit.tools.plots". Without a main(argv) it is
                 run by its import.
+            args: its flags. A run draws pictures only if --pictures is among them.
             plan: cwd (the folder it starts in); timeout (seconds, 60); fault (see _install); kill
                 (a list of [seconds, rank, signal number]; rank None: all); indices (a file: process
                 r appends the sample indices of each of its batches to FILE.r, before the forward
@@ -169,7 +170,7 @@ def _serve():
     # torch imports the first of these at the first optimizer and the first DDP, and others are
     # imported when they are needed: once here, not in each child.
     modules = "torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint tqdm.auto"
-    modules += " evaluate pandas pyarrow.parquet matplotlib.figure matplotlib.backends.backend_agg"
+    modules += " pandas pyarrow.parquet matplotlib.figure matplotlib.backends.backend_agg"
     for name in (*SCRIPTS, *modules.split()):
         importlib.import_module(name)
     for script in SCRIPTS:  # the first command line that tyro reads makes it import a checker
@@ -268,6 +269,9 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
         sys.argv, fault = [request["script"], *request["args"]], request.get("fault", {})
         script = importlib.import_module(script.as_posix().replace("/", "."))
         sys.argv[0] = script.__file__
+        can_draw = hasattr(getattr(script, "Config", None), "pictures")
+        if can_draw and not {"--pictures", "--no-pictures"} & {*request["args"]}:
+            request["args"].append("--no-pictures")  # drawing takes as long as the rest of a run
         if hasattr(script, "Wide"):
             script.MODELS |= {"wide": _narrow, "normed": normed}
             script.Config.__annotations__["model"] = str
