@@ -164,11 +164,14 @@ def hash_sources() -> dict[str, str]:
     loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
     above = f"{script.parent}{os.sep}"
     inside = [name for name in loaded if name.startswith(above) and "site-packages" not in name]
-    hashes = {}
-    for folder, names in ((kit.parent, kit.rglob("*.py")), (script.parent, [script, *inside])):
-        for path in filter(Path.is_file, map(Path, names)):
-            hashes[path.relative_to(folder).as_posix()] = digest_file(path)
-    return hashes
+    # Once each: the kit may lie in the folder of the script.
+    folders = dict.fromkeys(kit.rglob("*.py"), kit.parent)
+    folders |= dict.fromkeys(map(Path, [script, *inside]), script.parent)
+    return {
+        path.relative_to(folder).as_posix(): digest_file(path)
+        for path, folder in folders.items()
+        if path.is_file()
+    }
 
 
 def node_name() -> str:
