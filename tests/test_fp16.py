@@ -104,3 +104,15 @@ def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
     scaled = train_two(tmp_path / "run", order, overflows=(1, 6, 7, 14))
     assert len(scaled) == len(plain) - 4 > 30
     assert scaled == pytest.approx(plain[:-4], abs=1e-5)
+
+
+def test_a_schedule_may_go_on_while_another_optimizer_overflows(tmp_path, monkeypatch):
+    """As that of one network of a GAN: it was stepped once in each step, also in those skipped."""
+    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
+    overflowing = r"\g<0>\n\1if next(numbers) <= 2:\n\1    two.weight.grad.fill_(torch.inf)"
+    edits = [
+        (r"body\(run, next\(numbers\)\)", "pass"),
+        (r"( +)run.accelerator.backward\(.*", overflowing),
+    ]
+    changed(*edits)("--run-dir", tmp_path)
+    assert checkpoint(tmp_path, 10)[0]["num_skipped"] == 2

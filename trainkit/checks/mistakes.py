@@ -150,6 +150,11 @@ class Mistakes:
             for optimizer in self.smallest:
                 unwatch(optimizer, "zero_grad")
 
+    def skip_step(self) -> None:
+        """Note where the schedules are: fp16 skipped the step of one optimizer, not of all."""
+        if self.num_left:
+            self.positions = self._positions()
+
     def _refuse_twice(self, schedule: Any, times: int) -> None:
         name = type(schedule).__name__
         if schedule in BY_STEP:

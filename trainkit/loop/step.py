@@ -265,7 +265,9 @@ class Step:
             self.sizes.check_processes(self.accelerator)
             self.divisors.check()
             self.buffers.finish_step()
-        if not skipped:
+        if skipped:
+            self.mistakes.skip_step()
+        else:
             self.mistakes.finish_step(self.stepped)
             if not self.mistakes.num_left:
                 self.buffers.close()
