@@ -87,7 +87,8 @@ def execute(
     """
     if launch:
         words = ("-m", "accelerate.commands.launch", *launch, *words)
-    known = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    known = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     memory, started_at = [], time.perf_counter()
     process = psutil.Popen(
         [sys.executable, *map(str, words)],
