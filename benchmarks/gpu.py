@@ -152,7 +152,8 @@ def ours(script: ModuleType, *flags: object, dynamo: str = "no", precision: str 
     env["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "False"
     env["ACCELERATE_DYNAMO_USE_FULLGRAPH"] = "True"
     env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "True"
-    with mock.patch.dict(os.environ, env), mock.patch.object(script.Run, "_steps_to_evaluation", timed):
+    patched = mock.patch.object(script.Run, "_steps_to_evaluation", timed)
+    with mock.patch.dict(os.environ, env), patched:
         in_process(script, *flags, "--epochs", 1, precision=precision)
     return over[-1]
 
