@@ -14,10 +14,6 @@ for name in ("fcntl", "resource"):
     assert sys.modules[name] is None
 assert not hasattr(signal, "SIGHUP") and not hasattr(os, "setpgid")
 
-import conftest, predict, train_mnist
-from trainkit.checkpoints.save import Checkpoints
-from trainkit.files.atomic import sync
-
 
 def ended(main, flags):
     conftest.forget_accelerator()
@@ -28,7 +24,11 @@ def ended(main, flags):
         return end.code
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # what follows is not imported in the loader workers
+    import conftest, predict, train_mnist
+    from trainkit.checkpoints.save import Checkpoints
+    from trainkit.files.atomic import sync
+
     multiprocessing.set_start_method("spawn")  # loader workers
     sync(Path("."))  # opens no folder, and does not mind
     run_dir, picture, *flags = sys.argv[1:]
