@@ -159,7 +159,9 @@ def rehearsed(tmp_path, monkeypatch, capsys):
     (tmp_path / "deep/mine.py").write_text(SCRIPT)
 
     def call(kind: str, only: str, *options: str, flags: str = "") -> tuple[int, str]:
-        words = ["--only", only, *options, "deep/mine.py", "--kind", kind, *flags.split()]
+        words = ["--only", only, *options, "deep/mine.py", *flags.split()]
+        if kind:
+            words += ["--kind", kind]
         code = rehearse.main(words)
         assert [path.name for path in tmp_path.rglob("*")] == ["deep", "mine.py"]
         return code, capsys.readouterr().out
