@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import (
-    InMemory,
     Run,
     keyed_uniform,
     make_loaders,
@@ -28,8 +27,7 @@ from torch import nn
 from torchvision.utils import save_image
 
 from trainkit.config import MayChange, Optimizer, Schedule, TrainingConfig, parse
-from trainkit.pictures.grey import load_images
-from trainkit.pictures.splits import describe_split
+from trainkit.pictures.grey import load_unlabelled
 
 NUM_NOISE = 64
 FIXED_SEED = 0  # of the noise that evaluation and the drawn samples use
@@ -81,10 +79,7 @@ class Config(TrainingConfig):
 
 def load_data(config: Config) -> tuple:
     """Load pictures without labels: a batch is pictures and their indices. Last are plan lines."""
-    train_set, train = load_images(config.dataset, "train", 28, eval_data=config.eval_data)
-    eval_set, held_out = load_images(config.dataset, "test", 28, eval_data=config.eval_data)
-    sets = (InMemory(labelled.tensors[0]) for labelled in (train_set, eval_set))
-    return *sets, {"data": config.dataset} | describe_split(train, held_out)
+    return load_unlabelled(config.dataset, 28, config.eval_data)
 
 
 def compute_losses(

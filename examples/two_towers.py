@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import InMemory, Run, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.config import MayChange, Schedule, TrainingConfig, parse
-from trainkit.pictures.grey import load_images
-from trainkit.pictures.splits import describe_split
+from trainkit.pictures.grey import load_unlabelled
 
 WIDTH = 64
 NUM_CHOICES = 1000  # in an evaluation: chance is 0.001
@@ -79,10 +78,7 @@ class Config(TrainingConfig):
 
 def load_data(config: Config) -> tuple:
     """Load pictures without labels: a batch is pictures and their indices. Last are plan lines."""
-    train_set, train = load_images(config.dataset, "train", 28, eval_data=config.eval_data)
-    eval_set, held_out = load_images(config.dataset, "test", 28, eval_data=config.eval_data)
-    sets = (InMemory(labelled.tensors[0]) for labelled in (train_set, eval_set))
-    return *sets, {"data": config.dataset} | describe_split(train, held_out)
+    return load_unlabelled(config.dataset, 28, config.eval_data)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:

@@ -10,6 +10,7 @@ from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
 from trainkit.pictures import files
 from trainkit.pictures.splits import Split, load_split
+from trainkit.reading.splits import describe_equal
 
 IN_COLOUR = ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr")  # of Pillow's modes
 MOST_SMALL = 64  # pixels; pictures above it lose too much at the size of digits
@@ -40,6 +41,20 @@ def load_images(
     part = load_split(name, split, files.read_square, (1, size, size), *options, **how)
     pixels = torch.from_numpy(np.load(part.path, mmap_mode="r")[part.rows.numpy()])
     return InMemory(pixels, part.labels), part
+
+
+def load_unlabelled(
+    name: str, size: int, eval_data: str | None
+) -> tuple[InMemory, InMemory, dict[str, str]]:
+    """Return pictures to train and to evaluate on, without labels, and lines of the plan.
+
+    Raises UsageError.
+    """
+    train_set, train = load_images(name, "train", size, eval_data=eval_data)
+    eval_set, held_out = load_images(name, "test", size, eval_data=eval_data)
+    plan = {"data": name} | held_out.given
+    plan |= describe_equal(train.hashes, held_out.hashes, "picture")
+    return InMemory(train_set.tensors[0]), InMemory(eval_set.tensors[0]), plan
 
 
 def sample(*sets: tuple[InMemory, Split]) -> Sampled:

@@ -214,11 +214,6 @@ def choose_greys(greys: dict[str, list[float]], where: str) -> dict[str, list[fl
     return chosen
 
 
-def describe_split(train: Split, held_out: Split) -> dict[str, str]:
-    """Return the lines of the plan about which pictures are evaluated, whatever their classes."""
-    return held_out.given | describe_equal(train.hashes, held_out.hashes, "picture")
-
-
 def describe_evaluation(train: Split, held_out: Split) -> dict[str, str]:
     """Return the lines of the plan about what is evaluated, the classes, and what says little."""
     plan = held_out.given | describe_classes(
