@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args
 
@@ -75,7 +76,7 @@ def find_empty(words: Sequence[str], config: Any) -> list[str]:
     empty.
     """
     problems = []
-    for before, word in zip(["", *words], words, strict=False):
+    for before, word in pairwise(["", *words]):
         name = before if not word else word[:-1]
         is_list = isinstance(getattr(config, name[2:].replace("-", "_"), None), list)
         if not is_list and (not word or re.fullmatch(r"--[\w-]+=", word)):

@@ -387,9 +387,8 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
             gradio.HTML(f"<h1>{escape(name)}</h1>{escape(describe_quality(predictor))}")
             BUILDERS[predictor.metadata["input"]](page, predictor)
         try:
-            socket.getaddrinfo(
-                host or "localhost", None
-            )  # or the page asks for an unknown name at each port
+            # Asked once: with an unknown name the page would ask again for each port, for a minute.
+            socket.getaddrinfo(host or "localhost", None)
             _, url, _ = page.launch(
                 server_name=host,
                 server_port=port,

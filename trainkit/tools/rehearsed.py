@@ -195,7 +195,7 @@ def _watch(plan: Plan, rank: int) -> None:
     config.parse = parse
 
     @_around(Run, "__init__")
-    def init(original: Callable, run: Any, config: Any, project: str) -> None:
+    def init(original: Callable, run: Run, config: Any, project: str) -> None:
         _set(config, plan.settings)
         WATCHED.append(run)
         if len(WATCHED) > 1:  # a script with several runs has them in one process
@@ -214,7 +214,7 @@ def _watch(plan: Plan, rank: int) -> None:
             batches.num_used = _shorter(batches.num_used, size)
 
     @_around(Run, "begin")
-    def begin(original: Callable, run: Any, model: Any, *args: Any, **kw: Any) -> None:
+    def begin(original: Callable, run: Run, model: Any, *args: Any, **kw: Any) -> None:
         models = [model] if isinstance(model, nn.Module) else list(model)
         layers = [layer for each in models for layer in each.modules()]
         found.by_process.update(_by_process(layers))
@@ -232,7 +232,7 @@ def _watch(plan: Plan, rank: int) -> None:
         found.generators = _generators()
 
     @_around(Run, "end_step")
-    def end_step(original: Callable, run: Any) -> bool:
+    def end_step(original: Callable, run: Run) -> bool:
         now = _generators()
         found.draws |= {name for name in now if now[name] != found.generators.get(name)}
         return original(run)
@@ -243,12 +243,12 @@ def _watch(plan: Plan, rank: int) -> None:
         _write(plan.folder / f"held-{progress.step}.json", _held(), rank)
 
     @_around(Run, "steps")
-    def steps(original: Callable, run: Any, *args: Any, **kw: Any) -> Iterator[Any]:
+    def steps(original: Callable, run: Run, *args: Any, **kw: Any) -> Iterator[Any]:
         if not (plan.folder / "held-resumed.json").exists():
             _write(plan.folder / "held-resumed.json", _held(), rank)
         return until_evaluation(run, original(run, *args, **kw))
 
-    def until_evaluation(run: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    def until_evaluation(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
         """Note where an error is raised that comes after the steps and before the next of them."""
         between = plan.folder / "between.json"
         if rank == 0:
@@ -257,7 +257,7 @@ def _watch(plan: Plan, rank: int) -> None:
         _write(between, run.progress.step, rank)
 
     @_around(Run, "finish")
-    def finish(original: Callable, run: Any, *args: Any, **kw: Any) -> Any:
+    def finish(original: Callable, run: Run, *args: Any, **kw: Any) -> Any:
         facts = {
             "steps_in_whole_epoch": run.length.whole,
             "steps_per_epoch": run.length.steps_per_epoch,
