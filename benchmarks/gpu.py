@@ -464,11 +464,11 @@ def photo_steps(size: Size) -> tuple:
         flags += ["--batch-size", str(size.photos)]
 
         def bare(
-            change: Callable[[Any], Any] = lambda model: model, steps: int = size.steps
-        ) -> Any:
+            layout: torch.memory_format = torch.channels_last, steps: int = size.steps
+        ) -> tuple[float, float, int]:
             model = backbones.load_weights(None, None, False)[0]
             model.reset_classifier(2)
-            model = change(model.to(device(), memory_format=torch.channels_last))
+            model = model.to(device(), memory_format=layout)
             pictures.train_but_norms(model)
             optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
             config = parse(pictures.Config, flags)
@@ -483,7 +483,8 @@ def photo_steps(size: Size) -> tuple:
                     seen = pictures.augment(images, indices, 0, config)
                 note("augmentation")
                 with autocast():
-                    logits = model(pictures.standardise(seen, metadata))
+                    seen = pictures.standardise(seen, metadata)
+                    logits = model(seen.contiguous(memory_format=layout))
                 note("forward")
                 F.cross_entropy(logits.float(), targets, label_smoothing=0.1).backward()
                 note("backward")
@@ -506,12 +507,11 @@ def photo_steps(size: Size) -> tuple:
                 size, batch, "pictures", "0.95; 5 s to the first step",
             )  # fmt: skip
         # New shapes, so that nothing is kept from above: what does the first step wait for?
-        contiguous = partial(bare, lambda m: m.to(memory_format=torch.contiguous_format), 1)
         firsts = {}
         batch = 3 * size.photos // 4
         firsts["channels last"] = parts_of(partial(bare, steps=1))
         batch = 5 * size.photos // 8
-        firsts["contiguous"] = parts_of(contiguous)
+        firsts["contiguous"] = parts_of(partial(bare, torch.contiguous_format, 1))
         batch = 7 * size.photos // 8
         with torch.backends.cudnn.flags(enabled=True, benchmark=True):
             firsts["cuDNN chooses by trying"] = parts_of(partial(bare, steps=1))
