@@ -284,7 +284,8 @@ def table_run(tmp_path_factory, run_main):
 def assert_num_processes(output: str, number: int):
     """The plan of a run says how many processes it has."""
     device = next((line for line in output.splitlines() if line.startswith("device ")), "")
-    assert f"{number} process{'es' * (number > 1)} on cpu" in device, output
+    processes = "process" if number == 1 else "processes"
+    assert f"{number} {processes} on cpu" in device, output
 
 
 # Of the runs that tests/test_ray.py, test_slurm.py and test_kubernetes.py disturb.

@@ -322,7 +322,9 @@ def train_on(run_main, folder, tokenizer, model, prompt, *more) -> Path:
     pair = json.dumps({"prompt": prompt, "answer": "yes"})
     (folder / "pairs.jsonl").write_text(f"{pair}\n" * 100)
     flags = f"--base {folder}/base --data {folder}/pairs.jsonl --run-dir {folder} --learning-rate"
-    flags += " 2e-2 --epochs 5 --batch-size 10 --no-pictures" + " --lora 2" * (prompt == "lora")
+    flags += " 2e-2 --epochs 5 --batch-size 10 --no-pictures"
+    if prompt == "lora":
+        flags += " --lora 2"
     run_main("examples.finetune", *flags.split(), *more)
     return folder / "pretrained"
 
@@ -382,7 +384,8 @@ def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monk
     model.generation_config.suppress_tokens = [0]  # so that it says as much as it may
     train_on(run_main, tmp_path, tokenizer, model, prompt)
     shown = re.findall(r"\nanswer: (none, because of \w+)?", capfd.readouterr().out)
-    assert shown == ["none, because of TypeError" * (prompt == "broken")] * 5
+    reason = "none, because of TypeError" if prompt == "broken" else ""
+    assert shown == [reason] * 5
 
 
 def test_a_line_that_is_no_json_is_named_and_blank_lines_are_skipped(tmp_path):

@@ -124,7 +124,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_newest_checkpoint_and_keeps_a
 
 
 def test_what_only_the_local_folder_has_is_copied_when_the_run_goes_on(faulty, tmp_path):
-    faulty.plan = staticmethod(lambda call, name: "drop" * (call == "put"))
+    faulty.plan = staticmethod(lambda call, name: "drop" if call == "put" else "")
     assert names(train(tmp_path, 2)) == []
     faulty.plan = staticmethod(lambda call, name: "")
     assert names(train(tmp_path, 0, "auto")) == [step(tmp_path, 2).name]
@@ -135,7 +135,7 @@ def test_a_store_that_drops_calls_now_and_then_loses_nothing(faulty, tmp_path, c
 
     def drop(call: str, name: str) -> str:
         tries[call, name] += 1
-        return "drop" * (tries[call, name] % 3 > 0)
+        return "drop" if tries[call, name] % 3 else ""
 
     faulty.plan = staticmethod(drop)
     assert names(train(tmp_path, 2)) == [step(tmp_path, n).name for n in (1, 2)]
@@ -148,7 +148,7 @@ def test_each_checkpoint_that_cannot_be_copied_is_said_once_and_the_end_says_wha
 ):
     monkeypatch.setattr(stores, "WAITS", (0,))
     monkeypatch.setattr(mirror, "SECONDS", 1 if how == "stall" else 20)
-    faulty.plan = staticmethod(lambda call, name: how * (call == "put" and "model" in name))
+    faulty.plan = staticmethod(lambda call, name: how if call == "put" and "model" in name else "")
     run = train(tmp_path, 2)
     output = capfd.readouterr().out
     said = re.findall(r"^(step-\d+) was not mirrored: (.*)$", output, re.M)
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_is_not_whole_in_the_mirror_is_passed_over(
     files, newest = copied.files, f"{copied.root}/checkpoints/{step(tmp_path, 2).name}"
     if damage == "flip":
         faulty.plan = staticmethod(
-            lambda call, name: damage * (call == "get" and "2/state/model" in name)
+            lambda call, name: damage if call == "get" and "2/state/model" in name else ""
         )
     elif damage == "gone":
         files.rm(f"{newest}/trainer.json")
@@ -206,7 +206,7 @@ def test_a_mirror_that_does_not_answer_ends_a_resume_and_no_run_begins_anew(faul
     train(tmp_path, 1)
     shutil.rmtree(tmp_path / "run")
     for broken in ("find", "get"):
-        faulty.plan = staticmethod(lambda call, name, broken=broken: "drop" * (call == broken))
+        faulty.plan = staticmethod(lambda call, _, broken=broken: "drop" if call == broken else "")
         with pytest.raises(RunFailure, match=r"^faulty://store/run/.*: Connection") as ended:
             Run(tmp_path / "run", 2, mirror=URL).checkpoints.resume("auto")
         assert "secret" not in str(ended.value)
