@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -43,10 +43,9 @@ def compiled_with_model(function: Callable[Inputs, Output]) -> Callable[Inputs, 
     @functools.wraps(function)
     def call(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Output:
         is_part = torch.compiler.is_compiling()  # of something that is compiled as a whole
-        compiling = Compiling.of_run
-        if is_part or compiling is None or get_worker_info():
+        if is_part or not _of_run or get_worker_info():
             return function(*args, **kwargs)
-        return compiling.call(function, *args, **kwargs)
+        return _of_run[-1].call(function, *args, **kwargs)
 
     return call
 
@@ -60,11 +59,8 @@ class Compiling:
     resume the same is compiled as before it. What a script compiles by itself is left alone.
 
     Attributes:
-        of_run: the one from begin() to the end of a run whose YAML compiles, else None.
         functions: what compiled_with_model has wrapped, and what is called in its place.
     """
-
-    of_run: ClassVar["Compiling | None"] = None
 
     def __init__(self, accelerator: Accelerator, say: Callable[[str], object]):
         self.plugin = accelerator.state.dynamo_plugin
@@ -75,7 +71,7 @@ class Compiling:
         self.functions: dict[Callable, Callable] = {}
         if self.is_in_use:
             torch.compiler.set_stance("eager_on_recompile")
-            Compiling.of_run = self
+            _of_run.append(self)
 
     def start_step(self, is_whole: bool) -> None:
         """Let models be compiled if this is the first step with all its samples.
@@ -113,4 +109,7 @@ class Compiling:
         """Let everything be compiled again, as a notebook may wish to."""
         if self.is_in_use:
             torch.compiler.set_stance("default")
-            Compiling.of_run = None
+            _of_run.clear()
+
+
+_of_run: list[Compiling] = []  # one from begin() to the end of the run, if its YAML compiles
