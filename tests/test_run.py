@@ -400,12 +400,11 @@ def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
         assert repr(agree(accelerator, mine)) == repr(mine)
 
 
-def test_processes_that_add_other_names_are_told_so(monkeypatch):
-    monkeypatch.setattr("trainkit.numbers.means.gather_object", lambda mine: [*mine, ["loss_b"]])
+def test_processes_that_add_other_names_are_told_so():
     two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, gather=None, reduce=None)
-    means = RunningMeans(two)
+    means = RunningMeans(two, lambda mine: [*mine, ["loss_b"]])
     means.add_all([("loss", torch.ones(()), 1)])
-    for call in (lambda: means.flush("train"), means.state):
+    for call in (means.start_flush, means.state):
         with pytest.raises(RuntimeError, match=r"got loss on one process and loss_b"):
             call()
 

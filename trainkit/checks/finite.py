@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from trainkit.errors import RunFailure
+from trainkit.numbers.host_copy import HostCopy
 from trainkit.numbers.optim import total_norm, weights_of
 
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip, so 2**16 has become 2**-14
@@ -28,8 +29,8 @@ class FiniteGuard:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.step = "step 0"  # the last one, with its learning rate
-        # Norms and losses being copied to the host, an event for the end of each copy, the step.
-        self.pending: list[tuple[torch.Tensor, torch.Event, str]] = []
+        # The norm and the losses of a step, being copied to the host, and the step.
+        self.pending: list[tuple[HostCopy, str]] = []
         self.num_skipped = 0  # in a row, under fp16
 
     def check(self, grad_norm: torch.Tensor, losses: Sequence[torch.Tensor], step: str) -> None:
@@ -47,9 +48,7 @@ class FiniteGuard:
                 self._fail(torch.stack((grad_norm.detach(), *losses)), step)
             return
         numbers = torch.stack((grad_norm.detach().float(), *(loss.float() for loss in losses)))
-        event = torch.Event(device=numbers.device)
-        self.pending.append((numbers.to("cpu", non_blocking=True), event, step))
-        event.record()
+        self.pending.append((HostCopy(numbers), step))
 
     def count_skipped(self, skipped: bool, losses: Sequence[torch.Tensor]) -> None:
         """Raise RunFailure on all processes if fp16 skipped MAX_SKIPPED steps in a row."""
@@ -79,9 +78,9 @@ class FiniteGuard:
                 )
 
     def _read_pending(self, before: str | None = None) -> None:
-        while self.pending and self.pending[0][2] != before:
-            numbers, event, step = self.pending.pop(0)
-            event.synchronize()
+        while self.pending and self.pending[0][1] != before:
+            copied, step = self.pending.pop(0)
+            numbers = copied.read()
             if not math.isfinite(numbers[0].item()):
                 self._fail(numbers, step)
 

@@ -70,6 +70,18 @@ class Signals:
             self.pending.wait()
             self.pending = None
 
+    def gather(self, mine: list) -> list:
+        """Return the lists of all processes in one, without waiting for a device.
+
+        Every process must call this, and waits for the others.
+        """
+        self.wait()
+        if self.group is None:
+            return mine
+        lists = [mine] * torch.distributed.get_world_size(self.group)
+        torch.distributed.all_gather_object(lists, mine, group=self.group)
+        return [thing for each in lists for thing in each]
+
     def barrier(self) -> None:
         """Wait until all processes have reached this call. Every process must call this.
 

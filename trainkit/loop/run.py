@@ -191,7 +191,7 @@ class Run:
         self.evaluating = Evaluating(self.accelerator.device, self.print)
         # What the script has done to them until here, a resume does again.
         self.watched_sets = WatchedSets(self.sets)
-        self.means = RunningMeans(self.accelerator)
+        self.means = RunningMeans(self.accelerator, self.signals.gather)
         self.ema = EMA(self.models, self.config.ema)
 
     def _open_folder(self, fingerprint: dict[str, Any], fixed: dict[str, Any]) -> None:
@@ -283,6 +283,7 @@ class Run:
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
                 yield from self._steps_to_evaluation(loader, count)
             self.step.check_weights()
+            self.log.end_row()
             self.profile.end()
             self.log.stop()
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
@@ -413,9 +414,9 @@ class Run:
         self.ema.update(progress.step)
         self.profile.end_step()
         self.log.bar.update()
+        self.log.end_row()  # of an earlier step, which a device has done meanwhile
         if progress.step % length.log_every == 0:
-            self.signals.barrier()
-            self.log.log_window(progress, self.means, self.step.rates, self.step.norms)
+            self.log.start_row(progress, self.means, self.step.rates, self.step.norms)
         self.log.say_where(progress.epoch, length.num_done(progress), length.num_used)
         if length.is_over(progress):
             return False
@@ -427,6 +428,7 @@ class Run:
         """Save a checkpoint with accelerator.save_state; after a signal exit with code 75."""
         with self.ema.trained_weights():
             self.step.check_weights()
+            self.log.end_row()
             self.checkpoints.save(self.progress)
         self._say_what_changed()
         self.prepared.note(self.progress.state)

@@ -1,7 +1,7 @@
 """Exact means over all processes. Adding a value does not wait for the device."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from trainkit.numbers.host_copy import HostCopy
 from trainkit.outside.names import add_to_each
 
 # mask= or weights=: one tensor for all values, or one for each of some names.
@@ -18,13 +19,23 @@ Selection: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
 class RunningMeans:
     """Means of the values of an epoch over all processes. Adding does not wait for the device.
 
-    `add_all` adds up the values of each name on the device. `flush` adds these sums up over the
-    processes and adds them to the totals of the epoch, which are float64 on the host; it waits for
-    the device once. Every process must add the same names, in any order.
+    `add_all` adds up the values of each name on the device. `start_flush` adds these sums up over
+    the processes, and `end_flush` adds them to the totals of the epoch, which are float64 on the
+    host; it waits for the device. Every process must add the same names, in any order.
+
+    Args:
+        gather: like gather_object, which waits for a GPU; Signals.gather does not.
+
+    Attributes:
+        window: sum and count of each name in the last flush that has ended.
+        flushing: the names, and their sums and counts, of one that has not.
     """
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator, gather: Callable[[list], list] = gather_object):
         self.accelerator = accelerator
+        self.gather = gather
+        self.window: dict[str, np.ndarray] = {}
+        self.flushing: tuple[list[str], HostCopy] | None = None
         # Since the last flush.
         self.sums: dict[str, torch.Tensor] = defaultdict(
             lambda: torch.zeros((), device=accelerator.device)
@@ -43,29 +54,36 @@ class RunningMeans:
         if sums:
             add_to_each(sums, totals)
 
-    def flush(self, prefix: str) -> dict[str, float]:
-        """PREFIX_NAME: the means since the last flush. Every process must call this."""
-        window = self._reduce()
-        self.totals = {name: self.totals[name] + window[name] for name in window}
+    def start_flush(self) -> None:
+        """Begin to flush what was added since the last flush. Every process must call this."""
+        self._arrive()
+        self.flushing = sorted(self.totals), HostCopy(self._reduce())
         self.sums.clear()
         self.counts.clear()
-        return divide(prefix, window)
+
+    def end_flush(self, prefix: str) -> dict[str, float]:
+        """PREFIX_NAME: the means of the last flush, for which this waits."""
+        self._arrive()
+        return divide(prefix, self.window)
 
     def compute(self, prefix: str) -> dict[str, float]:
         """PREFIX_NAME: the means of the epoch so far. Every process must call this.
 
         It flushes nothing, so an evaluation does not change the rounding of later means.
         """
-        window = self._reduce()
-        return divide(prefix, {name: self.totals[name] + window[name] for name in window})
+        self._arrive()
+        window = named_pairs(sorted(self.totals), self._reduce())
+        return divide(prefix, {name: self.totals[name] + window[name] for name in self.totals})
 
     def clear(self) -> None:
         """Start a new epoch."""
+        self._arrive()
         for values in (self.sums, self.counts, self.totals):
             values.clear()
 
     def state(self) -> dict[str, Any]:
         """Return the whole state, as JSON. Every process must call this."""
+        self._arrive()
         totals = {name: pair.tolist() for name, pair in self.totals.items()}
         return {"rows": gather_object([self._row().tolist()]), "totals": totals}
 
@@ -90,7 +108,7 @@ class RunningMeans:
         """
         names = sorted(self.totals)
         if self.accelerator.num_processes > 1:
-            everybody = gather_object([names])
+            everybody = self.gather([names])
             if others := [theirs for theirs in everybody if theirs != names]:
                 raise RuntimeError(
                     f"run.add(...) or run.evaluate(...) got {', '.join(names) or 'nothing'} on one "
@@ -100,13 +118,34 @@ class RunningMeans:
         device = self.accelerator.device
         dtype = exact_type(self.accelerator.device)
         pairs = [(self.sums[name], self.counts[name]) for name in names]
-        numbers = [torch.as_tensor(x, dtype=dtype, device=device) for pair in pairs for x in pair]
+        numbers = [
+            x.to(dtype)
+            if isinstance(x, torch.Tensor)
+            else torch.full((), x, dtype=dtype, device=device)  # as_tensor waits for the device
+            for pair in pairs
+            for x in pair
+        ]
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
 
-    def _reduce(self) -> dict[str, np.ndarray]:
-        rows = self.accelerator.reduce(self._row(), reduction="sum").view(-1, 2).tolist()
-        pairs = dict(zip(sorted(self.totals), map(np.array, rows), strict=True))
-        return {name: pairs[name] for name in self.totals}
+    def _reduce(self) -> torch.Tensor:
+        """The row of all processes together."""
+        return self.accelerator.reduce(self._row(), reduction="sum")
+
+    def _arrive(self) -> None:
+        """Add the sums of a flush that has not ended to the totals."""
+        if self.flushing is None:
+            return
+        names, copied = self.flushing
+        self.flushing = None
+        window = named_pairs(names, copied.read())
+        self.window = {name: window[name] for name in self.totals if name in window}
+        for name, pair in window.items():
+            self.totals[name] = self.totals[name] + pair
+
+
+def named_pairs(names: Sequence[str], row: torch.Tensor) -> dict[str, np.ndarray]:
+    """Sum and count of each name in a row of them all."""
+    return dict(zip(names, map(np.array, row.view(-1, 2).tolist()), strict=True))
 
 
 def exact_type(device: torch.device) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +13,7 @@ from trainkit.config import TrainingConfig
 from trainkit.files.log import JsonlTracker, is_evaluation
 from trainkit.launch import together
 from trainkit.launch.streams import LOST
+from trainkit.numbers.host_copy import HostCopy
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Length, Progress
 from trainkit.report.profile import peak_memory
@@ -23,8 +24,22 @@ NUM_LINES = 25  # of epochs are printed, if there are many; metrics.jsonl has al
 QUIET_SECONDS = 60.0  # off a terminal, an epoch prints its position about this often
 
 
+class Row(NamedTuple):
+    """A row of metrics.jsonl whose losses and norms are on their way from the device."""
+
+    step: int
+    epoch: int
+    means: RunningMeans
+    rates: dict[str, float]
+    norms: dict[str, HostCopy]
+
+
 class Reporter:
-    """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl."""
+    """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl.
+
+    Attributes:
+        row: the row of metrics.jsonl that has begun and is not written yet.
+    """
 
     def __init__(self, accelerator: Accelerator, config: TrainingConfig, tracker: JsonlTracker):
         self.accelerator = accelerator
@@ -35,6 +50,7 @@ class Reporter:
         self.num_done_at_start = 0  # samples of this epoch that were trained on before
         self.started_at = self.train_seconds = self.evaluated_at = self.said_at = 0.0
         self.last_loss = ""
+        self.row: Row | None = None
         self.has_noted_lost = False
 
     def print(self, text: str) -> None:
@@ -66,22 +82,35 @@ class Reporter:
             )
         self.bar.set_description_str(desc)
 
-    def log_window(
+    def start_row(
         self,
         progress: Progress,
         means: RunningMeans,
         rates: dict[str, float],
         norms: dict[str, torch.Tensor],
     ) -> None:
-        """Write a row of metrics.jsonl: the losses since the last one, and of this step the rest.
+        """Begin a row of metrics.jsonl: the losses since the last one, and of this step the rest.
 
-        The norms are read last: the losses have waited for the device.
+        A device is still computing these numbers, so end_row waits for it and writes the row. Every
+        process must call this.
         """
-        flushed = means.flush("train")
+        self.end_row()
+        means.start_flush()
+        copies = {name: HostCopy(norm) for name, norm in norms.items()}
+        self.row = Row(progress.step, progress.epoch, means, rates, copies)
+        if self.accelerator.device.type == "cpu":
+            self.end_row()
+
+    def end_row(self) -> None:
+        """Write the row that has begun, if there is one."""
+        if self.row is None:
+            return
+        step, epoch, means, rates, norms = self.row
+        self.row = None
+        flushed = means.end_flush("train")
         losses = {name: mean for name, mean in flushed.items() if name.startswith("train_loss")}
-        numbers = {name: norm.item() for name, norm in norms.items()}
-        row = {"epoch": progress.epoch, **losses, **rates, **numbers}
-        self.accelerator.log(row, step=progress.step)
+        numbers = {name: norm.read().item() for name, norm in norms.items()}
+        self.accelerator.log({"epoch": epoch, **losses, **rates, **numbers}, step=step)
         texts = [f"{name} {loss:.4f}" for name, loss in losses.items()]
         self.last_loss = ", ".join(texts)
         self.bar.set_postfix_str("".join(texts[:1]))  # more would leave no room for the bar
