@@ -29,8 +29,8 @@ class FiniteGuard:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.step = "step 0"  # the last one, with its learning rate
-        # The norm and the losses of a step, being copied to the host, and the step.
-        self.pending: list[tuple[HostCopy, str]] = []
+        # The norm of a step, being copied to the host, the losses of the step, and its text.
+        self.pending: list[tuple[HostCopy, Sequence[torch.Tensor], str]] = []
         self.num_skipped = 0  # in a row, under fp16
 
     def check(self, grad_norm: torch.Tensor, losses: Sequence[torch.Tensor], step: str) -> None:
@@ -43,18 +43,15 @@ class FiniteGuard:
         self.step = step
         if self.accelerator.scaler is not None:
             return
+        self.pending.append((HostCopy(grad_norm), [*losses], step))
         if grad_norm.device.type == "cpu":
-            if not math.isfinite(grad_norm.item()):
-                self._fail(torch.stack((grad_norm.detach(), *losses)), step)
-            return
-        numbers = torch.stack((grad_norm.detach().float(), *(loss.float() for loss in losses)))
-        self.pending.append((HostCopy(numbers), step))
+            self._read_pending()
 
     def count_skipped(self, skipped: bool, losses: Sequence[torch.Tensor]) -> None:
         """Raise RunFailure on all processes if fp16 skipped MAX_SKIPPED steps in a row."""
         self.num_skipped = self.num_skipped + 1 if skipped else 0
         if self.num_skipped == MAX_SKIPPED:
-            self._fail(torch.stack((torch.full_like(losses[0], math.inf), *losses)), self.step)
+            self._fail(math.inf, losses, self.step)
 
     def finish(self, *optimizers: AcceleratedOptimizer) -> None:
         """Check the norms still being copied, and the weights. Call before a checkpoint."""
@@ -78,19 +75,18 @@ class FiniteGuard:
                 )
 
     def _read_pending(self, before: str | None = None) -> None:
-        while self.pending and self.pending[0][1] != before:
-            copied, step = self.pending.pop(0)
-            numbers = copied.read()
-            if not math.isfinite(numbers[0].item()):
-                self._fail(numbers, step)
+        while self.pending and self.pending[0][-1] != before:
+            copied, losses, step = self.pending.pop(0)
+            norm = copied.read().item()
+            if not math.isfinite(norm):
+                self._fail(norm, losses, step)
 
-    def _fail(self, numbers: torch.Tensor, step: str) -> NoReturn:
+    def _fail(self, norm: float, losses: Sequence[torch.Tensor], step: str) -> NoReturn:
         # All processes come here in the same step, so they may communicate.
-        norm = numbers[0].item()
-        shares = numbers[1:].float().to(self.accelerator.device)
-        losses = self.accelerator.reduce(shares, reduction="sum").tolist()
+        shares = torch.stack([loss.float() for loss in losses])
+        sums = self.accelerator.reduce(shares, reduction="sum").tolist()
         raise RunFailure(
             f"loss or gradient is not finite at {step}: loss "
-            f"{' and '.join(f'{loss:.4g}' for loss in losses)}, gradient norm {norm:.4g}; the "
+            f"{' and '.join(f'{loss:.4g}' for loss in sums)}, gradient norm {norm:.4g}; the "
             f"checkpoints are untouched: {REMEDY}"
         )
