@@ -430,12 +430,13 @@ def dpo(size: Size) -> tuple:
 
 
 def photo_steps(size: Size) -> tuple:
-    """A step of examples/pictures.py, and what its first step waits for.
+    """A step of examples/pictures.py, in the layout that so few pictures get, and its first step.
 
     Of ours the row says when the first step was over, data and all; of the bare loop, whose data
-    are on the card, how long each part of it took with new shapes.
+    are on the card, how long each part of it took with new shapes, and how fast both layouts are.
     """
     num, batch = size.steps * size.photos, size.photos
+    names = {torch.channels_last: "channels last", torch.contiguous_format: "contiguous"}
     marks: list[tuple[str, float]] | None = None  # the end of each part of a first step
 
     def note(part: str) -> None:
@@ -462,9 +463,10 @@ def photo_steps(size: Size) -> tuple:
             Image.fromarray(values).resize((side, side)).save(path / f"{number}.jpg")
         flags = ["--dataset", f"{folder}/set", "--size", str(size.pixels)]
         flags += ["--batch-size", str(size.photos)]
+        layout = backbones.choose_layout(device(), num)  # that of ours
 
         def bare(
-            layout: torch.memory_format = torch.channels_last, steps: int = size.steps
+            layout: torch.memory_format = layout, steps: int = size.steps
         ) -> tuple[float, float, int]:
             model = backbones.load_weights(None, None, False)[0]
             model.reset_classifier(2)
@@ -483,8 +485,7 @@ def photo_steps(size: Size) -> tuple:
                     seen = pictures.augment(images, indices, 0, config)
                 note("augmentation")
                 with autocast():
-                    seen = pictures.standardise(seen, metadata)
-                    logits = model(seen.contiguous(memory_format=layout))
+                    logits = model(pictures.standardise(seen, metadata, layout))
                 note("forward")
                 F.cross_entropy(logits.float(), targets, label_smoothing=0.1).backward()
                 note("backward")
@@ -502,19 +503,17 @@ def photo_steps(size: Size) -> tuple:
         ):
             # The first process of a network builds the plans of its convolutions: so this is first.
             row = compare(
-                f"pictures, {size.pixels} pixels, whole, bf16",
+                f"pictures, {size.pixels} pixels, whole, bf16, {names[layout]}",
                 {"ours": partial(ours, pictures, *flags), "bare": bare},
                 size, batch, "pictures", "0.95; 5 s to the first step",
             )  # fmt: skip
         # New shapes, so that nothing is kept from above: what does the first step wait for?
         firsts = {}
         batch = 3 * size.photos // 4
-        firsts["channels last"] = parts_of(partial(bare, steps=1))
-        batch = 5 * size.photos // 8
-        firsts["contiguous"] = parts_of(partial(bare, torch.contiguous_format, 1))
-        batch = 7 * size.photos // 8
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
-            firsts["cuDNN chooses by trying"] = parts_of(partial(bare, steps=1))
+        for each, name in names.items():
+            firsts[name] = parts_of(partial(bare, each, 1))
+            rate = batch * measure(partial(bare, each)).steps
+            firsts[name] += f", then {rate:,.0f} pictures/s"
         batch = size.photos // 2
         with torch.backends.cudnn.flags(enabled=False):
             firsts["without cuDNN"] = parts_of(partial(bare, steps=1))

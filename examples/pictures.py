@@ -8,8 +8,9 @@ import math
 import shlex
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import (
@@ -78,7 +79,19 @@ def change(images: torch.Tensor, numbers: torch.Tensor, config: Config) -> torch
     return photos.recolour(images, 1 + config.colour * (2 * numbers[:, 5:] - 1))
 
 
-def make_input(batch: photos.Batch, epoch: int, config: Config, train: photos.Photos) -> tuple:
+def choose_second(seed: int, num: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
+    """Return which of num photos is mixed into each, fixed by (seed, epoch, index) alone."""
+    return (keyed_uniform(seed, epoch, indices + num, 4)[:, 0] * num).long()
+
+
+def training_set(config: Config, train: photos.Photos) -> photos.Photos:
+    """Return what is trained on: with --mix each photo has a second one, another in each epoch."""
+    if config.mix is None:
+        return train
+    return photos.with_second(train, partial(choose_second, config.seed, len(train)))
+
+
+def make_input(batch: Any, epoch: int, config: Config, train: photos.Photos) -> tuple:
     """Return what the network gets, and the share of each class in each sample."""
     images = batch.images
     targets = F.one_hot(batch.labels, len(train.classes)).float()
@@ -88,16 +101,15 @@ def make_input(batch: photos.Batch, epoch: int, config: Config, train: photos.Ph
     if config.mix is None:
         return images, targets
     keys = batch.indices + len(train)
-    numbers = keyed_uniform(config.seed, epoch, keys, 4)
-    others = train.pick((numbers[:, 0] * len(train)).long().cpu())
-    second = augment(others.images.to(images.device), keys, epoch, config)
-    shares = F.one_hot(others.labels.to(images.device), len(train.classes))
+    numbers = keyed_uniform(config.seed, epoch, keys, 4)  # the first chose the second photo
+    second = augment(batch.second_images, keys, epoch, config)
+    shares = F.one_hot(batch.second_labels, len(train.classes))
     return photos.mix_photos(config.mix, (images, targets), (second, shares), numbers[:, 1:])
 
 
 def first_input(config: Config, train: photos.Photos, held_out: photos.Photos) -> dict:
     """Return some pictures of each side as the network gets them, and their classes."""
-    batch = train.pick(spread(train))
+    batch = training_set(config, train).pick(spread(train))
     evaluated = held_out.pick(spread(held_out))
     images = batch.images
     if not config.freeze:
@@ -140,11 +152,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train, held_out, network, metadata, plan = run.load(load_data)
         model = head = make_head(network, train.classes)
         groups = [{"params": [*head.parameters()]}]
-        sets = [train, held_out]
+        sets = [training_set(config, train), held_out]
+        num_seen = config.epochs * len(train) / accelerator.num_processes
+        layout = backbones.choose_layout(accelerator.device, num_seen)
         if config.freeze:  # the last layer alone is trained, on what it gets for each picture
             sets = [backbones.Features(part) for part in sets]
         else:
-            model = network.to(memory_format=torch.channels_last)
+            model = network.to(memory_format=layout)
             body = [w for w in model.parameters() if all(w is not x for x in head.parameters())]
             groups.append({"params": body, "lr": config.peak_learning_rate / 3})
         train_but_norms(model)
@@ -165,7 +179,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             for batch in run.steps(train_loader):
                 with accelerator.accumulate(model):
                     images, targets = make_input(batch, epoch, config, train)
-                    logits = model(standardise(images, metadata))
+                    logits = model(standardise(images, metadata, layout))
                     losses = F.cross_entropy(
                         logits, targets, reduction="none", label_smoothing=config.label_smoothing
                     )
@@ -181,7 +195,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 )
                 if run.end_step():
                     run.save()
-            logits = run.predict(eval_loader, lambda b: model(standardise(b.images, metadata)))
+            logits = run.predict(
+                eval_loader, lambda b: model(standardise(b.images, metadata, layout))
+            )
             run.end_epoch(*photos.measure(logits, held_out))
         backbones.write_timm_folder(run, network, metadata)
         return run.finish(f"python app.py {shlex.quote(str(config.run_dir))}")

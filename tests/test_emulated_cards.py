@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import conftest
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, rows
@@ -409,6 +411,78 @@ def test_each_example_trains_and_evaluates_in_fp16(cards, tiny_mnist, tmp_path, 
     epoch = rows(tmp_path / "run", "epochs")[-1]
     assert epoch["eval_samples"] == num_evaluated or name == "gpt"
     assert all(map(math.isfinite, epoch.values()))
+
+
+FEW = "--batch-size 8 --eval-batch-size 8 --stop-after-steps 10 --log-every 100 --no-pictures"
+PHOTOS = "--dataset {photos}/data --size 32 --model test_convnext --scratch"
+TUNED = "--base {tuned}/base --data {tuned}/"
+GPT = "--layers 1 --width 32"
+# A run | its module and flags | copies to the card in a step | waits besides that of the guard,
+# which looks at the step before
+RUNS = """
+pictures --mix | examples.pictures {PHOTOS} --mix cutmix --balance | 5
+text | examples.text --data {texts}/lines.csv | 3 | index with a mask
+finetune --pack | examples.finetune {TUNED}pairs.jsonl --pack --max-tokens 99 | 3 | {LEARNED}
+pictures | examples.pictures {PHOTOS} | 3
+pictures, decoded | examples.pictures {PHOTOS} --mix mixup --cache-bytes 0 --accumulate 2 | 10
+preference | examples.preference {TUNED}preferred.jsonl --sft-weight 1 | 3 | {LEARNED}
+digits | train_mnist --dataset {digits} --max-shift 2 --max-turn 5 --ema 0.9 | 0
+regression | train_regression --model mlp --loss huber --accumulate 2 | 0
+table | train_regression --data {table}/t.csv --target y --features a,b | 0
+classes | examples.table_classes --data {table}/t.csv --target kind --features a,b | 0
+text --balance | examples.text --data {texts}/lines.csv --balance | 3 | index with a mask
+gan | examples.gan --dataset {digits} | 0
+towers | examples.two_towers --dataset {digits} | 0
+gpt | examples.gpt --num-bytes 60000 --checkpointing {GPT} | 3
+answers | examples.gpt --answers-only --num-bytes 1030000 {GPT} | 3
+tokens | examples.gpt --data {ids} {GPT} | 1
+finetune | examples.finetune {TUNED}pairs.jsonl --checkpointing | 3 | {LEARNED}
+finetune --lora | examples.finetune {TUNED}pairs.jsonl --lora 4 --accumulate 2 | 6 | {LEARNED}
+preference --lora | examples.preference {TUNED}preferred.jsonl --lora 4 | 3 | {LEARNED}
+"""
+LEARNED = "index with a mask, _local_scalar_dense"
+NUM_QUICK = 3
+
+
+@pytest.fixture(scope="session")
+def folders(tiny_mnist, photos, base, tuned_base, table, tmp_path_factory):
+    """The data of RUNS, by name."""
+    ids = tmp_path_factory.mktemp("ids")
+    tokens = torch.randint(0, 256, (200, 17), generator=torch.Generator().manual_seed(0))
+    for part, rows_of in {"train": tokens, "test": tokens[:20]}.items():
+        column = pa.FixedSizeListArray.from_arrays(rows_of.int().flatten().numpy(), 17)
+        pq.write_table(pa.table({"tokens": column}), ids / f"{part}.parquet")
+    return {
+        "digits": tiny_mnist, "photos": photos, "texts": base, "tuned": tuned_base, "table": table,
+        "ids": ids,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "part", [slice(NUM_QUICK), pytest.param(slice(NUM_QUICK, None), marks=pytest.mark.slow)]
+)
+def test_in_a_quiet_step_no_script_waits_for_the_card(emulated_cards, folders, tmp_path, part):
+    shared = {"PHOTOS": PHOTOS, "TUNED": TUNED, "GPT": GPT, "LEARNED": LEARNED}
+    table = RUNS
+    for name, text in shared.items():
+        table = table.replace(f"{{{name}}}", text)
+    runs = cells(table)[part]
+    plan = []
+    for name, words, *_ in runs:
+        module, *flags = words.format(**folders).split()
+        plan.append([name, module, [*flags, *FEW.split(), "--run-dir", f"{tmp_path}/{name}"]])
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    env = emulated_cards | {"PYTHONPATH": str(ROOT)}
+    words = FOLDER / "emulate.py", FOLDER / "several.py", tmp_path / "plan.json"
+    conftest.run(*words, env=env, timeout=400)
+    for name, _, copies, *waits in runs:
+        steps = json.loads((tmp_path / f"{name}.0.json").read_text())["steps"][-3:]
+        expected = {"event", *", ".join(waits).split(", ")} - {""}
+        for step in steps:  # the last ones; no row, evaluation or save is between them
+            found = {key.rpartition("[")[2].rstrip("]") for key in step["waits"]}
+            assert found == expected, (name, step["waits"])
+            assert sum(step["waits"].values()) <= 1 + 4 * len(waits), (name, step["waits"])
+            assert sum(step["copies"].values()) <= int(copies), (name, step["copies"])
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ file they are all decoded again.
 """
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -314,7 +315,11 @@ def cut_centre(pictures: torch.Tensor, size: int) -> torch.Tensor:
     return pictures[..., top : top + size, left : left + size]
 
 
-def standardise(images: torch.Tensor, metadata: dict[str, Any]) -> torch.Tensor:
+def standardise(
+    images: torch.Tensor,
+    metadata: dict[str, Any],
+    layout: torch.memory_format = torch.channels_last,
+) -> torch.Tensor:
     """Cut out the centre and scale colours 0 to 255 to what the network was trained on.
 
     Features of photos, which have no height and width, are returned as they are.
@@ -322,10 +327,30 @@ def standardise(images: torch.Tensor, metadata: dict[str, Any]) -> torch.Tensor:
     Args:
         images: (n, channels, height, width).
         metadata: has "size", "mean" and "std".
+        layout: of the result in memory.
     """
     if images.ndim == 2:
         return images
     images = cut_centre(images, metadata["size"]).float()
-    shift, scale = (images.new_tensor(metadata[name]).view(-1, 1, 1) for name in ("mean", "std"))
-    images = (images - 255 * shift) / (255 * scale)
-    return images.contiguous(memory_format=torch.channels_last)
+    mean, std = (_hashable(metadata[name]) for name in ("mean", "std"))
+    make = _shift_and_scale.__wrapped__ if torch.compiler.is_compiling() else _shift_and_scale
+    shift, scale = make(mean, std, images.dtype, images.device)
+    images = (images - shift) / scale
+    return images.contiguous(memory_format=layout)
+
+
+def _hashable(numbers: float | list[float]) -> float | tuple[float, ...]:
+    """One number for grey pictures, or one for each channel."""
+    return tuple(numbers) if isinstance(numbers, list) else numbers
+
+
+@functools.cache  # to copy them to a GPU in each step would wait for all that it still has to do
+def _shift_and_scale(
+    mean: float | tuple[float, ...],
+    std: float | tuple[float, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 255 times the mean and the deviation of each channel, (channels, 1, 1)."""
+    shift, scale = (torch.tensor(x, dtype=dtype, device=device) for x in (mean, std))
+    return 255 * shift.view(-1, 1, 1), 255 * scale.view(-1, 1, 1)

@@ -4,6 +4,7 @@ A batch maps the file into memory for as long as it takes to copy its rows, so t
 more memory for more pictures. A set whose file would be too large is decoded for each batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -111,6 +112,16 @@ class Batch(NamedTuple):
     indices: torch.Tensor
 
 
+class MixedBatch(NamedTuple):
+    """Photos of a batch, and one to mix into each: the fields of Batch, and two of the second."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    indices: torch.Tensor
+    second_images: torch.Tensor
+    second_labels: torch.Tensor
+
+
 class Photos(Dataset):
     """The photos of a split, whose file is uint8 (num_rows, side, side, 3). A sample is a Batch."""
 
@@ -122,8 +133,8 @@ class Photos(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def pick(self, indices: torch.Tensor) -> Batch:
-        """Return the photos of these indices, int64."""
+    def pick(self, indices: torch.Tensor) -> Any:
+        """Return the photos of these indices, int64, as a Batch."""
         mapped = np.load(self.split.path, mmap_mode="r")  # anew: mapped pages count as memory
         pixels = torch.from_numpy(mapped[self.split.rows[indices].numpy()]).permute(0, 3, 1, 2)
         return Batch(pixels, self.labels[indices], indices)
@@ -149,9 +160,52 @@ class Files(Photos):
         pixels = torch.from_numpy(values)
         return Batch(pixels.permute(2, 0, 1), self.labels[index], torch.tensor(index))
 
-    def pick(self, indices: torch.Tensor) -> Batch:
+    def pick(self, indices: torch.Tensor) -> Any:
         """See Photos.pick."""
         return torch.utils.data.default_collate([self[int(index)] for index in indices])
+
+
+class Mixed(Photos):
+    """The same photos, each with a second one. A sample is a MixedBatch.
+
+    A loader reads both, because a step that asked a GPU for the second ones would wait for it.
+
+    Args:
+        choose: choose(epoch, indices) returns the numbers of the second photos, int64.
+    """
+
+    def __init__(self, photos: Photos, choose: Callable[[int, torch.Tensor], torch.Tensor]):
+        super().__init__(photos.split)
+        self.photos = photos
+        self.choose = choose
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose others; a loader calls this."""
+        self.epoch = epoch
+
+    def pick(self, indices: torch.Tensor) -> MixedBatch:
+        """See Photos.pick."""
+        images, labels, _ = self.photos.pick(indices)
+        second = self.photos.pick(self.choose(self.epoch, indices))
+        return MixedBatch(images, labels, indices, second.images, second.labels)
+
+    make_batch = pick
+
+
+class MixedFiles(Mixed):
+    """The same of Files, which loader workers decode."""
+
+    def __getitem__(self, index: int) -> MixedBatch:
+        images, labels, indices = self.photos[index]
+        (number,) = self.choose(self.epoch, torch.tensor([index])).tolist()
+        second = self.photos[number]
+        return MixedBatch(images, labels, indices, second.images, second.labels)
+
+
+def with_second(photos: Photos, choose: Callable[[int, torch.Tensor], torch.Tensor]) -> Mixed:
+    """Give each photo a second one. For `choose` see Mixed."""
+    return MixedFiles(photos, choose) if isinstance(photos, Files) else Mixed(photos, choose)
 
 
 def load_photos(
