@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
         # Rounding depends on the rows, so a resume must have the same ones.
         metadata = {"script": Path(__file__).stem, "lora": config.lora, "shared rows": size}
-        plan |= padded | token_losses.PLAN
+        plan |= padded
         # What --lora freezes is not saved: it lies in --base.
         run.begin(model, metadata, plan, save_frozen=not config.lora)
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded

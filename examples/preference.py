@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
         metadata = {"script": Path(__file__).stem, "lora": config.lora, "reference": base}
         # What --lora freezes is not saved: it lies in --base.
-        run.begin(model, metadata, plan | token_losses.PLAN, save_frozen=not config.lora)
+        run.begin(model, metadata, plan, save_frozen=not config.lora)
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
         for _ in run.epochs():
             for batch in run.steps(train_loader):

@@ -15,8 +15,5 @@ def main(argv):
         assert logits.numel() <= token_losses.MAX_LOGITS
         return F.cross_entropy(logits, *args, **how)
 
-    if token_losses.HAS_PARTS:
-        token_losses.F = SimpleNamespace(
-            linear_cross_entropy=F.linear_cross_entropy, cross_entropy=whole
-        )
+    token_losses.F = SimpleNamespace(**vars(F) | {"cross_entropy": whole})
     return finetune.main(argv)

@@ -75,7 +75,7 @@ def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
     assert row_size(Accelerator(), model, 60, False) == (60, {})
     assert (model.config._attn_implementation == "by_sample") == (kind != "gemma2")
     head = model.get_output_embeddings()
-    has_parts = losses.HAS_PARTS and kind not in ("gemma2", "cohere")
+    has_parts = kind not in ("gemma2", "cohere")
     assert getattr(head, "may_have_parts", False) == has_parts
     for most in (2**24, 1000, 1):  # all at once, 15 tokens at a time, one
         monkeypatch.setattr(losses, "MAX_LOGITS", most)
@@ -84,25 +84,39 @@ def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.skipif(not losses.HAS_PARTS, reason="torch 2.13 has losses in parts")
-def test_a_head_may_be_frozen_have_a_bias_and_be_rounded_to_bfloat16(monkeypatch):
+# In autocast, by the types of the weights: bfloat16 and float16, whose gradients are scaled.
+TYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, None), (torch.float32, torch.float16)]
+
+
+@pytest.mark.parametrize("weights, computed", TYPES)
+def test_a_head_may_be_frozen_have_a_bias_and_be_rounded(weights, computed, monkeypatch):
     model, batch = make("phi", **WIDTHS, intermediate_size=64), finetune.collate(make_samples(4))
+    model.to(weights)
     head = model.get_output_embeddings()
     assert head.may_have_parts and head.bias is not None
+    sizes: list[int] = []
+    see = torch.autograd.graph.saved_tensors_hooks(
+        lambda kept: sizes.append(kept.numel()) or kept, lambda kept: kept
+    )
     for frozen in (False, True):
         head.requires_grad_(not frozen)
         results = []
         for most in (2**24, 500):
             monkeypatch.setattr(losses, "MAX_LOGITS", most)
-            head.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
+            model.zero_grad()
+            sizes.clear()
+            with see, torch.autocast("cpu", computed, enabled=computed is not None):
                 found = finetune.compute_losses(model, batch)["loss"]
-            found.sum().backward()
+            num_logits = len(found) * len(head.weight)
+            assert (num_logits in sizes) == (most == 2**24) and num_logits > 500
+            (16 * found.mean()).backward()
             assert found.dtype == torch.float32
-            results.append((found, *(x.grad for x in head.parameters())))
+            results.append((found, *(x.grad for x in model.parameters())))
         for a, b in zip(*results, strict=True):
             assert (a is None) == (b is None)
-            assert a is None or (a - b).norm() < 0.02 * a.norm()
+            assert a is None or (a - b).norm() < 0.01 * a.norm()
+    with torch.no_grad(), torch.autocast("cpu", computed, enabled=computed is not None):
+        assert torch.equal(finetune.compute_losses(model, batch)["loss"], found)
 
 
 CONVOLUTIONS = LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}

@@ -6,18 +6,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 MAX_LOGITS = 2**24  # numbers, 64 MiB in float32: more than these are computed in parts
-HAS_PARTS = hasattr(F, "linear_cross_entropy")  # torch 2.13 and later
-PLAN = {} if HAS_PARTS else {"logits": f"kept, because torch {torch.__version__} is before 2.13"}
 
 
 def token_losses(model: nn.Module, targets: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Return F.cross_entropy(model(**inputs).logits, targets, reduction="none"), in float32.
 
-    If there are many logits, and allow_parts has found that the head may compute the losses, torch
-    computes them for 128 tokens at a time and keeps no logits. Under autocast each loss is then
-    rounded to its type. Before torch 2.13 the logits are kept, and PLAN says so.
+    If there are more than MAX_LOGITS logits, and allow_parts has found that the head may compute
+    the losses, they are computed for as many tokens at a time as that, and no logits are kept.
 
     Args:
         model: a transformers model for causal language modelling, also as prepared by Accelerate.
@@ -42,7 +40,7 @@ def allow_parts(model: nn.Module) -> None:
     accelerator.prepare.
     """
     head, owner = _head_of(model), _owner_of(model)
-    if not HAS_PARTS or type(head) is not nn.Linear or owner.base_model is owner:
+    if type(head) is not nn.Linear or owner.base_model is owner:
         return
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -71,15 +69,85 @@ def _head_of(model: nn.Module) -> Any:
 def _losses_of_head(head: nn.Linear, targets: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
-    # More at once would be a little faster and take more memory; torch's own choice is slower.
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=128)
     with torch.autocast(kind, enabled=False):
-        losses = F.linear_cross_entropy(
-            states.to(dtype),
-            head.weight.to(dtype),
-            targets,
-            linear_bias=None if head.bias is None else head.bias.to(dtype),
-            reduction="none",
-            options=options,
+        return _LossesInParts.apply(states, head.weight, head.bias, targets, dtype)[:, None]
+
+
+class _LossesInParts(torch.autograd.Function):
+    """F.cross_entropy(F.linear(states, weight, bias), targets, reduction="none"), in float32.
+
+    It computes the logits of a part of the tokens at a time, again in backward, and keeps none.
+    torch's own F.linear_cross_entropy, of torch 2.13 and later, rounds each loss to the type of the
+    states, and in bfloat16 it takes more memory and on a CPU twice the time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(states, weight, bias, targets)
+        ctx.dtype = dtype
+        weight, bias = _cast(weight, dtype), _cast(bias, dtype)
+        parts = _parts(len(states), len(weight))
+        return torch.cat(
+            [_losses_of(states[part].to(dtype), weight, bias, targets[part]) for part in parts]
         )
-    return losses.float()[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight, bias, targets = ctx.saved_tensors
+        needs_states, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_states = torch.zeros_like(states) if needs_states else None
+        # In float32, because in bfloat16 each part that is added would round the sum again.
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        weight, bias = _cast(weight, ctx.dtype), _cast(bias, ctx.dtype)
+        for part in _parts(len(states), len(weight)):
+            inputs = states[part].to(ctx.dtype)
+            of_logits = _gradient_of_logits(inputs, weight, bias, targets[part], grad[part])
+            if of_states is not None:
+                of_states[part] = of_logits @ weight
+            if of_weight is not None and of_weight.dtype == ctx.dtype:
+                of_weight.addmm_(of_logits.T, inputs)  # no memory for the product
+            elif of_weight is not None:
+                of_weight += of_logits.T @ inputs
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+            del of_logits  # before the next part is computed
+        return of_states, of_weight, of_bias, None, None
+
+
+def _losses_of(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> torch.Tensor:
+    log_probs = F.linear(inputs, weight, bias).log_softmax(1, dtype=torch.float32)
+    return F.nll_loss(log_probs, targets, reduction="none")
+
+
+def _gradient_of_logits(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """Return grad * (probabilities - 1 at the target), in the type of the inputs."""
+    probs = F.linear(inputs, weight, bias).softmax(1, dtype=torch.float32)
+    probs.scatter_add_(1, targets[:, None], -torch.ones_like(grad[:, None]))
+    return probs.mul_(grad[:, None]).to(inputs.dtype)
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    return None if tensor is None else tensor.to(dtype)
+
+
+def _parts(num_tokens: int, num_logits: int) -> list[slice]:
+    """Slices of the tokens, whose logits, num_logits each, are at most MAX_LOGITS together."""
+    size = max(1, MAX_LOGITS // num_logits)
+    return [slice(start, start + size) for start in range(0, num_tokens, size)]
