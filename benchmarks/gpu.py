@@ -54,6 +54,7 @@ from benchmarks._launches import Launches
 from benchmarks._runs import MNIST, Parser, as_text, in_process, in_turn, one_run, spread
 from benchmarks.checkpoint_cost import make_checkpoints
 from benchmarks.finetune import LONGEST, make_base, make_chats, peer
+from benchmarks.preference import make_pairs as dpo_pairs
 from benchmarks.preference import peer as dpo_peer
 from examples import finetune as tuning
 from examples import gpt, pictures, preference
@@ -419,10 +420,7 @@ def finetune(size: Size, how: str = "whole") -> tuple:
 def dpo(size: Size) -> tuple:
     """examples/preference.py with all weights, beside TRL's DPOTrainer."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*chat_base(size, folder), "--data", f"{folder}/preferred.jsonl"]
-        file = Path(folder, "preferred.jsonl")
-        lines = file.read_text().splitlines(keepends=True)
-        file.write_text("".join(lines[: 90 if size is TINY else 720]))
+        flags = [*chat_base(size, folder), *dpo_pairs(folder, 90 if size is TINY else 720)]
         pairs = preference.load_data(parse(preference.Config, flags))[0]
         train = partial(ours, preference, *flags)
         theirs = partial(dpo_peer, flags)

@@ -22,15 +22,26 @@ from trainkit.config import parse
 NUM_PAIRS, NUM_TURNS = 16, 15
 
 
+def make_pairs(folder: str, num: int | None = None) -> list[str]:
+    """Divide up to `num` pairs of examples/docstrings.py into two files; return their flags.
+
+    Without pairs of equal answers and with --eval-data, so that both train on all of the first.
+    """
+    lines = Path(folder, "preferred.jsonl").read_text().splitlines(keepends=True)[:num]
+    rows = [(line, json.loads(line)) for line in lines]
+    kept = [line for line, row in rows if row["chosen"] != row["rejected"]]
+    num_evaluated = len(kept) // 10
+    Path(folder, "evaluated.jsonl").write_text("".join(kept[:num_evaluated]))
+    Path(folder, "trained.jsonl").write_text("".join(kept[num_evaluated:]))
+    return f"--data {folder}/trained.jsonl --eval-data {folder}/evaluated.jsonl".split()
+
+
 def conversations(config: preference.Config) -> list[dict[str, list]]:
-    """Return the pairs that examples/preference.py trains on, as TRL reads them."""
-    lines = Path(config.data).read_text().splitlines()
-    given = [json.loads(line) for number, line in enumerate(lines) if number % 10]
+    """Return the pairs of --data, which examples/preference.py trains on, as TRL reads them."""
     roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
     return [
         {name: [{"role": role, "content": row[name]}] for name, role in roles.items()}
-        for row in given
-        if row["chosen"] != row["rejected"]
+        for row in map(json.loads, Path(config.data).read_text().splitlines())
     ]
 
 
@@ -70,7 +81,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         docstrings.main(["--folder", folder])
-        flags = ["--base", f"{folder}/base", "--data", f"{folder}/preferred.jsonl"]
+        flags = ["--base", f"{folder}/base", *make_pairs(folder)]
         config = parse(preference.Config, flags)
         pairs, *_, tokenizer = preference.load_data(config)
         rows = conversations(config)[:NUM_PAIRS]
