@@ -55,7 +55,7 @@ def bare(flags: list[str]) -> None:
     model, (samples, *_) = finetune.make_model(args), finetune.load_data(args)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     loader = DataLoader(samples, args.batch_size, shuffle=True, collate_fn=finetune.collate)
-    for tokens, learned, _ in loader:
+    for tokens, learned, *_ in loader:
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         targets = tokens[:, 1:].where(learned[:, 1:], -100)
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()

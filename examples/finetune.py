@@ -50,6 +50,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor
     learned: torch.Tensor  # which are
+    places: torch.Tensor  # of those that are predicted and learned, in learned[:, 1:].flatten()
     positions: torch.Tensor | None = None  # in its sample, if samples share rows
 
 
@@ -67,7 +68,11 @@ def load_data(config: Config) -> tuple:
 def collate(samples: list, size: int = 0) -> Batch:
     """Make a batch of samples, which share rows of up to `size` tokens, or of rows."""
     rows = share_rows(samples, size) if size else samples
-    return Batch(*(pad_sequence(parts, batch_first=True) for parts in zip(*rows, strict=True)))
+    padded = (pad_sequence(parts, batch_first=True) for parts in zip(*rows, strict=True))
+    tokens, learned, *positions = padded
+    # Here, on the host: to find them on a GPU would wait for it.
+    places = learned[:, 1:].flatten().nonzero().squeeze(1)
+    return Batch(tokens, learned, places, *positions)
 
 
 def make_model(config: Config) -> torch.nn.Module:
@@ -84,12 +89,12 @@ def make_model(config: Config) -> torch.nn.Module:
 
 def compute_losses(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """Return the loss of each token that is learned, and a mask that counts all of them."""
-    counted = batch.learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
-    inputs = {"input_ids": batch.tokens[:, :-1], "logits_to_keep": counted, "use_cache": False}
+    inputs = {"input_ids": batch.tokens[:, :-1], "use_cache": False}
     if batch.positions is not None:
         inputs["position_ids"] = batch.positions[:, :-1]
-    losses = token_losses.token_losses(model, batch.tokens[:, 1:][counted], **inputs)
+    targets = batch.tokens[:, 1:].flatten()[batch.places]
+    losses = token_losses.token_losses(model, targets, batch.places, **inputs)
     return {"loss": losses, "mask": torch.ones_like(losses, dtype=torch.bool)}
 
 

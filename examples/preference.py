@@ -73,13 +73,12 @@ def make_model(config: Config) -> torch.nn.Module:
 def log_probabilities(model: torch.nn.Module, batch: PairBatch) -> torch.Tensor:
     """Return the log-probability of what is learned in each conversation, (n, 2)."""
     tokens = batch.tokens.flatten(0, 1)
-    learned = batch.learned.flatten(0, 1)
-    counted = learned[:, 1:]
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
-    inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": counted, "use_cache": False}
-    losses = token_losses.token_losses(model, tokens[:, 1:][counted], **inputs)
-    of_tokens = losses.new_zeros(counted.shape).masked_scatter(counted, -losses)
-    return of_tokens.sum(1).view(-1, 2)
+    inputs = {"input_ids": tokens[:, :-1], "use_cache": False}
+    targets = tokens[:, 1:].flatten()[batch.places]
+    losses = token_losses.token_losses(model, targets, batch.places, **inputs)
+    of_tokens = losses.new_zeros(tokens[:, 1:].numel()).index_copy(0, batch.places, -losses)
+    return of_tokens.view(len(tokens), -1).sum(1).view(-1, 2)
 
 
 def compute_values(model: torch.nn.Module, batch: PairBatch, config: Config) -> dict:

@@ -74,7 +74,7 @@ def plain(args, model) -> list[float]:
         chosen = [train_set[index] for index in indices]
         if args.pack:
             chosen = [train_set.samples[i] for n in indices for i in train_set.rows[n]]
-        tokens, learned, _ = finetune.collate(chosen)
+        tokens, learned, *_ = finetune.collate(chosen)
         lengths = torch.tensor([[len(row)] for row, _ in chosen])
         mask = (torch.arange(tokens.shape[1]) < lengths).long()
         return model(tokens, attention_mask=mask, labels=tokens.where(learned, -100)).loss

@@ -10,10 +10,11 @@ from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import finetune
+from examples import finetune, preference
 from trainkit.language import packing
 from trainkit.language import token_losses as losses
 from trainkit.language.packing import Packed, best_fit, row_size, share_rows
+from trainkit.language.preferences import PairBatch
 from trainkit.numbers.orders import WINDOW, by_length
 
 transformers = pytest.importorskip("transformers")
@@ -69,7 +70,7 @@ def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
     assert 1 < len(rows) < 5
     packed = finetune.collate([rows[n] for n in range(len(rows))])
     shared = finetune.collate(samples, 60)
-    assert len(shared) == 3 and 1 < len(shared[0]) < 9
+    assert shared.positions is not None and 1 < len(shared.tokens) < 9
     alone = [gradients(model, finetune.collate([sample])) for sample in samples]
     expected = torch.cat([each for each, _ in alone]).sort().values, sum(each for _, each in alone)
     assert row_size(Accelerator(), model, 60, False) == (60, {})
@@ -117,6 +118,31 @@ def test_a_head_may_be_frozen_have_a_bias_and_be_rounded(weights, computed, monk
             assert a is None or (a - b).norm() < 0.01 * a.norm()
     with torch.no_grad(), torch.autocast("cpu", computed, enabled=computed is not None):
         assert torch.equal(finetune.compute_losses(model, batch)["loss"], found)
+
+
+def without_autocast(head, targets, states):
+    return losses._LossesInParts.apply(states, head.weight, head.bias, targets, states.dtype)
+
+
+@pytest.mark.parametrize("most", [2**24, 500])
+def test_a_step_asks_the_device_for_no_number_but_transformers_once(most, monkeypatch):
+    """Tensors of `meta` have none, so what waits for one on a GPU fails."""
+    monkeypatch.setattr(losses, "MAX_LOGITS", most)
+    monkeypatch.setattr(losses, "_losses_in_parts", without_autocast)  # which `meta` has not
+    asked = []  # whether samples share rows, in a forward pass
+    masks = transformers.masking_utils
+    monkeypatch.setattr(masks, "find_packed_sequence_indices", lambda _: asked.append(1))
+    model, batch = make("llama", **LLAMA).to("meta"), finetune.collate(make_samples(4))
+    tokens, learned, places, positions = (x if x is None else x.to("meta") for x in batch)
+    batch = finetune.Batch(tokens, learned, places, positions)
+    found = finetune.compute_losses(model, batch)["loss"]
+    found.sum().backward()
+    assert len(found) == len(places) and model.get_output_embeddings().weight.grad.is_meta
+    pairs = PairBatch(tokens.view(2, 2, -1), learned.view(2, 2, -1), places, None)
+    preference.log_probabilities(model, pairs).sum().backward()
+    assert len(asked) == 2
+    with pytest.raises(NotImplementedError):
+        tokens[learned]
 
 
 CONVOLUTIONS = LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}

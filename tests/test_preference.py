@@ -148,7 +148,8 @@ def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = preference.make_model(parse(preference.Config, [*flags, "--base", str(tmp_path)]))
     tokens = torch.arange(20).view(1, 2, 10)
-    batch = preference.PairBatch(tokens, tokens > 3, None)
+    places = (tokens > 3)[..., 1:].flatten().nonzero()[:, 0]
+    batch = preference.PairBatch(tokens, tokens > 3, places, None)
     twice = [preference.log_probabilities(model.train(), batch) for _ in range(2)]
     assert torch.equal(*twice)
     model.save_pretrained(tmp_path / "end")
@@ -273,7 +274,9 @@ def test_chosen_answers_that_the_base_never_gave_are_said_if_it_now_gives_neithe
 
 def test_a_weight_of_chosen_answers_adds_their_loss_per_token(flags):
     tokens = torch.arange(20).view(1, 2, 10)
-    batch = preference.PairBatch(tokens, tokens % 10 > 3, torch.zeros(1, 2))
+    learned = tokens % 10 > 3
+    places = learned[..., 1:].flatten().nonzero()[:, 0]
+    batch = preference.PairBatch(tokens, learned, places, torch.zeros(1, 2))
     config = parse(preference.Config, [*flags, "--sft-weight", "0.5"])
     model = preference.make_model(config).eval()
     values = preference.compute_values(model, batch, config)

@@ -48,6 +48,7 @@ class PairBatch(NamedTuple):
 
     tokens: torch.Tensor
     learned: torch.Tensor  # which are
+    places: torch.Tensor  # of those that are predicted and learned, in learned[..., 1:].flatten()
     reference: torch.Tensor | None  # (n, 2): log-probabilities by the base
 
 
@@ -172,8 +173,10 @@ def collate_pairs(pairs: list[Pair]) -> PairBatch:
         pad_sequence(rows, batch_first=True).unflatten(0, (-1, 2))
         for rows in zip(*samples, strict=True)
     )
+    # Here, on the host: to find them on a GPU would wait for it.
+    places = learned[..., 1:].flatten().nonzero().squeeze(1)
     references = [pair.reference for pair in pairs if pair.reference is not None]
-    return PairBatch(tokens, learned, torch.stack(references) if references else None)
+    return PairBatch(tokens, learned, places, torch.stack(references) if references else None)
 
 
 def longest(pair: Pair) -> int:

@@ -1,6 +1,5 @@
 """The losses of tokens from a vocabulary so large that their logits would fill the memory."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,21 +10,38 @@ from torch.autograd.function import once_differentiable
 MAX_LOGITS = 2**24  # numbers, 64 MiB in float32: more than these are computed in parts
 
 
-def token_losses(model: nn.Module, targets: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Return F.cross_entropy(model(**inputs).logits, targets, reduction="none"), in float32.
+def token_losses(
+    model: nn.Module, targets: torch.Tensor, places: torch.Tensor, **inputs: Any
+) -> torch.Tensor:
+    """Return F.cross_entropy(logits, targets, reduction="none"), in float32, (n,).
 
-    If there are more than MAX_LOGITS logits, and allow_parts has found that the head may compute
-    the losses, they are computed for as many tokens at a time as that, and no logits are kept.
+    The logits are those of model(**inputs) at these places alone. If there are more than MAX_LOGITS
+    of them, and allow_parts has found that the head may compute the losses, they are computed for
+    as many tokens at a time as that, and no logits are kept.
 
     Args:
         model: a transformers model for causal language modelling, also as prepared by Accelerate.
-        targets: int64 (n,), as many as the model returns logits for. See its logits_to_keep.
+        targets: int64 (n,).
+        places: int64 (n,), their indices in input_ids.flatten(), without repetitions, sorted. Take
+            them from tensors on the host: to count what a mask on a GPU selects would wait for it.
+        inputs: input_ids and others.
     """
-    head = _head_of(model)
-    if not getattr(head, "may_have_parts", False) or len(targets) * len(head.weight) <= MAX_LOGITS:
-        return F.cross_entropy(model(**inputs).logits.float(), targets, reduction="none")
+    head, tokens = _head_of(model), inputs["input_ids"]
+    if not getattr(head, "may_have_parts", False):
+        mask = torch.zeros(tokens.numel(), dtype=torch.bool, device=tokens.device)
+        mask = mask.index_fill(0, places, True).view_as(tokens)
+        logits = model(**inputs, logits_to_keep=mask).logits
+        return F.cross_entropy(logits.float(), targets, reduction="none")
+
+    def losses_of_head(states: torch.Tensor) -> torch.Tensor:
+        states = states.reshape(tokens.numel(), head.in_features).index_select(0, places)
+        if len(targets) * len(head.weight) > MAX_LOGITS:
+            return _losses_in_parts(head, targets, states)[:, None]
+        logits = nn.Linear.forward(head, states)
+        return F.cross_entropy(logits.float(), targets, reduction="none")[:, None]
+
     # To DDP and to FSDP it is a head like any other, which returns one number for each token.
-    head.forward = partial(_losses_of_head, head, targets)
+    head.forward = losses_of_head
     try:
         return model(**inputs).logits.squeeze(1)
     finally:
@@ -33,7 +49,7 @@ def token_losses(model: nn.Module, targets: torch.Tensor, **inputs: Any) -> torc
 
 
 def allow_parts(model: nn.Module) -> None:
-    """Let token_losses compute in parts, if the model returns its head's output as it is.
+    """Let the head compute token_losses, if the model returns its head's output as it is.
 
     Some models scale or cap their logits: their own logits are used. It runs the model's forward
     with known numbers in place of those of the layers and of the head. Call this before
@@ -66,11 +82,11 @@ def _head_of(model: nn.Module) -> Any:
     return _owner_of(model).get_output_embeddings()
 
 
-def _losses_of_head(head: nn.Linear, targets: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def _losses_in_parts(head: nn.Linear, targets: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
     with torch.autocast(kind, enabled=False):
-        return _LossesInParts.apply(states, head.weight, head.bias, targets, dtype)[:, None]
+        return _LossesInParts.apply(states, head.weight, head.bias, targets, dtype)
 
 
 class _LossesInParts(torch.autograd.Function):
