@@ -16,8 +16,8 @@ def token_losses(
     """Return F.cross_entropy(logits, targets, reduction="none"), in float32, (n,).
 
     The logits are those of model(**inputs) at these places alone. If there are more than MAX_LOGITS
-    of them, and allow_parts has found that the head may compute the losses, they are computed for
-    as many tokens at a time as that, and no logits are kept.
+    of them, and allow_parts has found that the head may compute the losses, they are computed in
+    parts, and no logits are kept.
 
     Args:
         model: a transformers model for causal language modelling, also as prepared by Accelerate.
@@ -109,7 +109,7 @@ class _LossesInParts(torch.autograd.Function):
         ctx.save_for_backward(states, weight, bias, targets)
         ctx.dtype = dtype
         weight, bias = _cast(weight, dtype), _cast(bias, dtype)
-        parts = _parts(len(states), len(weight))
+        parts = _parts(states, weight)
         return torch.cat(
             [_losses_of(states[part].to(dtype), weight, bias, targets[part]) for part in parts]
         )
@@ -124,7 +124,7 @@ class _LossesInParts(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         weight, bias = _cast(weight, ctx.dtype), _cast(bias, ctx.dtype)
-        for part in _parts(len(states), len(weight)):
+        for part in _parts(states, weight):
             inputs = states[part].to(ctx.dtype)
             of_logits = _gradient_of_logits(inputs, weight, bias, targets[part], grad[part])
             if of_states is not None:
@@ -163,7 +163,10 @@ def _cast(tensor: Any, dtype: torch.dtype) -> Any:
     return None if tensor is None else tensor.to(dtype)
 
 
-def _parts(num_tokens: int, num_logits: int) -> list[slice]:
-    """Slices of the tokens, whose logits, num_logits each, are at most MAX_LOGITS together."""
-    size = max(1, MAX_LOGITS // num_logits)
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+def _parts(states: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+    """Slices of the tokens: of each, the logits are MAX_LOGITS or an eighth of the head's weights.
+
+    Fewer tokens than that would read and write the weights and their gradient too often.
+    """
+    size = max(MAX_LOGITS // len(weight), weight.shape[1] // 8, 1)
+    return [slice(start, start + size) for start in range(0, len(states), size)]
