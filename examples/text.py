@@ -37,6 +37,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # (n, longest), padded with 0
     lengths: torch.Tensor  # (n,)
     labels: torch.Tensor  # (n,)
+    pieces: torch.Tensor  # the tokens without padding, one text after the other
 
 
 def load_data(config: Config) -> tuple:
@@ -56,7 +57,8 @@ def collate(samples: list) -> Batch:
     """Make a batch of samples."""
     tokens, labels = zip(*samples, strict=True)
     lengths = torch.tensor([len(row) for row in tokens])
-    return Batch(pad_sequence(tokens, batch_first=True), lengths, torch.tensor(labels))
+    padded = pad_sequence(tokens, batch_first=True)
+    return Batch(padded, lengths, torch.tensor(labels), torch.cat(tokens))
 
 
 class Classifier(nn.Module):
@@ -66,7 +68,10 @@ class Classifier(nn.Module):
         super().__init__()
         self.encoder, self.head = encoder, nn.Linear(width, num_classes)
 
-    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, pieces: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """pieces: what bags.Bag takes instead of padded tokens."""
         is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
         states = self.encoder(input_ids=tokens, attention_mask=(~is_padding).long())[0]
         mean = states.masked_fill(is_padding[:, :, None], 0).sum(1) / lengths[:, None]
@@ -92,7 +97,7 @@ def make_groups(model: nn.Module, rate: float) -> list[dict[str, Any]]:
 
 def compute_losses(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """Return the loss of each sample, and whether it was recognised."""
-    logits = model(batch.tokens, batch.lengths)
+    logits = model(batch.tokens, batch.lengths, batch.pieces)
     losses = F.cross_entropy(logits, batch.labels, reduction="none")
     return {"loss": losses, "accuracy": logits.argmax(1) == batch.labels}
 
@@ -100,7 +105,9 @@ def compute_losses(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 def validate(run: Run, model: nn.Module, loader: Any, samples: list, classes: list[str]) -> tuple:
     """Return metrics, predictions and their metadata. Every process must call this."""
     target = torch.tensor([label for _, label in samples])
-    logits = run.predict(loader, lambda batch: model(batch.tokens, batch.lengths).float())
+    logits = run.predict(
+        loader, lambda batch: model(batch.tokens, batch.lengths, batch.pieces).float()
+    )
     prediction = logits.argmax(1)
     loss = F.cross_entropy(logits.double(), target)
     hits = (prediction == target).double()

@@ -99,6 +99,7 @@ STEPS = """
 pass | 0
 total.item() | 0 | _local_scalar_dense
 data[data > 3].sum(); data.nonzero() | 0 | index with a mask, nonzero
+data.masked_scatter(data < 4, model.weight).sum().backward() | 0 | masked_scatter_backward
 total.tolist(); total.cpu() | 0 | tolist, copy to the host
 torch.tensor([1.0], device=device) | 1 | blocking copy to the card
 host.to(device, non_blocking=True)  # it is not pinned | 1 | blocking copy to the card
@@ -414,33 +415,37 @@ def test_each_example_trains_and_evaluates_in_fp16(cards, tiny_mnist, tmp_path, 
 
 
 FEW = "--batch-size 8 --eval-batch-size 8 --stop-after-steps 10 --log-every 100 --no-pictures"
-PHOTOS = "--dataset {photos}/data --size 32 --model test_convnext --scratch"
-TUNED = "--base {tuned}/base --data {tuned}/"
-GPT = "--layers 1 --width 32"
+SHORT = {
+    "PHOTOS": "--dataset {photos}/data --size 32 --model test_convnext --scratch",
+    "TUNED": "--base {tuned}/base --data {tuned}",
+    "GPT": "--layers 1 --width 32",
+    "PADDING": "_local_scalar_dense",  # transformers looks whether a batch has padding
+    "POSITIONS": "_local_scalar_dense",  # transformers looks whether samples share rows
+}
 # A run | its module and flags | copies to the card in a step | waits besides that of the guard,
-# which looks at the step before
+# which looks at the step before (of gan.py, which has two optimizers, both guards)
 RUNS = """
-pictures --mix | examples.pictures {PHOTOS} --mix cutmix --balance | 5
-text | examples.text --data {texts}/lines.csv | 3 | index with a mask
-finetune --pack | examples.finetune {TUNED}pairs.jsonl --pack --max-tokens 99 | 3 | {LEARNED}
-pictures | examples.pictures {PHOTOS} | 3
-pictures, decoded | examples.pictures {PHOTOS} --mix mixup --cache-bytes 0 --accumulate 2 | 10
-preference | examples.preference {TUNED}preferred.jsonl --sft-weight 1 | 3 | {LEARNED}
+pictures --mix | examples.pictures PHOTOS --mix cutmix --balance | 5
+text | examples.text --data {texts}/lines.csv | 4
+finetune --pack | examples.finetune TUNED/pairs.jsonl --pack --max-tokens 99 | 4 | POSITIONS
+pictures | examples.pictures PHOTOS | 3
+pictures, decoded | examples.pictures PHOTOS --mix mixup --cache-bytes 0 --accumulate 2 | 10
+preference | examples.preference TUNED/preferred.jsonl --sft-weight 1 | 4 | POSITIONS
 digits | train_mnist --dataset {digits} --max-shift 2 --max-turn 5 --ema 0.9 | 0
 regression | train_regression --model mlp --loss huber --accumulate 2 | 0
 table | train_regression --data {table}/t.csv --target y --features a,b | 0
 classes | examples.table_classes --data {table}/t.csv --target kind --features a,b | 0
-text --balance | examples.text --data {texts}/lines.csv --balance | 3 | index with a mask
+text --balance | examples.text --data {texts}/lines.csv --balance | 4
+text --base | examples.text --data {texts}/lines.csv --base {texts} | 4 | PADDING
 gan | examples.gan --dataset {digits} | 0
 towers | examples.two_towers --dataset {digits} | 0
-gpt | examples.gpt --num-bytes 60000 --checkpointing {GPT} | 3
-answers | examples.gpt --answers-only --num-bytes 1030000 {GPT} | 3
-tokens | examples.gpt --data {ids} {GPT} | 1
-finetune | examples.finetune {TUNED}pairs.jsonl --checkpointing | 3 | {LEARNED}
-finetune --lora | examples.finetune {TUNED}pairs.jsonl --lora 4 --accumulate 2 | 6 | {LEARNED}
-preference --lora | examples.preference {TUNED}preferred.jsonl --lora 4 | 3 | {LEARNED}
+gpt | examples.gpt --num-bytes 60000 --checkpointing GPT | 3
+answers | examples.gpt --answers-only --num-bytes 1030000 GPT | 3
+tokens | examples.gpt --data {ids} GPT | 1
+finetune | examples.finetune TUNED/pairs.jsonl --checkpointing | 4 | POSITIONS
+finetune --lora | examples.finetune TUNED/pairs.jsonl --lora 4 --accumulate 2 | 8 | POSITIONS
+preference --lora | examples.preference TUNED/preferred.jsonl --lora 4 | 4 | POSITIONS
 """
-LEARNED = "index with a mask, _local_scalar_dense"
 NUM_QUICK = 3
 
 
@@ -462,10 +467,9 @@ def folders(tiny_mnist, photos, base, tuned_base, table, tmp_path_factory):
     "part", [slice(NUM_QUICK), pytest.param(slice(NUM_QUICK, None), marks=pytest.mark.slow)]
 )
 def test_in_a_quiet_step_no_script_waits_for_the_card(emulated_cards, folders, tmp_path, part):
-    shared = {"PHOTOS": PHOTOS, "TUNED": TUNED, "GPT": GPT, "LEARNED": LEARNED}
     table = RUNS
-    for name, text in shared.items():
-        table = table.replace(f"{{{name}}}", text)
+    for name, text in SHORT.items():
+        table = table.replace(name, text)
     runs = cells(table)[part]
     plan = []
     for name, words, *_ in runs:
@@ -480,8 +484,8 @@ def test_in_a_quiet_step_no_script_waits_for_the_card(emulated_cards, folders, t
         expected = {"event", *", ".join(waits).split(", ")} - {""}
         for step in steps:  # the last ones; no row, evaluation or save is between them
             found = {key.rpartition("[")[2].rstrip("]") for key in step["waits"]}
-            assert found == expected, (name, step["waits"])
-            assert sum(step["waits"].values()) <= 1 + 4 * len(waits), (name, step["waits"])
+            assert found | {"event"} == expected, (name, step["waits"])
+            assert sum(step["waits"].values()) <= 2 * (1 + len(waits)), (name, step["waits"])
             assert sum(step["copies"].values()) <= int(copies), (name, step["copies"])
 
 

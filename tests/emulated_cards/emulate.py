@@ -44,6 +44,7 @@ LIBRARIES = (str(Path(torch.__file__).parents[1]), str(Path(os.__file__).parent)
 NOT_THE_SCRIPT = (*LIBRARIES, str(Path(__file__).parent), "<")
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 JOINING = (aten.cat.default, aten.stack.default)  # the operators that take no CPU scalar
+MASK_BACKWARD = aten.masked_scatter_backward.default  # it selects by a mask, and no tag says so
 HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -233,7 +234,7 @@ def _check(func, args, kwargs, leaves):
             for moved in movable:  # indices, or one number: torch copies them
                 ledger.copy_to_card(moved, non_blocking=False)
             return
-    elif any(tag in func.tags for tag in HOST_READS):
+    elif func is MASK_BACKWARD or any(tag in func.tags for tag in HOST_READS):
         ledger.wait(func.name().removeprefix("aten::"))
     written = {id(x) for x in tree_leaves(_written(func, args, kwargs))}
     for tensor in on_host:  # a number without dimensions may come from the host, nothing else

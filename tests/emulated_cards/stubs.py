@@ -90,6 +90,10 @@ def install_tensors():
 
         return made
 
+    # `with torch.device(...)` looks up the functions that make tensors at its first use. It must
+    # find those of torch, which the stand-ins call.
+    with torch.device("cpu"):
+        torch.empty(0)
     torch.tensor = through_the_host(torch.tensor)
     torch.as_tensor = through_the_host(torch.as_tensor)
 

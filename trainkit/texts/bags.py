@@ -53,10 +53,18 @@ class Bag(nn.Module):
         nn.init.zeros_(self.table.weight)
         self.register_buffer("rarity", torch.ones(num_pieces))
 
-    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, pieces: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """pieces: the tokens without padding, one text after the other. None: chosen by a mask.
+
+        On a GPU a mask waits to learn how many there are.
+        """
         is_piece = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         weights = self.rarity[tokens] * is_piece
         starts = lengths.cumsum(0) - lengths
-        shares = weights[is_piece].to(self.table.weight.dtype)
-        sums = self.table(tokens[is_piece], starts, per_sample_weights=shares)
+        if pieces is None:
+            pieces = tokens[is_piece]
+        shares = self.rarity[pieces].to(self.table.weight.dtype)
+        sums = self.table(pieces, starts, per_sample_weights=shares)
         return sums / weights.norm(dim=1, keepdim=True)
