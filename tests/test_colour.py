@@ -31,6 +31,7 @@ from made_pictures import (
     photo,
 )
 from PIL import Image, PngImagePlugin
+from torch.utils.data import default_collate
 
 from examples import pictures
 from trainkit.config import parse
@@ -227,6 +228,45 @@ def test_the_first_pictures_are_shown_as_they_go_in(flags, tmp_path):
     assert torch.equal(evaluated, files.cut_centre(whole, 32))
     centres = files.cut_centre(train.pick(torch.arange(16)).images, 32)
     assert torch.equal(trained, centres) == config.freeze
+
+
+def test_what_is_mixed_in_is_new_in_each_epoch_and_the_same_if_each_photo_is_decoded(tmp_path):
+    strips(tmp_path, (61, 41))  # which no other test has stored
+    sets = []
+    for more in (["--cache-bytes=0"], []):  # in this order: what is stored is not decoded again
+        words = ["--dataset", str(tmp_path), "--size=32", "--resize=36", "--mix=mixup", *more]
+        config = parse(pictures.Config, words)
+        train = photos.load_sets(config)[0]
+        sets.append(pictures.training_set(config, train))
+        assert sets[-1].fingerprint() == train.fingerprint() and len(sets[-1]) == len(train)
+    decoded, stored = sets
+    indices = torch.tensor([3, 0, 5])
+    seconds = []
+    for epoch in (0, 1):
+        for part in sets:
+            part.set_epoch(epoch)
+        batch = stored.pick(indices)
+        of_workers = default_collate([decoded[int(n)] for n in indices])
+        for fields in zip(batch, decoded.pick(indices), of_workers, strict=True):
+            assert all(torch.equal(fields[0], field) for field in fields)
+        second = pictures.choose_second(config.seed, len(train), epoch, indices)
+        assert torch.equal(batch.second_images, train.pick(second).images)
+        seconds.append(second.tolist())
+    assert seconds[0] != seconds[1]
+
+
+def test_on_a_card_few_pictures_are_contiguous_in_memory_and_have_the_same_numbers():
+    card, host = torch.device("cuda"), torch.device("cpu")
+    few, many = backbones.MANY_PICTURES - 1, backbones.MANY_PICTURES
+    assert backbones.choose_layout(card, few) is torch.contiguous_format
+    assert backbones.choose_layout(card, many) is torch.channels_last
+    assert backbones.choose_layout(host, few) is torch.channels_last
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    metadata = {"size": 6, "mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]}
+    layouts = torch.contiguous_format, torch.channels_last
+    results = [files.standardise(pixels, metadata, layout) for layout in layouts]
+    for result, layout in zip(results, layouts, strict=True):
+        assert result.is_contiguous(memory_format=layout) and torch.equal(result, results[0])
 
 
 def test_pictures_that_are_hardly_longer_than_wide_are_cropped_and_the_share_is_said(tmp_path):

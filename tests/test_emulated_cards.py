@@ -429,7 +429,7 @@ pictures --mix | examples.pictures PHOTOS --mix cutmix --balance | 5
 text | examples.text --data {texts}/lines.csv | 4
 finetune --pack | examples.finetune TUNED/pairs.jsonl --pack --max-tokens 99 | 4 | POSITIONS
 pictures | examples.pictures PHOTOS | 3
-pictures, decoded | examples.pictures PHOTOS --mix mixup --cache-bytes 0 --accumulate 2 | 10
+pictures, decoded | examples.pictures PHOTOS --resize 40 --cache-bytes 0 --mix mixup | 5
 preference | examples.preference TUNED/preferred.jsonl --sft-weight 1 | 4 | POSITIONS
 digits | train_mnist --dataset {digits} --max-shift 2 --max-turn 5 --ema 0.9 | 0
 regression | train_regression --model mlp --loss huber --accumulate 2 | 0
