@@ -70,8 +70,9 @@ def test_a_benchmark_prints_its_table(name, flags, first):
     assert all(number(row[-1]) > 0 for row in rows)
 
 
-# In bf16, ours and bare, as the benchmark counts them; gpt.py has one block.
-MOST_LAUNCHES = [(95, 78), (128, 95), (530, 499)]
+# In bf16, ours and bare, as the benchmark counts them; gpt.py has one block. The counted step of
+# pictures.py writes a row, whose counts are filled in on the device without a copy that waits.
+MOST_LAUNCHES = [(95, 78), (128, 95), (531, 497)]
 
 
 def test_a_step_of_the_digits_starts_at_most_75_operations(tiny_mnist, fork_main):
