@@ -240,6 +240,8 @@ def test_what_is_mixed_in_is_new_in_each_epoch_and_the_same_if_each_photo_is_dec
         sets.append(pictures.training_set(config, train))
         assert sets[-1].fingerprint() == train.fingerprint() and len(sets[-1]) == len(train)
     decoded, stored = sets
+    sets.append(moved := stored.to(torch.device("cpu")))
+    assert moved is not stored and stored.nbytes == len(train) * 36 * 36 * 3
     indices = torch.tensor([3, 0, 5])
     seconds = []
     for epoch in (0, 1):
@@ -247,7 +249,9 @@ def test_what_is_mixed_in_is_new_in_each_epoch_and_the_same_if_each_photo_is_dec
             part.set_epoch(epoch)
         batch = stored.pick(indices)
         of_workers = default_collate([decoded[int(n)] for n in indices])
-        for fields in zip(batch, decoded.pick(indices), of_workers, strict=True):
+        there = moved.make_batch(indices)
+        assert there.images.stride() == batch.images.stride()
+        for fields in zip(batch, decoded.pick(indices), of_workers, there, strict=True):
             assert all(torch.equal(fields[0], field) for field in fields)
         second = pictures.choose_second(config.seed, len(train), epoch, indices)
         assert torch.equal(batch.second_images, train.pick(second).images)

@@ -157,6 +157,52 @@ def test_a_batch_that_never_comes_ends_the_run(accelerator):
             assert loader.timeout == accelerator.prepare(loader).timeout == 9 * workers
 
 
+class Moved(Quick):
+    """A set that makes whole batches and can be on a GPU."""
+
+    nbytes = loaders.MAX_DEVICE_BYTES
+
+    def to(self, device):
+        return f"moved to {device}"
+
+
+class Larger(Moved):
+    nbytes = loaders.MAX_DEVICE_BYTES + 1
+
+
+class Sampled(Moved):
+    __getitem__ = Noisy.__getitem__
+
+
+# A set | loader workers, and a collate_fn | is it moved to a GPU?
+PLACES = [
+    (Moved(), 1, None, True),
+    (Larger(), 1, None, False),
+    (Quick(), 0, None, False),
+    (Sampled(), 0, None, False),
+    (Moved(), 0, list, False),
+    (InMemory(torch.arange(6)), 0, None, True),
+    (InMemory(torch.arange(6)), 1, None, False),
+    (Augmented(torch.arange(6)), 0, None, False),
+]
+
+
+@pytest.mark.parametrize(("dataset", "num_workers", "collate_fn", "is_moved"), PLACES)
+def test_a_set_that_makes_whole_batches_is_moved_to_a_gpu_if_it_fits(
+    monkeypatch, dataset, num_workers, collate_fn, is_moved
+):
+    monkeypatch.setattr(InMemory, "to", Moved.to)
+    config = SimpleNamespace(num_workers=num_workers)
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        batches = EpochBatches(6, 4)
+        accelerator = SimpleNamespace(device=device)
+        there = loaders.on_device(accelerator, dataset, batches, config, collate_fn)
+        if is_moved and device.type == "cuda":
+            assert (there, batches.device) == ("moved to cuda:1", device)
+        else:
+            assert there is dataset and batches.device.type == "cpu"
+
+
 ROWS = datasets.Dataset.from_dict({"a": [*range(6)]}).with_transform(add_noise)
 SETS = [Augmented(torch.arange(6)), Subset(Noisy(), range(6)), StackDataset(Noisy()), ROWS]
 

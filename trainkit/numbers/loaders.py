@@ -212,6 +212,11 @@ class InMemory(TensorDataset):
         # index_select copies whole rows, which tensor[indices] does not
         return *(tensor.index_select(0, indices) for tensor in self.tensors), indices
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def to(self, device: torch.device) -> "InMemory":
         """The same data set on another device."""
         return InMemory(*(tensor.to(device) for tensor in self.tensors))
@@ -352,21 +357,17 @@ def make_loaders(
 
     A data set has `__len__`, and `__getitem__` or `__getitems__`, which takes a list of indices. If
     it also has `make_batch` and no collate_fn is given, that makes whole batches from a tensor of
-    indices, in the training process; --num-workers is then ignored. collate_fn makes a batch from a
-    list of samples (None: PyTorch's own); it is not used with InMemory. If the training set, or one
-    within it, has set_epoch, the loader calls it with the epoch in the process that makes samples.
-    Batch sizes are over all
-    processes; --eval-batch-size is rounded up to a multiple of their number. weights has one number
-    per training sample: how often it is drawn, with replacement, relative to the others.
-    order(epoch, start, stop) returns the indices, int64, at start <= position < stop of an epoch,
-    which has as many positions as there are training samples. It must be a pure function, so that a
-    resume needs no saved state and any number of processes sees the same order. Raises UsageError
-    for weights that cannot be used.
+    indices, in the training process; --num-workers is then ignored. A set with make_batch, `nbytes`
+    of at most MAX_DEVICE_BYTES and `to(device)` is moved to a GPU once, as InMemory is. collate_fn
+    makes a batch from a list of samples, but not of InMemory. If the training set, or one within
+    it, has set_epoch, the loader calls it with the epoch in the process that makes samples. Batch
+    sizes are over all processes; --eval-batch-size is rounded up to a multiple of their number.
+    weights has a number per training sample: how often it is drawn, with replacement, relative to
+    others. order(epoch, start, stop), a pure function, returns the indices, int64, of these
+    positions of an epoch, which has as many as samples. Raises UsageError for unusable weights.
     """
     if weights is not None:
         order = weighted(weights, len(train_set), config.seed)
-    num_processes = accelerator.num_processes
-    eval_batch_size = -(-config.eval_batch_size // num_processes) * num_processes
     train_batches = EpochBatches(
         len(train_set),
         config.batch_size,
@@ -375,7 +376,11 @@ def make_loaders(
         drop_last=config.drop_last,
         accumulate=config.accumulate,
     )
-    eval_batches = EpochBatches(len(eval_set), eval_batch_size, num_processes=num_processes)
+    world = accelerator.num_processes
+    size = -(-config.eval_batch_size // world) * world
+    eval_batches = EpochBatches(len(eval_set), size, num_processes=world)
+    train_set = on_device(accelerator, train_set, train_batches, config, collate_fn)
+    eval_set = on_device(accelerator, eval_set, eval_batches, config, collate_fn)
     # The evaluation set is not told. What lies under both sets must be: it would have the epoch of
     # the training set, or with --num-workers, whose processes have copies, its first one.
     told = sets_with_epoch(train_set)
@@ -384,6 +389,28 @@ def make_loaders(
         make_loader(accelerator, train_set, train_batches, config, collate_fn, told, of_both),
         make_loader(accelerator, eval_set, eval_batches, config, collate_fn, of_both, of_both),
     )
+
+
+def on_device(
+    accelerator: Accelerator,
+    dataset: Any,
+    batches: EpochBatches,
+    config: TrainingConfig,
+    collate_fn: Callable[[list], Any] | None,
+) -> Any:
+    """Move a set and the indices of its batches to the GPU, if that is possible and it fits.
+
+    Else the host copies the samples of each batch twice, and the GPU waits for kernels meanwhile.
+    """
+    if accelerator.device.type != "cuda":
+        return dataset
+    is_movable = type(dataset) is InMemory and config.num_workers == 0
+    if batch_method(dataset, may_make_batch=collate_fn is None) == "make_batch":
+        is_movable = hasattr(dataset, "nbytes") and hasattr(dataset, "to")
+    if not is_movable or dataset.nbytes > MAX_DEVICE_BYTES:
+        return dataset
+    batches.device = accelerator.device
+    return dataset.to(accelerator.device)
 
 
 def make_loader(
@@ -395,15 +422,7 @@ def make_loader(
     told: Sequence[Any],
     of_both: Sequence[Any],
 ) -> DataLoader:
-    """Make a loader of these batches; move an InMemory data set to the device if it fits.
-
-    told and of_both: see WholeBatches.
-    """
-    if type(dataset) is InMemory and config.num_workers == 0:
-        num_bytes = sum(tensor.nbytes for tensor in dataset.tensors)
-        if accelerator.device.type == "cuda" and num_bytes <= MAX_DEVICE_BYTES:
-            batches.device = accelerator.device
-            dataset = dataset.to(accelerator.device)
+    """Make a loader of these batches. told and of_both: see WholeBatches."""
     batches.is_read_by_run = False  # until Run reads it
     whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, told, of_both)
     # make_batch only copies rows: that is faster here than passing a batch from a worker.

@@ -4,6 +4,7 @@ A batch maps the file into memory for as long as it takes to copy its rows, so t
 more memory for more pictures. A set whose file would be too large is decoded for each batch.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,10 +142,38 @@ class Photos(Dataset):
 
     make_batch = pick  # for loaders; Files lets their workers decode
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all photos."""
+        shape = np.load(self.split.path, mmap_mode="r").shape
+        return len(self) * math.prod(shape[1:])
+
+    def to(self, device: torch.device) -> "Photos":
+        """The same photos, which lie on a device."""
+        return PhotosThere(self.split, device)
+
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
         rows = digest(self.split.rows.numpy().tobytes() + self.labels.numpy().tobytes())
         return {"pictures": f"{self.split.path.stem}-{rows}"}
+
+
+class PhotosThere(Photos):
+    """The same photos, copied to a device, which picks those of a batch by itself."""
+
+    def __init__(self, split: splits.Split, device: torch.device):
+        super().__init__(split)
+        mapped = np.load(split.path, mmap_mode="r")
+        self.pixels = torch.from_numpy(mapped[split.rows.numpy()]).to(device)
+        self.labels_there = self.labels.to(device)
+
+    def pick(self, indices: torch.Tensor) -> Batch:
+        """See Photos.pick."""
+        indices = indices.to(self.pixels.device)
+        pixels = self.pixels.index_select(0, indices).permute(0, 3, 1, 2)
+        return Batch(pixels, self.labels_there.index_select(0, indices), indices)
+
+    make_batch = pick
 
 
 class Files(Photos):
@@ -191,6 +220,10 @@ class Mixed(Photos):
         return MixedBatch(images, labels, indices, second.images, second.labels)
 
     make_batch = pick
+
+    def to(self, device: torch.device) -> "Mixed":
+        """See Photos.to."""
+        return Mixed(self.photos.to(device), self.choose)
 
 
 class MixedFiles(Mixed):
