@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --out gpu.md
     python -m benchmarks.gpu --rows gpt pictures --limit 120
+    python -m benchmarks.gpu --rows pictures --profile (and where the time of a step of ours goes)
     python -m benchmarks.gpu --pytorch CLONE           (of pytorch/examples, for `process`)
     python -m benchmarks.gpu --tiny                    the same on a CPU, with models of no use
 
@@ -61,7 +62,7 @@ from examples import gpt, pictures, preference
 from trainkit.config import parse
 from trainkit.language import pretrained
 from trainkit.pictures import backbones, photos
-from trainkit.report.profile import peak_memory
+from trainkit.report.profile import Profile, peak_memory
 
 HEAD = "row | ours | bare or peer | ours / theirs | asked | more"
 WARM_UP = 3  # optimizer steps
@@ -81,6 +82,11 @@ class Size(NamedTuple):
     photos: int = 32  # in a batch
     parameters: float = 1e9
     backend: str = "inductor"
+    profiled: int = 0  # steps of ours in one run more
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.layers == 1
 
 
 TINY = Size(1, 5, 1, 32, 64, 16, 2, 32, 4, 1e4, "eager")
@@ -159,6 +165,22 @@ def ours(script: ModuleType, *flags: object, dynamo: str = "no", precision: str 
     return over[-1]
 
 
+def where_time_goes(train: Callable[..., Any], num_steps: int) -> str:
+    """Run ours once more with --profile; return what it says of a step."""
+    said = []
+
+    def described(*args: Any) -> str:
+        said.append(describe(*args))
+        return said[-1]
+
+    describe = Profile._describe
+    patched = mock.patch.object(Profile, "_describe", described)
+    with patched, contextlib.redirect_stdout(io.StringIO()):
+        train("--profile", num_steps)
+    lines = [line for line in said[0].splitlines() if line.startswith("a step")]
+    return "; " + " ".join(lines[0].split())
+
+
 def loop(step: Callable[[int], None], num_steps: int) -> tuple[float, float, int]:
     """Run the steps of a bare loop; return when they were over on the card."""
     for number in range(num_steps):
@@ -215,6 +237,8 @@ def compare(
     if "compiled" not in name:
         launches = [f"{Launches(way).each_step:.0f}" for way in ways.values()]
         more = f"{' and '.join(launches)} launches a step; {more}"
+    if size.profiled:
+        more += where_time_goes(ways["ours"], size.profiled)
     texts = (f"{spread([num * r.steps for r in way])} {unit}/s" for way in (mine, theirs))
     return name, *texts, f"{ratio:.2f}", asked, more
 
@@ -302,7 +326,7 @@ def gpt_124m(size: Size, dynamo: str = "no") -> tuple:
         name += ", compiled" if dynamo != "no" else ""
         *row, more = compare(name, ways, size, num, "tokens", "0.97; memory 1.02")
     reached = 6 * num_weights * float(row[1].split()[0].replace(",", "")) / 1e12
-    peak = teraflops(64 if size is TINY else 8192)
+    peak = teraflops(64 if size.is_tiny else 8192)
     return *row, f"{more}; {reached:.3g} of {peak:.3g} TFLOP/s of a product"
 
 
@@ -321,7 +345,7 @@ def teraflops(width: int) -> float:
 
 def whole_process(size: Size, clone: Path | None) -> tuple:
     """Seconds of train_mnist.py @examples/recipes/fast, beside mnist/main.py of a clone."""
-    few = ["--stop-after-steps", size.steps] if size is TINY else []
+    few = ["--stop-after-steps", size.steps] if size.is_tiny else []
     mine = one_run(MNIST, "@examples/recipes/fast", "--no-pictures", *few)
     accuracy = mine.metrics[-1]["eval_accuracy"]
     theirs, ratio = "no --pytorch CLONE", "-"
@@ -385,6 +409,9 @@ def beside_trl(
             f"{first:.1f} s to the first step"
         )
     texts = [f"{spread(each)} {unit}/s" for each in speeds.values()]
+    if size.profiled:
+        with mock.patch.object(pretrained, "write_pretrained"):
+            more[0] += where_time_goes(mine[0], size.profiled)
     if missing:
         return name, texts[0], missing, "-", asked, more[0]
     ratio = statistics.median(a / b for a, b in zip(*speeds.values(), strict=True))
@@ -395,7 +422,7 @@ def beside_trl(
 def chat_base(size: Size, folder: str) -> list[str]:
     """Make a small chat model of 109 million parameters; return the flags that name it."""
     sizes = "--layers 12 --width 576 --vocabulary 49152"
-    return make_base(folder, *("--layers 1 --width 64" if size is TINY else sizes).split())
+    return make_base(folder, *("--layers 1 --width 64" if size.is_tiny else sizes).split())
 
 
 def finetune(size: Size, how: str = "whole") -> tuple:
@@ -406,7 +433,7 @@ def finetune(size: Size, how: str = "whole") -> tuple:
         asked = "memory 0.8"
         if not importlib.util.find_spec("bitsandbytes"):
             return name, "no bitsandbytes", "-", "-", asked, "-"
-    num, longest = (50, LONGEST // 8) if size is TINY else (768, LONGEST)
+    num, longest = (50, LONGEST // 8) if size.is_tiny else (768, LONGEST)
     with tempfile.TemporaryDirectory() as folder:
         flags = [*chat_base(size, folder), *make_chats(folder, num, longest), *more]
         mine = [*flags, "--pack", "--batch-size", "2"]
@@ -420,7 +447,7 @@ def finetune(size: Size, how: str = "whole") -> tuple:
 def dpo(size: Size) -> tuple:
     """examples/preference.py with all weights, beside TRL's DPOTrainer."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*chat_base(size, folder), *dpo_pairs(folder, 90 if size is TINY else 720)]
+        flags = [*chat_base(size, folder), *dpo_pairs(folder, 90 if size.is_tiny else 720)]
         pairs = preference.load_data(parse(preference.Config, flags))[0]
         train = partial(ours, preference, *flags)
         theirs = partial(dpo_peer, flags)
@@ -520,30 +547,32 @@ def photo_steps(size: Size) -> tuple:
 
 
 def save(size: Size) -> tuple:
-    """How long the training stands still for a save, beside the copy from the card."""
+    """How long the training stands still for a save, beside the copy from the card.
+
+    The files are written into memory, where there is a folder for that: a disk writes them later.
+    """
     width = round((size.parameters / 8) ** 0.5)
-    mine, theirs = [], []
-    with tempfile.TemporaryDirectory() as folder:
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
         checkpoints, progress, model, optimizer, _ = make_checkpoints(Path(folder), width, 8)
         tensors = [*model.parameters()]
         tensors += [v for state in optimizer.state.values() for v in state.values() if v.ndim]
-        for number in range(size.rounds):
-            progress.step = number + 1
-            wait()
-            start = time.perf_counter()
-            checkpoints.save(progress)
-            mine.append(time.perf_counter() - start)
-            checkpoints.commits.wait()
-            start = time.perf_counter()
-            _ = [tensor.to("cpu", copy=True) for tensor in tensors]
-            theirs.append(time.perf_counter() - start)
+        wait()
+        start = time.perf_counter()
+        copies = [tensor.to("cpu", copy=True) for tensor in tensors]
+        copied = time.perf_counter()
+        del copies
+        progress.step = 1
+        saving = time.perf_counter()
+        checkpoints.save(progress)
+        saved = time.perf_counter()
         checkpoints.commits.close()
-    ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-    texts = (f"{spread(seconds)} s" for seconds in (mine, theirs))
+    mine, theirs = saved - saving, copied - start
     return (
         f"save of {as_text(8 * width**2)} parameters",
-        *texts,
-        f"{ratio:.2f}",
+        f"{as_text(mine)} s",
+        f"{as_text(theirs)} s",
+        f"{mine / theirs:.2f}",
         "1.2",
         "less is better",
     )
@@ -588,9 +617,12 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
     parser.add_argument("--limit", type=float, default=240, help="seconds for all rows")
     parser.add_argument("--out", type=Path, help="file to which each row is appended")
+    parser.add_argument("--profile", action="store_true", help="of ours, in one run more")
     parser.add_argument("--pytorch", type=Path, metavar="CLONE")
     args = parser.parse_args()
     size = TINY if args.tiny else Size(rounds=args.rounds)
+    if args.profile:
+        size = size._replace(profiled=15)
     start = time.monotonic()
     head = f"| {HEAD} |\n|{' --- |' * (HEAD.count('|') + 1)}\n"
     for name in args.rows:
