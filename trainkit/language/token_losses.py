@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 MAX_LOGITS = 2**24  # numbers, 64 MiB in float32: more than these are computed in parts
 
@@ -83,90 +83,24 @@ def _head_of(model: nn.Module) -> Any:
 
 
 def _losses_in_parts(head: nn.Linear, targets: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    kind = states.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
-    with torch.autocast(kind, enabled=False):
-        return _LossesInParts.apply(states, head.weight, head.bias, targets, dtype)
+    """Compute the losses of some tokens at a time, and again in backward, so no logits are kept.
 
-
-class _LossesInParts(torch.autograd.Function):
-    """F.cross_entropy(F.linear(states, weight, bias), targets, reduction="none"), in float32.
-
-    It computes the logits of a part of the tokens at a time, again in backward, and keeps none.
     torch's own F.linear_cross_entropy, of torch 2.13 and later, rounds each loss to the type of the
     states, and in bfloat16 it takes more memory and on a CPU twice the time.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        states: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(states, weight, bias, targets)
-        ctx.dtype = dtype
-        weight, bias = _cast(weight, dtype), _cast(bias, dtype)
-        parts = _parts(states, weight)
-        return torch.cat(
-            [_losses_of(states[part].to(dtype), weight, bias, targets[part]) for part in parts]
-        )
+    kind = states.device.type
+    is_cast = torch.is_autocast_enabled(kind)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, weight, bias, targets = ctx.saved_tensors
-        needs_states, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        of_states = torch.zeros_like(states) if needs_states else None
-        # In float32, because in bfloat16 each part that is added would round the sum again.
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        weight, bias = _cast(weight, ctx.dtype), _cast(bias, ctx.dtype)
-        for part in _parts(states, weight):
-            inputs = states[part].to(ctx.dtype)
-            of_logits = _gradient_of_logits(inputs, weight, bias, targets[part], grad[part])
-            if of_states is not None:
-                of_states[part] = of_logits @ weight
-            if of_weight is not None and of_weight.dtype == ctx.dtype:
-                of_weight.addmm_(of_logits.T, inputs)  # no memory for the product
-            elif of_weight is not None:
-                of_weight += of_logits.T @ inputs
-            if of_bias is not None:
-                of_bias += of_logits.sum(0)
-            del of_logits  # before the next part is computed
-        return of_states, of_weight, of_bias, None, None
+    def losses_of(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        # Without the cache each part casts the weights for itself, so that the gradients of all
+        # parts are added up in the type of the weights: in bfloat16 each sum would be rounded.
+        with torch.autocast(kind, enabled=is_cast, cache_enabled=False):
+            logits = nn.Linear.forward(head, states)
+        return F.cross_entropy(logits.float(), targets, reduction="none")
 
-
-def _losses_of(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-) -> torch.Tensor:
-    log_probs = F.linear(inputs, weight, bias).log_softmax(1, dtype=torch.float32)
-    return F.nll_loss(log_probs, targets, reduction="none")
-
-
-def _gradient_of_logits(
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    grad: torch.Tensor,
-) -> torch.Tensor:
-    """Return grad * (probabilities - 1 at the target), in the type of the inputs."""
-    probs = F.linear(inputs, weight, bias).softmax(1, dtype=torch.float32)
-    probs.scatter_add_(1, targets[:, None], -torch.ones_like(grad[:, None]))
-    return probs.mul_(grad[:, None]).to(inputs.dtype)
-
-
-def _cast(tensor: Any, dtype: torch.dtype) -> Any:
-    return None if tensor is None else tensor.to(dtype)
-
-
-def _parts(states: torch.Tensor, weight: torch.Tensor) -> list[slice]:
-    """Slices of the tokens: of each, the logits are MAX_LOGITS or an eighth of the head's weights.
-
-    Fewer tokens than that would read and write the weights and their gradient too often.
-    """
-    size = max(MAX_LOGITS // len(weight), weight.shape[1] // 8, 1)
-    return [slice(start, start + size) for start in range(0, len(states), size)]
+    # Fewer tokens would read and write the weights and their gradient too often.
+    size = max(MAX_LOGITS // head.out_features, head.in_features // 8, 1)
+    how = {"use_reentrant": False, "preserve_rng_state": False}
+    parts = zip(states.split(size), targets.split(size), strict=True)
+    return torch.cat([checkpoint(losses_of, *part, **how) for part in parts])
