@@ -8,7 +8,6 @@ import math
 import shlex
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,18 +78,6 @@ def change(images: torch.Tensor, numbers: torch.Tensor, config: Config) -> torch
     return photos.recolour(images, 1 + config.colour * (2 * numbers[:, 5:] - 1))
 
 
-def choose_second(seed: int, num: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-    """Return which of num photos is mixed into each, fixed by (seed, epoch, index) alone."""
-    return (keyed_uniform(seed, epoch, indices + num, 4)[:, 0] * num).long()
-
-
-def training_set(config: Config, train: photos.Photos) -> photos.Photos:
-    """Return what is trained on: with --mix each photo has a second one, another in each epoch."""
-    if config.mix is None:
-        return train
-    return photos.with_second(train, partial(choose_second, config.seed, len(train)))
-
-
 def make_input(batch: Any, epoch: int, config: Config, train: photos.Photos) -> tuple:
     """Return what the network gets, and the share of each class in each sample."""
     images = batch.images
@@ -101,7 +88,7 @@ def make_input(batch: Any, epoch: int, config: Config, train: photos.Photos) -> 
     if config.mix is None:
         return images, targets
     keys = batch.indices + len(train)
-    numbers = keyed_uniform(config.seed, epoch, keys, 4)  # the first chose the second photo
+    numbers = keyed_uniform(config.seed, epoch, keys, 4)  # the first chose it
     second = augment(batch.second_images, keys, epoch, config)
     shares = F.one_hot(batch.second_labels, len(train.classes))
     return photos.mix_photos(config.mix, (images, targets), (second, shares), numbers[:, 1:])
@@ -109,7 +96,7 @@ def make_input(batch: Any, epoch: int, config: Config, train: photos.Photos) -> 
 
 def first_input(config: Config, train: photos.Photos, held_out: photos.Photos) -> dict:
     """Return some pictures of each side as the network gets them, and their classes."""
-    batch = training_set(config, train).pick(spread(train))
+    batch = train.pick(spread(train))
     evaluated = held_out.pick(spread(held_out))
     images = batch.images
     if not config.freeze:
@@ -152,7 +139,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train, held_out, network, metadata, plan = run.load(load_data)
         model = head = make_head(network, train.classes)
         groups = [{"params": [*head.parameters()]}]
-        sets = [training_set(config, train), held_out]
+        train_set = photos.with_second(train, config.seed) if config.mix else train
+        sets = [train_set, held_out]
         num_seen = config.epochs * len(train) / accelerator.num_processes
         layout = backbones.choose_layout(accelerator.device, num_seen)
         if config.freeze:  # the last layer alone is trained, on what it gets for each picture
@@ -170,7 +158,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             model, optimizer, *loaders, scheduler
         )
         run.begin(model, metadata, plan)
-        draw_input(run, lambda: first_input(config, train, held_out), train.classes)
+        draw_input(run, lambda: first_input(config, train_set, held_out), train.classes)
         if config.freeze:
             for part in sets:  # now that the plan is on the screen, because this takes longest
                 part.compute(accelerator, network, metadata)

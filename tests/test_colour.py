@@ -38,6 +38,7 @@ from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.files.records import PREDICTIONS
 from trainkit.files.weights import write_tensors
+from trainkit.numbers.rng import keyed_uniform
 from trainkit.pictures import backbones, decoding, files, photos, splits
 from trainkit.pictures.files import read_photo_pixels
 from trainkit.pictures.grey import are_photos
@@ -220,6 +221,8 @@ def test_the_first_pictures_are_shown_as_they_go_in(flags, tmp_path):
     words = ["--dataset", str(tmp_path), "--size=32", "--resize=36", *flags]
     config = parse(pictures.Config, words)
     train, held_out, _ = photos.load_sets(config)
+    if config.mix:
+        train = photos.with_second(train, config.seed)
     sides = pictures.first_input(config, train, held_out)
     (trained, labels), (evaluated, targets) = sides.values()
     assert trained.shape == (16, 3, 32, 32) and evaluated.shape == (4, 3, 32, 32)
@@ -237,7 +240,7 @@ def test_what_is_mixed_in_is_new_in_each_epoch_and_the_same_if_each_photo_is_dec
         words = ["--dataset", str(tmp_path), "--size=32", "--resize=36", "--mix=mixup", *more]
         config = parse(pictures.Config, words)
         train = photos.load_sets(config)[0]
-        sets.append(pictures.training_set(config, train))
+        sets.append(photos.with_second(train, config.seed))
         assert sets[-1].fingerprint() == train.fingerprint() and len(sets[-1]) == len(train)
     decoded, stored = sets
     sets.append(moved := stored.to(torch.device("cpu")))
@@ -253,7 +256,8 @@ def test_what_is_mixed_in_is_new_in_each_epoch_and_the_same_if_each_photo_is_dec
         assert there.images.stride() == batch.images.stride()
         for fields in zip(batch, decoded.pick(indices), of_workers, there, strict=True):
             assert all(torch.equal(fields[0], field) for field in fields)
-        second = pictures.choose_second(config.seed, len(train), epoch, indices)
+        numbers = keyed_uniform(config.seed, epoch, indices + len(train), 4)
+        second = (numbers[:, 0] * len(train)).long()
         assert torch.equal(batch.second_images, train.pick(second).images)
         seconds.append(second.tolist())
     assert seconds[0] != seconds[1]

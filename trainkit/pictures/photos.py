@@ -5,7 +5,6 @@ more memory for more pictures. A set whose file would be too large is decoded fo
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,6 +24,7 @@ from trainkit.config import (
 )
 from trainkit.errors import UsageError
 from trainkit.hashes import digest
+from trainkit.numbers.rng import keyed_uniform
 from trainkit.pictures import files, splits
 from trainkit.pictures.decoding import source_of
 from trainkit.pictures.shown import describe_reading
@@ -140,7 +140,9 @@ class Photos(Dataset):
         pixels = torch.from_numpy(mapped[self.split.rows[indices].numpy()]).permute(0, 3, 1, 2)
         return Batch(pixels, self.labels[indices], indices)
 
-    make_batch = pick  # for loaders; Files lets their workers decode
+    def make_batch(self, indices: torch.Tensor) -> Any:
+        """The same for loaders, whose workers decode those of Files."""
+        return self.pick(indices)
 
     @property
     def nbytes(self) -> int:
@@ -173,8 +175,6 @@ class PhotosThere(Photos):
         pixels = self.pixels.index_select(0, indices).permute(0, 3, 1, 2)
         return Batch(pixels, self.labels_there.index_select(0, indices), indices)
 
-    make_batch = pick
-
 
 class Files(Photos):
     """The same samples, decoded each time they are read, if possible by loader workers."""
@@ -195,35 +195,36 @@ class Files(Photos):
 
 
 class Mixed(Photos):
-    """The same photos, each with a second one. A sample is a MixedBatch.
+    """The same photos, each with a second one to mix into it. A sample is a MixedBatch.
 
-    A loader reads both, because a step that asked a GPU for the second ones would wait for it.
-
-    Args:
-        choose: choose(epoch, indices) returns the numbers of the second photos, int64.
+    Which is fixed by (seed, epoch, index) alone. A loader reads both, because a step that asked a
+    GPU for the second ones would wait for it.
     """
 
-    def __init__(self, photos: Photos, choose: Callable[[int, torch.Tensor], torch.Tensor]):
+    def __init__(self, photos: Photos, seed: int):
         super().__init__(photos.split)
         self.photos = photos
-        self.choose = choose
+        self.seed = seed
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose others; a loader calls this."""
         self.epoch = epoch
 
+    def choose(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the indices of the second photos, int64."""
+        numbers = keyed_uniform(self.seed, self.epoch, indices + len(self), 4)
+        return (numbers[:, 0] * len(self)).long()  # the others are for mix_photos
+
     def pick(self, indices: torch.Tensor) -> MixedBatch:
         """See Photos.pick."""
         images, labels, _ = self.photos.pick(indices)
-        second = self.photos.pick(self.choose(self.epoch, indices))
+        second = self.photos.pick(self.choose(indices))
         return MixedBatch(images, labels, indices, second.images, second.labels)
-
-    make_batch = pick
 
     def to(self, device: torch.device) -> "Mixed":
         """See Photos.to."""
-        return Mixed(self.photos.to(device), self.choose)
+        return Mixed(self.photos.to(device), self.seed)
 
 
 class MixedFiles(Mixed):
@@ -231,14 +232,14 @@ class MixedFiles(Mixed):
 
     def __getitem__(self, index: int) -> MixedBatch:
         images, labels, indices = self.photos[index]
-        (number,) = self.choose(self.epoch, torch.tensor([index])).tolist()
+        (number,) = self.choose(torch.tensor([index])).tolist()
         second = self.photos[number]
         return MixedBatch(images, labels, indices, second.images, second.labels)
 
 
-def with_second(photos: Photos, choose: Callable[[int, torch.Tensor], torch.Tensor]) -> Mixed:
-    """Give each photo a second one. For `choose` see Mixed."""
-    return MixedFiles(photos, choose) if isinstance(photos, Files) else Mixed(photos, choose)
+def with_second(photos: Photos, seed: int) -> Mixed:
+    """Give each photo a second one, another in each epoch."""
+    return MixedFiles(photos, seed) if isinstance(photos, Files) else Mixed(photos, seed)
 
 
 def load_photos(
