@@ -319,6 +319,17 @@ def sets_with_epoch(dataset: Any) -> list[Any]:
     return found
 
 
+def sets_to_tell(train_set: Any, eval_set: Any) -> tuple[list[Any], list[Any]]:
+    """Return the sets within the training set that are told the epoch, and those within both.
+
+    The evaluation set is not told. What lies under both must be: it would have the epoch of the
+    training set, or with --num-workers, whose processes have copies, its first one.
+    """
+    told = sets_with_epoch(train_set)
+    of_both = [part for part in sets_with_epoch(eval_set) if any(part is one for one in told)]
+    return told, of_both
+
+
 def has_transform(dataset: Dataset) -> bool:
     """True for a datasets.Dataset with with_transform or set_transform."""
     form = getattr(dataset, "format", None)
@@ -362,9 +373,11 @@ def make_loaders(
     makes a batch from a list of samples, but not of InMemory. If the training set, or one within
     it, has set_epoch, the loader calls it with the epoch in the process that makes samples. Batch
     sizes are over all processes; --eval-batch-size is rounded up to a multiple of their number.
-    weights has a number per training sample: how often it is drawn, with replacement, relative to
-    others. order(epoch, start, stop), a pure function, returns the indices, int64, of these
-    positions of an epoch, which has as many as samples. Raises UsageError for unusable weights.
+    weights has one number per training sample: how often it is drawn, with replacement, relative to
+    the others. order(epoch, start, stop) returns the indices, int64, at start <= position < stop of
+    an epoch, which has as many positions as there are training samples. It must be a pure function,
+    so that a resume needs no saved state and any number of processes sees the same order. Raises
+    UsageError for weights that cannot be used.
     """
     if weights is not None:
         order = weighted(weights, len(train_set), config.seed)
@@ -376,15 +389,12 @@ def make_loaders(
         drop_last=config.drop_last,
         accumulate=config.accumulate,
     )
-    world = accelerator.num_processes
-    size = -(-config.eval_batch_size // world) * world
-    eval_batches = EpochBatches(len(eval_set), size, num_processes=world)
+    num_processes = accelerator.num_processes
+    eval_batch_size = -(-config.eval_batch_size // num_processes) * num_processes
+    eval_batches = EpochBatches(len(eval_set), eval_batch_size, num_processes=num_processes)
     train_set = on_device(accelerator, train_set, train_batches, config, collate_fn)
     eval_set = on_device(accelerator, eval_set, eval_batches, config, collate_fn)
-    # The evaluation set is not told. What lies under both sets must be: it would have the epoch of
-    # the training set, or with --num-workers, whose processes have copies, its first one.
-    told = sets_with_epoch(train_set)
-    of_both = [part for part in sets_with_epoch(eval_set) if any(part is one for one in told)]
+    told, of_both = sets_to_tell(train_set, eval_set)
     return (
         make_loader(accelerator, train_set, train_batches, config, collate_fn, told, of_both),
         make_loader(accelerator, eval_set, eval_batches, config, collate_fn, of_both, of_both),

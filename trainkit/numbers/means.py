@@ -117,14 +117,12 @@ class RunningMeans:
                 )
         device = self.accelerator.device
         dtype = exact_type(self.accelerator.device)
-        pairs = [(self.sums[name], self.counts[name]) for name in names]
-        numbers = [
-            x.to(dtype)
-            if isinstance(x, torch.Tensor)
-            else torch.full((), x, dtype=dtype, device=device)  # as_tensor waits for the device
-            for pair in pairs
-            for x in pair
-        ]
+        numbers = []
+        for name in names:
+            count = self.counts[name]
+            if not isinstance(count, torch.Tensor):  # as_tensor would wait for the device
+                count = torch.full((), count, dtype=dtype, device=device)
+            numbers += [self.sums[name].to(dtype), count.to(dtype)]
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
 
     def _reduce(self) -> torch.Tensor:
