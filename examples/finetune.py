@@ -70,9 +70,7 @@ def collate(samples: list, size: int = 0) -> Batch:
     rows = share_rows(samples, size) if size else samples
     padded = (pad_sequence(parts, batch_first=True) for parts in zip(*rows, strict=True))
     tokens, learned, *positions = padded
-    # Here, on the host: to find them on a GPU would wait for it.
-    places = learned[:, 1:].flatten().nonzero().squeeze(1)
-    return Batch(tokens, learned, places, *positions)
+    return Batch(tokens, learned, token_losses.places_of(learned), *positions)
 
 
 def make_model(config: Config) -> torch.nn.Module:

@@ -28,6 +28,7 @@ from trainkit.language.formats import (
     with_context,
 )
 from trainkit.language.templates import Chat, Encoded, Sample, num_equal, show_sample
+from trainkit.language.token_losses import places_of
 from trainkit.reading import splits
 from trainkit.reading.kept import compute_once
 
@@ -173,8 +174,7 @@ def collate_pairs(pairs: list[Pair]) -> PairBatch:
         pad_sequence(rows, batch_first=True).unflatten(0, (-1, 2))
         for rows in zip(*samples, strict=True)
     )
-    # Here, on the host: to find them on a GPU would wait for it.
-    places = learned[..., 1:].flatten().nonzero().squeeze(1)
+    places = places_of(learned)
     references = [pair.reference for pair in pairs if pair.reference is not None]
     return PairBatch(tokens, learned, places, torch.stack(references) if references else None)
 

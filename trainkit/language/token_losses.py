@@ -48,6 +48,15 @@ def token_losses(
         del head.forward
 
 
+def places_of(learned: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the tokens that are learned, without the first of each row, int64.
+
+    They are those in learned[..., 1:].flatten(). Call this where batches are made, on the host: to
+    find them on a GPU would wait for it.
+    """
+    return learned[..., 1:].flatten().nonzero().squeeze(1)
+
+
 def allow_parts(model: nn.Module) -> None:
     """Let the head compute token_losses, if the model returns its head's output as it is.
 
