@@ -85,6 +85,19 @@ def test_every_link_picture_and_requirements_file_is_there(path):
         assert (ROOT / name).is_file(), name
 
 
+def anchors(path: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_heading_that_a_link_names_is_there(path):
+    for name, anchor in re.findall(r"\]\(([\w./-]*)#([^)\s]+)\)", path.read_text()):
+        page = path.parent / name if name else path
+        assert anchor in anchors(page), f"{name}#{anchor}"
+
+
 def commands(path: Path) -> list[tuple[str, ...]]:
     """The words of every command with python or accelerate, in blocks and in inline code."""
     text = path.read_text()
