@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.files.atomic import write_durably
-from trainkit.reading.splits import EVALUATED, describe_given
+from trainkit.reading.splits import (
+    EVALUATED,
+    describe_given,
+    may_say_split,
+    read_split_columns,
+)
 from trainkit.rows.parquet import ParquetRows, shown
 from trainkit.text import count, shorten
 
@@ -93,6 +99,20 @@ class Tokens(ParquetRows):
         return [tokens]
 
 
+def find_split_columns(rows: ParquetRows) -> list[str]:
+    """Return the columns that tell which rows are evaluated, by the ends of their row groups."""
+    ends: dict[str, list] = {}
+    for _, kept in rows.footers.values():
+        footer = pq.read_metadata(kept)
+        for number in range(footer.num_row_groups):
+            group = footer.row_group(number)
+            for chunk in map(group.column, range(group.num_columns)):
+                known = chunk.statistics
+                if may_say_split(chunk.path_in_schema) and known and known.has_min_max:
+                    ends.setdefault(chunk.path_in_schema, []).extend((known.min, known.max))
+    return [name for name in ends if read_split_columns({name: ends[name]}).columns]
+
+
 def read_tokens(
     data: str, eval_data: str | None, column: str, vocabulary: int
 ) -> tuple[Tokens, Tokens, dict[str, str]]:
@@ -109,6 +129,11 @@ def read_tokens(
     given = f"--eval-data {shown(eval_data)}" if eval_data else shorten([*evaluated])
     plan = {"data": shown(data)}
     plan |= describe_given(f"{given}: {count(len(eval_set), 'row')}", unread)
+    if columns := find_split_columns(train_set):
+        plan["split"] = (
+            f"column {shorten(columns)} is not read: put the rows of each split into files of "
+            "their own, called train and test"
+        )
     if twice := [name for name, version in evaluated.items() if version in trained_on.values()]:
         plan["twice"] = f"the rows of {shorten(twice)} are also trained on"
     return train_set, eval_set, plan

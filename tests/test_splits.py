@@ -476,3 +476,187 @@ def test_a_list_in_another_form_of_unicode_names_the_pictures_of_a_folder(
 def test_what_is_held_out_by_name_is_not_trained_on(name):
     names = ["train.csv", f"{name}.csv"]
     assert splits.find_splits(names) == {"train": names[:1], "test": names[1:]}
+
+
+SIDES = ["train"] * 12 + ["test"] * 5 + ["train"] * 3
+FLAGS = [side == "test" for side in SIDES]
+
+
+def told(cells, name="split"):
+    """Which rows a column of this name tells apart: to train on, of the test, in none."""
+    found = splits.read_split_columns({name: cells} if splits.may_say_split(name) else {})
+    return [found.rows.get(split, []) for split in ("train", "test", "")] if found.rows else None
+
+
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        *((name, SIDES) for name in ("split", "Split", "data_split", "dataSplit", "subset", "set")),
+        *((name, SIDES) for name in ("partition", "fold", "Usage", "train/test", "ml_use")),
+        *((name, FLAGS) for name in ("is_test", "isTest", "in_test_set", "is_holdout")),
+        ("split", [f"{side.title()} " for side in SIDES]),
+        ("split", [{"train": "Training", "test": "EVAL"}[side] for side in SIDES]),
+        ("split", [f"{side} set" for side in SIDES]),
+        ("split", [{"train": None, "test": "test"}[side] for side in SIDES]),
+        ("split", [{"train": float("nan"), "test": "test"}[side] for side in SIDES]),
+        ("is_train", [int(side == "train") for side in SIDES]),
+        ("is_train", [float(side == "train") for side in SIDES]),
+        ("is_test", [{"train": "", "test": "yes"}[side] for side in SIDES]),
+        ("split", pd.Series(SIDES, dtype="category")),
+        ("is_test", pd.Series(FLAGS, dtype="boolean")),
+    ],
+)
+def test_a_column_that_tells_rows_to_train_on_and_to_evaluate_on_is_a_split(name, cells):
+    assert told(cells, name) == [[*range(12), 17, 18, 19], [*range(12, 17)], []]
+
+
+def test_rows_with_another_value_in_such_a_column_are_in_no_split():
+    assert told(["train", "test", "extra", None, "test"]) == [[0], [1, 4], [2, 3]]
+    found = splits.read_split_columns({"split": ["train", "dev", "test", "x", None]})
+    assert {**found.rows} == {"train": [0], "validation": [1], "test": [2], "": [3, 4]}
+    assert found.names["validation"] == "'dev' in column 'split'"
+    assert found.names[""] == "'x', no value in column 'split' (2 rows)"
+
+
+def test_flags_of_several_columns_tell_one_split_and_a_column_called_split_comes_first():
+    flags = {
+        "is_train": [1, 1, 0, 0, 0],
+        "is_val": [0, 0, 1, 0, 0],
+        "is_test": [0, 0, 0, 1, 0],
+    }
+    rows = {"train": [0, 1], "validation": [2], "test": [3], "": [4]}
+    assert splits.read_split_columns(flags).rows == rows
+    fold = {"fold": ["test", "train", "train", "train", "train"]}
+    found = splits.read_split_columns(fold | {"split": SIDES[10:15]})
+    assert found.rows == {"train": [0, 1], "test": [2, 3, 4]}
+    assert found.columns == ["split", "fold"]
+    assert found.note == "by column 'split'; not read: fold"
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "said"),
+    [
+        ("set", ["bus", "car", "bus", "car"], ""),
+        ("set", [1, 2, 1, 2], ""),
+        ("fold", [0, 1, 2, 3, 4], ""),
+        ("price", SIDES, ""),
+        ("subset", ["test", "control"], "its values are 'control', 'test'"),
+        ("split", ["train"] * 3, "column 'split' does not say which rows are trained on and which"),
+        ("split", ["train", None], "its values are no value, 'train'"),
+        ("split", [0, 1, 2, 0], "does column 'split' ('0', '1', '2') say which rows are evaluated"),
+        ("is_test", [False, False], "column 'is_test' does not say"),
+        ("is_valid", [True, False], "does column 'is_valid' ('False', 'True') say which rows"),
+        ("train", ["T", "F"], "does column 'train' ('F', 'T') say which rows are evaluated? If so"),
+        ("phase", SIDES, "does column 'phase' ('test', 'train') say which rows are evaluated"),
+        ("train", [3.5, 1.0], ""),
+        ("group", ["a", "test"], ""),
+    ],
+)
+def test_what_may_have_been_meant_as_a_split_is_said_and_not_read_so(name, cells, said):
+    assert told(cells, name) is None
+    if splits.may_say_split(name):
+        note = splits.read_split_columns({name: cells}).note
+        assert said in note and bool(said) == bool(note)
+
+
+def test_the_split_in_a_column_of_a_table_is_evaluated_and_no_feature(tmp_path):
+    path = tmp_path / "t.csv"
+    make_table(path, 0, split=SIDES)
+    train, evaluated, rows, plan = table_of("--data", path)
+    assert (len(train), rows) == (15, [*range(12, 17)])
+    assert evaluated == [2 * n + 0.5 for n in rows]
+    assert plan["evaluated on"] == "'test' in column 'split': 5 rows"
+    assert plan["features"] == "2, from 2 columns" and "split" not in plan
+    assert table_of("--data", path, "--features", "a")[2] == rows
+    train, _, _, plan = table_of("--data", path, "--features", "a,split")
+    assert len(train) == 16 and "split (category: test, train)" in plan["columns"]
+    assert "evaluated on" not in plan
+    make_table(path, 0, split=SIDES, c=["x7" if n == 13 else n + 0.5 for n in range(20)])
+    with pytest.raises(UsageError, match=r"c: 'test' in column 'split', row 14: 'x7' is not a num"):
+        table_of("--data", path)
+    make_table(path, 0, split="train")
+    assert table_of("--data", path)[3]["split"].endswith("its values are 'train'")
+
+
+def test_a_file_to_evaluate_on_comes_before_the_column_and_so_does_the_name_of_a_file(tmp_path):
+    path = tmp_path / "set/train.csv"
+    make_table(path, 0, split=SIDES)
+    make_table(tmp_path / "new.csv", 1000, num=4)
+    train, evaluated, _, plan = table_of("--data", path, "--eval-data", tmp_path / "new.csv")
+    assert len(train) == 15 and min(evaluated) > 2000
+    assert plan["evaluated on"].endswith("new.csv: 4 rows; not read: 'test' in column 'split'")
+    own = f"--eval-data {path}, 'test' in column 'split': 5 rows"
+    for data in (path, tmp_path / "new.csv"):
+        assert own in table_of("--data", data, "--eval-data", path)[3]["evaluated on"]
+    make_table(tmp_path / "set/test.csv", 1000, num=4, split="test")
+    train, _, _, plan = table_of("--data", tmp_path / "set")
+    assert len(train) == 20 and plan["evaluated on"] == "test.csv: 4 rows"
+    assert plan["split"] == "column split is not read, as the files say it"
+    assert plan["features"] == "2, from 2 columns"
+
+
+def test_the_split_in_a_column_of_texts_is_evaluated(tmp_path):
+    write_texts(tmp_path / "t.jsonl", "of a file", split=[side.upper() for side in SIDES])
+    sets = text_sets("--data", tmp_path / "t.jsonl")
+    assert {words.split()[-1] for words, _ in sets.held_out} == {*map(str, range(12, 17))}
+    assert len(sets.train) == 15
+    assert sets.plan["evaluated on"] == "'TEST' in column 'split': 5 texts"
+    # A column that the user names is what he says it is.
+    sets = text_sets("--data", tmp_path / "t.jsonl", "--label", "split")
+    assert sets.classes == ["TEST", "TRAIN"] and "evaluated on" not in sets.plan
+    write_texts(tmp_path / "t.jsonl", "of a file", is_valid=FLAGS)
+    assert "is_valid" in text_sets("--data", tmp_path / "t.jsonl", "--label", "label").plan["split"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_split_in_a_column_of_chats_is_evaluated_and_is_no_unread_key(kind, tmp_path):
+    pytest.importorskip("transformers")
+    rows = pd.DataFrame({"prompt": [f"{n}?" for n in range(20)], "answer": "yes", "split": SIDES})
+    path = tmp_path / f"chats.{kind}"
+    if kind == "parquet":
+        rows.astype({"split": "category"}).to_parquet(path)
+    else:
+        rows.to_json(path, orient="records", lines=True)
+    read = formats.read_chat_rows(str(path), None, formats.find_format)
+    assert len(read.train) == 15 and [row["prompt"] for _, row in read.given] == [
+        f"{n}?" for n in range(12, 17)
+    ]
+    assert read.given[0][0] in (f"line 13 of {path}", f"row 13 of {path}")
+    assert not formats.read_conversations(read.given)[0][0][1].unread
+    assert read.plan == {"evaluated on": "'test' in column 'split': 5 rows"}
+    read = formats.read_chat_rows(str(path), str(path), formats.find_format)
+    assert (len(read.train), len(read.given)) == (15, 5)
+    rows.assign(split="train").to_json(tmp_path / "all.jsonl", orient="records", lines=True)
+    read = formats.read_chat_rows(str(tmp_path / "all.jsonl"), None, formats.find_format)
+    assert (len(read.train), len(read.given)) == (20, 0) and "its values are" in read.plan["split"]
+
+
+@pytest.mark.parametrize(
+    ("script", "where"),
+    [
+        *(("mnist", "metadata.csv"), ("mnist", "rows.parquet")),
+        *(("photos", "metadata.csv"), ("photos", "rows.parquet"), ("photos", "list")),
+    ],
+)
+def test_the_split_in_a_column_beside_pictures_is_evaluated(script, where, tmp_path):
+    folder = tmp_path / "set"
+    flags = [folder]
+    names = ["a", "b"] * 10
+    told_by = "'test' in column 'Split'"
+    if where == "rows.parquet":
+        folder.mkdir()
+        rows = rows_of(range(10, 30), ["a", "b"], [0, 1] * 10).add_column("is_test", FLAGS)
+        rows.to_parquet(folder / where)
+        told_by = "'test' in column 'is_test'"
+    else:
+        save_shaded(folder, *range(10, 30))
+        files = [f"{value}.png" for value in range(10, 30)]
+        listed = pd.DataFrame({"file_name": files, "Split": SIDES, "label": names})
+        listed.to_csv(folder / "metadata.csv", index=False)
+    if where == "list":
+        (folder / "metadata.csv").rename(tmp_path / "labels.csv")
+        flags += ["--labels", tmp_path / "labels.csv"]
+        told_by = "test"
+    train, held_out, plan = pictures_of(script, *flags)
+    assert (len(train), held_out) == (15, names[12:17])
+    assert plan["evaluated on"] == f"{told_by}: 5 pictures"

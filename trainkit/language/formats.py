@@ -110,7 +110,7 @@ def read_chat_rows(data: str, eval_data: str | None, is_known: Callable[[Any], b
     is_known: whether a row has what is to be learned. Of a split the first row is asked. See
     read_conversation_rows.
     """
-    parts = read_chat_parts(data, f"--data {data}")
+    parts, note = _split_by_column(read_chat_parts(data, f"--data {data}"))
     read: dict[str, list[tuple[str, Any]]] = {}
 
     def is_labelled(split: str) -> bool:
@@ -122,14 +122,44 @@ def read_chat_rows(data: str, eval_data: str | None, is_known: Callable[[Any], b
     given: list[tuple[str, Any]] = []
     name = ""
     if eval_data:
-        own = read_chat_parts(eval_data, f"--eval-data {eval_data}")
+        own, _ = _split_by_column(read_chat_parts(eval_data, f"--eval-data {eval_data}"))
         part = next((own[split] for split in splits.EVALUATED if split in own), own["train"])
         given = [*part.rows]
-        name = f"--eval-data {eval_data}: {count(len(given), 'row')}"
+        name = f"--eval-data {eval_data}"
+        if len(own) > 1:
+            name += f", {part.name}"
+        name += f": {count(len(given), 'row')}"
     elif split:
         given = read[split]
         name = f"{names[split]}: {count(len(given), 'row')}"
-    return Rows([*parts["train"].rows], given, splits.describe_given(name, unread))
+    if given and len(parts) == 1:  # nobody needs a column that might have told what is evaluated
+        note = ""
+    plan = splits.describe_given(name, unread, note)
+    return Rows([*parts["train"].rows], given, plan)
+
+
+def _split_by_column(parts: dict[str, Part]) -> tuple[dict[str, Part], str]:
+    """Return the parts that a column of the only one tells, and a sentence about such columns."""
+    if len(parts) > 1:
+        return parts, ""
+    rows = [*parts["train"].rows]
+    names = {name: None for _, row in rows if isinstance(row, dict) for name in row}
+    columns = {
+        name: [row.get(name) if isinstance(row, dict) else None for _, row in rows]
+        for name in names
+        if splits.may_say_split(name)
+    }
+    found = splits.read_split_columns(columns)
+    if not found.rows:
+        return {"train": Part(parts["train"].name, iter(rows))}, found.note
+
+    def without(row: Any) -> Any:
+        return {name: row[name] for name in row if name not in found.columns}
+
+    return {
+        split: Part(found.names[split], iter([(rows[n][0], without(rows[n][1])) for n in numbers]))
+        for split, numbers in found.rows.items()
+    }, found.note
 
 
 def read_conversation_rows(data: str) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ import pandas as pd
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest, digest_file
 from trainkit.reading.paths import is_read, refuse_pipe
-from trainkit.reading.splits import WORDS, find_split
+from trainkit.reading.splits import WORDS, find_split, may_say_split, read_split_columns
 from trainkit.text import nfc, shorten
 
 SURE = ("train", "test", "val", "validation")  # folders that are splits and never classes
@@ -59,17 +59,16 @@ def find_files(folder: Path, list_of_labels: Path | None = None, flag: str = "--
     where = f"{flag} {name_of(folder)}"
     if not is_text(folder):
         raise UsageError(f"{where}: rename it: its name is not UTF-8")
-    below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
-    paths = sorted((path.relative_to(folder) for path in below), key=str)
+    paths = list_paths(folder)
     files = [path for path in paths if is_text(path) and (folder / path).is_file()]
     pictures = [path for path in files if is_picture(path)]
     visible = [path for path in files if is_read(path.as_posix())]
     holders = [p for p in visible if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
     lists = [path for path in visible if path.name in LISTS]
     classes: dict[Path, str] = {}
+    listed: dict[Path, str] = {}
     if list_of_labels:
-        flag_of_list = "--labels" if flag == "--dataset" else "--eval-labels"
-        classes = read_list(list_of_labels, pictures, f"{flag_of_list} {list_of_labels}")
+        classes, listed = read_list(list_of_labels, pictures, flag)
     are_pictures = bool(classes) or len(pictures) > len(holders)
     chosen = [*classes] or holders
     if are_pictures and not classes:
@@ -78,6 +77,8 @@ def find_files(folder: Path, list_of_labels: Path | None = None, flag: str = "--
     parts: dict[str, list[Path]] = {}
     for path in chosen:
         named = split_folders.get(path.parts[0], "") if are_pictures else find_split(str(path))
+        if listed and not split_folders:
+            named = listed[path]
         parts.setdefault(named, []).append(path)
     found = {split: parts[split] for split in WORDS if split in parts}
     found = found or {"train": parts.get("", [])}
@@ -89,6 +90,12 @@ def find_files(folder: Path, list_of_labels: Path | None = None, flag: str = "--
     if are_pictures and not classes and not lists:
         classes = classes_of_folders(read, int({*parts} != {""}), where)
     return Folder(found, classes, unread)
+
+
+def list_paths(folder: Path) -> list[Path]:
+    """Return the files and links below a folder, relative to it, in the order of their names."""
+    below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return sorted((path.relative_to(folder) for path in below), key=str)
 
 
 def explain_unread(folder: Path, paths: list[Path]) -> dict[Path, str]:
@@ -148,20 +155,24 @@ def is_picture(path: Path) -> bool:
     return bool(PICTURES.fullmatch(path.suffix)) and is_read(shown.as_posix())
 
 
-def read_list(path: Path, pictures: list[Path], where: str) -> dict[Path, str]:
-    """Return the pictures that a CSV file lists, with their classes. Raises UsageError.
+def read_list(
+    path: Path, pictures: list[Path], flag: str
+) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Return the pictures that a CSV file lists, with their classes, and with their splits if any.
 
     One column has their names, with or without folder and ending; the next one, or the one before
-    it if it is the last, their classes.
+    it if it is the last, their classes. A column that tells which rows are evaluated, as
+    splits.read_split_columns finds it, has the splits. Raises UsageError.
+
+    flag: by which the user named the folder of the pictures.
     """
+    where = f"{'--labels' if flag == '--dataset' else '--eval-labels'} {path}"
     with as_usage_error(f"{where} cannot be read"):
         refuse_pipe(path, where)
         table = pd.read_csv(path, dtype=str, keep_default_na=False, skipinitialspace=True)
-    named_so: dict[str, list[Path]] = {}
-    for picture in pictures:
-        for name in {str(picture), picture.as_posix(), picture.name, picture.stem}:
-            named_so.setdefault(nfc(name), []).append(picture)
-    columns = [*table.columns]
+    named_so = find_names(pictures)
+    own = read_split_columns({name: table[name] for name in table if may_say_split(name)})
+    columns = [name for name in table if name not in own.columns]
     hits = [table[name].map(nfc).isin(named_so.keys()).sum() for name in columns]
     if len(columns) < 2 or not any(hits):
         raise UsageError(
@@ -170,9 +181,12 @@ def read_list(path: Path, pictures: list[Path], where: str) -> dict[Path, str]:
         )
     named = hits.index(max(hits))
     label = named + 1 if named + 1 < len(columns) else named - 1
+    split_of = {row: split for split, rows in own.rows.items() for row in rows}
     classes: dict[Path, str] = {}
+    splits: dict[Path, str] = {}
     problems = []
-    for name, text in zip(table[columns[named]], table[columns[label]], strict=True):
+    rows = zip(table[columns[named]], table[columns[label]], strict=True)
+    for row, (name, text) in enumerate(rows):
         candidates = named_so.get(nfc(name), [])
         if not candidates:
             problems.append(f"{name} is not a picture")
@@ -180,9 +194,20 @@ def read_list(path: Path, pictures: list[Path], where: str) -> dict[Path, str]:
             problems.append(f"{name} means several pictures")
         elif classes.setdefault(candidates[0], text) != text or not text:
             problems.append(f"{name} has no single class")
+        elif own.rows:
+            splits[candidates[0]] = split_of[row]
     if problems:
         raise UsageError(f"{where}: {shorten(problems)}")
-    return dict(sorted(classes.items(), key=lambda item: str(item[0])))
+    return dict(sorted(classes.items(), key=lambda item: str(item[0]))), splits
+
+
+def find_names(pictures: list[Path]) -> dict[str, list[Path]]:
+    """Return the pictures that a name in a list may mean, with or without folder and ending."""
+    named_so: dict[str, list[Path]] = {}
+    for picture in pictures:
+        for name in {str(picture), picture.as_posix(), picture.name, picture.stem}:
+            named_so.setdefault(nfc(name), []).append(picture)
+    return named_so
 
 
 def find_split_folders(pictures: list[Path]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from datasets.data_files import DataFilesList
@@ -32,10 +33,13 @@ from trainkit.reading.splits import (
     describe_equal,
     describe_given,
     find_splits,
+    may_say_split,
+    read_split_columns,
     split_rows,
 )
 from trainkit.text import count, nfc, shorten
 
+LABELS = re.compile("u?int|bool|(large_)?string")  # the types of columns of labels
 FILES_OF_ROWS = (".parquet", ".arrow")  # which may be named themselves, not by their folder
 
 
@@ -50,6 +54,7 @@ class Labelled(NamedTuple):
         where: names the rows.
         given: what the user chose to evaluate on, "" if a part is held out.
         unread: splits that are neither trained on nor evaluated, and why.
+        note: a sentence about columns that say which rows are evaluated, or might, or "".
         respelt: names of classes that are stored in another form of Unicode.
     """
 
@@ -60,14 +65,23 @@ class Labelled(NamedTuple):
     where: str
     given: str
     unread: list[str]
+    note: str
     respelt: set[str]
+
+
+class Parts(NamedTuple):
+    """The rows of each split of a data set, what each is called, and a note as in Labelled."""
+
+    rows: dict[str, datasets.Dataset]
+    names: dict[str, str]
+    note: str
 
 
 class Split(NamedTuple):
     """The samples of a split.
 
     Attributes:
-        given: why these samples are evaluated, as a line of the plan; {} if nobody chose them.
+        given: why these samples are evaluated, as lines of the plan; {} if nobody chose them.
         respelt: names of classes that were read in another form of Unicode than they are stored in.
         path: the file of the decoded values of all rows; missing if it would be too large.
         cells: all rows as they are stored, a column of datasets.Image(decode=False).
@@ -137,7 +151,7 @@ def load_split(
     samples = chosen, found.labels[chosen], decoded.hashes[chosen]
     given = f"{found.given}: {count(len(chosen), 'picture')}" if found.given else ""
     report = decoded.forms, [*decoded.problems.values()], how
-    plan = describe_given(given, found.unread) if split == "test" else {}
+    plan = describe_given(given, found.unread, found.note) if split == "test" else {}
     return Split(plan, found.respelt, decoded.path, cells, *samples, found.classes, *report)
 
 
@@ -264,6 +278,41 @@ def open_dataset(
         }
 
 
+def open_parts(rows: dict[str, datasets.Dataset], label: str | None) -> Parts:
+    """Return the splits that open_dataset returned, or those that columns of the only one tell.
+
+    label: the column of the classes, which is not one of them.
+    """
+    names = {split: split for split in rows}
+    if {*rows} != {"train"}:
+        return Parts(rows, names, "")
+    (whole,) = rows.values()
+    columns = {
+        name: column_of(whole, name).to_pandas().astype(object)
+        for name, kind in whole.features.items()
+        if name != label and may_say_split(name) and LABELS.match(str(getattr(kind, "dtype", "")))
+    }
+    for name in columns:
+        kind = whole.features[name]
+        if isinstance(kind, datasets.ClassLabel):
+            columns[name] = columns[name].map(dict(enumerate(kind.names)))
+    found = read_split_columns(columns)
+    if not found.rows:
+        return Parts(rows, names, found.note)
+    left = whole.remove_columns(found.columns)
+    parts = {
+        split: left.select(numbers, keep_in_memory=True)
+        for split, numbers in found.rows.items()
+        if split
+    }
+    return Parts(parts, found.names, found.note)
+
+
+def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
+    """Return the stored values of a column, of all rows."""
+    return rows.select_columns([name]).with_format("arrow")[:].column(name)
+
+
 def load_from_hub(name: str, where: str | None = None) -> dict[str, datasets.Dataset]:
     """Return the splits of a data set, as find_splits names them: valid and dev are validation.
 
@@ -375,7 +424,7 @@ def read_split(
         eval_labels: list_of_labels of eval_data.
     """
     options = label, num_held_out, list_of_labels, eval_data, eval_labels
-    rows, where, given, unread = choose_part(name, split, *options)
+    rows, where, given, unread, note = choose_part(name, split, *options)
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     if len(images) != 1:
         raise UsageError(
@@ -384,7 +433,7 @@ def read_split(
         )
     labels, names, respelt = read_labels(rows, where, label, classes)
     pictures = rows.select_columns(images)
-    return Labelled(pictures, labels, names, bool(given), where, given, unread, respelt)
+    return Labelled(pictures, labels, names, bool(given), where, given, unread, note, respelt)
 
 
 def choose_part(
@@ -395,33 +444,36 @@ def choose_part(
     list_of_labels: Path | None,
     eval_data: str | None,
     eval_labels: Path | None,
-) -> tuple[datasets.Dataset, str, str, list[str]]:
-    """Return the rows of read_split before any is held out, and its `where`, given and unread."""
-    parts = open_dataset(name, split == "train", list_of_labels)
+) -> tuple[datasets.Dataset, str, str, list[str], str]:
+    """Return the rows of read_split before any is held out, its `where`, given, unread and note."""
+    parts, names, note = open_parts(open_dataset(name, split == "train", list_of_labels), label)
     where = f"--dataset {name}"
     if "train" not in parts:
         raise UsageError(
             f"{where}, split 'train': the folder and file names give only {sorted(parts)}: put the "
             "training pictures into train/"
         )
-    given, unread = "", list[str]()
+    chosen, unread = "", list[str]()
     if not num_held_out:
         is_labelled = partial(_is_labelled, parts, f"{where}, split 'train'", label)
-        given, unread = choose_evaluated(
-            {part: part for part in parts}, is_labelled, bool(eval_data)
-        )
-    read_from = given if given and split == "test" else "train"
+        chosen, unread = choose_evaluated(names, is_labelled, bool(eval_data))
+    read_from = chosen if chosen and split == "test" else "train"
+    given = names.get(chosen, "")
     if eval_data:
         given = f"--eval-data {eval_data}"
+        note = note if len(parts) > 1 else ""
     if eval_data and split == "test":
         where = given
-        parts = open_dataset(eval_data, True, eval_labels, "--eval-data")
+        own = open_dataset(eval_data, True, eval_labels, "--eval-data")
+        parts, names, _ = open_parts(own, label)
         is_labelled = partial(_is_labelled, parts, f"{where}, split 'train'", label)
-        labelled, _ = choose_evaluated({part: part for part in parts}, is_labelled, False)
+        labelled, _ = choose_evaluated(names, is_labelled, False)
         read_from = labelled or "train"
+        if names[read_from] != read_from:  # a column says it
+            given += f", {names[read_from]}"
     if len(parts) > 1 or where != given:
         where += f", split {read_from!r}"
-    return parts[read_from], where, given, unread
+    return parts[read_from], where, given, unread, note
 
 
 def _is_labelled(
@@ -431,7 +483,7 @@ def _is_labelled(
     column = choose_column(parts.get("train", parts[split]), where, label)
     if column not in parts[split].column_names:
         return False
-    values = parts[split].data.column(column).to_pandas()
+    values = column_of(parts[split], column).to_pandas()
     if isinstance(parts[split].features[column], datasets.ClassLabel):
         return bool((values >= 0).any())
     return bool(values.notna().any())
@@ -441,11 +493,7 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
     """Return the column of the classes: `label`, or the only one that fits. Raises UsageError."""
     columns = rows.features.items()
     class_labels = [name for name, kind in columns if isinstance(kind, datasets.ClassLabel)]
-    fitting = [
-        name
-        for name, kind in columns
-        if re.match("u?int|bool|(large_)?string", str(getattr(kind, "dtype", "")))
-    ]
+    fitting = [name for name, kind in columns if LABELS.match(str(getattr(kind, "dtype", "")))]
     choices = [label] if label else class_labels or fitting
     if len(choices) != 1 or choices[0] not in fitting:
         raise UsageError(
@@ -464,7 +512,7 @@ def read_labels(
     UsageError.
     """
     column = choose_column(rows, where, label)
-    values = rows.data.column(column).to_pandas(integer_object_nulls=True)
+    values = column_of(rows, column).to_pandas(integer_object_nulls=True)
     if isinstance(rows.features[column], datasets.ClassLabel):
         stored = [*rows.features[column].names]
         spelt = [*map(nfc, stored)]

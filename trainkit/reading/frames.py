@@ -34,16 +34,45 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     separator: None means the one that splits the first line most often. encoding: None means UTF-8.
     Other options come from older runs.
     """
-    parts = [*read_parts(name, where, **options).values()]
+    parts = [*_read_all(name, where, **options).values()]
     return pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
 
 
-def read_parts(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]:
+def read_parts(
+    name: str, where: str, meant_otherwise: Sequence[str | None] = (), **options: Any
+) -> dict[str, pd.DataFrame]:
     """Return read_table of each split that the user made, as splits.find_splits names them.
 
     There is only "train", with all rows, if none was made. attrs["files"] of a table names its
-    files, and attrs["unread"] of "train" those that are in no split.
+    files, and attrs["part"] what it is called. attrs["unread"] of "train" names what is in no
+    split, and attrs["split"] is a sentence about columns that say which rows are evaluated. Such
+    columns are left out, and rows keep the index that they have in the whole table.
+
+    meant_otherwise: columns that are not asked.
     """
+    parts = _read_all(name, where, **options)
+    table = parts["train"]
+    names = [name for name in table if name not in meant_otherwise and splits.may_say_split(name)]
+    found = splits.read_split_columns({name: table[name] for name in names})
+    if len(parts) == 1 and found.rows:
+        files = table.attrs.get("unread", "")
+        parts = {split: table.iloc[rows] for split, rows in found.rows.items() if split}
+        for split, part in parts.items():
+            part.attrs["part"] = found.names[split]
+        unread = [files, found.names.get("", "")]
+        parts["train"].attrs["unread"] = ", ".join(filter(None, unread))
+        parts["train"].attrs["split"] = found.note
+    elif len(parts) == 1:
+        table.attrs["split"] = found.note
+    elif found.columns:
+        table.attrs["split"] = f"column {shorten(found.columns)} is not read, as the files say it"
+    return {
+        split: part.drop(columns=found.columns, errors="ignore") for split, part in parts.items()
+    }
+
+
+def _read_all(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]:
+    """Return the tables of read_parts by their files and parts alone, with all columns."""
     path = Path(name)
     try:
         is_here = path.exists()
@@ -55,7 +84,7 @@ def read_parts(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]
             unread, _ = parts.pop("", ("", None))
             tables = {split: rows.to_pandas() for split, (_, rows) in parts.items()}
         for split, table in tables.items() if len(tables) > 1 else ():
-            table.attrs["files"] = parts[split][0]
+            table.attrs["files"] = table.attrs["part"] = parts[split][0]
         tables["train"].attrs["unread"] = unread
         return tables
     inside = [file for file in sorted(path.rglob("*")) if _kind(file) in KINDS and file.is_file()]
@@ -70,7 +99,7 @@ def read_parts(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]
     }
     for split, files in found.items():
         shown = files if len(found) > 1 else [Path(file).name for file in files]
-        tables[split].attrs["files"] = shorten(shown)
+        tables[split].attrs["files"] = tables[split].attrs["part"] = shorten(shown)
     tables["train"].attrs["unread"] = unread
     return tables
 
@@ -80,6 +109,7 @@ def choose_evaluated_table(
     eval_data: str | None,
     is_labelled: Callable[[pd.DataFrame], bool],
     noun: str,
+    meant_otherwise: Sequence[str | None] = (),
     **options: Any,
 ) -> tuple[pd.DataFrame | None, dict[str, str]]:
     """Return the table to evaluate on, None if a share of the training rows is, and plan lines.
@@ -87,9 +117,9 @@ def choose_evaluated_table(
     It is that of --eval-data, or else a split of read_parts. attrs["where"] of the table names it.
     Raises UsageError.
 
-    noun: what a row is called. options: of read_table.
+    noun: what a row is called. The other options are those of read_parts.
     """
-    names = {split: table.attrs["files"] for split, table in parts.items() if len(parts) > 1}
+    names = {split: table.attrs["part"] for split, table in parts.items() if len(parts) > 1}
     if parts["train"].attrs.get("unread"):
         names[""] = parts["train"].attrs["unread"]
     split, unread = splits.choose_evaluated(
@@ -97,15 +127,23 @@ def choose_evaluated_table(
     )
     if eval_data:
         name = f"--eval-data {eval_data}"
-        own = read_parts(eval_data, name, **options)
+        own = read_parts(eval_data, name, meant_otherwise, **options)
         chosen = next((own[split] for split in splits.EVALUATED if split in own), own["train"])
+        if len(own) > 1:
+            name += f", {chosen.attrs['part']}"
     elif split:
         name = names[split]
         chosen = parts[split]
     else:
-        return None, splits.describe_given("", unread)
+        chosen = None
+    note = parts["train"].attrs.get("split", "")
+    if chosen is None:
+        return None, splits.describe_given("", unread, note)
     chosen.attrs["where"] = name
-    return chosen, splits.describe_given(f"{name}: {count(len(chosen), noun)}", unread)
+    if len(parts) == 1:  # nobody needs a column that might have told what is evaluated
+        note = ""
+    line = f"{name}: {count(len(chosen), noun)}"
+    return chosen, splits.describe_given(line, unread, note)
 
 
 def _read_files(files: Sequence[Path], where: str, **options: Any) -> pd.DataFrame:

@@ -1,14 +1,15 @@
 """Say which rows are trained on and which are evaluated, for all kinds of data.
 
 A split that the user made is kept: its files, folders or parts are called train, test, validation,
-val or dev. Without one a share of each class is held out, the same for any --seed. Equal rows are
-on one side.
+val or dev, or a column of its rows says so. What --eval-data names comes before files and parts,
+and these before a column. Without a split a share of each class is held out, the same for any
+--seed. Equal rows are on one side.
 """
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,15 @@ WORDS = {
 EVALUATED = ("test", "validation")
 # A whole part of a path, perhaps with the number of a shard and endings, or a word in it.
 FORMS = (r"({})([-_.]?\d+[-_]of[-_]\d+)?(\.\w+)*", r"(.*[\W\d_])?({})([\W\d_].*)?")
+# A column whose name has one of these words may hold names of splits, and one called is_test flags.
+NAMES_OF_COLUMNS = {"split", "splits", "partition", "subset", "set", "dataset", "fold", "usage"}
+NAMES_OF_COLUMNS |= {"ml_use"}  # as Vertex AI calls it
+FLAG = re.compile(rf"((is|in)_?)?({'|'.join(WORDS.values())})(_?set)?")
+# What may as well mean something else: which rows are valid, are of developers, are trains.
+UNSURE_FLAG = re.compile(r"is_?(valid|dev)|(?!is|in).*")
+UNSURE_NAMES = {"phase", "mode", "part", "stage", "group", "type", "role", "purpose", "sample"}
+YES, NO = {"true", "t", "yes", "y", "1"}, {"false", "f", "no", "n", "0", ""}
+NOTHING = {"", "nan", "none", "null", "na", "n/a", "<na>", "nat"}  # how files write a missing value
 
 
 def find_split(name: str, whole: bool = False) -> str:
@@ -85,15 +95,153 @@ def choose_evaluated(
     return chosen, unread
 
 
-def describe_given(evaluated: str, unread: Sequence[str]) -> dict[str, str]:
-    """Return the line of the plan that says what is evaluated; "" is a share of what is trained on.
+def describe_given(evaluated: str, unread: Sequence[str], note: str = "") -> dict[str, str]:
+    """Return the lines of the plan that say what is evaluated; "" is a share of what is trained on.
 
-    unread: what choose_evaluated returns. There is no line if nothing was chosen.
+    There is no such line if nothing was chosen. unread: what choose_evaluated returns. note: that
+    of ColumnSplit.
     """
+    lines = {"split": note} if note else {}
     if not evaluated and not unread:
-        return {}
+        return lines
     line = evaluated or "a share of the others"
-    return {"evaluated on": f"{line}; not read: {', '.join(unread)}" if unread else line}
+    return {"evaluated on": f"{line}; not read: {', '.join(unread)}" if unread else line} | lines
+
+
+class ColumnSplit(NamedTuple):
+    """Which split each row is in, as a column of its table says.
+
+    Attributes:
+        rows: the positions of the rows of each split that find_splits names; {} if no column says
+            so.
+        names: what messages call each of them.
+        columns: those that say so, which are nothing to learn from.
+        note: a sentence for the plan about a column that may have been meant so, or "".
+    """
+
+    rows: dict[str, list[int]]
+    names: dict[str, str]
+    columns: list[str]
+    note: str
+
+
+def may_say_split(name: Any) -> bool:
+    """Return whether a column is called so that read_split_columns should see it."""
+    return bool(_kind_of_column(str(name)))
+
+
+def _kind_of_column(name: str) -> str:
+    """Return what a column may hold by its name: "words", "flags", either "perhaps", or ""."""
+    plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip()).lower()  # dataSplit, isTest
+    words = re.split(r"[\W_]+", plain)
+    if FLAG.fullmatch(plain):
+        return "flags, perhaps" if UNSURE_FLAG.fullmatch(plain) else "flags"
+    of_splits = [word for word in words if find_split(word, whole=True)]  # as in train/test
+    if NAMES_OF_COLUMNS & {*words, plain} or len(of_splits) > 1:
+        return "words"
+    return "words, perhaps" if UNSURE_NAMES & {*words} else ""
+
+
+def read_split_columns(columns: Mapping[str, Iterable[Any]]) -> ColumnSplit:
+    """Return which split each row of a table is in, by its columns that may_say_split names.
+
+    A column says so if some of its values are names of splits, to train on and to evaluate on, in
+    any case; rows with another value are in none. Where only rows to evaluate on are marked, those
+    without a value are trained on. Flags such as is_val and is_test say it together. A column
+    called split comes first.
+    """
+    cells = {name: _as_words(values) for name, values in columns.items()}
+    kinds = {name: _kind_of_column(name) for name in cells}
+    names_of_words = [name for name in cells if kinds[name] == "words"]
+    names_of_words.sort(key=lambda name: name.strip().lower() != "split")
+    said: dict[tuple[str, ...], list[str]] = {(name,): cells[name] for name in names_of_words}
+    flags = [name for name in cells if kinds[name] == "flags" and _are_flags({*cells[name]})]
+    if flags:
+        said[tuple(flags)] = _join_flags({name: cells[name] for name in flags})
+    usable = {names: words for names, words in said.items() if _is_split({*words})}
+    if not usable:
+        notes = (_ask(name, kinds[name], {*cells[name]}) for name in cells)
+        return ColumnSplit({}, {}, [], next(filter(None, notes), ""))
+    chosen, words = next(iter(usable.items()))
+    column = " and ".join(map(repr, chosen))
+    parts = find_splits([*dict.fromkeys(words)])
+    split_of = {word: split for split, values in parts.items() for word in values}
+    rows: dict[str, list[int]] = {split: [] for split in parts}
+    for row, word in enumerate(words):
+        rows[split_of[word]].append(row)
+    named = {split: f"{_quote(values)} in column {column}" for split, values in parts.items()}
+    if "" in named:
+        named[""] += f" ({count(len(rows['']), 'row')})"
+    others = [name for names in usable if names != chosen for name in names]
+    note = f"by column {column}; not read: {shorten(others)}" if others else ""
+    return ColumnSplit(rows, named, [*chosen, *others], note)
+
+
+def _as_words(cells: Iterable[Any]) -> list[str]:
+    """Return the cells of such a column as texts, "" for a missing value; "test set" is "test"."""
+    texts = [str(cell).strip() for cell in cells]
+    words = {}
+    for text in {*texts}:
+        without_set = re.sub(r"(?i)[ _-]?(set|split|data)$", "", text)
+        word = without_set if find_split(without_set, whole=True) else text
+        word = re.sub(r"(?<=\d)\.0+$", "", word)
+        words[text] = "" if word.lower() in NOTHING else word
+    return [words[text] for text in texts]
+
+
+def _are_flags(words: set[str]) -> bool:
+    """Return whether these are yes and no, in one of the ways to write them."""
+    small = {word.lower() for word in words}
+    return small <= YES | NO and bool(small & YES) and bool(small & NO)
+
+
+def _join_flags(flags: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the name of the split of each row by columns such as is_train, is_val and is_test."""
+    meant = [next(s for s in WORDS if re.search(WORDS[s], name.lower())) for name in flags]
+    without = "train"  # the split of a row whose flags are all no
+    if "train" in meant:
+        without = "test" if len(flags) == 1 else ""
+    joined = []
+    for row in zip(*flags.values(), strict=True):
+        yes = {split for split, word in zip(meant, row, strict=True) if word.lower() in YES}
+        joined.append(next((split for split in (*EVALUATED, "train") if split in yes), without))
+    return joined
+
+
+def _is_split(words: set[str]) -> bool:
+    """Return whether values of a column name rows to train on and rows to evaluate on."""
+    known = {find_split(word, whole=True) for word in words}
+    if "train" in known:
+        return bool(known & {*EVALUATED})
+    is_clear = all(find_split(word, whole=True) for word in words - {""})
+    return is_clear and len(known) > 1  # one of them may be "", of rows without a value
+
+
+def _ask(name: str, kind: str, words: set[str]) -> str:
+    """Return a sentence about a column that says no split but may have been meant so, or ""."""
+    known = {find_split(word, whole=True) for word in words} - {""}
+    shown = _quote(sorted(words))
+    is_one_flag = kind == "flags" and words != {""} and {w.lower() for w in words} <= YES | NO
+    if (kind == "words" and known) or is_one_flag:
+        return (
+            f"column {name!r} does not say which rows are trained on and which are evaluated: its "
+            f"values are {shown}"
+        )
+    is_asked = {
+        "words": words <= {*"012"} and len(words) > 1 and re.search("(?i)split|partition", name),
+        "flags, perhaps": _are_flags(words),
+        "words, perhaps": "" not in words and _is_split(words),
+    }
+    if not is_asked.get(kind):
+        return ""
+    return (
+        f"does column {name!r} ({shown}) say which rows are evaluated? If so, rename it to split, "
+        "and write train and test in it"
+    )
+
+
+def _quote(words: Sequence[str]) -> str:
+    return shorten([repr(word) if word else "no value" for word in words])
 
 
 def load_parts(name: str) -> dict[str, tuple[str, Any]]:

@@ -8,6 +8,7 @@ import io
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -186,45 +187,60 @@ def load_table(
     """Return the table of --data without dropped rows, the targets, and metadata.
 
     The index of the table holds row numbers from 0. The metadata have the options to read such a
-    table with, lines of the plan and, if the user chose the rows to evaluate on, which follow those
-    to train on, the number of the first of them and where they are from. Raises UsageError.
+    table with, lines of the plan, the number that each row has in its file and, if the user chose
+    the rows to evaluate on, which follow those to train on, the index of the first of them and
+    where they are from. Raises UsageError.
     """
     assert config.data is not None
-    where = f"--data {config.data}"
     options: dict[str, Any] = {"separator": config.separator, "encoding": config.encoding}
-    parts = read_parts(config.data, where, **options)
-    target = _find_target(parts["train"], config, where)
-    names = [*(config.features or parts["train"]), *target]
-    table = choose_columns(parts["train"], names, where)
-    is_labelled = partial(_is_labelled, names=target)
-    evaluated, lines = choose_evaluated_table(
-        parts, config.eval_data, is_labelled, "row", **options
-    )
-    lines |= describe_spelling(table)
-    metadata: dict[str, Any] = {"read_options": options, "truth": None}
-    if evaluated is not None:
-        where = evaluated.attrs["where"]
-        metadata["given"] = (len(table), where)
-        table = pd.concat([table, choose_columns(evaluated, names, where)], ignore_index=True)
+    table, target, places, plan = _read_rows(config.data, config, options)
+    metadata: dict[str, Any] = {"read_options": options, "truth": None} | places
     if config.missing_values:
         table, emptied = empty_cells(table, config.missing_values)
         options["missing_values"] = config.missing_values
         cells = [f"{count(number, 'cell')} of {name}" for name, number in emptied.items()]
         found = shorten(cells, MAX_SHOWN) or "none found"
-        lines |= {"missing": f"{', '.join(config.missing_values)}: {found}"}
+        plan |= {"missing": f"{', '.join(config.missing_values)}: {found}"}
     for name in table.columns.difference([*target, *config.categorical]):
         table[name] = read_numbers(table[name])
     if not predicts_classes:
         _check_targets(table, config)
     used, dropped = _drop_missing(table, config)
+    plan["data"] += dropped
+    return used, target, metadata | {"plan": plan}
+
+
+def _read_rows(
+    data: str, config: TableConfig, options: dict[str, Any]
+) -> tuple[pd.DataFrame, list[str], dict[str, Any], dict[str, str]]:
+    """Return the table of load_table as it is written, its targets, places of rows, and the plan.
+
+    options: of read_table. Raises UsageError.
+    """
+    where = f"--data {data}"
+    # A column that the user names is not one that says which rows are evaluated.
+    named = [*(config.features or []), *(config.target or []), *config.categorical]
+    parts = read_parts(data, where, named, **options)
+    target = _find_target(parts["train"], config, where)
+    names = [*(config.features or parts["train"]), *target]
+    tables = [choose_columns(parts["train"], names, where)]
+    is_labelled = partial(_is_labelled, names=target)
+    evaluated, lines = choose_evaluated_table(
+        parts, config.eval_data, is_labelled, "row", named, **options
+    )
+    lines |= describe_spelling(*tables)
+    places: dict[str, Any] = {}
+    if evaluated is not None:
+        places["given"] = (len(tables[0]), evaluated.attrs["where"])
+        tables.append(choose_columns(evaluated, names, evaluated.attrs["where"]))
+    places["numbers"] = np.concatenate([table.index.to_numpy() for table in tables])
     attributes = parts["train"].attrs
-    name = Path(config.data).name
+    plan = {"data": Path(data).name}
     if "files" in attributes:
-        name += f" ({attributes['files']})"
-    plan = {"data": name + dropped}
+        plan["data"] += f" ({attributes['files']})"
     if "question" in attributes:
         plan["names"] = attributes["question"]
-    return used, target, metadata | {"plan": plan | lines}
+    return pd.concat(tables, ignore_index=True), target, places, plan | lines
 
 
 def _check_width(num_columns: int, where: str) -> None:
@@ -333,12 +349,13 @@ def make_table_sets(
     targets = [target_column(table[name], classes) for name in names]
     metadata = {**metadata}
     first, where = metadata.pop("given", (math.inf, ""))
+    in_file = metadata.pop("numbers", np.arange(len(table)))
     given = torch.from_numpy(table.index.to_numpy() >= first) if where else None
     numbers, wrong = encode_targets(table, targets)
     known = None if wrong else numbers
     split, learned, features, problems = read_features(table, targets, known, config, given)
     if problems or wrong or not features.shape[1]:
-        places = {row: _name_row(row, first, where) for row, _, _ in problems + wrong}
+        places = _name_rows([row for row, _, _ in problems + wrong], in_file, first, where)
         raise UsageError(_judge(learned, problems + wrong, places, table, config))
     inputs, facts = standardise_columns("feature", features, split, config)
     facts |= _describe_columns(learned) | {"targets": names}
@@ -352,9 +369,7 @@ def make_table_sets(
         facts |= more | {"baseline": numbers[split.train].mean(0).tolist()}
     plan = metadata["plan"] | make_plan(facts, learned, targets, table, split)
     folds = [split.fold] if in_folds else []
-    rows = torch.from_numpy(table.index.to_numpy(copy=True))
-    if where:
-        rows[split.test] -= first  # as the file to evaluate on numbers them
+    rows = torch.from_numpy(in_file[table.index])
     return TableSets(
         InMemory(inputs[split.train], outputs[split.train], *folds),
         InMemory(inputs[split.test], outputs[split.test], rows[split.test]),
@@ -658,9 +673,12 @@ def ask(missing: dict[str, dict[str, int]], codes: dict[str, str]) -> str:
     return "; ".join(questions)
 
 
-def _name_row(row: int, first: int, where: str) -> str:
-    """Return a row as people count it: those from `first` on are rows of another file."""
-    return f"row {row + 1}" if row < first else f"{where}, row {row + 1 - first}"
+def _name_rows(
+    rows: Sequence[int], in_file: np.ndarray, first: float, where: str
+) -> dict[int, str]:
+    """Return rows as people count them in a file; those from `first` on are of `where`."""
+    names = {row: f"row {in_file[row] + 1}" for row in rows}
+    return {row: name if row < first else f"{where}, {name}" for row, name in names.items()}
 
 
 def _judge(

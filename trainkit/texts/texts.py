@@ -121,7 +121,8 @@ def read_sets(config: TextConfig) -> TextSets:
     """
     where = f"--data {config.data}"
     encoding = config.encoding
-    parts = frames.read_parts(str(config.data), where, encoding=encoding)
+    named = (config.text, config.label)
+    parts = frames.read_parts(str(config.data), where, named, encoding=encoding)
     text, label = choose_text_and_label(parts["train"], config.text, config.label, where)
     rows, dropped = labelled_texts(parts["train"], text, label, where)
     names = [name for _, name in rows]
@@ -134,7 +135,7 @@ def read_sets(config: TextConfig) -> TextSets:
             return False
         return any(name in names for _, name in labelled_texts(table, text, label, where)[0])
 
-    options = config.eval_data, is_labelled, "text"
+    options = config.eval_data, is_labelled, "text", named
     table, lines = frames.choose_evaluated_table(parts, *options, encoding=encoding)
     given: list[tuple[str, str]] = []
     if table is not None:
