@@ -613,6 +613,67 @@ def test_a_target_that_is_a_code_is_dropped_once_it_is_said_and_new_rows_follow(
     assert predicted(untrained(metadata), Path("new.csv")).predicted_y.notna().all()
 
 
+NUMBERS = [f"{n / 7:.2f}" for n in range(20)]
+
+
+@pytest.mark.parametrize("missing", [None, "drop", "refuse"])
+@pytest.mark.parametrize(
+    "words, others, name",
+    [
+        *((words, NUMBERS, "a") for words in (["?"], ["--"], ["-"], ["?", "no answer"])),
+        (["n.a., none"], NUMBERS, "a"),
+        (["?"], [f"${n}" for n in range(100, 140)], "a"),
+        (["?"], [f"2020-01-{n + 1:02}" for n in range(20)], "a"),
+        (["?"], NUMBERS, "y"),
+        (["?", "??", "unknown"], ["1", "2"] * 10, "y"),
+    ],
+    ids=str,
+)
+def test_a_refusal_of_words_among_numbers_names_the_flag_that_reads_them(
+    words, others, name, missing
+):
+    cells = [*others, *(words * 5)]
+    table = pd.DataFrame({"a": range(len(cells)), "n": range(len(cells)), "y": range(len(cells))})
+    table[name] = cells
+    flags = ["--missing", missing] if missing else []
+    with pytest.raises(UsageError) as raised:
+        read(table, "--missing-values=-999", *flags)
+    which = " or ".join(map(repr, words))
+    said = re.search(
+        f"If {re.escape(which)} means a missing value, add (.*?)(\\. For the|$)",
+        str(raised.value),
+        re.MULTILINE,
+    )[1]
+    metadata = read(table, *flags, *shlex.split(said))[2]
+    assert {"a", "n"} <= {*metadata["features"]} and "-999" in metadata["plan"]["missing"]
+
+
+@pytest.mark.parametrize("words", [["x7"], ["12:30"], [f"no {letter}" for letter in "abcdef"]])
+def test_texts_among_numbers_are_no_missing_values(words):
+    cells = [*NUMBERS, *(words * 3)]
+    rows = range(len(cells))
+    with pytest.raises(UsageError) as raised:
+        read(pd.DataFrame({"a": [*rows], "y": cells, "n": rows}))
+    assert "--missing-values" not in str(raised.value)
+
+
+def test_a_word_that_cannot_be_predicted_names_the_flag_of_the_training():
+    table = pd.DataFrame({"a": NUMBERS, "n": range(20), "y": range(20)})
+    Path("new.csv").write_text("a,n\n1,2\n--,3\n5,?\n")
+    said = untrained(read(table)[2]).predict_file(Path("new.csv"))
+    flags = "train with --missing-values='--,?' --missing impute"
+    assert f"; if '--' or '?' means a missing value, {flags}\n" in said
+    model = untrained(read(table, *shlex.split(flags.removeprefix("train with ")))[2])
+    assert predicted(model, Path("new.csv")).predicted_y.notna().all()
+    Path("new.csv").write_text("a,n\n1,2\n?!,3\n")
+    said = model.predict_file(Path("new.csv"))
+    told = "--missing-values='--,?,?!'"
+    assert f"means a missing value, empty the cell, or train with {told}\n" in said
+    Path("new.csv").write_text("a,n\n?!,3\n")
+    with refused(f"no row can be predicted: .* or train with {re.escape(told)}"):
+        model.predict_file(Path("new.csv"))
+
+
 @pytest.mark.parametrize(
     "cells, asked",
     [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trainkit.reading.frames import MAX_SHOWN, as_text
+from trainkit.reading.frames import MAX_SHOWN, as_text, typed
 from trainkit.tables.amounts import find_form, read_amount, read_amounts
 from trainkit.tables.words import number_texts, score_texts
 from trainkit.text import shorten
@@ -37,6 +37,7 @@ MAX_NUMBER = 1e38  # float32 ends at 3.4e38
 # Texts that mean a missing value in a column of numbers or dates. In a column of texts only ""
 # does, because None may be a category.
 MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]
+MAX_WORDS = 5  # different words among numbers that may mean one more; more than these are texts
 
 
 @dataclass
@@ -433,3 +434,17 @@ def read_column(values: pd.Series, column: Column) -> tuple[pd.Series, list[tupl
         why = f"'{values[row]!s:.40}' is not a {wanted}" if wrong[row] else "the value is missing"
         problems.append((row, column.name, why))
     return parsed, problems
+
+
+def ask_words(
+    table: pd.DataFrame, problems: Sequence[tuple[int, str, str]], known: Sequence[str]
+) -> tuple[str, str]:
+    """Return words that are no numbers or dates, and --missing-values as typed for them, or "", "".
+
+    A word has no digit. problems: those of encode(). known: the values of the flag so far.
+    """
+    cells = {str(table[name][row]): None for row, name, _ in problems if pd.notna(table[name][row])}
+    words = [cell for cell in cells if cell not in MISSING and not re.search(r"\d", cell)]
+    if not 0 < len(words) <= MAX_WORDS:
+        return "", ""
+    return " or ".join(map(repr, words)), f"--missing-values={typed(*known, *words)}"

@@ -47,6 +47,7 @@ from trainkit.tables.columns import (
     MAX_CATEGORIES,
     MISSING,
     Column,
+    ask_words,
     empty_cells,
     encode,
     find_kind,
@@ -301,10 +302,14 @@ def _check_targets(table: pd.DataFrame, config: TableConfig) -> None:
         column = find_kind(table[name], config.categorical)
         if column.categories is not None and table[name].notna().any():
             texts = sorted(parse_cells(table[name], column).dropna().unique())
+            cells = table[name].dropna()
+            others = [(row, name, "") for row in cells.index if column.num_numbers]
+            words, flag_for_words = ask_words(table, others, config.missing_values)
+            means = f". If {words} means a missing value, add {flag_for_words}" if words else ""
             raise UsageError(
                 f"--data {config.data}: column {name!r} holds texts, such as "
-                f"{shorten([*map(repr, texts)])}, and this script predicts numbers. For the class "
-                f"of a row: {command('examples/table_classes.py', config, [name])}"
+                f"{shorten([*map(repr, texts)])}, and this script predicts numbers{means}. For the "
+                f"class of a row: {command('examples/table_classes.py', config, [name])}"
             )
 
 
@@ -695,6 +700,10 @@ def _judge(
     good = [name for name in learned if not learned[name].problem and name not in refused]
     lines = [f"  {name}: {texts[name]}" for name in sorted(texts, key=good.__contains__)]
     text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
+    words, flag_for_words = ask_words(table, problems, config.missing_values)
+    if words:
+        too = " --missing impute" if config.missing == "refuse" else ""
+        text += f"\nIf {words} means a missing value, add {flag_for_words}{too}"
     if not good or refused - learned.keys():
         one_way = "1234.5, $1,234.50, 1.234,50 EUR or 5%"
         return f"{text}\nWrite all numbers of a column in one way: {one_way}"

@@ -13,7 +13,7 @@ import torch
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.atomic import write_durably
 from trainkit.reading import frames
-from trainkit.tables.columns import Column, empty_cells, encode, parse_cells
+from trainkit.tables.columns import Column, ask_words, empty_cells, encode, parse_cells
 from trainkit.text import count, shorten, write_number
 
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers, or begin with
@@ -58,6 +58,7 @@ def add_predictions(
         row: f"row {row + 1} (column {name!r}: {cell})" for row, name, cell in reversed(problems)
     }
     unknown = shorten([why[row] for row in sorted(why)])
+    unknown += describe_words(table, problems, columns, options.get("missing_values", []))
     if len(why) == len(table):
         raise UsageError(f"{where}: no row can be predicted: {unknown}")
     predictions = pd.DataFrame(predict(torch.from_numpy(inputs)))
@@ -93,6 +94,22 @@ def add_predictions(
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
     write_durably(output, rows.to_csv(index=False).encode())
     return f"{output}{notes}\n{shown}"
+
+
+def describe_words(
+    table: pd.DataFrame,
+    problems: Sequence[tuple[int, str, str]],
+    columns: Sequence[Column],
+    known: Sequence[str],
+) -> str:
+    """Return what to do about words among numbers, or "". The arguments are those of ask_words."""
+    words, flag = ask_words(table, problems, known)
+    if not words:
+        return ""
+    refused = {name for _, name, _ in problems}
+    if all(column.fill is not None for column in columns if column.name in refused):
+        return f"; if {words} means a missing value, empty the cell, or train with {flag}"
+    return f"; if {words} means a missing value, train with {flag} --missing impute"
 
 
 def find_outside(
