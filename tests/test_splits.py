@@ -549,6 +549,7 @@ def test_flags_of_several_columns_tell_one_split_and_a_column_called_split_comes
         ("train", ["T", "F"], "does column 'train' ('F', 'T') say which rows are evaluated? If so"),
         ("phase", SIDES, "does column 'phase' ('test', 'train') say which rows are evaluated"),
         ("train", [3.5, 1.0], ""),
+        ("train", [0, 1, 1, 0], ""),
         ("group", ["a", "test"], ""),
     ],
 )

@@ -604,6 +604,41 @@ def test_a_number_far_off_that_reads_as_a_code_is_asked_about(code, others, aske
         assert "filled in where missing: 2 empty" in plan["columns"]
 
 
+PRICES = [round(1.37 * n, 2) for n in range(50)]
+
+
+@pytest.mark.parametrize(
+    "cells, code",
+    [
+        (PRICES + [-1] * 4, "-1"),
+        (PRICES + [0] * 20 + [-1.0] * 4, "-1"),
+        ([f"${amount}" for amount in PRICES] + ["$-1"] * 4, "$-1"),
+        ([*range(300)] + [-1] * 4, "-1"),
+        ([*range(30)] * 2 + [-1] * 8, "-1"),
+        (PRICES + [-9] * 4, "-9"),
+        (PRICES + [99] * 4, "99"),
+        ([*PRICES, -1], None),
+        (PRICES + [-1] * 4 + [-0.5], None),
+        ([n % 3 - 1 for n in range(60)], None),
+        ([n % 12 - 1 for n in range(60)], None),
+        ([-1] * 64 + [0] * 32 + [1] * 16 + [*range(2, 12)], None),
+        (PRICES + [72] * 4, None),
+        ([0] * 90 + [1] * 9 + [-1] * 30, None),
+    ],
+    ids=str,
+)
+def test_a_number_outside_all_others_that_is_too_frequent_is_asked_about(cells, code):
+    signs = [1 if n % 2 else -1 for n in range(len(cells))]
+    plan = planned(pd.DataFrame({"y": cells, "n": range(len(cells)), "m": signs}))
+    which = f"is {code} in {cells.count(cells[-1])} rows of y a missing value?"
+    if not code:
+        assert "asked" not in plan
+    else:
+        assert plan["asked"].startswith(f"{which} Then add --missing-values=")
+    if code == "-1":
+        assert plan["asked"].endswith(f"=-1 (it empties these cells too: {signs.count(-1)} of m)")
+
+
 def test_a_target_that_is_a_code_is_dropped_once_it_is_said_and_new_rows_follow():
     table = pd.DataFrame({"a": [*range(28), -999, 5], "y": [*range(29), -999]})
     _, _, metadata = read(pd.concat([table] * 2), "--missing-values=-999")

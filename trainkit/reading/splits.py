@@ -229,7 +229,8 @@ def _ask(name: str, kind: str, words: set[str]) -> str:
         )
     is_asked = {
         "words": words <= {*"012"} and len(words) > 1 and re.search("(?i)split|partition", name),
-        "flags, perhaps": _are_flags(words),
+        # train, 0 or 1, may be a training that people had, and test what came out.
+        "flags, perhaps": _are_flags(words) and (name.lower()[:2] == "is" or not words <= {*"01"}),
         "words, perhaps": "" not in words and _is_split(words),
     }
     if not is_asked.get(kind):

@@ -16,6 +16,11 @@ SURVEYS = [number - less for number in (99, 999, 9999) for less in (1, 2, 3)]
 FILLS = [32767, 32768, 65535, 2**31 - 1, 2**31, 1e20, 1e30, 1e34, 1e35, 1e36, 9.96921e36]
 POSITIVE = [*REPEATED, *SURVEYS, *FILLS, 99.9, 999.9, 9999.9, 99.99, 999.99, 9999.99]
 NUMBERS = np.array(sorted([*POSITIVE, *(-number for number in POSITIVE), -7.0, -8.0, -9.0]))
+# Numbers that mean it where all others are 0 or more, if they occur much more often than these.
+BELOW_ZERO = np.arange(-9.0, 0.0)
+MIN_OTHERS = 10  # different numbers above 0, or they are counts or marks
+TIMES = 3  # as often as other numbers
+GAP = 0.05  # from the others to a number above them, in parts of their range
 # The same of dates, in days since 1970: 9999-12-31 and the days before it, 2099-12-31, and the
 # first days of 1, 1582, 1753, 1899, 1900 and 1970, which are zero in files of many programs.
 DAYS = np.array([-719162.0, -141427, -79257, -25569, -25568, -25567, 0, 47481, 2932895, 2932896])
@@ -27,22 +32,45 @@ MIN_WIDTH = 4  # digits
 
 
 def ask_missing(values: pd.Series, column: Column) -> dict[str, int]:
-    """Return cells that repeat, lie far from all others and read as a code, with their counts.
+    """Return cells that repeat, lie outside all others and read as a code, with their counts.
 
-    They probably mean a missing value. Far is more than the range of the others.
+    They probably mean a missing value. They are further away than the range of the others, or they
+    are much more frequent than those: see find_spikes.
     """
     numbers = parse_cells(values, column)
     different, counts = np.unique(numbers.dropna().to_numpy(), return_counts=True)
     like_a_code = is_like(different, DAYS if column.days else NUMBERS)
     others = different[~like_a_code]
-    if len(others) < 2 or not like_a_code.any():
+    found = np.zeros(len(different), dtype=bool)
+    if len(others) >= 2 and like_a_code.any():
+        low, high = others[0], others[-1]
+        distance = np.maximum(low - different, different - high)
+        found = like_a_code & (counts > 1) & (distance > high - low)
+    if not column.days:
+        found |= find_spikes(different, counts)
+    if not found.any():
         return {}
+    return values[numbers.isin(different[found])].map(as_text).value_counts().to_dict()
+
+
+def find_spikes(different: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return which numbers read as a code, lie outside all others and are much more frequent.
+
+    That is -1 where all else is 0 or more, and 99 where all else is below 80. The others must
+    differ: -1 beside 0 and 1 is a number as they are. How often 0 occurs says nothing unless all
+    are whole: many amounts are mostly zero. Amounts that have fractions are not cut at -1, so that
+    it need only be more frequent than most of them. different: sorted. counts: of each.
+    """
+    is_code = is_like(different, NUMBERS) | np.isin(different, BELOW_ZERO)
+    others, usual = different[~is_code], counts[~is_code]
+    if not is_code.any() or (others > 0).sum() < MIN_OTHERS:
+        return np.zeros(len(different), dtype=bool)
+    are_whole = (others % 1 == 0).all()
+    most, half = np.quantile(usual if are_whole else usual[others > 0], (0.99, 0.5))
     low, high = others[0], others[-1]
-    distance = np.maximum(low - different, different - high)
-    found = different[like_a_code & (counts > 1) & (distance > high - low)]
-    if not len(found):
-        return {}
-    return values[numbers.isin(found)].map(as_text).value_counts().to_dict()
+    is_below = (different < 0) & (low >= 0) & (counts >= TIMES * (most if are_whole else half))
+    is_above = (different - high > GAP * (high - low)) & (counts >= TIMES * most)
+    return is_code & (is_below | is_above)
 
 
 def is_like(numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:

@@ -640,7 +640,7 @@ def make_plan(
         "columns": shorten(special, MAX_SHOWN) or "numbers",
         "targets": ", ".join(facts["targets"]),
     }
-    asked = ask(missing, codes)
+    asked = ask(missing, codes, table)
     if asked:
         plan["asked"] = asked
     if num_rows < 2 * num_features:
@@ -651,10 +651,11 @@ def make_plan(
     return plan | split.plan
 
 
-def ask(missing: dict[str, dict[str, int]], codes: dict[str, str]) -> str:
+def ask(missing: dict[str, dict[str, int]], codes: dict[str, str], table: pd.DataFrame) -> str:
     """Return questions about cells that may mean a missing value, and columns that may be codes.
 
     missing: of each column, such cells and their counts. codes: what its codes look like, or "".
+    table: whose other columns may have the same cells, which the flag would empty too.
     """
     questions = []
     found = {name: cells for name, cells in missing.items() if cells}
@@ -665,9 +666,12 @@ def ask(missing: dict[str, dict[str, int]], codes: dict[str, str]) -> str:
             for cell, number in counts.items()
         ]
         values = dict.fromkeys(cell for counts in found.values() for cell in counts)
+        _, emptied = empty_cells(table, [*values])
+        others = [f"{emptied[name]} of {name}" for name in emptied if name not in found]
+        too = f" (it empties these cells too: {shorten(others)})" if others else ""
         questions.append(
             f"is {shorten(cells, MAX_SHOWN)} a missing value? Then add "
-            f"--missing-values={typed(*values)}"
+            f"--missing-values={typed(*values)}{too}"
         )
     coded = {name: what for name, what in codes.items() if what}
     if coded:
