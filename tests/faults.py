@@ -15,6 +15,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -168,10 +169,14 @@ def _serve():
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     # torch imports the first of these at the first optimizer and the first DDP, and others are
-    # imported when they are needed: once here, not in each child.
+    # imported when they are needed: once here, not in each child, where it is half of a short run.
     modules = "torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint tqdm.auto"
     modules += " pandas pyarrow.parquet matplotlib.figure matplotlib.backends.backend_agg"
-    for name in (*SCRIPTS, *modules.split()):
+    modules += " datasets numpy.ctypeslib torchvision trainkit.pictures.grey"
+    modules += " trainkit.pictures.shown trainkit.pictures.drawn trainkit.rows.parquet"
+    modules += " trainkit.tables.sets trainkit.texts.texts trainkit.language.pretrained"
+    optional = [name for name in ("timm", "transformers") if importlib.util.find_spec(name)]
+    for name in (*SCRIPTS, *modules.split(), *optional):
         importlib.import_module(name)
     for script in SCRIPTS:  # the first command line that tyro reads makes it import a checker
         sys.modules[script].parse(sys.modules[script].Config, [])
@@ -264,6 +269,8 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
         for variable, value in request.get("env", {}).items():
             os.environ.pop(variable, None)
             os.environ.update({variable: value} if value is not None else {})
+        if cache := request.get("env", {}).get("HF_DATASETS_CACHE"):  # was read at the import
+            sys.modules["datasets"].config.HF_DATASETS_CACHE = Path(cache)
         if request.get("double"):
             importlib.import_module("double").use_double()
         sys.argv, fault = [request["script"], *request["args"]], request.get("fault", {})
