@@ -245,6 +245,8 @@ def test_what_is_mixed_in_is_new_in_each_epoch_and_the_same_if_each_photo_is_dec
     decoded, stored = sets
     sets.append(moved := stored.to(torch.device("cpu")))
     assert moved is not stored and stored.nbytes == len(train) * 36 * 36 * 3
+    other = photos.with_second(type("Other", (photos.Photos,), {})(train.split), config.seed)
+    assert other.to(torch.device("cpu")) is other  # it may make other batches
     indices = torch.tensor([3, 0, 5])
     seconds = []
     for epoch in (0, 1):

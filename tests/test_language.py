@@ -86,6 +86,20 @@ def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
+def test_a_model_that_scales_its_logits_in_place_keeps_them_whole():
+    model = make("phi", **WIDTHS, intermediate_size=64)
+    forward = type(model).forward
+
+    def scaled(*args, **kwargs):
+        output = forward(model, *args, **kwargs)
+        output.logits.mul_(0.25)
+        return output
+
+    model.forward = scaled
+    losses.allow_parts(model)
+    assert not model.get_output_embeddings().may_have_parts
+
+
 # In autocast, by the types of the weights: bfloat16 and float16, whose gradients are scaled.
 TYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, None), (torch.float32, torch.float16)]
 

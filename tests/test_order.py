@@ -168,6 +168,19 @@ class Moved(Quick):
 
 class Larger(Moved):
     nbytes = loaders.MAX_DEVICE_BYTES + 1
+    to = Moved.to
+
+
+class Inverted(Moved):
+    """A subclass, whose batches `to` would lose."""
+
+    def make_batch(self, indices):
+        return -super().make_batch(indices)
+
+
+class Staying(Moved):
+    def to(self, device):
+        return self
 
 
 class Sampled(Moved):
@@ -178,6 +191,8 @@ class Sampled(Moved):
 PLACES = [
     (Moved(), 1, None, True),
     (Larger(), 1, None, False),
+    (Inverted(), 0, None, False),
+    (Staying(), 0, None, False),
     (Quick(), 0, None, False),
     (Sampled(), 0, None, False),
     (Moved(), 0, list, False),

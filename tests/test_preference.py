@@ -118,7 +118,7 @@ def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     flags = [*flags, "--run-dir", f"{tmp_path}/run"]
     run_main("examples.preference", *flags, "--stop-after-steps", 2)
-    (kept,) = (tmp_path / "cache/preferences").iterdir()
+    (kept,) = (tmp_path / "cache/references").iterdir()
     before = kept.stat().st_mtime_ns
     run_main("examples.preference", *flags, "--stop-after-steps", 3, "--resume", "latest")
     assert [kept] == list(kept.parent.iterdir()) and kept.stat().st_mtime_ns == before

@@ -262,7 +262,9 @@ def add_reference(
     pairs = [pair for group in sets for pair in group]
     fingerprint = digest(text_of([model.state_dict(), pairs]))
     model.to(accelerator.device).eval()
-    name = f"preferences/{fingerprint}-{accelerator.mixed_precision}"
+    # All that their rounding follows from: the margins begin at exactly 0.
+    how = accelerator.mixed_precision, accelerator.device.type, torch.__version__
+    name = f"references/{fingerprint}-{'-'.join(how)}"
 
     def compute_part(part: slice) -> torch.Tensor:
         with accelerator.autocast():

@@ -73,7 +73,7 @@ def allow_parts(model: nn.Module) -> None:
     output = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 2, head.in_features))
     output.cross_attentions = None  # which some models read
     owner.base_model.forward = lambda *_, **__: output
-    head.forward = lambda _: logits
+    head.forward = lambda _: logits.clone()  # some models scale theirs in place
     try:
         returned = owner.forward(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits
         head.may_have_parts = torch.equal(returned, logits)

@@ -369,8 +369,9 @@ def make_loaders(
     A data set has `__len__`, and `__getitem__` or `__getitems__`, which takes a list of indices. If
     it also has `make_batch` and no collate_fn is given, that makes whole batches from a tensor of
     indices, in the training process; --num-workers is then ignored. A set with make_batch, `nbytes`
-    of at most MAX_DEVICE_BYTES and `to(device)` is moved to a GPU once, as InMemory is. collate_fn
-    makes a batch from a list of samples, but not of InMemory. If the training set, or one within
+    of at most MAX_DEVICE_BYTES and a `to(device)` of its own class is moved to a GPU once, as
+    InMemory is; what that method returns is read, the set itself if it stays. collate_fn makes a
+    batch from a list of samples, but not of InMemory. If the training set, or one within
     it, has set_epoch, the loader calls it with the epoch in the process that makes samples. Batch
     sizes are over all processes; --eval-batch-size is rounded up to a multiple of their number.
     weights has one number per training sample: how often it is drawn, with replacement, relative to
@@ -416,11 +417,15 @@ def on_device(
         return dataset
     is_movable = type(dataset) is InMemory and config.num_workers == 0
     if batch_method(dataset, may_make_batch=collate_fn is None) == "make_batch":
-        is_movable = hasattr(dataset, "nbytes") and hasattr(dataset, "to")
+        # Not a `to` that is inherited: it returns a set of the class that it comes from, whose
+        # batches are others.
+        is_movable = hasattr(dataset, "nbytes") and "to" in vars(type(dataset))
     if not is_movable or dataset.nbytes > MAX_DEVICE_BYTES:
         return dataset
-    batches.device = accelerator.device
-    return dataset.to(accelerator.device)
+    moved = dataset.to(accelerator.device)
+    if moved is not dataset:
+        batches.device = accelerator.device
+    return moved
 
 
 def make_loader(

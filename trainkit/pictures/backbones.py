@@ -159,8 +159,7 @@ class Features(Dataset):
         used |= {"torch": torch.__version__, "device": accelerator.device.type}
         _, body = split_last(network)
         key = digest(text_of([photos.fingerprint(), used, body]))
-        num = len(photos) / accelerator.num_processes
-        layout = choose_layout(accelerator.device, num)
+        layout = choose_layout(accelerator.device, len(photos))
         network.to(accelerator.device, memory_format=layout).eval()
 
         def compute_part(part: slice) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Colour photos in the folders of their classes, decoded once into a file of uint8 squares.
 
-A batch maps the file into memory for as long as it takes to copy its rows, so the process needs no
-more memory for more pictures. A set whose file would be too large is decoded for each batch.
+A batch maps the file into memory for as long as it takes to copy its rows, so on a CPU the process
+needs no more memory for more pictures. On a GPU up to 1 GiB of photos lies there. A set whose file
+would be too large is decoded for each batch.
 """
 
 import math
@@ -223,7 +224,9 @@ class Mixed(Photos):
         return MixedBatch(images, labels, indices, second.images, second.labels)
 
     def to(self, device: torch.device) -> "Mixed":
-        """See Photos.to."""
+        """See Photos.to. Photos of a subclass stay, as make_loaders leaves them where they are."""
+        if "to" not in vars(type(self.photos)):
+            return self
         return Mixed(self.photos.to(device), self.seed)
 
 
