@@ -17,6 +17,7 @@ data for an epoch, with batches of as many rows, in bf16 and without gradient ch
 peak memory is that up to the last step.
 """
 
+import argparse
 import contextlib
 import gc
 import importlib.util
@@ -177,8 +178,8 @@ def where_time_goes(train: Callable[..., Any], num_steps: int) -> str:
     patched = mock.patch.object(Profile, "_describe", described)
     with patched, contextlib.redirect_stdout(io.StringIO()):
         train("--profile", num_steps)
-    lines = [line for line in said[0].splitlines() if line.startswith("a step")]
-    return "; " + " ".join(lines[0].split())
+    lines = [line for text in said for line in text.splitlines() if line.startswith("a step")]
+    return "; " + " ".join(lines[0].split()) if lines else "; no profile"
 
 
 def loop(step: Callable[[int], None], num_steps: int) -> tuple[float, float, int]:
@@ -429,13 +430,22 @@ def beside_trl(
     return name, *texts, f"{ratio:.2f}", asked, "; ".join(more)
 
 
-def chat_base(size: Size, folder: str) -> list[str]:
-    """Make a small chat model of 109 million parameters; return the flags that name it."""
-    sizes = "--layers 12 --width 576 --vocabulary 49152"
-    return make_base(folder, *("--layers 1 --width 64" if size.is_tiny else sizes).split())
+def chat_base(size: Size, shared: Path) -> tuple[str, list[str]]:
+    """Make a small chat model of 109 million parameters in a folder, unless an earlier row has.
+
+    Return its folder, which also has pairs to compare, and the flags that name it.
+    """
+    folder, words = f"{shared}/chat", "--layers 12 --width 576 --vocabulary 49152"
+    if size.is_tiny:
+        words = "--layers 1 --width 64"
+    if not Path(folder).exists():
+        made = tempfile.mkdtemp(dir=shared)
+        make_base(made, *words.split())
+        os.rename(made, folder)  # only now: a row may be stopped at any time
+    return folder, f"--base {folder}/base --epochs 1".split()
 
 
-def finetune(size: Size, how: str = "whole") -> tuple:
+def finetune(size: Size, shared: Path, how: str = "whole") -> tuple:
     """Packed fine-tuning of the small chat model, whole or LoRA, beside TRL's SFTTrainer."""
     name, asked = f"finetune --pack, {how}, bf16", "1.5; memory 0.7"
     more = {"whole": [], "LoRA": ["--lora", "8"], "4 bits": ["--lora", "8", "--load-4bit"]}[how]
@@ -444,24 +454,24 @@ def finetune(size: Size, how: str = "whole") -> tuple:
         if not importlib.util.find_spec("bitsandbytes"):
             return name, "no bitsandbytes", "-", "-", asked, "-"
     num, longest = (50, LONGEST // 8) if size.is_tiny else (768, LONGEST)
-    with tempfile.TemporaryDirectory() as folder:
-        flags = [*chat_base(size, folder), *make_chats(folder, num, longest), *more]
-        mine = [*flags, "--pack", "--batch-size", "2"]
-        rows = tuning.load_data(parse(tuning.Config, mine))[0]
-        num_learned = sum(int(learned[1:].sum()) for _, learned, *_ in rows)
-        theirs = partial(peer, "sft", flags, pack=True, bf16=True)
-        train = partial(ours, tuning, *mine)
-        return beside_trl(name, size, (train, num_learned), theirs, "learned tokens", asked)
+    folder, base = chat_base(size, shared)
+    flags = [*base, *make_chats(folder, num, longest), *more]
+    mine = [*flags, "--pack", "--batch-size", "2"]
+    rows = tuning.load_data(parse(tuning.Config, mine))[0]
+    num_learned = sum(int(learned[1:].sum()) for _, learned, *_ in rows)
+    theirs = partial(peer, "sft", flags, pack=True, bf16=True)
+    train = partial(ours, tuning, *mine)
+    return beside_trl(name, size, (train, num_learned), theirs, "learned tokens", asked)
 
 
-def dpo(size: Size) -> tuple:
+def dpo(size: Size, shared: Path) -> tuple:
     """examples/preference.py with all weights, beside TRL's DPOTrainer."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = [*chat_base(size, folder), *dpo_pairs(folder, 90 if size.is_tiny else 720)]
-        pairs = preference.load_data(parse(preference.Config, flags))[0]
-        train = partial(ours, preference, *flags)
-        theirs = partial(dpo_peer, flags)
-        return beside_trl("DPO, whole, bf16", size, (train, len(pairs)), theirs, "pairs", "1.2")
+    folder, base = chat_base(size, shared)
+    flags = [*base, *dpo_pairs(folder, 90 if size.is_tiny else 720)]
+    pairs = preference.load_data(parse(preference.Config, flags))[0]
+    train = partial(ours, preference, *flags)
+    theirs = partial(dpo_peer, flags)
+    return beside_trl("DPO, whole, bf16", size, (train, len(pairs)), theirs, "pairs", "1.2")
 
 
 def photo_steps(size: Size) -> tuple:
@@ -588,7 +598,9 @@ def save(size: Size) -> tuple:
     )
 
 
-def measure_row(name: str, size: Size, clone: Path | None, out: Path | None, head: str) -> None:
+def measure_row(
+    name: str, size: Size, clone: Path | None, out: Path | None, head: str, shared: Path
+) -> None:
     """Measure a row; print it, and append it to the file. A failure is a row too."""
     rows: dict[str, Callable[[], tuple]] = {
         "compact": partial(compact, size),
@@ -598,10 +610,10 @@ def measure_row(name: str, size: Size, clone: Path | None, out: Path | None, hea
         "gpt_compiled": partial(gpt_124m, size, size.backend),
         "pictures": partial(photo_steps, size),
         "save": partial(save, size),
-        "finetune": partial(finetune, size),
-        "lora": partial(finetune, size, "LoRA"),
-        "dpo": partial(dpo, size),
-        "four_bits": partial(finetune, size, "4 bits"),
+        "finetune": partial(finetune, size, shared),
+        "lora": partial(finetune, size, shared, "LoRA"),
+        "dpo": partial(dpo, size, shared),
+        "four_bits": partial(finetune, size, shared, "4 bits"),
     }
     try:
         cells = rows[name]()
@@ -633,6 +645,12 @@ def main() -> None:
     size = TINY if args.tiny else Size(rounds=args.rounds)
     if args.profile:
         size = size._replace(profiled=15)
+    with tempfile.TemporaryDirectory() as shared:
+        measure_rows(args, size, Path(shared))
+
+
+def measure_rows(args: argparse.Namespace, size: Size, shared: Path) -> None:
+    """Measure each row in a process, as long as there is time. shared: a folder of all rows."""
     start = time.monotonic()
     head = f"| {HEAD} |\n|{' --- |' * (HEAD.count('|') + 1)}\n"
     for name in args.rows:
@@ -641,7 +659,7 @@ def main() -> None:
             write(f"| {name} | not measured: --limit {args.limit:g} was over |", args.out)
             continue
         # Forked before anything asks for a card, which a forked process could then not use.
-        values = name, size, args.pytorch, args.out, head
+        values = name, size, args.pytorch, args.out, head, shared
         process = multiprocessing.get_context("fork").Process(target=measure_row, args=values)
         process.start()
         process.join(left)
