@@ -175,8 +175,11 @@ def _serve():
     modules += " datasets numpy.ctypeslib torchvision trainkit.pictures.grey"
     modules += " trainkit.pictures.shown trainkit.pictures.drawn trainkit.rows.parquet"
     modules += " trainkit.tables.sets trainkit.texts.texts trainkit.language.pretrained"
-    optional = [name for name in ("timm", "transformers") if importlib.util.find_spec(name)]
-    for name in (*SCRIPTS, *modules.split(), *optional):
+    if importlib.util.find_spec("timm"):
+        modules += " timm"
+    if importlib.util.find_spec("transformers"):
+        modules += " transformers.tokenization_utils_base"
+    for name in (*SCRIPTS, *modules.split()):
         importlib.import_module(name)
     for script in SCRIPTS:  # the first command line that tyro reads makes it import a checker
         sys.modules[script].parse(sys.modules[script].Config, [])
