@@ -25,6 +25,7 @@ import inspect
 import io
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -569,11 +570,13 @@ def photo_steps(size: Size) -> tuple:
 def save(size: Size) -> tuple:
     """How long the training stands still for a save, beside the copy from the card.
 
-    The files are written into memory, where there is a folder for that: a disk writes them later.
+    The files are written into memory, where there is room for them: a disk writes them later.
     """
     width = round((size.parameters / 8) ** 0.5)
-    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+    memory = Path("/dev/shm")
+    # Weights and two moments, in float32. Containers often have 64 MiB there.
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > 1.1 * 12 * size.parameters
+    with tempfile.TemporaryDirectory(dir=memory if has_room else None) as folder:
         checkpoints, progress, model, optimizer, _ = make_checkpoints(Path(folder), width, 8)
         tensors = [*model.parameters()]
         tensors += [v for state in optimizer.state.values() for v in state.values() if v.ndim]
@@ -594,7 +597,7 @@ def save(size: Size) -> tuple:
         f"{as_text(theirs)} s",
         f"{mine / theirs:.2f}",
         "1.2",
-        "less is better",
+        f"less is better; into {'memory' if has_room else 'a folder on a disk'}",
     )
 
 
