@@ -58,3 +58,14 @@ def titled(size=240, seed=0, noise=5.0):
     numbers = random.normal(size=size)
     y = np.array(prices) + 50 * numbers + noise * random.normal(size=size)
     return pd.DataFrame({"a": numbers, "title": titles, "y": y.round(2)})
+
+
+def rated(size, num_classes, seed=0):
+    """Reviews whose words have weights; y is in which of equally large classes their sum is."""
+    random = np.random.default_rng(seed)
+    words = np.array(["".join(random.choice([*"abcdefghij"], 6)) for _ in range(150)])
+    chosen = random.integers(len(words), size=(size, 8))
+    sums = random.normal(size=len(words))[chosen].sum(1) + random.normal(size=size)
+    stars = np.searchsorted(np.quantile(sums, np.arange(1, num_classes) / num_classes), sums)
+    texts = [" ".join(row) for row in words[chosen]]
+    return pd.DataFrame({"a": random.normal(size=size), "review": texts, "y": stars + 1})

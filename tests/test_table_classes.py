@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from conftest import refused, saved
-from made_tables import make_table, titled
+from made_tables import make_table, rated, titled
 
 import predict
 from examples import table_classes
 from trainkit.config import parse
 from trainkit.numbers.loaders import InMemory
-from trainkit.tables import network, sets
+from trainkit.tables import network, sets, words
 from trainkit.tables.columns import Column
 from trainkit.tools import page
 
@@ -198,11 +198,41 @@ def test_no_row_reaches_the_members_and_the_linear_model_that_judge_it():
 def test_words_tell_classes_one_number_for_each(tmp_path):
     table = titled()
     kinds = np.select([table.y > 200, table.y > 90], ["dear", "mid"], "cheap")
-    for names, words in ((kinds, ["cheap", "dear", "mid"]), (kinds == "dear", ["True"])):
+    for names, told in ((kinds, ["cheap", "dear", "mid"]), (kinds == "dear", ["True"])):
         table.assign(y=names).to_csv(tmp_path / "t.csv", index=False)
         made = sets_of(tmp_path / "t.csv", "y")
-        features = ["a", *(f"title, its words for {word}" for word in words)]
+        features = ["a", *(f"title, its words for {word}" for word in told)]
         assert made.metadata["features"] == features
         inputs, labels, _ = made.evaluated.tensors
-        says = inputs[:, 1:].argmax(1) if len(words) > 1 else inputs[:, 1] > 0
+        says = inputs[:, 1:].argmax(1) if len(told) > 1 else inputs[:, 1] > 0
         assert (says == labels).double().mean() > 0.1 + labels.bincount().max() / len(labels)
+
+
+@pytest.mark.parametrize("size, num_classes", [(200, 2), (400, 3), (400, 5), (800, 8)])
+def test_words_tell_ordered_classes_of_which_those_in_the_middle_are_told_by_none(
+    tmp_path, size, num_classes
+):
+    rated(size, num_classes).to_csv(tmp_path / "t.csv", index=False)
+    made = sets_of(tmp_path / "t.csv", "y")
+    (column,) = (column for column in made.metadata["columns"] if column["name"] == "review")
+    stars = [str(star + 1) for star in range(num_classes)]
+    assert column["scores"] == (stars if num_classes > 2 else ["2"])
+    assert f"whose words tell {column['explained']}% of" in made.metadata["plan"]["columns"]
+    features, labels, _ = made.train.tensors
+    weight, bias = network.fit_logistic(features.double(), labels, num_classes)
+    inputs, labels, _ = made.evaluated.tensors
+    right = (F.linear(inputs.double(), weight, bias).argmax(1) == labels).double().mean()
+    assert right > 1.2 / num_classes
+
+
+def test_words_that_say_nothing_of_classes_are_left_out():
+    taken = 0
+    for seed in range(24):
+        size, num_classes = ((60, 3), (60, 20), (150, 2))[seed % 3]
+        random = np.random.default_rng(seed)
+        labels = torch.from_numpy(random.integers(num_classes, size=size))
+        texts = words.number_texts(rated(size, 2, seed).review)
+        fold = torch.arange(size) % network.NUM_FOLDS
+        nothing = torch.zeros(size, 0, dtype=torch.float64)
+        taken += words.learn_words(texts, F.one_hot(labels).double(), nothing, fold).share > 0
+    assert taken <= 1  # 1 in 100 of many more

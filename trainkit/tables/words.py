@@ -23,7 +23,7 @@ PATIENCE = 5  # steps without a better one, after which the best one is taken
 MAX_SCORES = 20  # of classes, those that most rows have
 MIN_BITS, MOST_BITS = 10, 16  # of the number of a weight
 SPARE_BITS = 2  # with fewer, more pieces share a weight
-SURE = 2.0  # standard errors that the words must be of use by
+SURE = 2.5  # standard errors that the words must be of use by
 MIN_GAIN = 1e-3  # of the squares of the targets
 MIN_TEXTS = 20
 NO_PIECES = np.empty(0, np.int32)
@@ -33,7 +33,8 @@ class Learned(NamedTuple):
     """Weights, (2**bits, scores), scores of the training rows, and the share that is explained.
 
     The scores of a row, (rows, scores), come from weights that do not know its fold. The share is
-    that of the squares that the other columns leave, as such rows say; 0 if it may be chance.
+    that of the squares that the other columns leave, by the best multiples of such scores; 0 if it
+    may be chance.
     """
 
     weights: Tensor
@@ -107,14 +108,28 @@ def learn_words(
     used = len(np.unique(np.concatenate([NO_PIECES, *texts])))
     num_bits = min(MOST_BITS, max(MIN_BITS, used.bit_length() + SPARE_BITS))
     rest = targets - explain_by_numbers(others, targets, fold)
-    weights, scores, guess = fit_words(Bags(texts, num_bits), rest.float(), fold)
-    gain = (rest.square() - (rest - guess).square()).sum(1)
-    share = gain.sum() / rest.square().sum().clamp(min=1e-30)
-    is_sure = gain.mean() > SURE * gain.std() / len(gain) ** 0.5
-    whole = (targets - targets.mean(0)).square().sum()
-    is_sure &= gain.sum() > MIN_GAIN * whole
-    is_sure &= (scores.amax(0) > scores.amin(0)).all()
-    return Learned(weights, scores, float(share) if is_sure else 0.0)
+    weights, scores = fit_words(Bags(texts, num_bits), rest.float(), fold)
+    told, is_sure = measure_gain(rest, scores.double())
+    is_sure &= told > MIN_GAIN * (targets - targets.mean(0)).square().sum().item()
+    is_sure &= bool((scores.amax(0) > scores.amin(0)).all())
+    return Learned(weights, scores, told / rest.square().sum().item() if is_sure else 0.0)
+
+
+def measure_gain(rest: Tensor, scores: Tensor) -> tuple[float, bool]:
+    """Return the sum of the squares of `rest` that scores tell, and whether it is not chance.
+
+    Both are (rows, targets), float64. How large the scores are makes no difference, as the network
+    finds a weight for each: those learned from few texts are too large, and their own squared error
+    exceeds that of no words at all. The sum over all targets is tested, so that those that words do
+    not tell, such as the classes in the middle of five ratings, hide none that they do.
+    """
+    rest, scores = rest - rest.mean(0), scores - scores.mean(0)
+    products = rest * scores
+    told = products.sum(0).clamp(min=0).square() / scores.square().sum(0).clamp(min=1e-30)
+    # Two rows say the same of each other, so that the variance of the sum over rows is twice that
+    # of independent ones.
+    error = products.sum(1).std() * (2 / len(rest)) ** 0.5
+    return told.sum().item(), bool(products.sum(1).mean() > SURE * error)
 
 
 def explain_by_numbers(others: Tensor, targets: Tensor, fold: Tensor) -> Tensor:
@@ -132,12 +147,13 @@ def explain_by_numbers(others: Tensor, targets: Tensor, fold: Tensor) -> Tensor:
     return said
 
 
-def fit_words(bags: Bags, targets: Tensor, fold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights, (pieces, targets), scores of the rows, and guesses at their targets.
+def fit_words(bags: Bags, targets: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights, (pieces, targets), and scores of the rows, (rows, targets).
 
-    The weights are learned from all rows, scores and guesses of a row from those outside its fold.
-    All models are solved at once, as columns of one matrix: one without each fold, and at last that
-    of all rows, with a column for each target. targets: float32, (rows, targets).
+    The weights are learned from all rows, the scores of a row from those outside its fold. All
+    models are solved at once, as columns of one matrix: one without each fold, and at last that of
+    all rows, with a column for each target, which has a number of steps of its own.
+    targets: float32, (rows, targets).
     """
     num, num_targets = targets.shape
     row = torch.arange(num)
@@ -150,8 +166,9 @@ def fit_words(bags: Bags, targets: Tensor, fold: Tensor) -> tuple[Tensor, Tensor
     left = mask * (targets[:, None] - means).flatten(1)
     said = torch.zeros_like(left)
     weights = torch.zeros(len(rarity), left.shape[1])
-    best = [weights, said, means[fold]]
-    least, num_worse = float("inf"), 0
+    best_weights, best_scores = weights[:, -num_targets:], torch.zeros_like(targets)
+    least = torch.full((num_targets,), torch.inf, dtype=torch.float64)
+    num_worse = torch.zeros(num_targets, dtype=torch.int64)
     slope = rarity * bags.sum_texts(left)
     direction, steepness = slope, sum_squares(slope)
     for _ in range(MAX_STEPS):
@@ -161,18 +178,18 @@ def fit_words(bags: Bags, targets: Tensor, fold: Tensor) -> tuple[Tensor, Tensor
         said = said + length * change
         left = left - length * mask * change
         scores = said.view(num, -1, num_targets)[row, fold]
-        guess = scores + means[fold]
-        error = (targets - guess).double().square().mean().item()
-        num_worse += 1
-        if error < least:
-            best = [rarity * weights[:, -num_targets:], scores, guess]
-            least, num_worse = error, 0
-        if num_worse == PATIENCE:
+        error = (targets - scores - means[fold]).double().square().mean(0)
+        is_best = error < least
+        best_weights = torch.where(is_best, rarity * weights[:, -num_targets:], best_weights)
+        best_scores = torch.where(is_best, scores, best_scores)
+        least = torch.where(is_best, error, least)
+        num_worse = torch.where(is_best, 0, num_worse + 1)
+        if (num_worse >= PATIENCE).all():
             break
         slope = rarity * bags.sum_texts(left)
         before, steepness = steepness, sum_squares(slope)
         direction = slope + steepness / before.clamp(min=1e-30) * direction
-    return best[0], best[1], best[2]
+    return best_weights, best_scores
 
 
 def sum_squares(columns: Tensor) -> Tensor:
