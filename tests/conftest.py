@@ -126,13 +126,17 @@ def words_of(script: str | Path, args: Sequence[object]) -> list[str]:
 def start(
     script: str, *args: object, config: str | Path | None = None, **options: Any
 ) -> subprocess.Popen:
-    """Start a script; `processes` and `kill_all` then reach every process that comes of it."""
+    """Start a script; `processes` and `kill_all` then reach every process that comes of it.
+
+    The words of before=, if there are some, come before python.
+    """
     mark = uuid.uuid4().hex
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_RUN": mark}
     if config is not None:
         environment.pop("ACCELERATE_USE_CPU", None)  # the YAML says it
+    words = command(script, *args, config=config, launcher_flags=options.pop("launcher_flags", ()))
     process = subprocess.Popen(
-        command(script, *args, config=config, launcher_flags=options.pop("launcher_flags", ())),
+        [*options.pop("before", ()), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

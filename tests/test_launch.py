@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -22,9 +21,10 @@ from conftest import CONFIGS, ROOT, refused, run
 from filelock import FileLock
 from torch.distributed.launcher.api import ChildFailedError
 
-from trainkit.errors import is_main_rank
+from trainkit.errors import EXIT_STOPPED, is_main_rank
 from trainkit.launch import environment as launch
 from trainkit.launch.run_folder import Lock
+from trainkit.tools import launch as launcher
 
 # A script whose main process, which says what is wrong, starts last.
 LATE = """
@@ -274,6 +274,13 @@ def test_a_lock_that_cannot_be_written_is_named_with_the_remedy(tmp_path, monkey
         Lock(tmp_path / "other", 0)
 
 
+@pytest.fixture
+def in_no_session(monkeypatch):
+    """Let the launcher replace nothing of Accelerate in the process of these tests."""
+    monkeypatch.setattr("trainkit.outside.fixes.launch_in_own_session", lambda: None)
+
+
+@pytest.mark.usefixtures("in_no_session")
 @pytest.mark.parametrize(("code", "why"), [(-9, ", probably because the memory"), (-11, ";")])
 def test_the_launcher_says_in_a_sentence_which_signal_ended_a_process(
     code, why, monkeypatch, capsys
@@ -287,20 +294,49 @@ def test_the_launcher_says_in_a_sentence_which_signal_ended_a_process(
         raise error
 
     monkeypatch.setattr("accelerate.commands.launch.main", ends)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("trainkit.tools.launch")
-    assert ended.value.code == code
+    assert launcher.main() == code
     name = signal.Signals(-code).name
     assert f"error: process 1 was ended by {name}{why}" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("in_no_session")
 @pytest.mark.parametrize("code", [2, -9])
 def test_the_launcher_ends_with_the_code_of_a_single_process_too(code, monkeypatch, capsys):
     def ends(*_):
         raise subprocess.CalledProcessError(code, ["python", "train_mnist.py"])
 
     monkeypatch.setattr("accelerate.commands.launch.main", ends)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("trainkit.tools.launch")
-    assert ended.value.code == code
+    assert launcher.main() == code
     assert ("process 0 was ended by SIGKILL" in capsys.readouterr().err) == (code == -9)
+
+
+@pytest.mark.usefixtures("in_no_session")
+def test_a_process_that_ended_by_a_signal_to_its_launcher_was_stopped(monkeypatch, capsys):
+    def ends(*_):
+        raise subprocess.CalledProcessError(-signal.SIGTERM, ["python", "train_mnist.py"])
+
+    monkeypatch.setattr("accelerate.commands.launch.main", ends)
+    monkeypatch.setattr(launcher, "HEARD", {signal.SIGTERM})
+    assert launcher.main() == EXIT_STOPPED
+    assert "ended by SIGTERM, which was sent to its launcher" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("waits", ["time.sleep(9)", "TCPStore('127.0.0.1', 0, 2, True, nine)"])
+def test_a_launcher_that_waits_for_other_machines_ends_at_a_signal(waits, fork_main):
+    """In TCPStore the main thread waits in C++, where it hears nothing."""
+    ended = fork_main(
+        f"""
+import time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from trainkit.tools import launch
+
+def main(argv):
+    nine = timedelta(seconds=9)
+    launch.listen()
+    {waits}
+""",
+        kill=[[1, None, signal.SIGTERM]],
+    )
+    assert ended.error(EXIT_STOPPED).startswith("error: stopped by SIGTERM before the first step")
+    assert ended.seconds < 8

@@ -1,20 +1,35 @@
 """Signals, dead launchers and frozen peers, through the real launchers (killed: test_shards.py)."""
 
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
 
+import psutil
 import pytest
-from conftest import kill_all, linux_only, processes, refused, start, wait_for_step, wait_until
+from conftest import (
+    CONFIGS,
+    ROOT,
+    kill_all,
+    linux_only,
+    processes,
+    refused,
+    start,
+    wait_for_step,
+    wait_until,
+)
 
 from trainkit.errors import Stopped
 from trainkit.launch.signals import Signals
 
 if os.name != "posix":
     pytest.skip("Windows has no signals but Ctrl-C", allow_module_level=True)
+
+import pty  # not on Windows
 
 ENDLESS = "--epochs 1000 --batch-size 60 --log-every 1 --save-every 5 --schedule constant "
 ENDLESS += "--warmup 0 --eval-batch-size 50 --no-pictures"
@@ -138,6 +153,68 @@ def test_a_dead_launcher_leaves_a_saved_run_and_no_process(started, tmp_path, co
     output, errors = process.communicate()
     assert "at step" in output and "saved: start the same command" in output, errors
     assert output.count("stopped by") == 1
+
+
+LAUNCHER = f"-m trainkit.tools.launch --config_file {CONFIGS}/1cpu_bf16.yaml"
+
+
+@linux_only
+def test_a_pod_with_one_process_saves_and_ends_with_75(started, tmp_path):
+    """As in a container, the launcher is process 1, to which the kernel gives what it handles."""
+    unshare = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"]).returncode:
+        pytest.skip("this machine lets nobody make a namespace of processes")
+    process = started(before=unshare, launcher_flags=LAUNCHER.split())
+    (first,) = psutil.Process(process.pid).children()
+    first.terminate()
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "stopped by SIGTERM at step" in output and "--resume auto" in output
+
+
+# A script that prints the signals which it hears, and ends with 7 after the last.
+HEARS = """
+import signal, sys
+names = "SIGINT SIGHUP SIGUSR1 SIGTERM".split()
+def hear(number, frame):
+    print("heard", signal.Signals(number).name, flush=True)  # fails without a terminal
+    if number == signal.SIGTERM:
+        sys.exit(7)
+for name in names:
+    signal.signal(getattr(signal, name), hear)
+print("listening", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_single_process_hears_each_signal_to_its_launcher_once(tmp_path):
+    """(Several: tests/test_multinode.py; torchelastic passes the signals on.)"""
+    (tmp_path / "hears.py").write_text(HEARS)
+    command = [sys.executable, *LAUNCHER.split(), str(tmp_path / "hears.py")]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started these tests
+        os.execv(command[0], command)
+    output = b""
+
+    def read_until(words: bytes):
+        nonlocal output
+        while words not in output:
+            output += os.read(terminal, 65536)
+
+    try:
+        read_until(b"listening")
+        os.write(terminal, b"\x03")  # Ctrl-C, which a terminal sends to all that it started
+        read_until(b"SIGINT")
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(child, number)
+            read_until(number.name.encode())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, output
+    finally:
+        os.close(terminal)  # which ends what still runs, by SIGHUP and SIGTERM
+    assert output.count(b"heard") == 4, output
 
 
 @pytest.mark.slow

@@ -98,6 +98,11 @@ class Stopped(SystemExit):
     exit_code = EXIT_STOPPED
 
 
+def by_nohup(number: int) -> bool:
+    """True for SIGHUP if nohup started this process, which must then outlive its terminal."""
+    return signal.Signals(number).name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
+
+
 def is_main_rank() -> bool:
     """True on the one process per machine that may print; works before an Accelerator exists."""
     rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))

@@ -9,14 +9,9 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
-from trainkit.errors import SIGNALS, Stopped
+from trainkit.errors import SIGNALS, Stopped, by_nohup
 from trainkit.launch.streams import keep_printing
 from trainkit.launch.together import deadline
-
-
-def by_nohup(number: int) -> bool:
-    """True for SIGHUP if nohup started this process, which must then outlive its terminal."""
-    return signal.Signals(number).name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
 
 
 class Signals:

@@ -6,10 +6,12 @@ what `skip_the_compiler` or `look_for_lomo_once` replaces, no time is saved, but
 the same.
 """
 
+import argparse
 import atexit
 import functools
 import inspect
 import os
+import subprocess
 import sys
 import threading
 import warnings
@@ -25,6 +27,7 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     convert_outputs_to_fp32,
+    prepare_simple_launcher_cmd_env,
 )
 from torch import nn
 from torch.utils.data import DataLoader
@@ -355,6 +358,21 @@ def look_for_lomo_once() -> None:
     look = getattr(module, "is_lomo_available", None)
     if look is not None and not hasattr(look, "cache_info"):
         module.is_lomo_available = functools.cache(look)
+
+
+def launch_in_own_session() -> None:
+    """Let `accelerate launch` start one process as it starts several: in a session of its own.
+
+    Otherwise Ctrl-C reaches the process twice, from the terminal and from a launcher that passes
+    signals on, and the second ends it without saving. With --quiet its exit code would be lost.
+    """
+    from accelerate.commands import launch  # half a second, which only a launcher needs
+
+    def launch_alone(args: argparse.Namespace) -> None:
+        command, environment = prepare_simple_launcher_cmd_env(args)
+        subprocess.run(command, env=environment, start_new_session=True, check=True)
+
+    launch.simple_launcher = launch_alone
 
 
 def run_exit_functions() -> None:

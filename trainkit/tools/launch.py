@@ -1,34 +1,110 @@
-"""Run `accelerate launch` and exit with the code of the script; its own is 1 for every failure.
+"""Run `accelerate launch`, pass signals on to the script, and exit with its code.
 
 python -m trainkit.tools.launch --config_file accelerate_configs/2cpu.yaml train_mnist.py
 
-For a scheduler that decides by the exit code whether to restart: docs/kubernetes/train.yaml.
+For a scheduler that decides by the exit code whether to restart: docs/kubernetes/train.yaml. By
+itself `accelerate launch` exits with 1 after every failure. It passes no signal on to a single
+process, and as the first process of a container it hears only those that torchelastic handles.
 """
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from types import FrameType
 
-from accelerate.commands.launch import main
-from torch.distributed.launcher.api import ChildFailedError, SignalException
+import psutil
 
-try:
-    main()
-except (ChildFailedError, subprocess.CalledProcessError) as error:
-    rank = 0
-    if isinstance(error, ChildFailedError):
+from trainkit.errors import EXIT_STOPPED, SIGNALS, by_nohup
+
+HEARD: set[int] = set()  # the signals that were passed on
+
+
+def listen() -> None:
+    """Pass on each signal that comes; torchelastic puts handlers of its own in place of most."""
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    threading.Thread(target=stand_in, args=(woken,), daemon=True).start()
+    for number in SIGNALS:
+        if not by_nohup(number):
+            signal.signal(number, pass_on)
+
+
+def stand_in(woken: int) -> None:
+    """Pass on the signals that the main thread does not: it waits for other machines.
+
+    It waits in C++, where Python calls no handler, for as long as a rendezvous may take.
+    """
+    while True:
+        (number,) = os.read(woken, 1)
+        time.sleep(1)
+        if number not in HEARD and signal.getsignal(number) is pass_on:
+            pass_on(number, None)
+
+
+def pass_on(number: int, frame: FrameType | None) -> None:
+    """Send a signal on to the processes that were started, or end if there are none yet."""
+    HEARD.add(number)
+    started = psutil.Process().children()
+    for process in started:
+        process.send_signal(number)
+    if not started:
+        name = signal.Signals(number).name
+        sentence = (
+            f"error: stopped by {name} before the first step, with nothing to save: start the "
+            "same command with --resume auto\n"
+        )
+        with contextlib.suppress(OSError):  # its reader may have gone away
+            os.write(2, sentence.encode())
+        os._exit(EXIT_STOPPED)
+
+
+def main() -> int:
+    """Start what the command line says, wait for its end, and return the exit code."""
+    # These imports take seconds, in which signals must be heard already.
+    from accelerate.commands import launch
+    from torch.distributed.launcher.api import ChildFailedError, SignalException
+
+    from trainkit.outside.fixes import launch_in_own_session
+
+    launch_in_own_session()
+    try:
+        launch.main()
+        return 0
+    except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-    else:  # there was one process
-        code = error.returncode
-    if code < 0:  # a signal; such a process, killed in its imports say, printed nothing
-        name = signal.Signals(-code).name
-        why = ", probably because the memory is full" if name == "SIGKILL" else ""
+    except subprocess.CalledProcessError as error:  # there was one process
+        rank, code = 0, error.returncode
+    except SignalException:  # sent to this launcher, which passed it on and waited
+        return EXIT_STOPPED
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name  # such a process, ended in its imports say, printed nothing
+    if -code in HEARD:
         print(
-            f"error: process {rank} was ended by {name}{why}; the checkpoints are intact: "
-            "remove the cause, then start the same command with --resume auto",
+            f"error: process {rank} was ended by {name}, which was sent to its launcher; the "
+            "checkpoints are intact: start the same command with --resume auto",
             file=sys.stderr,
         )
+        return EXIT_STOPPED
+    why = ", probably because the memory is full" if name == "SIGKILL" else ""
+    print(
+        f"error: process {rank} was ended by {name}{why}; the checkpoints are intact: "
+        "remove the cause, then start the same command with --resume auto",
+        file=sys.stderr,
+    )
+    return code
+
+
+if __name__ == "__main__":
+    if os.name == "posix":  # elsewhere Ctrl-C, the only signal, reaches every process of a console
+        listen()
+    code = main()
+    for number in SIGNALS:  # one that comes now must not change the code
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
-except SignalException:  # sent to this launcher, which passed it on and waited
-    sys.exit(75)
