@@ -768,12 +768,31 @@ def test_thousands_of_columns_are_read_by_few_calls_of_pandas(monkeypatch):
     series = pd.Series.__init__
     monkeypatch.setattr(pd.Series, "__init__", lambda *a, **k: [made.append(1), series(*a, **k)][1])
     random = np.random.default_rng(0).normal(size=(20, 200))
-    for numbers in (random.round(4), (random * 100).round().astype(int)):
+    whole = (random * 100).round().astype(int)
+    lacking = np.where(random > 1, np.nan, random.round(4))
+    for numbers in (random.round(4), whole, lacking):
         table = pd.DataFrame(numbers).add_prefix("c").assign(y=range(20))
-        table.to_csv("t.csv", index=False)
+        table.to_csv("t.csv", index=False, na_rep="NA")
         made.clear()
         read("t.csv")
-        assert len(made) < 40 * 200
+        assert len(made) < 20 * 200
+
+
+def test_words_for_a_missing_number_are_counted_as_they_are_written():
+    cells = ["NA", "nan", "", "NA", *(f"{n / 7:.2f}" for n in range(26))]
+    table = pd.DataFrame({"a": cells, "n": range(30), "y": range(30)})
+    for flags in ([], ["--missing", "impute"]):
+        _, _, metadata = read(table, *flags)
+        assert (
+            "a (number, filled in where missing: 2 'NA', 1 'nan', 1 empty)"
+            in metadata["plan"]["columns"]
+        )
+        assert metadata["columns"][0]["words"] == {"NA": 2, "nan": 1, "": 1}
+    train, test, metadata = read(table, "--missing", "drop")
+    assert len(train) + len(test) == 26
+    assert metadata["plan"]["data"] == "t.csv, 4 rows dropped: no value: 2 'NA', 1 'nan', 1 empty"
+    with pytest.raises(UsageError, match="a: row 1: the value is missing"):
+        read(table, "--missing", "refuse")
 
 
 @pytest.mark.parametrize("text", ['"', 'a,"b', ",", " "])

@@ -1,6 +1,7 @@
 """Read the columns of a table as numbers, by rules that can be printed, saved and applied again."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,27 +150,34 @@ def list_counts(words: dict[str, int]) -> str:
     return f": {shorten(counts, MAX_SHOWN)}" if counts else ""
 
 
-def read_numbers(values: pd.Series) -> pd.Series:
+def read_numbers(values: pd.Series, with_words: bool = True) -> tuple[pd.Series, pd.Series]:
     """Return texts that all are plain numbers as float64, which thousands of columns need.
 
-    Others stay texts: whole numbers with leading zeros, which may be codes, those with three
-    decimals or none, of which the plan may ask whether . separates thousands, and those that
-    float64 may not tell apart.
+    The words of MISSING among them become NaN, and are returned too, as a series of their rows;
+    with_words: else they count as other texts. Others stay texts: whole numbers with leading zeros,
+    which may be codes, those with three decimals or none, of which the plan may ask whether .
+    separates thousands, and those that float64 may not tell apart.
     """
+    none = pd.Series(dtype=object)
     if values.dtype.kind in "biuf":
-        return values
+        return values, none
     cells = values.to_numpy(dtype=object)
     numbers = pd.to_numeric(cells, errors="coerce").astype(np.float64)
     present = np.isfinite(numbers)
-    if present.sum() != values.count() or not (np.abs(numbers[present]) <= MAX_WHOLE).all():
-        return values
-    texts = [cell for cell in cells if isinstance(cell, str)]
+    are_words = ~present & pd.notna(cells)
+    words = cells[are_words]
+    if len(words) and not (with_words and present.any() and {*words} <= {*MISSING}):
+        return values, none
+    if not (np.abs(numbers[present]) <= MAX_WHOLE).all():
+        return values, none
+    texts = [cell for cell in cells[present] if isinstance(cell, str)]
     are_whole = not (numbers[present] % 1).any()
     if are_whole and any(map(LEADING_ZERO.match, texts)):
-        return values
+        return values, none
     if any(map(DECIMAL.search, texts)) and all(map(NONE_OR_THREE.search, texts)):
-        return values
-    return pd.Series(numbers, values.index, name=values.name)
+        return values, none
+    read = pd.Series(numbers, values.index, name=values.name)
+    return read, pd.Series(words, values.index[are_words], dtype=object)
 
 
 def target_column(values: pd.Series, classes: list[str] | None) -> Column:
@@ -245,15 +253,14 @@ def learn_column(
     categorical: Sequence[str],
     missing: str | None,
     unread: Mapping[str, str],
+    words: pd.Series | None = None,
 ) -> Column:
     """Learn from its training rows how a feature is encoded, or why it is left out.
 
-    Texts that hardly repeat are free text; unread: why its words are left out, by column.
-
-    A missing number becomes the mean, a missing category the most frequent one: with `missing`
-    "impute", and also with None if the column lacks a value. In a column of numbers or dates the
-    words of MISSING count as missing values. Words without a digit do too, if at most one cell in
-    ten holds one.
+    Texts that hardly repeat are free text; unread: why its words are left out, by column. words:
+    those that were written in cells without a number, as read_numbers returns them. A missing
+    number becomes the mean, a missing category the most frequent one: with `missing` "impute", and
+    also with None if the column lacks a value.
     """
     column = find_kind(values, categorical)
     if column.problem:
@@ -262,12 +269,13 @@ def learn_column(
     present = parsed.iloc[train]
     if column.categories is None and parsed.notna().all():  # as in tables of thousands of columns
         return _learn_whole(column, present.to_numpy(), missing)
+    if values.dtype.kind == "f" and parsed.count() == values.count() and not column.holds_texts:
+        return _learn_some(column, present, values.index[values.isna()], missing, words)
     odd = values[parsed.isna()].astype(object).fillna("").astype(str)
     others = odd[~odd.isin(MISSING)]
     impute = missing == "impute" or (missing is None and len(odd) > 0)
-    # Words with a digit are not missing values: 1,234 is a number, although it is not read as one.
-    if impute and 9 * len(others) <= parsed.count() and not others.str.contains(r"\d").any():
-        column.words = odd.value_counts().to_dict()
+    if impute:
+        column.words = _count_words(odd, others, parsed.count())
     counts = present.value_counts().sort_index()
     if len(counts) == 1 or not len(counts) + len(others):
         column.problem = "left out: always the same"
@@ -284,6 +292,19 @@ def learn_column(
         column.cycles = find_cycles(present.dropna().to_numpy())
     column.fill = fill if impute else None
     return column
+
+
+def _count_words(odd: pd.Series, others: pd.Series, num_read: int) -> dict[str, int] | None:
+    """Return how often each word stands for a missing value, or None if they may be something else.
+
+    In a column of numbers or dates those of MISSING do, and words without a digit, if at most one
+    cell in ten holds one; with a digit 1,234 is a number, although it is not read as one.
+
+    odd: the cells that are not read, as texts. others: those that are not in MISSING.
+    """
+    if 9 * len(others) > num_read or others.str.contains(r"\d").any():
+        return None
+    return odd.value_counts().to_dict()
 
 
 def _learn_texts(
@@ -312,6 +333,30 @@ def _learn_whole(column: Column, numbers: np.ndarray, missing: str | None) -> Co
         column.words = {}
     if column.days:
         column.cycles = find_cycles(numbers)
+    return column
+
+
+def _learn_some(
+    column: Column,
+    present: pd.Series,
+    rows: pd.Index,
+    missing: str | None,
+    words: pd.Series | None,
+) -> Column:
+    """Do what learn_column does for a column of numbers or dates, read as such, that lacks these.
+
+    present: its training rows. words: what stood in some of the rows instead of a number.
+    """
+    impute = missing in (None, "impute")
+    if impute:
+        written = {} if words is None else dict(zip(words.index, words, strict=True))
+        column.words = dict(Counter(written.get(row, "") for row in rows).most_common())
+    if present.nunique() < 2:
+        column.problem = "left out: always the same"
+        return column
+    if column.days:
+        column.cycles = find_cycles(present.dropna().to_numpy())
+    column.fill = float(present.mean()) if impute else None
     return column
 
 

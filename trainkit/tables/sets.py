@@ -188,9 +188,10 @@ def load_table(
     """Return the table of --data without dropped rows, the targets, and metadata.
 
     The index of the table holds row numbers from 0. The metadata have the options to read such a
-    table with, lines of the plan, the number that each row has in its file and, if the user chose
-    the rows to evaluate on, which follow those to train on, the index of the first of them and
-    where they are from. Raises UsageError.
+    table with, lines of the plan, the number that each row has in its file, words for missing
+    values that stood among the numbers of a column and, if the user chose the rows to evaluate on,
+    which follow those to train on, the index of the first of them and where they are from. Raises
+    UsageError.
     """
     assert config.data is not None
     options: dict[str, Any] = {"separator": config.separator, "encoding": config.encoding}
@@ -202,8 +203,11 @@ def load_table(
         cells = [f"{count(number, 'cell')} of {name}" for name, number in emptied.items()]
         found = shorten(cells, MAX_SHOWN) or "none found"
         plan |= {"missing": f"{', '.join(config.missing_values)}: {found}"}
+    words_of = {}
     for name in table.columns.difference([*target, *config.categorical]):
-        table[name] = read_numbers(table[name])
+        read, words_of[name] = read_numbers(table[name], with_words=config.missing != "drop")
+        table[name] = read
+    metadata["words"] = {name: cells for name, cells in words_of.items() if len(cells)}
     if not predicts_classes:
         _check_targets(table, config)
     used, dropped = _drop_missing(table, config)
@@ -358,7 +362,8 @@ def make_table_sets(
     given = torch.from_numpy(table.index.to_numpy() >= first) if where else None
     numbers, wrong = encode_targets(table, targets)
     known = None if wrong else numbers
-    split, learned, features, problems = read_features(table, targets, known, config, given)
+    options = config, given, metadata.pop("words", {})
+    split, learned, features, problems = read_features(table, targets, known, *options)
     if problems or wrong or not features.shape[1]:
         places = _name_rows([row for row, _, _ in problems + wrong], in_file, first, where)
         raise UsageError(_judge(learned, problems + wrong, places, table, config))
@@ -432,16 +437,17 @@ def read_features(
     numbers: np.ndarray | None,
     config: TableConfig,
     given: torch.Tensor | None,
+    words_of: dict[str, pd.Series],
 ) -> tuple[TableSplit, dict[str, Column], np.ndarray, list[tuple[int, str, str]]]:
     """Split the rows, learn the columns; return the features of all rows, and encode()'s problems.
 
     Columns of free text come last. Without use one is left out, and rows are split as without it.
-    numbers: the targets of all rows; None if they cannot be read.
+    numbers: the targets of all rows; None if they cannot be read. words_of: see load_table.
     """
     unread: dict[str, str] = {}
     pieces: dict[str, list[np.ndarray]] = {}
     while True:
-        split, learned = split_and_learn(table, targets, config, given, unread)
+        split, learned = split_and_learn(table, targets, config, given, unread, words_of)
         learned = dict(sorted(learned.items(), key=lambda item: item[1].scores is not None))
         columns = [column for column in learned.values() if not column.problem]
         features, problems = encode(table, [c for c in columns if c.scores is None])
@@ -458,9 +464,8 @@ def read_features(
                 pieces[column.name] = words.number_texts(cells[column.name])
             numbered = pieces[column.name]
             others = torch.from_numpy(features[split.train])
-            found = words.learn_words(
-                [numbered[n] for n in split.train], wanted, others, split.fold
-            )
+            rows = [numbered[n] for n in split.train]
+            found = words.learn_words(rows, wanted, others, split.fold)
             if found.share == 0:
                 unread[column.name] = NO_USE
                 continue
@@ -499,11 +504,12 @@ def split_and_learn(
     config: TableConfig,
     given: torch.Tensor | None,
     unread: dict[str, str],
+    words_of: dict[str, pd.Series],
 ) -> tuple[TableSplit, dict[str, Column]]:
     """Split the rows and learn each column from those to train on. Raises UsageError.
 
     given: which rows the user chose to evaluate on, bool; None: a part is held out. unread: see
-    learn_column.
+    learn_column. words_of: see load_table.
     """
     num_rows = len(table)
     if given is None:
@@ -514,14 +520,14 @@ def split_and_learn(
         train, test = (side.sort().values for side in sides)
     else:
         train, test = (torch.nonzero(given == side).flatten() for side in (False, True))
-    learned = learn_columns(table, targets, train.numpy(), config, unread)
+    learned = learn_columns(table, targets, train.numpy(), config, unread, words_of)
     hashes, must_repeat = hash_rows(table, targets, learned)
     together = torch.arange(num_rows) if must_repeat else hashes
     if given is None and len(test):
         parts = [side.sort().values for side in splits.keep_together(train, test, together)]
         if all(map(len, parts)) and not torch.equal(parts[0], train):
             train, test = parts
-            learned = learn_columns(table, targets, train.numpy(), config, unread)
+            learned = learn_columns(table, targets, train.numpy(), config, unread, words_of)
     plan = splits.describe_equal(hashes[train], hashes[test], "row")
     if given is None and config.test_fraction == 0:
         test = train
@@ -578,6 +584,7 @@ def learn_columns(
     train: np.ndarray,
     config: TableConfig,
     unread: dict[str, str],
+    words_of: dict[str, pd.Series],
 ) -> dict[str, Column]:
     """Learn from its training rows how each feature is encoded, or why it is left out."""
     options = config.categorical, config.missing, unread
@@ -586,7 +593,7 @@ def learn_columns(
         if is_index(table[name]) and not config.features:
             learned[name] = Column(name, problem="left out: an index")
         else:
-            learned[name] = learn_column(table[name], train, *options)
+            learned[name] = learn_column(table[name], train, *options, words_of.get(name))
     return learned
 
 
