@@ -1,6 +1,7 @@
 """--profile: the numbers stay, the trace opens, and the sentence names what limits a step."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,32 @@ def test_a_run_too_short_for_a_profile_says_so(tmp_path, fork_main):
     done = fork_main("train_regression.py", *SMALL, *flags)
     assert done.codes == [0], done.output
     assert "--profile 4: the run has too few steps left, 1" in done.output
+
+
+SLOW_SAVES = """
+import time
+import train_regression
+from trainkit.checkpoints.save import Checkpoints
+
+save = Checkpoints.save
+
+def slow(*args):
+    time.sleep(0.6)
+    save(*args)
+
+def main(argv):
+    Checkpoints.save = slow
+    train_regression.main(argv)
+"""
+
+
+def test_a_save_is_no_part_of_a_step(tmp_path, fork_main):
+    flags = "--save-every 1 --stop-after-steps 6 --profile 2"
+    done = fork_main(SLOW_SAVES, *SMALL, flags, "--run-dir", tmp_path / "a")
+    assert done.codes == [0], done.output
+    milliseconds = re.search(r"^a step +([\d.e+]+) ms", done.output, re.MULTILINE)[1]
+    assert float(milliseconds) < 500, done.output
+    assert "profile      of 1 step; the times of a step are of 2 steps" in done.output
 
 
 # Shares of a step, device, processes, precision, --accumulate, --num-workers; what helps.

@@ -426,6 +426,9 @@ class Run:
     @allowed("must save", then="counted")
     def save(self) -> None:
         """Save a checkpoint with accelerator.save_state; after a signal exit with code 75."""
+        if self.signals.stopping:
+            self.profile.close()  # to say what it saw may take seconds
+        self.profile.pause()
         with self.ema.trained_weights():
             self.step.check_weights()
             self.log.end_row()

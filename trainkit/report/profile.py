@@ -38,7 +38,8 @@ class Profile:
     """Times N steps, then profiles N more; a run without --profile does nothing here.
 
     Only the main process measures. The numbers of the run stay as they are. One profile is made,
-    which ends early if an evaluation begins: after it the steps would be other ones.
+    which ends early if an evaluation begins, after which the steps would be other ones, or a save,
+    whose operations belong to no step.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Profile:
         # Seconds of the timed steps, waiting for data, in this thread on a core, and with profiler.
         self.seconds = self.data_seconds = self.core_seconds = self.profiled_seconds = 0.0
         self.num_profiled = 0
+        self.paused: tuple[float, float] | None = None  # what at and core_at had counted
         self._mark()
 
     def read(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -74,6 +76,7 @@ class Profile:
         self._mark()
         iterator = iter(batches)
         while True:
+            self._resume()
             self._start_profiler()
             started, on_core = time.perf_counter(), time.thread_time()
             with torch.profiler.record_function("waiting for data"):
@@ -121,6 +124,19 @@ class Profile:
         except OSError as problem:
             self.say(f"--profile: {path} cannot be written: {problem.strerror}")
         self.say(self._describe(profiler, path))
+
+    def pause(self) -> None:
+        """Count nothing until the next batch is read: a save is no part of a step."""
+        self.end()
+        self.paused = time.perf_counter() - self.at, time.thread_time() - self.core_at
+
+    def _resume(self) -> None:
+        """Go on with the step at what it had taken when it was paused."""
+        if self.paused:
+            self._mark()
+            self.at -= self.paused[0]
+            self.core_at -= self.paused[1]
+            self.paused = None
 
     def close(self) -> None:
         """Stop the profiler of a run that ends in the middle of it."""
