@@ -73,6 +73,20 @@ def test_a_save_is_no_part_of_a_step(tmp_path, fork_main):
     assert "profile      of 1 step; the times of a step are of 2 steps" in done.output
 
 
+def test_a_profile_of_steps_that_fp16_skipped_says_so(accelerator, tmp_path):
+    said = []
+    config = SimpleNamespace(profile=1, run_dir=tmp_path, dry_run=False)
+    profiled = profile.Profile(accelerator, config, 3, said.append)
+    for _ in zip(range(2), profiled.read([1, 2]), strict=True):  # one to warm up, one timed
+        profiled.end_step()
+    for _ in profiled.read([3]):  # skipped: there is no end_step
+        pass
+    profiled.end()
+    profiled.close()
+    assert ["--profile 1: fp16 skipped" in line for line in said] == [True]
+    assert not (tmp_path / "trace.json").exists()
+
+
 # Shares of a step, device, processes, precision, --accumulate, --num-workers; what helps.
 LIMITS = {
     "the data, on a CPU": ({"waiting for data": 0.4}, "cpu", 1, "no", 1, 0, "--num-workers 4"),

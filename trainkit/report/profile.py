@@ -116,6 +116,12 @@ class Profile:
         profiler = self.profiler
         self.profiler = None
         self.is_on = False
+        if self.num_profiled == 0:
+            self.say(
+                f"--profile {self.config.profile}: fp16 skipped the step that was to be profiled: "
+                "start the run again, with a larger --profile"
+            )
+            return
         path = self.config.run_dir / "trace.json"
         hidden = path.with_name(f".tmp-{path.name}")
         try:
