@@ -47,6 +47,11 @@ def test_a_run_too_short_for_a_profile_says_so(tmp_path, fork_main):
     assert "--profile 4: the run has too few steps left, 1" in done.output
 
 
+def test_a_dry_run_is_not_too_short_for_a_profile(fork_main):
+    done = fork_main("train_regression.py", *SMALL, "--dry-run", "--profile", 4)
+    assert done.codes == [0] and "--profile" not in done.output, done.output
+
+
 SLOW_SAVES = """
 import time
 import train_regression
@@ -75,7 +80,7 @@ def test_a_save_is_no_part_of_a_step(tmp_path, fork_main):
 
 def test_a_profile_of_steps_that_fp16_skipped_says_so(accelerator, tmp_path):
     said = []
-    config = SimpleNamespace(profile=1, run_dir=tmp_path, dry_run=False)
+    config = SimpleNamespace(profile=1, run_dir=tmp_path)
     profiled = profile.Profile(accelerator, config, 3, said.append)
     for _ in zip(range(2), profiled.read([1, 2]), strict=True):  # one to warm up, one timed
         profiled.end_step()

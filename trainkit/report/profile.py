@@ -56,7 +56,7 @@ class Profile:
         self.num_warm_up = min(WARM_UP, num_steps // 3)
         self.num_timed = min(config.profile, (num_steps - self.num_warm_up) // 2)
         self.is_on = self.num_timed > 0 and accelerator.is_main_process
-        if config.profile and self.num_timed < 1:
+        if config.profile and self.num_timed < 1 and not config.dry_run:
             say(f"--profile {config.profile}: the run has too few steps left, {num_steps}")
         if self.is_on:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines of its own
