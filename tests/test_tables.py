@@ -795,10 +795,19 @@ def test_words_for_a_missing_number_are_counted_as_they_are_written():
         read(table, "--missing", "refuse")
 
 
-@pytest.mark.parametrize("text", ['"', 'a,"b', ",", " "])
-def test_a_list_of_columns_without_a_name_or_a_quote_is_refused(text):
-    with pytest.raises(UsageError, match="--categorical"):
-        parse(train_regression.Config, ["--categorical", text])
+NOT_A_LIST = {
+    '"': "come in pairs",
+    'a,"b': "come in pairs",
+    ",": "no name in ','",
+    " ": "no name in",
+}
+
+
+@pytest.mark.parametrize("name", ["--target", "--features", "--categorical"])
+@pytest.mark.parametrize("text", NOT_A_LIST)
+def test_a_list_of_columns_without_a_name_or_a_quote_is_refused(name, text):
+    with pytest.raises(UsageError, match=f"{name}: .*{NOT_A_LIST[text]}"):
+        parse(train_regression.Config, [name, text])
 
 
 def test_words_of_free_text_are_numbers_that_tell_of_rows_which_they_were_not_learned_from():

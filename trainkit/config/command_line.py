@@ -17,6 +17,7 @@ import tyro
 from tyro.constructors import (
     MISSING_NONPROP,
     ConstructorRegistry,
+    PrimitiveConstructorSpec,
     StructConstructorSpec,
     StructFieldSpec,
     StructTypeInfo,
@@ -152,8 +153,11 @@ def _without_unset(field: StructFieldSpec) -> StructFieldSpec:
     # Under python -O tyro keeps the rules of an earlier call, so a field may already be wrapped.
     if field.default is not None or NOT_SHOWN in get_args(field.type):
         return field
-    # None first, and not with |: else tyro imports typeguard, 15 ms of a start.
-    hint: Any = Annotated[Union[(None, field.type)], NOT_SHOWN]  # noqa: RUF036, UP007
+    hint: Any = Annotated[field.type, NOT_SHOWN]
+    # In a union tyro does not show the errors of a field that has a constructor of its own.
+    if not any(isinstance(part, PrimitiveConstructorSpec) for part in get_args(field.type)):
+        # None first, and not with |: else tyro imports typeguard, 15 ms of a start.
+        hint = Annotated[Union[(None, field.type)], NOT_SHOWN]  # noqa: RUF036, UP007
     return replace(field, type=hint)
 
 

@@ -97,12 +97,14 @@ def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
         nargs=1,
         metavar="A,B",
         instance_from_str=lambda words: [item_type(name) for name in split_names(words[0])],
-        is_instance=lambda value: isinstance(value, list),
-        str_from_instance=lambda value: [",".join(map(str, value))],
+        is_instance=lambda value: value is None or isinstance(value, list),
+        str_from_instance=lambda value: [",".join(map(str, value or []))],
     )
 
 
 Names = Annotated[list[str], comma_separated(str)]
+# Not Names | None, of which tyro would say that no type matches, and not what is wrong.
+OptionalNames = Annotated[list[str] | None, comma_separated(str)]
 # Why a column of free text is left out, after how many texts it has.
 NO_USE = ", whose words say nothing of the target that the other columns do not"
 MAX_COLUMNS = 20_000  # of a table, each of which takes some 2 to 10 ms
@@ -117,9 +119,9 @@ class TableConfig(TrainingConfig):
     """CSV, Excel, JSON or Parquet file, a folder of them, or Hub id"""
     eval_data: MayChange[str | None] = None
     """the same, to evaluate on (default: the test split of --data, or else --test-fraction)"""
-    target: Names | None = None
+    target: OptionalNames = None
     """columns to predict, as a,b; a name with a comma in double quotes: 'a,"b, c"'"""
-    features: Names | None = None
+    features: OptionalNames = None
     """columns to predict from, written like --target (default: all that can be used)"""
     categorical: Annotated[Names, ReadOnlyIf("data")] = field(default_factory=list)
     """columns that are categories although their values read as numbers"""
