@@ -830,6 +830,13 @@ def test_words_of_free_text_are_numbers_that_tell_of_rows_which_they_were_not_le
     in_training = in_training.numpy() + metadata["feature_mean"][1]
     assert np.isclose(in_training, others, rtol=1e-3).mean() < 0.1
     assert 0.7 < test.tensors[0][:, 1].std() < 1.4
+    # Rows that are trained on are evaluated without themselves, which the plan says.
+    assert "words" not in metadata["plan"]
+    train, test, metadata = read(table, "--test-fraction", "0")
+    assert torch.equal(train.tensors[0], test.tensors[0])
+    assert "closer to the targets" in metadata["plan"]["words"]
+    assert "words" not in read(table, "--test-fraction", "0", "--features", "a")[2]["plan"]
+    metadata = read(table)[2]
     # What is evaluated is not learned from.
     table.loc[index, "y"] = 0.0
     table.loc[index, "title"] = "plastic"

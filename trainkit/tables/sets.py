@@ -107,6 +107,11 @@ Names = Annotated[list[str], comma_separated(str)]
 OptionalNames = Annotated[list[str] | None, comma_separated(str)]
 # Why a column of free text is left out, after how many texts it has.
 NO_USE = ", whose words say nothing of the target that the other columns do not"
+# With --test-fraction 0.
+EVALUATED_AS_NEW = (
+    "the rows that are trained on are evaluated as if their texts were new, so that predict.py, "
+    "which knows them, comes closer to the targets of these rows"
+)
 MAX_COLUMNS = 20_000  # of a table, each of which takes some 2 to 10 ms
 MAX_SCORES = 2**29  # of all classes for all rows, which the linear model computes at once
 
@@ -649,6 +654,8 @@ def make_plan(
         "columns": shorten(special, MAX_SHOWN) or "numbers",
         "targets": ", ".join(facts["targets"]),
     }
+    if any(column.scores for column in used.values()) and np.array_equal(split.train, split.test):
+        plan["words"] = EVALUATED_AS_NEW
     asked = ask(missing, codes, table)
     if asked:
         plan["asked"] = asked
