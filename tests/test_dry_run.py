@@ -26,6 +26,12 @@ def test_a_dry_run_leaves_nothing(fork_main, tmp_path, world, env, flags):
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_dry_run_names_no_picture_that_it_leaves_behind(fork_main, tiny_mnist, tmp_path):
+    flags = ["--dataset", tiny_mnist, "--dry-run", "--pictures"]
+    done = fork_main("train_mnist", *flags, cwd=tmp_path)
+    assert done.returncode == 0 and "input.png" not in done.output, done.output
+
+
 def test_a_dry_run_beside_an_earlier_run_changes_nothing(fork_main, tmp_path):
     first = fork_main("train_regression.py", FLAGS, "--epochs 1", cwd=tmp_path)
     assert first.returncode == 0, first.output

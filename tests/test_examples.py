@@ -19,7 +19,6 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(fork_main, tmp_pat
     """What docs/loop.md shows is done to a copy of examples/text.py."""
     docs = (ROOT / "docs" / "loop.md").read_text()
     script = (ROOT / "examples" / "text.py").read_text()
-    script = script.replace("import Run,", "import InMemory, Run,")
     blocks = re.findall(r"```python\n(?:@dataclass\n)?(def|class) (\w+)(.*?)```", docs, re.DOTALL)
     blocks = [block for block in blocks if re.search(rf"^(def|class) {block[1]}\b", script, re.M)]
     assert len(blocks) == 4

@@ -412,7 +412,7 @@ def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatc
             without.setitem(sys.modules, name, None)
             call(args)
     args.base = "nobody/nothing"
-    with refused("--base nobody/nothing cannot be read"):
+    with refused("--base nobody/nothing: there is no such .*, and it cannot be read from the Hub"):
         finetune.load_data(args)
 
 

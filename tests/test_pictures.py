@@ -173,7 +173,7 @@ def zipped(folder: Path, *paths: str):
 
 # How a folder is made, and the sentence.
 BAD_LAYOUTS = {
-    "no folder": (lambda folder: None, "cannot be read"),
+    "no folder": (lambda folder: None, "there is no such file or folder$"),
     "an empty folder": (Path.mkdir, "cannot be read"),
     "a file": (Path.touch, "is a file: name its folder"),
     "an archive of classes": (lambda f: zipped(f, "a/0.png", "b/0.png"), "unpack train.zip, "),

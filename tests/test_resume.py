@@ -125,6 +125,8 @@ def test_a_flag_that_came_since_the_checkpoint_may_be_off_and_may_not_be_on(tmp_
             read_same_run(tmp_path, off | changed, 9, DEFAULTS)
     with refused("belongs to another run: fit is None there and 'squash' here"):
         read_same_run(tmp_path, off, 9, DEFAULTS | {"fit": None})
+    with refused("epochs is None there and 9 here: .* in another --run-dir with --start-from"):
+        read_same_run(tmp_path, off | {"epochs": 9}, 9, DEFAULTS)
 
 
 HASHED = (

@@ -8,7 +8,7 @@ import datasets
 import pandas as pd
 import pytest
 import torch
-from conftest import posix_only
+from conftest import posix_only, refused
 from PIL import Image
 
 import train_mnist
@@ -19,6 +19,7 @@ from trainkit.errors import UsageError
 from trainkit.language import formats
 from trainkit.pictures import photos
 from trainkit.reading import splits
+from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.rows.parquet import ParquetRows
 from trainkit.texts import texts
 
@@ -348,8 +349,31 @@ def test_pictures_are_evaluated_on_a_folder_of_their_own(tmp_path, script):
     sentence = r"^--eval-data .*/new, column 'label', row 3: the label 'd' is not one of the 3 "
     with pytest.raises(UsageError, match=sentence):
         pictures_of(script, tmp_path / "set", "--eval-data", tmp_path / "new")
-    with pytest.raises(UsageError, match=r"^--eval-data .*/nowhere cannot be read"):
+    with pytest.raises(UsageError, match=r"^--eval-data .*/nowhere: there is no such file"):
         pictures_of(script, tmp_path / "set", "--eval-data", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["gone.csv", "./gone", "/gone/x", "a/b/c", "gone/"])
+def test_a_path_with_a_mistake_in_it_is_not_looked_for_on_the_hub(name):
+    with (
+        refused(f"^--data {name}: there is no such file or folder$"),
+        read_here_or_from_hub(name, f"--data {name}"),
+    ):
+        raise ConnectionError("asked")
+
+
+SOUGHT = "there is no such file or folder, and it cannot be read from the Hub"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("owner/name", f": {SOUGHT}"), (".", " cannot be read")]
+)
+def test_what_was_looked_for_on_the_hub_says_that_it_is_not_here(name, said):
+    with (
+        refused(f"^--data {name}{said}: ConnectionError: asked$"),
+        read_here_or_from_hub(name, f"--data {name}"),
+    ):
+        raise ConnectionError("asked")
 
 
 @pytest.mark.parametrize("script", ["mnist", "photos"])

@@ -104,9 +104,12 @@ def read_same_run(
         if came_since and now[name] in (*NOT_IN_USE, defaults.get(name)):
             continue
         version = name_revision(path) if is_older else ""
+        remedy = "resume with what it had, or start anew without --resume"
+        if name == "epochs":  # the schedule is made for them
+            remedy += ", in another --run-dir with --start-from and model.safetensors of this one"
         raise UsageError(
             f"{path} belongs to another run: {name} is {values[0]!r} there and "
-            f"{values[1]!r} here{version}: resume with what it had, or start anew without --resume"
+            f"{values[1]!r} here{version}: {remedy}"
         )
     if progress.step > last_step:
         raise UsageError(

@@ -19,6 +19,7 @@ from trainkit.language.formats import (
 )
 from trainkit.language.templates import Chat, Encoded, Sample, find_unread, is_learned, show_sample
 from trainkit.reading import splits
+from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.text import first_sentence, shorten
 
 MAX_QUESTION = 200  # letters that are shown of what an answer is asked for
@@ -38,7 +39,7 @@ def read_tokenizer(base: str) -> tuple[Any, int | None]:
     """Return the tokenizer of a folder or Hub id, and how many tokens its model takes at once."""
     with as_usage_error("this example needs `pip install transformers`"):
         from transformers import AutoConfig, AutoTokenizer
-    with as_usage_error(f"--base {base} cannot be read"):
+    with read_here_or_from_hub(base, f"--base {base}"):
         limit = num_positions(AutoConfig.from_pretrained(base))
         return AutoTokenizer.from_pretrained(base), limit
 

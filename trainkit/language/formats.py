@@ -12,7 +12,7 @@ import torch
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
-from trainkit.reading.paths import is_read, refuse_pipe
+from trainkit.reading.paths import is_read, read_here_or_from_hub, refuse_pipe
 from trainkit.text import count, nfc, shorten
 
 Turn = dict[str, Any]  # role and content, both texts, and perhaps tool_calls
@@ -188,7 +188,8 @@ def read_chat_parts(data: str, where: str) -> dict[str, Part]:
             split: Part(shorten(names), chain.from_iterable(_read_file(path / x) for x in names))
             for split, names in found.items()
         }
-    loaded = splits.load_parts(data)
+    with read_here_or_from_hub(data, where):
+        loaded = splits.load_parts(data)
     places = {split: f"{data}, {split}" if len(loaded) > 1 else data for split in loaded}
     return {
         split: Part(name, _number(rows, places[split])) for split, (name, rows) in loaded.items()

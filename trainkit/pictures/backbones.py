@@ -15,6 +15,7 @@ from trainkit.hashes import digest
 from trainkit.pictures.files import standardise
 from trainkit.pictures.photos import Batch, PhotoConfig, Photos
 from trainkit.reading.kept import compute_once
+from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.reading.recall import describe_recall
 
 if TYPE_CHECKING:  # predict.py uses this room without the loop
@@ -92,7 +93,7 @@ def load_weights(model: str | None, base: str | None, scratch: bool) -> tuple[nn
         import timm
     if base is not None:
         name = f"{'local-dir' if Path(base).is_dir() else 'hf-hub'}:{base}"
-        with as_usage_error(f"--base {base} cannot be read"):
+        with read_here_or_from_hub(base, f"--base {base}"):
             return timm.create_model(name, pretrained=True), base
     model = model or SHIPPED
     with as_usage_error(f"--model {model} is not one of those that timm.list_models() returns"):

@@ -38,6 +38,8 @@ def draw_input(
     try:
         # Imported by name, because training does not depend on the tools that show results.
         draw = import_module("trainkit.tools.plots").draw_seen
-        run.print(f"as the network sees them: {draw(run.config.run_dir, sides(), classes)}")
+        picture = draw(run.config.run_dir, sides(), classes)
+        if not run.config.dry_run:  # which leaves nothing
+            run.print(f"as the network sees them: {picture}")
     except Exception as problem:  # no matplotlib, no memory, no disk
         run.print(f"input.png was not drawn: {first_sentence(problem)}")

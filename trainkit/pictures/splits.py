@@ -23,10 +23,11 @@ import pyarrow.parquet as pq
 import torch
 from datasets.data_files import DataFilesList
 
-from trainkit.errors import UsageError, as_usage_error, is_main_rank
+from trainkit.errors import UsageError, is_main_rank
 from trainkit.outside.names import fingerprint_of
 from trainkit.pictures import files, folders
 from trainkit.pictures.decoding import Decoded, Read, decode_once, merge_greys
+from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.reading.recall import describe_classes
 from trainkit.reading.splits import (
     choose_evaluated,
@@ -259,7 +260,7 @@ def open_dataset(
     datasets.disable_progress_bars()
     folder = Path(name)
     where = f"{flag} {folders.name_of(folder)}"
-    with as_usage_error(f"{where} cannot be read"):
+    with read_here_or_from_hub(name, where):
         if folder.suffix in FILES_OF_ROWS and folder.is_file():
             one_file = folders.Folder({"train": [Path(folder.name)]}, {}, {})
             return load_tables(folder.parent.resolve(), one_file, where, has_card=False)

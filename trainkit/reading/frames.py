@@ -15,7 +15,7 @@ import pandas as pd
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
-from trainkit.reading.paths import refuse_pipe, select_read
+from trainkit.reading.paths import read_here_or_from_hub, refuse_pipe, select_read
 from trainkit.text import count, first_sentence, nfc, shorten
 
 KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx")
@@ -79,7 +79,7 @@ def _read_all(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]:
     except (OSError, ValueError) as problem:  # a name may be too long for a path
         raise UsageError(f"{where:.80} cannot be read: {first_sentence(problem):.80}") from None
     if not is_here or splits.is_saved(path):
-        with as_usage_error(f"{where} cannot be read"):
+        with read_here_or_from_hub(name, where):
             parts = splits.load_parts(name)
             unread, _ = parts.pop("", ("", None))
             tables = {split: rows.to_pandas() for split, (_, rows) in parts.items()}

@@ -1,18 +1,43 @@
 """Tell which files of a folder are read: all but the hidden copies that other tools keep in it."""
 
+import os
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from trainkit.errors import UsageError, is_main_rank
+from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.text import count, nfc
 
 # A part of the path that begins with . or _, by which Spark and Hive hide files, such as
 # .ipynb_checkpoints, ._part, _temporary and _delta_log; but not _year=2020, which is a partition.
 HIDDEN = re.compile(r"(^|/)(\.|_(?![^/]*=))")
+
+# OWNER/NAME or NAME, but not what somebody calls a file: the Hub would not be meant.
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+FILE_NAME = re.compile(
+    r"\.(csv|tsv|txt|jsonl?|ndjson|parquet|arrow|feather|xlsx?|gz|zip|tar|tgz|jpe?g|png)$", re.I
+)
+
+
+@contextmanager
+def read_here_or_from_hub(name: str, where: str) -> Iterator[None]:
+    """Turn what goes wrong in the body, which reads a path or a Hub id, into a UsageError.
+
+    It says whether there is a file or folder of this name, because a path with a mistake in it is
+    taken for a name on the Hub. One that can be no such name is refused before the body.
+    where: begins the sentence.
+    """
+    what = f"{where} cannot be read"
+    # Path.exists raises OSError for a name that is too long.
+    if not os.path.exists(name) and "://" not in name:  # noqa: PTH110
+        if not HUB_ID.fullmatch(name) or FILE_NAME.search(name):
+            raise UsageError(f"{where}: there is no such file or folder")
+        what = f"{where}: there is no such file or folder, and it cannot be read from the Hub"
+    with as_usage_error(what):
+        yield
 
 
 def refuse_pipe(path: Path, where: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.reading.pretrained_models import check_embedding, without_dropout
 from trainkit.reading.recall import describe_recall
 
@@ -47,7 +48,7 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
         return None, None
     with as_usage_error("--base needs `pip install transformers`"):
         from transformers import AutoConfig, AutoModel
-    with as_usage_error(f"--base {config.base} cannot be read"):
+    with read_here_or_from_hub(config.base, f"--base {config.base}"):
         made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
         made = without_dropout(made)
         tokenizer = load_tokenizer(config.base)
