@@ -8,7 +8,7 @@ import random
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import count
+from itertools import count, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -214,6 +214,51 @@ def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(
     losses = changed(before_each_line, after_calls, look=look)(flags + "looked")
     assert len(stages) == 12
     assert losses == train(flags + "plain")
+
+
+OF_A_LEFT_LOOP = (
+    "or `break` has left that loop, .* to end the run early, call run.stop\\(\\) before "
+    "run.end_step\\(\\); to evaluate sooner, give --eval-every"
+)
+# Edits of the small loop that leave run.steps(...) too early, or skip what a batch needs.
+LEFT = {
+    "break at the start": (r"^( +)body\(run.*", r"\g<0>\n\1break"),
+    "break in the middle": (r"^( +)losses\.append", r"\1break\n\g<0>"),
+    "break at the end": (
+        r"^( +)if run.end_step\(\):",
+        r"\g<0>\n\1    run.save()\n\1break\n\1if 0:",
+    ),
+    "break before save": (r"^( +)run.save\(\)", r"\1break"),
+    "return": (r"^( +)losses\.append", r"\1return losses\n\g<0>"),
+    "islice": (r"run.steps\(loaders\[0\]\)", "islice(run.steps(loaders[0]), 2)"),
+    "next epoch": (r"^( +)(run.save\(\))", r"\1\2\n\1for _ in run.steps(loaders[0]): pass"),
+    "stop too late": (r"^( +)run.save\(\)", r"\g<0>\n\1run.stop()"),
+    "state too late": (r"^( +)metrics = ", r"\1run.state['seen'] = 1\n\g<0>"),
+}
+
+
+@pytest.mark.parametrize("place", [*LEFT])
+def test_a_loop_that_was_left_is_told_of_break_and_of_stop(tmp_path, place):
+    edits = [LEFT[place]]
+    if place == "state too late":
+        edits.append(LEFT["break at the end"])
+    with pytest.raises(RuntimeError, match=OF_A_LEFT_LOOP):
+        changed(*edits, islice=islice)(f"--save-every 1 --run-dir {tmp_path}")
+
+
+def test_a_batch_that_continue_skips_or_whose_loss_was_reduced_is_told_so(tmp_path):
+    cut = r"^( +)losses\.append", r"\1continue\n\g<0>"
+    with pytest.raises(RuntimeError, match=r"`continue` must not skip; .* run.stop\(\) before"):
+        changed(cut)(f"--run-dir {tmp_path}")
+    reduced = r"run.step_mean\(loss\)", "loss.mean()"
+    sentence = (
+        r"run.clip_and_check.* its loss did not come from run.step_mean\(losses\), .*reduction"
+    )
+    with pytest.raises(RuntimeError, match=sentence):
+        changed(reduced)(f"--run-dir {tmp_path}")
+    no_step = (r"^( +)run.clip_and_check.*", r"\1pass"), (r"\(\*optimizers, \*schedules\)", "()")
+    with pytest.raises(RuntimeError, match=sentence.replace("clip_and_check", "end_step")):
+        changed(reduced, *no_step)(f"--run-dir {tmp_path}")
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

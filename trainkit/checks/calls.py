@@ -1,9 +1,10 @@
 """The order in which a script must call the methods of Run, stage by stage."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+NEXT_BATCH = "the next batch"
 # The stages of a run, and the call that comes next in each.
 NEXT = {
     "new": "`with Run(...) as run`",
@@ -13,18 +14,40 @@ NEXT = {
     "epoch": "`for batch in run.steps(train_loader)`, to its end",
     "batch": "accelerator.backward(run.step_mean(losses)), in every batch",
     "backward": "run.clip_and_check(optimizer), then `if run.end_step(): run.save()`",
-    "checked": "`if run.end_step(): run.save()` at the end of the body of run.steps(...); to end "
-    "the run early, run.stop() before it",
+    "checked": "`if run.end_step(): run.save()` at the end of the body of run.steps(...)",
     "must save": "run.save(), because run.end_step() returned True",
     "counted": "the next batch of run.steps(...)",
     "trained": "run.end_epoch(metrics)",
     "over": "nothing, the run is over",
 }
 IN_BATCH = ("batch", "backward", "checked")
+IN_LOOP = (*IN_BATCH, "must save", "counted")
 
 
-def out_of_order(call: str, stage: str) -> RuntimeError:
-    return RuntimeError(f"{call} is out of order: what comes next is {NEXT[stage]}")
+def out_of_order(call: str, stage: str, *stages: str) -> RuntimeError:
+    """The error of a call in this stage that may be made only in those stages, if in any."""
+    sentence = f"{call} is out of order: what comes next is {NEXT[stage]}"
+    return RuntimeError(sentence + likely_reason(call, stage, stages))
+
+
+def likely_reason(call: str, stage: str, stages: Sequence[str]) -> str:
+    """What the loop may have done, as the end of the sentence; "" if NEXT says it all."""
+    if call == NEXT_BATCH and stage in IN_BATCH:  # the body came to its end, or to a `continue`
+        return ", which `continue` must not skip; to end the run early, run.stop() before that"
+    uses_gradients = "backward" in stages and "batch" not in stages
+    if stage == "batch" and uses_gradients:
+        return (
+            "; if accelerator.backward(...) was called in this batch, its loss did not come from "
+            'run.step_mean(losses), which takes the loss of each sample (reduction="none")'
+        )
+    is_of_loop = any(each in IN_LOOP for each in stages)
+    if stage == "counted" or (stage in IN_LOOP and not is_of_loop):
+        return (
+            ". Either this stands in the body of run.steps(...), or `break` has left that loop, "
+            "which must go to its end: to end the run early, call run.stop() before "
+            "run.end_step(); to evaluate sooner, give --eval-every"
+        )
+    return ""
 
 
 class Staged(Protocol):
@@ -35,7 +58,7 @@ class Staged(Protocol):
 
 def need(run: Staged, call: str, *stages: str) -> None:
     if run.stage not in stages:
-        raise out_of_order(call, run.stage)
+        raise out_of_order(call, run.stage, *stages)
 
 
 def need_gradients(run: Staged) -> None:

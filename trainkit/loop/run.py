@@ -24,7 +24,14 @@ from torch.utils.data import DataLoader
 from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.fingerprint import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
-from trainkit.checks.calls import IN_BATCH, allowed, need, need_gradients, out_of_order
+from trainkit.checks.calls import (
+    IN_BATCH,
+    NEXT_BATCH,
+    allowed,
+    need,
+    need_gradients,
+    out_of_order,
+)
 from trainkit.checks.data import WatchedSets, load_checked, random_collation
 from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.facts import Facts
@@ -319,7 +326,7 @@ class Run:
                 self.step.start_micro_batch(loader)
                 self.stage = "batch"
                 yield micro_batch
-                need(self, "the next batch", "counted")
+                need(self, NEXT_BATCH, "counted")
             if self.checkpoints.saved_step == progress.step:
                 self.prepared.check_unchanged(progress.state)
                 self.checkpoints.check_unchanged()
