@@ -250,6 +250,36 @@ def a_mask_of_another_shape(script):
     script.before_the_loss = take_a_mean
 
 
+@told('got a single number, with mask= of shape .*: give it the values of each .*reduction="none"')
+def a_mask_beside_a_single_number(script):
+    script.mean = lambda losses: script.run.step_mean(losses.mean(), mask=losses > -1)
+
+
+@told('add.loss=.* a single number, with weights= of shape .*reduction="none"')
+def a_value_to_log_that_is_a_single_number_beside_weights(script):
+    def add(batch):
+        script.run.add(loss=batch["y"].mean(), weights=torch.ones_like(batch["y"]))
+
+    script.before_the_loss = add
+
+
+@told(r"evaluate.* got a single number, with mask= of shape \(10, 1\)")
+def an_evaluated_number_beside_a_mask(script):
+    def evaluate():
+        return script.run.evaluate(
+            script.loaders[1], lambda batch: {"loss": batch["y"].mean(), "mask": batch["y"] > -1}
+        )
+
+    script.evaluate = evaluate
+
+
+@told(r'of shape \(4, 2\) .* same shape.*reduction="none" were not yet reduced')
+def a_mask_of_pixels_beside_a_loss_of_each_picture(script):
+    script.before_the_loss = lambda batch: script.run.step_mean(
+        torch.ones(4), mask=torch.ones(4, 2) > 0
+    )
+
+
 @told("float32: give it one of the two, .* weights as float without a gradient")
 def weights_with_a_gradient(script):
     def take_a_mean(batch):

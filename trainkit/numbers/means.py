@@ -203,11 +203,18 @@ def sum_and_count(
     if selection is not None:
         fits = selection.dtype == torch.bool if weights is None else selection.is_floating_point()
         both = mask is not None and weights is not None
+        if values.ndim == 0 and selection.ndim:
+            kind = "mask" if weights is None else "weights"
+            raise RuntimeError(
+                f"{call} got a single number, with {kind}= of shape {tuple(selection.shape)}: give "
+                'it the values of each sample, as losses with reduction="none" are'
+            )
         if both or not fits or selection.requires_grad or selection.shape != values.shape:
             raise RuntimeError(
                 f"{call} got values of shape {tuple(values.shape)}, with mask= or weights= of "
                 f"shape {tuple(selection.shape)} and {selection.dtype}: give it one of the two, of "
                 "the same shape, a mask as bool, weights as float without a gradient"
+                + reduced_too_early(values, selection)
             )
     count: int | torch.Tensor = values.numel()
     if selection is not None:
@@ -220,6 +227,13 @@ def sum_and_count(
     elif weights is not None:
         values = torch.where(weights != 0, values * weights, 0)
     return sum_of(values), count
+
+
+def reduced_too_early(values: torch.Tensor, selection: torch.Tensor) -> str:
+    """The end of a sentence about values with fewer dimensions than what selects from them."""
+    more = selection.shape[values.ndim :]
+    is_reduced = selection.shape[: values.ndim] == values.shape and more.numel() > 1
+    return '; losses with reduction="none" were not yet reduced' if is_reduced else ""
 
 
 def sum_of(values: torch.Tensor) -> torch.Tensor:
