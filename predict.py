@@ -254,6 +254,7 @@ class TextPredictor(Classifier):
 
         Of lines without a text that follow one another the first is named.
         """
+        from trainkit.reading import frames
         from trainkit.texts import texts
 
         encoding = options.get("encoding") or self.metadata.get("encoding")
@@ -263,7 +264,8 @@ class TextPredictor(Classifier):
             for number, line in enumerate(lines, 1)
             if line or number == 1 or lines[number - 2]
         ]
-        return "\n".join(answers) or f"{path}: no text"
+        notes = frames.describe_encodings([str(path)], encoding).values()
+        return "\n".join([*notes, *answers]) or f"{path}: no text"
 
 
 class OwnPredictor(Predictor):
@@ -369,7 +371,7 @@ class Config:
     as_is: bool = False
     """pictures look like the training pictures: resize them, no more"""
     encoding: str | None = None
-    """of tables and texts, such as cp1252 (default: as in training)"""
+    """of tables and texts, such as cp1252 (default: as in training, or UTF-8 if they are)"""
     export: bool = False
     """write RUN_DIR/export/: a model card, the weights, and model.onnx, which needs no PyTorch"""
     push: str | None = None

@@ -22,10 +22,12 @@ import train_regression
 from examples import table_classes
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.reading import pieces
+from trainkit.reading import frames, pieces
+from trainkit.reading.encodings import find_encoding
 from trainkit.reading.pieces import score_text
 from trainkit.tables.amounts import find_form, read_amount
 from trainkit.tables.columns import INDEX, Column, encode
+from trainkit.tools import predictions
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +114,17 @@ def predicted(model, path, **options) -> pd.DataFrame:
     """The table that is written beside that of `path`."""
     output = Path(model.predict_file(path).splitlines()[0].split("  (")[0])
     assert output.parent == path.parent and output.name.endswith("_predictions.csv")
-    return pd.read_csv(output, **options)
+    form = frames.find_text_form(output, encoding=model.metadata["read_options"]["encoding"])
+    table = frames.read_table(str(output), "", encoding=form.encoding)
+    has_comma = predictions.has_decimal_comma(table, form.separator)
+    return pd.read_csv(
+        output,
+        sep=form.separator,
+        decimal="," if has_comma else ".",
+        encoding=form.encoding,
+        skiprows=int(bool(form.first_line)),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("case", READ)
@@ -406,10 +418,113 @@ def test_the_folder_at_hand_is_predicted_and_its_first_rows_shown_in_79_columns(
     assert max(len(line) for line in shown) <= 79
 
 
+GERMAN = "Stadt;Fl\u00e4che;y\n" + "K\u00f6ln;-1,5;2\nBonn;2,25;3\nTrier;1.234,5;4\n" * 5
+# What a table holds, the encoding and the mark of its file, the ends of its lines, and its flags.
+WRITTEN = {
+    "Excel in German": (GERMAN, "utf-8", b"\xef\xbb\xbf", "\r\n", []),
+    "Excel in German, years ago": (GERMAN, "cp1252", b"", "\r\n", ["--encoding", "cp1252"]),
+    "Unicode text of Excel": (GERMAN.replace(";", "\t"), "utf-16-le", b"\xff\xfe", "\r\n", []),
+    "big endian": (GERMAN, "utf-16-be", b"\xfe\xff", "\n", []),
+    "no mark": (GERMAN, "utf-16-le", b"", "\n", ["--encoding", "utf-16"]),
+    "a line for Excel": ("sep=;\n" + GERMAN, "utf-8", b"", "\n", []),
+    "old Macs": (GERMAN, "mac_roman", b"", "\r", ["--encoding", "mac_roman"]),
+    "points": (GERMAN.replace(",", "."), "utf-8", b"", "\n", ["--features", "Stadt"]),
+    "whole numbers": (re.sub("[.,]", "", GERMAN), "utf-8", b"", "\n", ["--features", "Stadt"]),
+    "colons": (GERMAN.replace(";", ":"), "utf-8", b"", "\n", ["--separator", ":"]),
+    "a pattern": (GERMAN.replace(";", " "), "utf-8", b"", "\n", ["--separator", r"\s+"]),
+    "commas, quoted": (re.sub(r"([-\d.]+,\d+)", r'"\1"', GERMAN).replace(";", ","), "utf-8", b"",
+                       "\n", []),
+    "a name of two lines": (GERMAN.replace("Fl\u00e4che", '"Fl\u00e4\nche"'), "utf-8", b"", "\r\n",
+                            []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_text_file_comes_back_in_the_form_in_which_it_came(case):
+    content, encoding, mark, end, flags = WRITTEN[case]
+    inner, content = content, content.replace("\n", end).replace(f"{end}che", "\nche")
+    Path("t.csv").write_bytes(mark + content.encode(encoding))
+    model = untrained(read("t.csv", *flags)[2])
+    model.predict_file(Path("t.csv"))
+    written = Path("t_predictions.csv").read_bytes()
+    assert written.startswith(mark)
+    lines = written[len(mark) :].decode(encoding).split(end)
+    assert inner.count("\n") == len(lines) - 1 + ("\nche" in inner) and not lines[-1]
+    numbers = []
+    for came, back in zip(content.split(end), lines, strict=True):
+        if came.startswith("sep="):
+            assert back == came
+        elif came:
+            assert back.startswith(came)  # the cells of the user, as they were written
+            numbers.append(back[len(came) :])
+    mark_of_decimals = "." if case == "points" else ","
+    quote = '"?' if case == "commas, quoted" else ""
+    separator = re.escape(numbers[0][0])
+    for number in numbers[1:]:
+        assert re.fullmatch(
+            rf"{separator}{quote}-?\d+{re.escape(mark_of_decimals)}\d+{quote}", number
+        )
+
+
+def test_other_files_come_back_as_csv_and_letters_that_do_not_fit_in_utf_8(model):
+    frame(5).assign(note="2,5").to_json("u.json")
+    Path("parts").mkdir()
+    frame(5).to_csv("parts/a.csv", sep=";", index=False)
+    frame(5).to_csv("parts/b.csv", index=False)
+    for name in ("u.json", "parts"):
+        model.predict_file(Path(name))
+        head, first = Path(f"{Path(name).stem}_predictions.csv").read_bytes().split(b"\n")[:2]
+        assert head.endswith(b",predicted_y") and re.search(rb",-?\d+\.\d+\Z", first)
+    model.metadata["targets"] = ["\u0142"]
+    Path("t.csv").write_bytes(text(";", "cp1252"))
+    said = model.predict_file(Path("t.csv"), encoding="cp1252")
+    assert "\nwritten in UTF-8, as cp1252 has no '\u0142'\n" in said
+    assert Path("t_predictions.csv").read_text("utf-8-sig").startswith("area;city;garden;y;predict")
+
+
+READ_AS = {
+    "utf-8-sig": "read as UTF-8, not as cp1252: its byte order mark says so",
+    "utf-16": "read as UTF-16, not as cp1252: its byte order mark says so",
+    "utf-8": "read as UTF-8, which it is, not as cp1252",
+    "cp1252": "",
+}
+
+
+@pytest.mark.parametrize("encoding", READ_AS)
+def test_a_file_in_another_encoding_than_the_given_one_is_read_as_what_it_is(encoding):
+    Path("t.csv").write_bytes(text(encoding="cp1252"))
+    Path("new.csv").write_bytes(text(encoding=encoding))
+    model = untrained(read("t.csv", "--encoding", "cp1252")[2])
+    said = model.predict_file(Path("new.csv"))
+    assert "not in the training rows" not in said
+    assert (f"\nnew.csv {READ_AS[encoding]}\n" in said) == bool(READ_AS[encoding])
+    assert (" read as " in said) == bool(READ_AS[encoding])
+    _, test, metadata = read("t.csv", "--encoding", "cp1252", "--eval-data", "new.csv")
+    assert metadata["features"] == ALL and test.tensors[0][:, 1:4].ne(0).any(0).all()
+    line = metadata["plan"].get("encoding", "")
+    assert line == (f"new.csv {READ_AS[encoding]}" if READ_AS[encoding] else "")
+
+
+def test_utf_8_is_told_from_utf_16_and_from_text_that_is_ascii_alone():
+    for content, given, said in (
+        (text(), "utf-16", "utf-8"),
+        (b"a,b\n1,2\n", "utf-16", "utf-8"),
+        ("a,\u4e2d\n".encode("utf-16-le"), "utf-16", "utf-16-le"),
+        (b"a,b\n1,2\n", "cp1252", "cp1252"),
+        ("a,\u65e5\n".encode("iso2022_jp"), "iso2022_jp", "iso2022_jp"),
+        ("\u4e2d\u6587\n".encode("gbk"), "gbk", "gbk"),
+        ("\u4e2d\u6587\n".encode(), "gbk", "utf-8"),
+        (b"", "utf-16", "utf-8"),
+        ("\ufeffa".encode("utf-32"), None, "utf-32-le"),
+    ):
+        Path("t.txt").write_bytes(content)
+        assert find_encoding("t.txt", given).writer == said, (content, given)
+
+
 @posix_only  # links
 def test_predictions_are_safe_to_open_in_a_spreadsheet(model):
     risky = ["=1+1", "\r=1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1", "\n=1"]
-    plain = ["-5", "+4.5", "-1e3", "a=b", "", "1-2", "me@home", "two\nlines"]
+    plain = ["-5", "+4.5", "-1e3", "-0,5", "-1.234,5", "a=b", "", "1-2", "me@home", "two\nlines"]
     table = frame(len(risky) + len(plain)).drop(columns="y").assign(**{"=note": risky + plain})
     table.to_json("t.json")  # holds what no CSV file would
     secret = Path("secret.txt")

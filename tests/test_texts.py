@@ -50,12 +50,16 @@ def whole(start, base, tmp_path_factory):
 def test_predict_needs_the_run_folder_alone_and_is_calibrated(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "new.txt").write_text("bread salt soup and\n\nball goal team and\n")
+    (tmp_path / "new.bin.txt").write_text("bread salt soup and", "utf-16")
     (tmp_path / "new.jsonl").write_text('{"n": 1, "said": "paint song stage and"}')
     predictor = predict.load_run(folder)
     first, none, second = predictor.predict_file(tmp_path / "new.txt").splitlines()
     assert "new.txt:1: " in first and none.endswith("new.txt:2: no text")
     assert "food " in first.partition("(")[0] and "sport " in second.partition("(")[0]
     assert "art " in predictor.predict_file(tmp_path / "new.jsonl").partition("(")[0]
+    said = predictor.predict_file(tmp_path / "new.bin.txt", encoding="cp1252").splitlines()
+    assert said[0] == "new.bin.txt read as UTF-16, not as cp1252: its byte order mark says so"
+    assert "food " in said[1].partition("(")[0]
     assert predictor.calibration["temperature"] == 1  # all 27 were right: nothing to learn from
     with refused("--export cannot take a model whose input is a text"):
         write_export(predictor, folder)
@@ -229,6 +233,14 @@ def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_
     with refused(r"not in UTF-8, .* --encoding cp1252"):
         texts.read_texts(path, None, None)
     assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        path.write_bytes("na\u00efve".encode(encoding))
+        assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
+        frame.replace("y", "\u00fc").to_csv("a.csv", index=False, encoding="cp1252")
+        frame.replace("y", "\u00fc").to_csv("b.csv", index=False, encoding=encoding)
+        sets = read("--data a.csv --eval-data b.csv --encoding cp1252")
+        assert "\u00fc" in sets.classes and len(sets.classes) == 2
+        assert sets.plan["encoding"].startswith("b.csv read as UTF-")
     with refused("--text and --label: name the file"):
         parse(text.Config, ["--text", "a", "--label", "b"]).validate(1)
 

@@ -4,18 +4,21 @@
 """
 
 import json
+import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
-from trainkit.reading.paths import read_here_or_from_hub, refuse_pipe, select_read
+from trainkit.reading.encodings import find_encoding
+from trainkit.reading.paths import is_read, read_here_or_from_hub, refuse_pipe, select_read
 from trainkit.text import count, first_sentence, nfc, shorten
 
 KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx")
@@ -25,14 +28,29 @@ MAX_DIGITS = 300  # of a whole number that a float can hold
 MAX_SHOWN = 30  # columns in a message
 
 
+class TextForm(NamedTuple):
+    """How a text file writes a table.
+
+    encoding: of the text after the byte order mark. first_line: such as sep=;, which Excel reads,
+    above the names of the columns. line_end: of a row.
+    """
+
+    encoding: str = "utf-8"
+    mark: bytes = b""
+    separator: str = ","
+    first_line: str = ""
+    line_end: str = os.linesep
+
+
 def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     """Read all rows of a table file, of a folder of such files or of a Hub data set.
 
     Values stay as they are written: those of text files are texts, "" if missing. Raises
     UsageError.
 
-    separator: None means the one that splits the first line most often. encoding: None means UTF-8.
-    Other options come from older runs.
+    separator: None means the one that splits the first line most often. encoding: None means UTF-8;
+    encodings.find_encoding says when it is not the one that is read. Other options come from older
+    runs.
     """
     parts = [*_read_all(name, where, **options).values()]
     return pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
@@ -191,18 +209,19 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
         return table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
     if kind == ".xlsx":
         return _name_columns(pd.read_excel(path, header=None, dtype=object, keep_default_na=False))
-    source = fsspec.open(path, "rt", encoding=encoding or "utf-8-sig", compression="infer")
-    with source as file:
-        if "json" in kind:
+    reader = find_encoding(str(path), encoding).reader
+    source = fsspec.open(path, "rt", encoding=reader, compression="infer")
+    if "json" in kind:
+        with source as file:
             decode = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_read_whole).decode
             lines = filter(str.strip, file)
             rows = decode(file.read()) if kind == ".json" else [*map(decode, lines)]
             return _without_halves(pd.DataFrame(rows, dtype=object))
-        first = file.readline()
-    with source as file:  # opened again, because not every compressed file can be read from 0 again
-        if first.startswith(("sep=", '"sep=')):  # a line that Excel reads, above the names
+    form = _read_form(path, separator, encoding)
+    with source as file:
+        if form.first_line:
             file.readline()
-        separator = separator or max(",;\t|", key=first.count)
+        separator = separator or form.separator
         # The names are read as a row, because pandas would rename the second of two equal ones.
         try:
             rows = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, header=None)
@@ -210,6 +229,66 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
             rule = "the first line must name all columns, and quotation marks come in pairs"
             raise ValueError(f"{str(problem).strip()}: {rule}") from None
     return _name_columns(rows)
+
+
+def find_text_form(
+    path: Path, separator: Any = None, encoding: Any = None, **_: Any
+) -> TextForm | None:
+    """Return how a table that read_table has read is written, to write another one like it.
+
+    None is returned for one that is no text, or JSON; the usual form for a folder of files that are
+    written differently. The options are those of read_table.
+    """
+    files = [file for file in _text_files(path) if "json" not in _kind(file)]
+    forms = {_read_form(file, separator, encoding) for file in files}
+    if not forms:
+        return None
+    return forms.pop() if len(forms) == 1 else TextForm()
+
+
+def describe_encodings(names: Iterable[str | None], encoding: str | None) -> dict[str, str]:
+    """Return the line of the plan about files that are in another encoding than the given one."""
+    notes = []
+    for path in (Path(name) for name in names if name):
+        if encoding and path.exists() and not splits.is_saved(path):
+            read = ((file.name, find_encoding(str(file), encoding)) for file in _text_files(path))
+            notes += [f"{name} {found.note}" for name, found in read if found.note]
+    return {"encoding": shorten(notes)} if notes else {}
+
+
+def _text_files(path: Path) -> list[Path]:
+    """Return the text files of a table: the path itself, or those in the folder."""
+    inside = [file for file in sorted(path.rglob("*")) if is_read(str(file.relative_to(path)))]
+    kinds = {*KINDS} - {".parquet", ".xlsx"}
+    return [file for file in inside or [path] if _kind(file) in kinds and file.is_file()]
+
+
+def _read_form(path: Path, separator: str | None, encoding: str | None) -> TextForm:
+    """Return how a text file is written. separator: the given one, which may be a pattern."""
+    import fsspec
+
+    found = find_encoding(str(path), encoding)
+    options = {"encoding": found.reader, "compression": "infer", "newline": ""}
+    with fsspec.open(path, "rt", **options) as file:
+        first = file.readline()
+        is_extra = first.startswith(("sep=", '"sep='))
+        line_end = _find_line_end(file if is_extra else chain([first], file))
+    usual = max(",;\t|", key=first.count)
+    if separator and len(separator) > 1:
+        match = re.search(separator, first)
+        separator = match[0][:1] if match else ""
+    extra = first.rstrip("\r\n") if is_extra else ""  # which may end with a tab
+    return TextForm(found.writer, found.mark, separator or usual, extra, line_end)
+
+
+def _find_line_end(lines: Iterable[str]) -> str:
+    """Return what ends the first row. A line break between quotation marks ends none."""
+    is_inside = False
+    for line in lines:
+        is_inside ^= line.count('"') % 2 == 1
+        if not is_inside:
+            return next((end for end in ("\r\n", "\n", "\r") if line.endswith(end)), os.linesep)
+    return os.linesep
 
 
 def _read_whole(text: str) -> int | str:

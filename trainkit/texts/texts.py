@@ -19,6 +19,7 @@ from trainkit.config.command_line import flag
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.numbers.orders import Order, by_length
 from trainkit.reading import frames, splits
+from trainkit.reading.encodings import find_encoding
 from trainkit.reading.recall import describe_classes
 from trainkit.text import count, nfc, shorten
 from trainkit.texts import bags
@@ -128,6 +129,7 @@ def read_sets(config: TextConfig) -> TextSets:
     names = [name for _, name in rows]
     plan = {"data": f"{config.data}, {len(rows)} texts{dropped}"}
     plan["columns"] = f"text {text!r}, label {label!r}"
+    plan |= frames.describe_encodings([str(config.data), config.eval_data], encoding)
     plan |= frames.describe_spelling(frames.choose_columns(parts["train"], [text, label], where))
 
     def is_labelled(table: pd.DataFrame) -> bool:
@@ -347,13 +349,14 @@ def _clean(value: Any) -> str:
 def read_texts(path: Path, text: str | None, encoding: str | None) -> list[str]:
     """Return the lines of a .txt file, or a column of a table; "" where there is no text.
 
-    text: the column; None: the only one that fits. Raises UsageError.
+    text: the column; None: the only one that fits. encoding: as read_table has it. Raises
+    UsageError.
     """
     where = str(path)
     if path.suffix.lower() == ".txt":
         with as_usage_error(f"{where} cannot be read"):
             try:
-                lines = path.read_text(encoding or "utf-8-sig").split("\n")
+                lines = path.read_text(find_encoding(str(path), encoding).reader).split("\n")
             except UnicodeError:
                 raise UsageError(
                     f"{where} is not in UTF-8, or not in the given --encoding: try --encoding "

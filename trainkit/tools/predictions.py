@@ -13,12 +13,13 @@ import torch
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.atomic import write_durably
 from trainkit.reading import frames
+from trainkit.tables.amounts import NUM_LOOKED_AT, PATTERNS, take_apart
 from trainkit.tables.columns import Column, ask_words, empty_cells, encode, parse_cells
 from trainkit.text import count, shorten, write_number
 
-# Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers, or begin with
-# a tab or line break.
-FORMULA = r"\A(?!\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
+# Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers (with a decimal
+# comma or point), or begin with a tab or line break.
+FORMULA = r"\A(?!\s*[+-]?(\d[\d.,]*|[.,]\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
 
 # A number is named if it is further beyond those of the training rows, in parts of their range.
 MARGIN = 0.1
@@ -35,11 +36,13 @@ def add_predictions(
 ) -> str:
     """Write TABLE_predictions.csv, the rows of a table and the columns that predict returns.
 
-    Returns a text: its path, categories that training did not have, which rows have numbers beyond
-    those of the training rows (one more column names them all), which have no prediction and why,
-    and the first rows. A text that a spreadsheet would run as a formula gets an apostrophe
-    in front. Raises UsageError, also if no row can be predicted. encoding: None means that of the
-    training table.
+    What was a text file is written in the same form: separator, decimal mark, encoding, byte order
+    mark and ends of the lines. Returns a text: the path, categories that training did not have,
+    which rows have numbers beyond those of the training rows (one more column names them all),
+    which have no prediction and why, and the first rows. A text that a spreadsheet would run as a
+    formula gets an apostrophe in front. Raises UsageError, also if no row can be predicted.
+
+    encoding: None means that of the training table.
     """
     where = str(path)
     path = path if path.stem.strip(".") else path.resolve()  # . has no name of its own
@@ -49,6 +52,7 @@ def add_predictions(
     written = frames.read_table(where, where, **options)
     columns = [Column(**column) for column in metadata["columns"]]
     table = frames.choose_columns(written, [column.name for column in columns], where)
+    form = frames.find_text_form(path, **options)
     if not len(table):
         raise UsageError(f"{where}: there is no row below the names of the columns")
     if options.get("missing_values"):
@@ -73,6 +77,8 @@ def add_predictions(
             texts = parse_cells(table[column.name], column).dropna()
             if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
+    for line in frames.describe_encodings([str(path)], options.get("encoding")).values():
+        notes += f"\n{line}"
     if outside:
         named = [f"row {row + 1} ({shorten(outside[row], 2)})" for row in sorted(outside)]
         notes += f"\noutside the range of the training rows: {shorten(named)}"
@@ -91,9 +97,45 @@ def add_predictions(
     if outside:  # each of them, where the message names the first rows
         rows[OUTSIDE] = pd.Series({row: "; ".join(outside[row]) for row in outside}, rows.index)
     rows = rows.astype(object).where(rows.notna(), "")  # or map would turn ids into floats
+    if form is not None and has_decimal_comma(written, form.separator):
+        rows[[*predictions]] = rows[[*predictions]].map(_with_comma)
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
-    write_durably(output, rows.to_csv(index=False).encode())
+    form = form or frames.TextForm()
+    text = rows.to_csv(index=False, sep=form.separator, lineterminator=form.line_end)
+    if form.first_line:
+        text = form.first_line + form.line_end + text
+    try:
+        content = form.mark + text.encode(form.encoding)
+    except UnicodeEncodeError as problem:
+        content = text.encode("utf-8-sig")
+        letter = text[problem.start]
+        notes += f"\nwritten in UTF-8, as {form.encoding} has no {letter!r}"
+    write_durably(output, content)
     return f"{output}{notes}\n{shown}"
+
+
+def has_decimal_comma(table: pd.DataFrame, separator: str) -> bool:
+    """Return whether the numbers of a text file have a decimal comma.
+
+    More columns have numbers that can only be read with it than with a point; without any numbers
+    that tell, a semicolon does, which Excel writes where the comma is the decimal mark.
+    """
+    votes = dict.fromkeys(PATTERNS, 0)
+    for name in table:
+        texts = (cell for cell in table[name].unique()[:NUM_LOOKED_AT] if isinstance(cell, str))
+        numbers = [cell.number for cell in map(take_apart, map(str.strip, texts)) if cell]
+        for mark, other in ((".", ","), (",", ".")):
+            votes[mark] += any(
+                PATTERNS[mark].fullmatch(number) and not PATTERNS[other].fullmatch(number)
+                for number in numbers
+            )
+    if votes[","] == votes["."]:
+        return separator == ";"
+    return votes[","] > votes["."]
+
+
+def _with_comma(value: Any) -> Any:
+    return str(value).replace(".", ",") if isinstance(value, float | np.floating) else value
 
 
 def describe_words(
