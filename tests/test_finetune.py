@@ -397,6 +397,19 @@ def test_a_line_that_is_no_json_is_named_and_blank_lines_are_skipped(tmp_path):
         formats.read_conversations(formats.read_conversation_rows(str(path)))
 
 
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json"])
+def test_a_byte_order_mark_says_how_json_is_read_and_another_encoding_is_named(tmp_path, name):
+    path = tmp_path / name
+    row = {"prompt": "\u00e4", "completion": "\u4e2d"}
+    content = f"{json.dumps(row, ensure_ascii=False)}\n" * 2
+    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
+        path.write_bytes(content.encode(encoding))
+        assert [row for _, row in formats.read_conversation_rows(str(path))] == [row] * 2
+    path.write_bytes(content.replace("\u4e2d", "b").encode("cp1252"))
+    with refused(rf"^(line 1 of )?{path} is not in UTF-8, as JSON must be"):
+        [*formats.read_conversation_rows(str(path))]
+
+
 @pytest.mark.parametrize("indent, rows", [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])
 def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows):
     path = tmp_path / "pairs.json"

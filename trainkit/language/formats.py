@@ -12,6 +12,7 @@ import torch
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
+from trainkit.reading.encodings import to_utf8
 from trainkit.reading.paths import is_read, read_here_or_from_hub, refuse_pipe
 from trainkit.text import count, nfc, shorten
 
@@ -205,8 +206,8 @@ def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".parquet":
         yield from _number(pq.read_table(path).to_pylist(), str(path))
         return
-    content = path.read_bytes()
-    rows = _read_json(content) if path.suffix == ".json" else None
+    content = to_utf8(path.read_bytes())
+    rows = _read_json(content, path) if path.suffix == ".json" else None
     if rows is not None:
         yield from _number(rows, str(path))
         return
@@ -214,14 +215,22 @@ def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
         where = f"line {number} of {path}"
         if line.strip():
             with as_usage_error(f"{where} is not JSON, and only JSON and Parquet are read"):
-                row = json.loads(line)
+                row = _parse_json(line, where)
             yield where, row
 
 
-def _read_json(content: bytes) -> list[Any] | None:
+def _parse_json(content: bytes, where: str) -> Any:
+    """Return json.loads of this. Raises a UsageError that begins with `where` if it is no UTF-8."""
+    try:
+        return json.loads(content)
+    except UnicodeDecodeError:
+        raise UsageError(f"{where} is not in UTF-8, as JSON must be: save the file in it") from None
+
+
+def _read_json(content: bytes, path: Path) -> list[Any] | None:
     """Return the rows of a file that is a list, or one row; None if each line is a value."""
     try:
-        rows = json.loads(content)
+        rows = _parse_json(content, str(path))
     except json.JSONDecodeError as problem:
         if problem.msg != "Extra data":
             raise
