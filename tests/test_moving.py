@@ -233,6 +233,42 @@ def test_what_differs_between_processes_is_refused(tmp_path, monkeypatch):
     assert contents.frozen.find_moved() == [{"weight"}]
 
 
+@pytest.mark.parametrize(
+    "thing, change, where",
+    [
+        ("teacher", "1.running_mean", "1.running_mean, .* BatchNorm into evaluation mode"),
+        ("kept", "teacher.1.running_var", r"teacher.1.running_var, .* accelerator.reduce\(buffer"),
+        ("teacher", "0.weight", "0.weight, and a checkpoint .* on all processes$"),
+        ("kept", "num", "num, and a checkpoint .* on all processes$"),
+        ("kept", "0.first", "0.first, and a checkpoint .* on all processes$"),
+    ],
+)
+def test_a_registered_thing_that_differs_is_named_by_its_entry(
+    tmp_path, monkeypatch, thing, change, where
+):
+    """The buffers of a model, or of a module that is registered, are told of BatchNorm."""
+    model = nn.Sequential(nn.Linear(350, 1), nn.BatchNorm1d(1))
+    state = {"teacher": model.state_dict(), "num": 3, 0: {"first": "a"}}
+    things = {
+        "teacher": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+        "kept": SimpleNamespace(state_dict=lambda: state, load_state_dict=None),
+    }
+    monkeypatch.setattr(
+        "trainkit.checkpoints.registered.take_registered", lambda _: [things[thing]]
+    )
+    accelerator = SimpleNamespace(num_processes=2)
+    contents = Contents(accelerator, Frozen([model]))
+    own = contents.registered.entries(0)
+    assert change in own and len(own) == {"teacher": 7, "kept": 9}[thing]
+    theirs = [[([], "", dict.fromkeys(contents.registered.names(), "x"))]]
+    theirs.append([own | {change: "other"}])
+    monkeypatch.setattr(
+        "trainkit.checkpoints.contents.gather_object", lambda mine: [*mine, *theirs.pop(0)]
+    )
+    with pytest.raises(RunFailure, match=f"number 0. differs between processes in {where}"):
+        contents.check()
+
+
 @pytest.mark.parametrize("more", ["", "--ema 0.9 --keep-best eval_loss"])
 def test_an_error_in_an_evaluation_loses_no_step_and_a_resume_evaluates_first(tmp_path, more):
     drawn: list[float] = []

@@ -64,7 +64,8 @@ class Net(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
-        middle = {"dropout": nn.Dropout(0.5), "batchnorm": nn.BatchNorm1d(8)}
+        norm = nn.BatchNorm1d(8)
+        middle = {"dropout": nn.Dropout(0.5), "batchnorm": norm, "registered": norm}
         self.middle = middle.get(kind, nn.Tanh())
         self.kind = kind
         self.register_buffer("centre", torch.zeros(8))
@@ -103,6 +104,8 @@ def main(argv=None):
             factors = [lambda step: float(step >= 10), lambda step: 1.0]
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         teacher, bare = copy.deepcopy(model).requires_grad_(False), model
+        if kind == "registered":
+            accelerator.register_for_checkpointing(teacher)
         average = torch.optim.swa_utils.AveragedModel(model)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
@@ -128,6 +131,9 @@ def main(argv=None):
                 if kind == "teacher" and accelerator.sync_gradients:
                     for old, new in zip(teacher.parameters(), bare.parameters()):
                         old.mul_(0.5).add_(new.detach(), alpha=0.5)
+                if kind == "registered" and accelerator.sync_gradients:
+                    for old, new in zip(teacher.buffers(), bare.buffers()):
+                        old.copy_(new)
                 if kind == "average" and epoch >= 2:
                     average.update_parameters(bare)
                 if run.end_step(): run.save()
@@ -221,6 +227,13 @@ class TestOnLinux:
     def test_what_the_docs_say_differs_is_no_failure(self, rehearsed, kind, name):
         code, output = rehearsed(kind, "2 processes")
         assert code == 0 and re.search(f"equal to .*; {name} is held still", output), output
+
+    @slow
+    def test_what_is_registered_of_batchnorm_is_tried_where_it_is_not_held_still(self, rehearsed):
+        code, output = rehearsed("registered", "2 processes")
+        assert code == 1 and re.search("2 processes +equal to .* held still", output), output
+        assert re.search(r"not held +fails: .*differs between processes in middle\.run", output)
+        assert f"see docs/loop.md: {rehearse.BATCH_NORM}" in output
 
     @slow
     def test_a_refusal_is_its_own_sentence(self, rehearsed):
@@ -325,6 +338,26 @@ def test_a_difference_has_its_row(tmp_path, world, facts, column, sentence, row)
     other.world = rehearse.World("b", **world)
     verdict = rehearse.Comparison(one, rehearse.Rounding(one, one)).judge(other)
     assert not verdict.is_kept and sentence in verdict.text and verdict.row.startswith(row)
+
+
+def test_a_world_that_is_not_held_still_is_there_for_what_is_registered_and_needs_only_end(
+    tmp_path,
+):
+    first = outcome(tmp_path / "a", [{"step": 1, "train_loss": 2.0}])
+    facts = {"buffers": [], "draws": [], "by_process": ["BatchNorm"]}
+    worlds = {}
+    for moves in (False, True):
+        noted = json.dumps(facts | {"moves_registered_averages": moves})
+        (first.folder / "facts.json").write_text(noted)
+        worlds[moves] = rehearse.worlds_of(first, has_card=False)[0]
+    (added,) = [world for world in worlds[True] if world not in worlds[False]]
+    assert added.num_processes == 2 and not added.still
+    other = outcome(tmp_path / "b", [{"step": 1, "train_loss": 3.0}])
+    other.world = added
+    comparison = rehearse.Comparison(first, rehearse.Rounding(first, first))
+    assert comparison.judge(other).is_kept
+    other.problem = "the registered Net differs between processes, as with BatchNorm"
+    assert comparison.judge(other) == (f"fails: {other.problem}", False, rehearse.BATCH_NORM)
 
 
 def test_a_process_that_hangs_is_found_in_the_script(tmp_path):

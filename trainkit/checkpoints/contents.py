@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from trainkit.checkpoints.registered import Registered
+from trainkit.checkpoints.registered import Registered, names_of_float_buffers
 from trainkit.checks.changes import Marks
 from trainkit.checks.content import hash_fixed
 from trainkit.errors import RunFailure
@@ -16,6 +16,7 @@ from trainkit.files.weights import numbered
 from trainkit.outside.names import prepared_optimizers, prepared_schedulers
 from trainkit.sharding.frozen import Frozen
 from trainkit.sharding.shards import Tensors
+from trainkit.text import shorten
 
 
 class Contents:
@@ -101,12 +102,45 @@ class Contents:
             first = everybody[0][2]
             for name in first | digests:
                 if digests.get(name) != first.get(name):
-                    raise RunFailure(
-                        f"{name} differs between processes, and a checkpoint holds one of them: "
-                        "change it by the same numbers on all processes"
-                    )
+                    raise RunFailure(self._what_differs(name))
             for known, names in zip(self.frozen.moved, theirs, strict=True):
                 known |= names
+
+    def _what_differs(self, name: str) -> str:
+        """Say of what differs between processes which part does, and what to do.
+
+        Every process must call this, with the same name.
+        """
+        place, remedy = "", "change it by the same numbers on all processes"
+        if name in self.registered.names():
+            number = self.registered.names().index(name)
+            everybody = gather_object([self.registered.entries(number)])
+            first = everybody[0]
+            differing = [
+                entry
+                for entry in dict.fromkeys(entry for theirs in everybody for entry in theirs)
+                if any(theirs.get(entry) != first.get(entry) for theirs in everybody)
+            ]
+            if differing:
+                place = f" in {shorten(differing)}"
+            if self._are_buffers(number, differing):
+                remedy += (
+                    ". A forward pass in training mode changes such a buffer by this process's "
+                    "share of a batch, as BatchNorm does: put BatchNorm into evaluation mode after "
+                    "model.train(), use GroupNorm or LayerNorm, or copy "
+                    'accelerator.reduce(buffer, "mean") of each float buffer'
+                )
+        return (
+            f"{name} differs between processes{place}, and a checkpoint holds one of them: {remedy}"
+        )
+
+    def _are_buffers(self, number: int, entries: Sequence[str]) -> bool:
+        """Are these entries of a registered thing buffers of it, or named like those of a model?"""
+        buffers = self.registered.names_of_buffers(number)
+        for model in self.frozen.models:
+            buffers += names_of_float_buffers(model)
+        ends = tuple(f".{name}" for name in buffers)
+        return bool(entries) and all(f".{entry}".endswith(ends) for entry in entries)
 
     def _changed_fixed(self) -> str:
         """The name of a module that is fixed and has changed, "" if none has."""

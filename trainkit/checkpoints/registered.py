@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from trainkit.checks.changes import Marks
 from trainkit.checks.content import text_of
@@ -54,13 +55,27 @@ class Registered:
     def digests(self) -> dict[str, str]:
         """A text by name that differs if a state does; rows of sharded tensors are left out."""
         states, tensors = self.states()
-        whole = {name: x for name, x in tensors.items() if not hasattr(x, "to_local")}
         texts = {}
-        for number, (kind, state) in enumerate(zip(self.kinds, states, strict=True)):
-            of_this = {n: x for n, x in whole.items() if n.partition(".")[0] == str(number)}
-            text = text_of(state) + Marks(of_this).hash()
-            texts[f"the registered {kind} (number {number})"] = digest(text)
+        for number, (name, state) in enumerate(zip(self.names(), states, strict=True)):
+            texts[name] = digest(text_of(state) + Marks(whole_tensors(number, tensors)).hash())
         return texts
+
+    def names(self) -> list[str]:
+        """What messages call them."""
+        return [f"the registered {kind} (number {n})" for n, kind in enumerate(self.kinds)]
+
+    def entries(self, number: int) -> dict[str, str]:
+        """A text for each entry of the state of one of them, which differs if the entry does."""
+        states, tensors = self.states()
+        texts = texts_of_entries(states[number])
+        for name, tensor in whole_tensors(number, tensors).items():
+            texts[name.partition(".")[2]] = Marks({name: tensor}).hash()
+        return texts
+
+    def names_of_buffers(self, number: int) -> list[str]:
+        """The names of the float buffers of one of them, if it is a module."""
+        thing = self.things[number]
+        return names_of_float_buffers(thing) if isinstance(thing, nn.Module) else []
 
     def check_kinds(self, saved: Sequence[str]) -> None:
         """Raise UsageError if the things of a checkpoint are not those of this run."""
@@ -170,6 +185,33 @@ def unpack_state(state: Any, tensors: Tensors) -> Any:
     if kind == "tensor":
         return value
     return value.numpy() if kind == "array" else value.numpy()[()]
+
+
+def whole_tensors(number: int, tensors: Tensors) -> Tensors:
+    """Those of the registered thing of this number that are not sharded."""
+    of_this = {name: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}
+    return {name: x for name, x in of_this.items() if not hasattr(x, "to_local")}
+
+
+def texts_of_entries(state: Any, name: str = "") -> dict[str, str]:
+    """The numbers and texts in an encoded state, as texts, by their names; no tensors."""
+    if isinstance(state, dict) and "name" in state:
+        return {}
+    if isinstance(state, dict) and state["kind"] in DICTS:
+        pairs = [(str(key), value) for key, value in state["items"]]
+    elif isinstance(state, dict | list):
+        items = state["items"] if isinstance(state, dict) else state
+        pairs = [(str(number), value) for number, value in enumerate(items)]
+    else:
+        return {name: repr(state)}
+    texts: dict[str, str] = {}
+    for key, value in pairs:
+        texts |= texts_of_entries(value, f"{name}.{key}" if name else key)
+    return texts
+
+
+def names_of_float_buffers(module: nn.Module) -> list[str]:
+    return [name for name, buffer in module.named_buffers() if buffer.is_floating_point()]
 
 
 def leaves(state: Any) -> list[dict[str, Any]]:

@@ -135,6 +135,7 @@ class Found:
         generators: the states of the global generators at the start of the micro-batch.
         draws: which of them the loop, or a model, has drawn from.
         models, buffers: the models, and the hashes of their float buffers at the start.
+        averages: hashes of the running means of BatchNorm that registered things had at the start.
     """
 
     by_process: set[str] = field(default_factory=set)
@@ -142,6 +143,7 @@ class Found:
     draws: set[str] = field(default_factory=set)
     models: list[nn.Module] = field(default_factory=list)
     buffers: dict[str, str] = field(default_factory=dict)
+    averages: dict[str, str] = field(default_factory=dict)
 
     def changed_buffers(self) -> list[str]:
         """Float buffers that are not as they were, without those of BatchNorm."""
@@ -166,6 +168,17 @@ def _buffers(models: list[nn.Module]) -> dict[str, str]:
                 if buffer.is_floating_point() and not isinstance(layer, BatchNorm):
                     _flatten(f"{place}.{name}".lstrip("."), buffer, found)
     return found
+
+
+def _averages(run: Run) -> dict[str, str]:
+    """Hashes of the running means of BatchNorm that registered things have, as of a teacher."""
+    registered = run.checkpoints.contents.registered
+    return {
+        f"{name}, {entry}": text
+        for number, name in enumerate(registered.names())
+        for entry, text in registered.entries(number).items()
+        if entry.endswith(("running_mean", "running_var"))
+    }
 
 
 def _watch(plan: Plan, rank: int) -> None:
@@ -225,6 +238,7 @@ def _watch(plan: Plan, rank: int) -> None:
         if plan.nudge:
             _nudge(models)
         original(run, model, *args, **kw)
+        found.averages = _averages(run)
 
     @_around(Step, "start_micro_batch")
     def start_micro_batch(original: Callable, step: Any, loader: Any) -> None:
@@ -267,6 +281,7 @@ def _watch(plan: Plan, rank: int) -> None:
             "by_process": sorted(found.by_process),
             "draws": sorted(found.draws),
             "buffers": found.changed_buffers(),
+            "moves_registered_averages": _averages(run) != found.averages,
         }
         _write(plan.folder / "facts.json", facts, rank)
         _write(plan.folder / "held-end.json", _held(), rank)
