@@ -169,6 +169,27 @@ def test_a_network_begins_as_its_linear_model_and_is_trusted_as_far_as_it_helps(
             assert model.scale.item() == pytest.approx(scale, abs=0.1), what
 
 
+@pytest.mark.parametrize("is_class", [False, True])
+def test_it_is_said_once_that_the_metrics_stay_those_of_the_linear_model(is_class, capsys):
+    inputs = torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
+    targets = (inputs[:, 0] > 0).long() if is_class else inputs * 2
+    train = InMemory(inputs, targets, torch.arange(40) % network.NUM_FOLDS)
+    model = network.TabM(1 + is_class, network.find_edges(inputs))
+    loss = F.cross_entropy if is_class else F.mse_loss
+    right = F.one_hot(targets, 2) * 1.0 if is_class else targets
+    said = []
+    for helps in (False, True, False, False, False, True, True, False):
+        added = right if helps else -right
+        model.forward = lambda x, fold, added=added: (torch.zeros_like(right), added)
+        network.set_scale(Accelerator(cpu=True), model, train, loss)
+        assert (model.scale > 0) == helps
+        said.append(capsys.readouterr().out)
+    name = "logistic regression" if is_class else "ridge"
+    assert "the network has weight 0 so far: " in said[3] and f"alone ({name}) is" in said[3]
+    assert said[5] == "the network has weight 1.00 now, beside the linear model\n"
+    assert not any(said[:3] + said[4:5] + said[6:])
+
+
 def test_no_row_reaches_the_members_and_the_linear_model_that_judge_it():
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(40, 3, generator=generator)

@@ -44,6 +44,7 @@ class TabM(nn.Module):
 
     bins: Tensor  # the feature of each bin, and its two edges
     scale: Tensor
+    num_unused = 0  # evaluations one after another that set_scale has left without the members
 
     def __init__(self, num_outputs: int, edges: list[list[float]]):
         super().__init__()
@@ -163,7 +164,8 @@ def set_scale(
     """Trust the members as far as they help with rows that they do not know.
 
     The scale is the smallest whose loss is not worse than that of the best one by more than half a
-    standard error. Every process must call this.
+    standard error. While it is 0, all evaluations have the same metrics, which is said at the
+    second of them. Every process must call this.
     """
     num = len(train_set)
     judged = torch.linspace(0, num - 1, min(num, NUM_JUDGED), dtype=torch.float64).long()
@@ -179,7 +181,24 @@ def set_scale(
     means = torch.stack([values.double().view(len(judged), -1).mean(1) for values in losses])
     worse = means - means[means.mean(1).argmin()]
     error = worse.std(1, correction=0) / len(judged) ** 0.5
-    accelerator.unwrap_model(model).scale.fill_(SCALES[worse.mean(1) <= error / 2].min())
+    scale = SCALES[worse.mean(1) <= error / 2].min()
+    network = accelerator.unwrap_model(model)
+    network.scale.fill_(scale)
+    note = ""
+    if scale > 0:
+        if network.num_unused > 1:
+            note = f"the network has weight {scale:.2f} now, beside the linear model"
+        network.num_unused = 0
+    else:
+        network.num_unused += 1
+        if network.num_unused == 2:
+            linear_model = "ridge" if targets.is_floating_point() else "logistic regression"
+            note = (
+                f"the network has weight 0 so far: on held-out folds the linear model alone "
+                f"({linear_model}) is as accurate or more so, and the eval metrics are its own"
+            )
+    if note and accelerator.is_main_process:
+        print(note, flush=True)
 
 
 def choose_sizes(num_rows: int, batch_size: int | None) -> dict[str, int]:
