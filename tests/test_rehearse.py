@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, refused
 
+from trainkit.errors import ADVICE
 from trainkit.tools import rehearse
 
 slow = pytest.mark.slow
@@ -319,7 +320,7 @@ def outcome(folder: Path, rows: list[dict]) -> rehearse.Outcome:
             "from numpy",
             rehearse.ON_DEVICE,
         ),
-        ({"num_processes": 2}, {"draws": ["numpy"]}, "eval_f1", "step 2", rehearse.OWN_MEAN),
+        ({"num_processes": 2}, {"draws": ["numpy"]}, "eval_f1", "run.evaluate", rehearse.OWN_MEAN),
     ],
 )
 def test_a_difference_has_its_row(tmp_path, world, facts, column, sentence, row):
@@ -390,6 +391,7 @@ except RuntimeError as error:
     [
         ("error: run.gather(...) compares the samples of a batch", True, rehearse.SAMPLES_COMPARED),
         ("mixed", False, rehearse.TEACHER),
+        (f"error: {ADVICE['got mixed torch.Tensor and DTensor']}", False, rehearse.TEACHER),
     ],
 )
 def test_what_ends_a_world_has_its_row(tmp_path, in_fresh_process, error, is_refusal, row):

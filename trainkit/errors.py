@@ -64,7 +64,8 @@ FAILURES = {
 # equal on all processes.
 ADVICE = {
     "got mixed torch.Tensor and DTensor": "sharded weights, of which each process has a part, were "
-    "combined with a tensor that is whole: use weight.full_tensor(), on every process, or give a "
+    "combined with a tensor that is whole: use `weight.full_tensor() if "
+    'hasattr(weight, "full_tensor") else weight`, on every process, or give a '
     "teacher, with requires_grad_(False), to accelerator.prepare(...) as well",
     "nested_\\w+_backward|SymIntArrayRef expected to contain only concrete": "torch has no "
     "gradient for this operation on a nested tensor: call torch.nested.to_padded_tensor(x, 0.0) "

@@ -89,7 +89,7 @@ NO_GRADIENT = "parameters that get no gradient in some steps"
 ON_DEVICE = "augmentation or noise on the device"
 # What a refusal or an error says, and the row with its cure.
 SAID = {
-    r"mixed torch.Tensor and DTensor": TEACHER,
+    r"mixed torch.Tensor and DTensor|sharded weights, of which": TEACHER,
     r"gather|compares the samples": SAMPLES_COMPARED,
     r"count=|over=": SEVERAL,
     r"mask=|reduction=|padded": MASKED,
@@ -485,6 +485,10 @@ class Comparison:
         facts = self.first.noted("facts")
         if row == BUFFERS:
             where += f"; the buffer `{facts['buffers'][0]}` changes in the run"
+        elif row == OWN_MEAN:
+            where += (
+                "; a mean over samples comes from run.evaluate(...), not from a process's share"
+            )
         elif row == ON_DEVICE and facts["draws"]:
             where += f"; the loop draws from {' and '.join(facts['draws'])}"
         return Verdict(where, False, row)
