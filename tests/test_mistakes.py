@@ -255,6 +255,21 @@ def a_mask_beside_a_single_number(script):
     script.mean = lambda losses: script.run.step_mean(losses.mean(), mask=losses > -1)
 
 
+@told('step_mean.* got a float and no tensor: .*reduction="none"')
+def a_mean_of_an_item(script):
+    script.mean = lambda losses: script.run.step_mean(losses.mean().item())
+
+
+@told(r"run.add\(loss=...\) got a float and no tensor: .* without .item\(\)")
+def an_item_to_log(script):
+    script.before_the_loss = lambda batch: script.run.add(loss=batch["y"].mean().item())
+
+
+@told("evaluate.*, for loss, got a float and no tensor")
+def an_evaluated_item(script):
+    script.judge = lambda batch: script.losses_of(batch).mean().item()
+
+
 @told('add.loss=.* a single number, with weights= of shape .*reduction="none"')
 def a_value_to_log_that_is_a_single_number_beside_weights(script):
     def add(batch):

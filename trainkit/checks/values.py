@@ -7,6 +7,15 @@ from accelerate.utils import gather_object
 from trainkit.hashes import digest
 
 
+def check_tensor(call: str, values: object) -> None:
+    """Raise RuntimeError unless the values are a tensor, as loss.item() is not."""
+    if not isinstance(values, torch.Tensor):
+        raise RuntimeError(
+            f"{call} got a {type(values).__name__} and no tensor: give it the values of each "
+            'sample, as losses with reduction="none" are, without .item()'
+        )
+
+
 def check_rows(call: str, values: torch.Tensor | list, num_samples: int) -> None:
     """Raise RuntimeError unless there is a row for each of the samples, or for a padding sample."""
     is_number = isinstance(values, torch.Tensor) and values.ndim == 0

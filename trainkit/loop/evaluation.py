@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.outer import check_outer
 from trainkit.checks.prepared import check_loader
-from trainkit.checks.values import EqualSizes, check_rows
+from trainkit.checks.values import EqualSizes, check_rows, check_tensor
 from trainkit.numbers.loaders import EpochBatches, share_of_batch
 from trainkit.numbers.means import RunningMeans, select, sum_and_count
 from trainkit.outside.names import prepared_models, tree_map_only
@@ -93,6 +93,7 @@ def evaluate(
         sums = []
         for name, value, selection in select(EVALUATE, values, mask, weights):
             call = f"{EVALUATE}, for {name},"
+            check_tensor(call, value)
             check_outer(call, value)
             if not selection:
                 check_rows(call, value, len(indices))

@@ -14,7 +14,7 @@ from trainkit.checks.buffers import Buffers
 from trainkit.checks.finite import FiniteGuard
 from trainkit.checks.mistakes import Mistakes
 from trainkit.checks.outer import check_outer
-from trainkit.checks.values import EqualSizes, check_rows
+from trainkit.checks.values import EqualSizes, check_rows, check_tensor
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import together
@@ -184,6 +184,7 @@ class Step:
         """
         selection = weights if mask is None else mask
         is_padding = self.num_samples == 0
+        check_tensor(CALL, values)
         if self.mistakes.num_left:
             check_outer(CALL, values)
         total, count = sum_and_count(CALL, values, mask, weights, is_padding)
@@ -207,6 +208,7 @@ class Step:
         """Yield name, sum and number of each of these values of run.add: see means.select."""
         for name, value, selection in select("run.add(...)", values, mask, weights):
             call = f"run.add({name}=...)"
+            check_tensor(call, value)
             if self.mistakes.num_left:
                 check_outer(call, value)
             if not selection:
