@@ -1,4 +1,4 @@
-"""Tell which files of a folder are read: all but the hidden copies that other tools keep in it."""
+"""What a name of the user's leads to: a path or a Hub id; and which files of a folder are read."""
 
 import os
 import re

@@ -44,7 +44,6 @@ class TabM(nn.Module):
 
     bins: Tensor  # the feature of each bin, and its two edges
     scale: Tensor
-    num_unused = 0  # evaluations one after another that set_scale has left without the members
 
     def __init__(self, num_outputs: int, edges: list[list[float]]):
         super().__init__()
@@ -54,6 +53,7 @@ class TabM(nn.Module):
         self.register_buffer("weight", torch.zeros(NUM_FOLDS + 1, num_outputs, len(edges)))
         self.register_buffer("bias", torch.zeros(NUM_FOLDS + 1, num_outputs))
         self.register_buffer("scale", torch.zeros(()))
+        self.num_unused = 0  # evaluations one after another with a scale of 0
         num_inputs = len(edges) + len(bins)
         groups = NUM_FOLDS, NUM_MEMBERS, 1
         signs = torch.randint(0, 2, (*groups, num_inputs)).float() * 2 - 1
@@ -92,6 +92,22 @@ class TabM(nn.Module):
         others = others + (others >= fold[:, None])  # all groups but the one of the row's fold
         outputs = linear[:, :, None] + members.permute(2, 0, 1, 3)
         return outputs[row, others].flatten(1, 2)
+
+    def trust(self, scale: Tensor, linear_model: str) -> str:
+        """Set the scale; return a line if it has been 0 for two evaluations, or is so no more.
+
+        linear_model: what the line calls it.
+        """
+        self.scale.fill_(scale)
+        num_before, self.num_unused = self.num_unused, 0 if scale > 0 else self.num_unused + 1
+        if scale > 0 and num_before > 1:
+            return f"the network has weight {scale:.2f} now, beside the linear model"
+        if self.num_unused == 2:
+            return (
+                f"the network has weight 0 so far: on held-out folds the linear model alone "
+                f"({linear_model}) is as accurate or more so, and the eval metrics are its own"
+            )
+        return ""
 
 
 def find_edges(features: Tensor) -> list[list[float]]:
@@ -182,21 +198,8 @@ def set_scale(
     worse = means - means[means.mean(1).argmin()]
     error = worse.std(1, correction=0) / len(judged) ** 0.5
     scale = SCALES[worse.mean(1) <= error / 2].min()
-    network = accelerator.unwrap_model(model)
-    network.scale.fill_(scale)
-    note = ""
-    if scale > 0:
-        if network.num_unused > 1:
-            note = f"the network has weight {scale:.2f} now, beside the linear model"
-        network.num_unused = 0
-    else:
-        network.num_unused += 1
-        if network.num_unused == 2:
-            linear_model = "ridge" if targets.is_floating_point() else "logistic regression"
-            note = (
-                f"the network has weight 0 so far: on held-out folds the linear model alone "
-                f"({linear_model}) is as accurate or more so, and the eval metrics are its own"
-            )
+    linear_model = "ridge" if targets.is_floating_point() else "logistic regression"
+    note = accelerator.unwrap_model(model).trust(scale, linear_model)
     if note and accelerator.is_main_process:
         print(note, flush=True)
 
