@@ -17,7 +17,7 @@ import pandas as pd
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
-from trainkit.reading.encodings import find_encoding
+from trainkit.reading.encodings import Encoding, find_encoding
 from trainkit.reading.paths import is_read, read_here_or_from_hub, refuse_pipe, select_read
 from trainkit.text import count, first_sentence, nfc, shorten
 
@@ -209,15 +209,15 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
         return table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
     if kind == ".xlsx":
         return _name_columns(pd.read_excel(path, header=None, dtype=object, keep_default_na=False))
-    reader = find_encoding(str(path), encoding).reader
-    source = fsspec.open(path, "rt", encoding=reader, compression="infer")
+    found = find_encoding(str(path), encoding)  # reads all of a file that may be in another one
+    source = fsspec.open(path, "rt", encoding=found.reader, compression="infer")
     if "json" in kind:
         with source as file:
             decode = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_read_whole).decode
             lines = filter(str.strip, file)
             rows = decode(file.read()) if kind == ".json" else [*map(decode, lines)]
             return _without_halves(pd.DataFrame(rows, dtype=object))
-    form = _read_form(path, separator, encoding)
+    form = _read_form(path, separator, found)
     with source as file:
         if form.first_line:
             file.readline()
@@ -240,7 +240,7 @@ def find_text_form(
     written differently. The options are those of read_table.
     """
     files = [file for file in _text_files(path) if "json" not in _kind(file)]
-    forms = {_read_form(file, separator, encoding) for file in files}
+    forms = {_read_form(file, separator, find_encoding(str(file), encoding)) for file in files}
     if not forms:
         return None
     return forms.pop() if len(forms) == 1 else TextForm()
@@ -263,11 +263,10 @@ def _text_files(path: Path) -> list[Path]:
     return [file for file in inside or [path] if _kind(file) in kinds and file.is_file()]
 
 
-def _read_form(path: Path, separator: str | None, encoding: str | None) -> TextForm:
+def _read_form(path: Path, separator: str | None, found: Encoding) -> TextForm:
     """Return how a text file is written. separator: the given one, which may be a pattern."""
     import fsspec
 
-    found = find_encoding(str(path), encoding)
     options = {"encoding": found.reader, "compression": "infer", "newline": ""}
     with fsspec.open(path, "rt", **options) as file:
         first = file.readline()
