@@ -3,6 +3,7 @@
 import sys
 import sysconfig
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,12 +105,12 @@ def find_split_columns(rows: ParquetRows) -> list[str]:
     ends: dict[str, list] = {}
     for _, kept in rows.footers.values():
         footer = pq.read_metadata(kept)
-        for number in range(footer.num_row_groups):
-            group = footer.row_group(number)
-            for chunk in map(group.column, range(group.num_columns)):
-                known = chunk.statistics
-                if may_say_split(chunk.path_in_schema) and known and known.has_min_max:
-                    ends.setdefault(chunk.path_in_schema, []).extend((known.min, known.max))
+        paths = [footer.schema.column(column).path for column in range(footer.num_columns)]
+        columns = [column for column, path in enumerate(paths) if may_say_split(path)]
+        for column, group in product(columns, range(footer.num_row_groups)):
+            known = footer.row_group(group).column(column).statistics
+            if known and known.has_min_max:
+                ends.setdefault(paths[column], []).extend((known.min, known.max))
     return [name for name in ends if read_split_columns({name: ends[name]}).columns]
 
 

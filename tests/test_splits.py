@@ -6,6 +6,8 @@ import unicodedata
 
 import datasets
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import posix_only, refused
@@ -13,7 +15,7 @@ from PIL import Image
 
 import train_mnist
 import train_regression
-from examples import gan, pictures, two_towers
+from examples import gan, pictures, two_towers, windows
 from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.language import formats
@@ -360,6 +362,17 @@ def test_a_path_with_a_mistake_in_it_is_not_looked_for_on_the_hub(name):
         read_here_or_from_hub(name, f"--data {name}"),
     ):
         raise ConnectionError("asked")
+
+
+@pytest.mark.parametrize("name, said", [("split", True), ("source", False)])
+def test_rows_that_cannot_be_chosen_one_by_one_say_which_column_told_it(tmp_path, name, said):
+    values = ["train"] * 40 + ["test"] * 8
+    columns = {"tokens": [[n % 9] * 4 for n in range(48)], name: values, "more": values}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=44)
+    path = str(tmp_path / "rows.parquet")
+    train_set, eval_set, plan = windows.read_tokens(path, path, "tokens", 9)
+    assert len(train_set) == len(eval_set) == 48
+    assert plan.get("split", "").startswith("column split is not read: put the rows") == said
 
 
 SOUGHT = "there is no such file or folder, and it cannot be read from the Hub"
