@@ -99,6 +99,14 @@ class Stopped(SystemExit):
     exit_code = EXIT_STOPPED
 
 
+def stopped_early(number: int) -> str:
+    """Say that a signal arrived before the first step."""
+    return (
+        f"stopped by {signal.Signals(number).name} before the first step, with nothing to save: "
+        "start the same command with --resume auto"
+    )
+
+
 def by_nohup(number: int) -> bool:
     """True for SIGHUP if nohup started this process, which must then outlive its terminal."""
     return signal.Signals(number).name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN

@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
-from trainkit.errors import SIGNALS, Stopped, by_nohup
+from trainkit.errors import SIGNALS, Stopped, by_nohup, stopped_early
 from trainkit.launch.streams import keep_printing
 from trainkit.launch.together import deadline
 
@@ -104,16 +104,12 @@ class Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = self.signal_name is not None
-        name = signal.Signals(number).name
-        self.signal_name = name
+        self.signal_name = signal.Signals(number).name
         if number == signal.SIGINT and (again or not self.stepping):
             self.ignore(number)
             raise KeyboardInterrupt
         if not self.stepping:
-            raise Stopped(
-                f"stopped by {name} before the first step, with nothing to save: start the "
-                "same command with --resume auto"
-            )
+            raise Stopped(stopped_early(number))
 
 
 def outlive_signals(worker: int) -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 
 import psutil
 
-from trainkit.errors import EXIT_STOPPED, SIGNALS, by_nohup
+from trainkit.errors import EXIT_STOPPED, SIGNALS, by_nohup, stopped_early
 
 HEARD: set[int] = set()  # the signals that were passed on
 
@@ -53,13 +53,8 @@ def pass_on(number: int, frame: FrameType | None) -> None:
     for process in started:
         process.send_signal(number)
     if not started:
-        name = signal.Signals(number).name
-        sentence = (
-            f"error: stopped by {name} before the first step, with nothing to save: start the "
-            "same command with --resume auto\n"
-        )
         with contextlib.suppress(OSError):  # its reader may have gone away
-            os.write(2, sentence.encode())
+            os.write(2, f"error: {stopped_early(number)}\n".encode())
         os._exit(EXIT_STOPPED)
 
 
