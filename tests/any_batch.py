@@ -102,11 +102,12 @@ def compute_losses(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def count(batch: Batch) -> dict[str, torch.Tensor | float]:
+    name = "sizes"
+    if WRONG == "NAMES" and RANK:
+        name = f"sizes of process {RANK}"
     return {
         "tokens": (batch.encoding["input_ids"][:, 1:] > 0).sum() + RANK * (WRONG == "COUNT"),
-        "sizes" + "s" * RANK * (WRONG == "NAMES"): sum(
-            ("b" in text) + 0.25 for text in batch.texts
-        ),
+        name: sum(("b" in text) + 0.25 for text in batch.texts),
     }
 
 
