@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.utils.serialization import config as serialization
 
 from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.durable import Commits
@@ -140,7 +141,10 @@ class Checkpoints:
                 (temporary / "state").mkdir()
                 if self.mirror:
                     self.mirror.take(temporary, has_best=progress.best_step > 0)
-        with failing_together(accelerator, what, RunFailure):
+        # torch.save would compute a CRC-32 of each tensor, a quarter of the CPU time of a save (see
+        # benchmarks/RECORDS.md). The manifest has a hash of each file instead.
+        without_crc = serialization.patch({"save.compute_crc32": False})
+        with failing_together(accelerator, what, RunFailure), without_crc:
             save_state(temporary / "state")
         self.commits.start(temporary, final, trainer, what, started_at)
         self.saved_step = progress.step
