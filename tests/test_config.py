@@ -5,15 +5,18 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Annotated, Literal, get_args, get_type_hints
 
 from trainkit import Run
 
 import pytest
 from conftest import ROOT, refused
 
+import predict
 import train_mnist
 import train_regression
 from trainkit.config import UNSET, TrainingConfig, parse
@@ -21,13 +24,23 @@ from trainkit.config.command_line import find_urls
 from trainkit.files import stores
 from trainkit.numbers.position import Progress
 from trainkit.report.results import update_best
+from trainkit.tables.sets import comma_separated
 
 # What is typed, and a part of the sentence that answers it.
 SLIPS = {
     "--epoch 3": "Unrecognized options: --epoch, 3; perhaps you meant --cosine-epochs or --epochs",
-    "--optimizer sgdd": "'--optimizer'. Expected one of ('adamw', 'adam', 'sgd') (see ",
-    "--save-every None": "--save-every: no type matching INT could be instantiated from ['None'] (",
-    "--keep 2 --seed": "Missing value for argument '",
+    "--optimizer sgdd": "--optimizer sgdd must be one of adamw, adam, sgd (see ",
+    "--save-every None": "--save-every None must be a whole number, such as 12 (see ",
+    "--keep 2 --seed": "--seed needs a value: a whole number, such as 12 (see ",
+    "--keep_best eval_loss --batch_size=1e2 --seed 1": "--batch-size 1e2 must be a whole number",
+    "--seed 0 --warmup 0,1 --epochs 3": "--warmup 0,1 must be a number, such as 0.5 (see ",
+    "--tracker wandbb": "--tracker wandbb must be one of tensorboard, trackio, wandb (see ",
+    "--keep 2 --run-dir": "--run-dir needs a value: a path (see ",
+    "--drop-last true --epochs 2": "this flag takes no value, write --drop-last or --no-drop-last",
+    "--epochs 2 --no-pictures=1": "--no-pictures 1: this flag takes no value, write --pictures or",
+    "--min-learning-rate 1e-x": "--min-learning-rate 1e-x must be a number, such as 0.5 (see ",
+    "--mirror my run --keep 2": "run after --mirror belongs to no flag: leave it out, give it",
+    "7 --epochs 2": "7 belongs to no flag: leave it out, give it a flag, or put a value with blan",
     "@{}/gone": "gone cannot be read: ",
     "@{}/open": "open cannot be read: ValueError: No closing quotation",
 }
@@ -40,6 +53,50 @@ def test_a_slip_in_a_flag_is_one_sentence(typed, tmp_path, monkeypatch):
     for script in (train_mnist, train_regression):
         with refused(re.escape(SLIPS[typed])):
             parse(script.Config, typed.format(tmp_path).split())
+
+
+class Colour(Enum):
+    red = 1
+    dark_blue = 2
+
+
+@dataclass
+class OfManyTypes(TrainingConfig):
+    count: int | Literal["auto"] = "auto"
+    rates: Sequence[float] = ()
+    sizes: tuple[int, ...] = (1,)
+    limits: tuple[float, float] = (0.0, 1.0)
+    place: tuple[float, int] = (0.0, 1)
+    colour: Colour = Colour.red
+    level: Literal[1, 2] = 1
+    widths: Annotated[list[int], comma_separated(int)] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    "typed, sentence",
+    [
+        ("--count x", "--count x must be a whole number, such as 12, or auto"),
+        ("--rates 1 x 2 --keep 3", "--rates 1 x 2 must be numbers with blanks between them"),
+        ("--sizes 1.5", "--sizes 1.5 must be whole numbers with blanks between them"),
+        ("--limits 0", "--limits 0 must be 2 numbers, with blanks between them"),
+        ("--limits 0 x", "--limits 0 x must be 2 numbers, with blanks between them"),
+        ("--limits 0 1 2", "2 after --limits belongs to no flag: "),
+        ("--place 0 x", "--place 0 x must be 2 values, with blanks between them"),
+        ("--colour green", "--colour green must be one of red, dark_blue"),
+        ("--level 3", "--level 3 must be one of 1, 2"),
+        ("--widths 8,x", "--widths 8,x must be whole numbers with commas between them"),
+        ("--learning-rate", "--learning-rate needs a value: a number, such as 0.5"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_told_in_words_of_its_user(typed, sentence):
+    with refused(f"^{re.escape(sentence)}"):
+        parse(OfManyTypes, typed.split())
+
+
+def test_words_without_a_flag_are_right_where_a_program_has_them():
+    with refused("^Unrecognized options: --indx, x"):
+        parse(predict.Config, ["run", "a.png", "--indx", "x"])
+    assert parse(predict.Config, ["run", "a.png", "b.png"]).files == [Path("a.png"), Path("b.png")]
 
 
 # What a file of flags holds, and the --run-dir and --label that come of it.

@@ -23,6 +23,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from trainkit.config.slips import explain_slip
 from trainkit.errors import UsageError, as_usage_error
 
 C = TypeVar("C")
@@ -64,7 +65,8 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     except SystemExit as end:
         if not end.code:
             raise  # after --help
-        raise UsageError(f"{_first_sentence(messages.getvalue())} (see {script} --help)") from None
+        said = explain_slip(_first_sentence(messages.getvalue()), words, kind)
+        raise UsageError(f"{said} (see {script} --help)") from None
     if problems := find_urls(config) + find_long_names(config) + find_empty(words, config):
         raise UsageError("; ".join(problems))
     return config
