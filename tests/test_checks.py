@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from trainkit.checks.buffers import Buffers
 from trainkit.checks.data import check_indexable
+from trainkit.checks.losses import Losses, Share
 from trainkit.checks.outer import check_outer
 from trainkit.checks.prepared import check_batch_norm
 from trainkit.errors import UsageError
@@ -110,6 +111,60 @@ def test_a_model_put_into_training_mode_in_an_evaluation_is_refused(tmp_path):
     edit = r'lambda batch: {"loss": ', "lambda batch: {'other': one.train()(batch['x']), 'loss': "
     with pytest.raises(RuntimeError, match=r"its function called model.train\(\), so dropout"):
         changed(edit)("--run-dir", tmp_path)
+
+
+A_TERM, A_FACTOR, ONE_NUMBER = "the loss has a term", "by a factor", "got one number"
+
+
+@pytest.mark.parametrize(
+    "total, note",
+    [
+        ("run.step_mean(loss) + 0.1 * one(batch['x']).square().mean()", A_TERM),
+        ("run.step_mean(loss) + 0.1 * one.weight.square().sum() + one.bias.norm()", ""),
+        ("run.step_mean(loss).sqrt()", A_FACTOR),
+        ("run.step_mean(loss) * batch['y'].std()", A_FACTOR),
+        ("(-one.bias[0]).exp() * run.step_mean(loss) + run.step_mean(loss.sqrt()) / 3", ""),
+        ("run.step_mean(loss.mean().expand(len(loss)))", ONE_NUMBER),
+        ("run.step_mean(0 * loss + one.weight.square().sum())", ""),
+        ("run.step_mean(loss * run.step_mean(loss).detach())", ""),
+    ],
+)
+def test_what_a_loss_has_of_a_share_beside_its_means_is_named_once(tmp_path, capfd, total, note):
+    """The last one is a factor of the share as well, but nothing shows it."""
+    changed((r"run.step_mean\(loss\)", total))(f"--accumulate 2 --run-dir {tmp_path}")
+    said = capfd.readouterr().out
+    assert said.count("note: ") == bool(note) and note in said, said
+
+
+def test_several_backward_passes_and_gradients_of_the_script_are_no_factors(tmp_path, capfd):
+    passes = (
+        "run.accelerator.backward(2 * run.step_mean(loss.abs()), retain_graph=True)",
+        "(rate,) = torch.autograd.grad(run.step_mean(loss), one.bias, retain_graph=True)",
+        "run.accelerator.backward(run.step_mean(loss) + 0 * rate.sum())",
+    )
+    edit = r"run.accelerator.backward\(run.step_mean\(loss\)\)", "; ".join(passes)
+    changed(edit)(f"--accumulate 2 --run-dir {tmp_path}")
+    assert "note: " not in capfd.readouterr().out
+
+
+def test_losses_of_several_processes_are_compared(monkeypatch):
+    said = []
+    two = SimpleNamespace(num_processes=2, scaler=None)
+    losses = Losses(two, [], 1, said.append)
+    monkeypatch.setattr(
+        "trainkit.checks.losses.gather_object",
+        lambda own: [*own, Share([1.0], [0.5], [3.0], [float("nan")])],
+    )
+    for penalty in (0.5, 0.4):
+        mean = torch.tensor(2.0, requires_grad=True) * 1
+        losses.watch_mean(mean, torch.ones(1))
+        losses.note_backward(mean + penalty)
+        (mean + penalty).backward()
+        losses.end_backward()
+        losses.finish_micro_batch(1)
+        losses.finish_step()
+        assert len(said) == (penalty != 0.5), said
+    assert "0.4 of one share of the batch and 0.5 of another" in said[0]
 
 
 class Tracked(nn.Linear):

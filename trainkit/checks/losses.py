@@ -1,50 +1,124 @@
-"""Refuse what a copied loop does to its loss once too often, in the first steps of a run."""
+"""Refuse, or name, what a loop does to its loss that shows in the first steps of a run."""
 
+import math
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 
 from trainkit.errors import UsageError
 
 MAX_NODES = 64  # of the graph of a loss are looked at, from its end
+SAME = 1e-5  # relative difference that rounding makes
+NUM_SINGLE = 3  # steps in which all samples of a share have one value: some alike do so by chance
+HOW_IT_IS_SPLIT = "so the numbers depend on how a batch is split over processes and micro-batches"
+
+
+@dataclass
+class Pass:
+    """A backward pass.
+
+    Attributes:
+        loss: what accelerator.backward was given.
+        flows: the gradient that came to each mean of the micro-batch, by its number.
+    """
+
+    loss: Any
+    flows: dict[int, torch.Tensor]
+
+
+@dataclass
+class Share:
+    """What a micro-batch of a process made of its means.
+
+    A loss that is a sum of means, each times a number, and of a penalty on the weights has equal
+    factors and rests in all micro-batches and processes.
+
+    Attributes:
+        factors: what its backward passes multiplied the means by.
+        rests: what is left of the losses without the means.
+        sizes: of the terms of these losses.
+        single: the number that all samples have as a value, for each mean; NaN if they differ.
+    """
+
+    factors: list[float]
+    rests: list[float]
+    sizes: list[float]
+    single: list[float]
 
 
 class Losses:
-    """Looks at the backward passes of a micro-batch of --accumulate above 1, and at its loss.
+    """Looks at the means of the micro-batches of a step, and at what is done to them.
+
+    Args:
+        say: prints a note on the main process.
 
     Attributes:
-        flows: of each mean of the micro-batch, the gradient that came to it.
+        means: of the micro-batch.
+        single: see Share.
+        passes: the backward passes of the micro-batch.
+        in_backward: the last of them has not ended.
         is_quotient: the loss of the micro-batch ends with a division.
         seen: some numbers of the weights, as they were in its first backward pass.
+        shares: of the step.
+        singles: what note_of_one_number said of the steps so far that had one number.
     """
 
-    def __init__(self, accelerator: Accelerator, weights: list[nn.Parameter], accumulate: int):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        weights: list[nn.Parameter],
+        accumulate: int,
+        say: Callable[[str], object],
+    ):
         self.accelerator = accelerator
         self.weights = weights
         self.accumulate = accumulate
+        self.say = say
+        self.is_split = accelerator.num_processes * accumulate > 1
+        self.shares: list[Share] = []
+        self.singles: list[str] = []
         self.start_micro_batch()
 
     def start_micro_batch(self) -> None:
-        self.flows: list[torch.Tensor] = []
+        self.means: list[torch.Tensor] = []
+        self.single: list[float] = []
+        self.passes: list[Pass] = []
+        self.in_backward = False
         self.is_quotient = False
         self.seen: torch.Tensor | None = None
 
-    def watch_mean(self, mean: torch.Tensor) -> None:
-        """Remember the gradient that comes to a mean of run.step_mean in its backward pass."""
-        if self.accumulate > 1 and mean.requires_grad:
-            mean.register_hook(self._note_flow)
+    def watch_mean(self, mean: torch.Tensor, values: torch.Tensor) -> None:
+        """Remember a mean of run.step_mean, and the gradient that comes to it."""
+        if not mean.requires_grad:
+            return
+        mean.register_hook(partial(self._note_flow, len(self.means)))
+        self.means.append(mean.detach())
+        if self.is_split:
+            self.single.append(single_value(values.detach()))
 
-    def _note_flow(self, gradient: torch.Tensor) -> None:
-        self.flows.append(gradient.detach())
+    def _note_flow(self, number: int, gradient: torch.Tensor) -> None:
+        if self.in_backward:  # else the script itself computes gradients
+            flows = self.passes[-1].flows
+            flows[number] = gradient.detach() + flows.get(number, 0)
+
+    def end_backward(self) -> None:
+        """Note that accelerator.backward has returned."""
+        self.in_backward = False
 
     def note_backward(self, loss: Any) -> None:
         """Raise UsageError if the weights were changed since the last backward of a micro-batch.
 
         SAM does so: its second pass is at other weights, which then depend on --accumulate.
         """
+        self.passes.append(Pass(loss.detach() if isinstance(loss, torch.Tensor) else loss, {}))
+        self.in_backward = True
         if self.accumulate == 1:
             return
         if isinstance(loss, torch.Tensor):
@@ -61,22 +135,123 @@ class Losses:
         self.seen = now
 
     def finish_micro_batch(self, num_micro_batches: int) -> None:
+        """Raise RuntimeError if the loss has no mean, or one that was divided by --accumulate.
+
+        num_micro_batches: of the step.
+        """
+        if self.means and not any(each.flows for each in self.passes):
+            raise RuntimeError(
+                "the loss that accelerator.backward(...) got has nothing of what "
+                "run.step_mean(...) returned, so it is a mean by hand, as losses.mean() is, over "
+                "a process's share of the batch: give it run.step_mean(losses)"
+            )
+        self._check_divided(num_micro_batches)
+        if self.is_split:
+            self.shares.append(self._share(num_micro_batches))
+        self.start_micro_batch()
+
+    def _scale(self) -> float:
+        """What fp16 multiplies a loss by."""
+        scaler = self.accelerator.scaler
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _check_divided(self, num_micro_batches: int) -> None:
         """Raise RuntimeError if the loss was divided by --accumulate, as Accelerate does it.
 
         A mean of as many terms as there are micro-batches looks the same and is let through.
         """
-        if self.flows and self.is_quotient and num_micro_batches > 1:
-            scaler = self.accelerator.scaler
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            flows = torch.stack([flow.double().cpu() for flow in self.flows])
-            divided = torch.full_like(flows, scale / num_micro_batches / self.accumulate)
-            if len(flows) != self.accumulate and torch.allclose(flows, divided, rtol=1e-4, atol=0):
+        flows = [flow.double().cpu() for each in self.passes for flow in each.flows.values()]
+        if flows and self.is_quotient and num_micro_batches > 1 and len(flows) != self.accumulate:
+            share = self._scale() / num_micro_batches / self.accumulate
+            if all(math.isclose(flow, share, rel_tol=1e-4) for flow in flows):
                 raise RuntimeError(
                     f"the loss was divided by {self.accumulate}, which accelerator.backward(...) "
                     "does already: leave out the division by --accumulate, or, if it is meant "
                     "otherwise, divide the values before run.step_mean(...)"
                 )
-        self.start_micro_batch()
+
+    def _share(self, num_micro_batches: int) -> Share:
+        share = Share([], [], [], self.single)
+        scale = self._scale() / num_micro_batches
+        for each in self.passes:
+            if not isinstance(each.loss, torch.Tensor) or hasattr(each.loss, "full_tensor"):
+                continue
+            factors = {number: flow.item() / scale for number, flow in each.flows.items()}
+            terms = [factor * self.means[number].item() for number, factor in factors.items()]
+            loss = each.loss.double().sum().item()
+            share.factors += factors.values()
+            share.rests.append(loss - sum(terms))
+            share.sizes.append(max(map(abs, (loss, *terms))))
+        return share
+
+    def finish_step(self) -> None:
+        """Say if losses were made of more than means. Every process must call this."""
+        if not self.is_split:
+            return
+        shares = gather_object(self.shares)
+        self.shares = []
+        note = note_of_shares(shares)
+        single = note_of_one_number(shares)
+        if single is not None:
+            self.singles.append(single)
+        if len(self.singles) == NUM_SINGLE:
+            note = note or max(self.singles)
+        if note:
+            self.say(note)
+            self.is_split = False
+
+
+def single_value(values: torch.Tensor) -> float:
+    """The value of all samples if there are several and it is one, or NaN."""
+    if values.ndim == 0 or values.is_nested or len(values) < 2:
+        return math.nan
+    lowest, highest = values.aminmax()
+    return lowest.item() if lowest == highest else math.nan
+
+
+def note_of_one_number(shares: Sequence[Share]) -> str | None:
+    """A line about a mean of one number, "" if it is equal everywhere; None if it is not one."""
+    singles = [[*filter(math.isfinite, share.single)] for share in shares]
+    if not all(singles) or len({*map(len, singles)}) > 1:
+        return None
+    for numbers in zip(*singles, strict=True):
+        one, two = min(numbers), max(numbers)
+        if are_others(one, two, max(abs(one), abs(two))):
+            return (
+                f"note: run.step_mean(...) got one number for all samples, {one:.4g} of one share "
+                f"of the batch and {two:.4g} of another, {HOW_IT_IS_SPLIT}: let each sample have "
+                "a value of its own, or compute the number from the whole batch, by run.gather(...)"
+            )
+    return ""
+
+
+def note_of_shares(shares: Sequence[Share]) -> str:
+    """A line about what differs between micro-batches and processes; "" if nothing does."""
+    first = shares[0]
+    for other in shares[1:]:
+        for one, two in zip(first.factors, other.factors, strict=False):
+            if are_others(one, two, max(abs(one), abs(two))):
+                return (
+                    "note: what run.step_mean(...) returned is multiplied by a factor, "
+                    f"{one:.4g} of one share of the batch and {two:.4g} of another, "
+                    f"{HOW_IT_IS_SPLIT}: put it into the values of each sample, and use a mean "
+                    "as it is, not its root or logarithm"
+                )
+        rests = zip(first.rests, other.rests, first.sizes, other.sizes, strict=False)
+        for one, two, *sizes in rests:
+            if are_others(one, two, max(sizes)):
+                return (
+                    "note: the loss has a term that run.step_mean(...) did not make, "
+                    f"{one:.4g} of one share of the batch and {two:.4g} of another, "
+                    f"{HOW_IT_IS_SPLIT}: give its values, one for each sample, to "
+                    "run.step_mean(...) as well (docs/loop.md, Several means)"
+                )
+    return ""
+
+
+def are_others(one: float, other: float, size: float) -> bool:
+    """Do numbers differ by more than rounding of numbers of this size? NaN is not known."""
+    return abs(one - other) > SAME * size
 
 
 def ends_with_division(loss: torch.Tensor) -> bool:

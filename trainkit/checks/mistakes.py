@@ -46,7 +46,7 @@ class Mistakes:
         self.accelerator = accelerator
         self.say = say
         weights = weights_of(*prepared_optimizers(accelerator))
-        self.losses = Losses(accelerator, weights, accumulate)
+        self.losses = Losses(accelerator, weights, accumulate, say)
         self.unused = Unused(accelerator, wrapped)
         self.num_left = NUM_WATCHED
         self.backward = self.in_window = False
@@ -56,7 +56,7 @@ class Mistakes:
         self.said: set[str] = set()
         self.positions: list[int | None] = []
         self.unmoved: list[int | None] = []
-        watch(accelerator, "backward", self._note_backward)
+        watch(accelerator, "backward", self._note_backward, self.losses.end_backward)
         for prepared in prepared_optimizers(accelerator):
             optimizer = prepared.optimizer
             weights = weights_of(optimizer)
@@ -81,10 +81,10 @@ class Mistakes:
         self.positions = self._positions()
         self.unmoved = [] if is_new else self.unmoved
 
-    def watch_mean(self, mean: torch.Tensor) -> None:
-        """Look at the gradient that comes to a mean of run.step_mean."""
+    def watch_mean(self, mean: torch.Tensor, values: torch.Tensor) -> None:
+        """Look at the gradient that comes to a mean of run.step_mean, and at its values."""
         if self.num_left:
-            self.losses.watch_mean(mean)
+            self.losses.watch_mean(mean, values)
 
     def look_at_gradients(self, *optimizers: torch.optim.Optimizer) -> None:
         """Look for weights without a gradient, when those of a step are complete."""
@@ -93,7 +93,7 @@ class Mistakes:
             self.unused.look(*optimizers)
 
     def finish_micro_batch(self, is_last: bool, num_micro_batches: int) -> None:
-        """Raise RuntimeError if the loss was backpropagated without Accelerate, or divided twice.
+        """Raise RuntimeError for a loss that came past Accelerate or Run, or was divided twice.
 
         num_micro_batches: of the step.
         """

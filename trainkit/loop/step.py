@@ -199,7 +199,7 @@ class Step:
         scale = self.accelerator.num_processes * self.num_micro_batches / divisor
         # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
         mean = total * (scale + 0 * share)
-        self.mistakes.watch_mean(mean)
+        self.mistakes.watch_mean(mean, values)
         return mean
 
     def sums(
@@ -267,6 +267,7 @@ class Step:
             self.sizes.check_processes(self.accelerator)
             self.divisors.check()
             self.buffers.finish_step()
+            self.mistakes.losses.finish_step()
         if skipped:
             self.mistakes.skip_step()
         else:
