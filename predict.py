@@ -10,7 +10,7 @@ python predict.py runs/mnist --export --push OWNER/NAME
 
 The model is built by make_model(metadata) of the script that made the run, from the metadata that
 the script gave run.begin. metadata["input"], one of KINDS, decides how a file is turned into
-an input and an output into text. See docs/loop.md for a script of your own.
+an input and an output into text. See docs/results.md for a script of your own.
 """
 
 import contextlib
@@ -314,7 +314,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
             raise UsageError(
                 f"{metadata['script']}.py made the run, and predict.py needs two things from it: "
                 "make_model(metadata), and answer(model, metadata, path) or, in what it gives "
-                f'run.begin, "input", one of {", ".join(KINDS)} (docs/loop.md)'
+                f'run.begin, "input", one of {", ".join(KINDS)} (docs/results.md)'
             )
         saved = load_file(run_dir / kind.weights)
         weights = {plain_name(name): value for name, value in saved.items()}

@@ -5,6 +5,9 @@ Their numbers: tests/test_worlds.py.
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 
 from conftest import ROOT, rows, run
 
@@ -13,6 +16,19 @@ def test_an_example_starts_where_it_lies(tmp_path):
     """From any folder, without anything installed or exported."""
     flags = f"--num-lines 109 --stop-after-steps 1 --no-pictures --run-dir {tmp_path}/run"
     run("examples/text.py", flags, cwd=tmp_path, env={"PYTHONPATH": ""})
+
+
+def test_a_copy_in_another_folder_ends_with_the_error_that_the_docs_name(tmp_path):
+    """Without `pip install .`; -S leaves out what is installed here."""
+    docs = (ROOT / "docs" / "loop.md").read_text()
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("examples/*.py")]
+    scripts = [path for path in paths if "startup.run(main)" in path.read_text()]
+    assert len(scripts) >= 11
+    for path in scripts:
+        copy = shutil.copy(path, tmp_path)
+        ended = subprocess.run([sys.executable, "-ES", copy], capture_output=True, text=True)
+        assert ended.returncode == 1
+        assert f"`{ended.stderr.splitlines()[-1]}`" in docs, (path, ended.stderr)
 
 
 def test_the_five_edits_of_the_docs_make_a_script_that_learns(fork_main, tmp_path):

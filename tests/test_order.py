@@ -7,10 +7,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from made_tables import add_noise
 from torch.utils.data import Dataset, StackDataset, Subset
 
+from examples.mixture import mixture
 from trainkit.numbers import loaders
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
 from trainkit.numbers.orders import weighted
@@ -37,12 +37,8 @@ def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
         assert abs(values.mean() - mean) < 4.5 * (variance / num) ** 0.5
 
 
-def test_the_mixture_of_the_docs_has_nine_of_ten_and_each_sample_in_its_turn():
-    before, _, after = (ROOT / "docs" / "loop.md").read_text().partition("def mixture")
-    names = {}
-    imports = before.rpartition("```python")[2]
-    exec(f"{imports}def mixture{after.partition('train_set =')[0]}", names)
-    order = names["mixture"]((90, 20), 3)
+def test_a_mixture_has_nine_of_ten_and_each_sample_in_its_turn():
+    order = mixture((90, 20), 3)
     whole = torch.cat([order(epoch, 0, 110) for epoch in range(4)])
     assert torch.equal(torch.cat([order(1, 0, 37), order(1, 37, 110)]), whole[110:220])
     assert ((whole >= 90).view(-1, 10).sum(1) == 1).all()

@@ -13,7 +13,10 @@ from trainkit.errors import ADVICE
 from trainkit.tools import rehearse
 
 slow = pytest.mark.slow
-ROWS = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "loop.md").read_text(), re.MULTILINE)
+ROWS = {
+    page: re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    for page in ("loop.md", "resume.md")
+}
 
 # The examples in their quick form, as in test_worlds.py.
 SMALL = "--batch-size 18 --eval-batch-size 27"
@@ -183,7 +186,7 @@ class TestOnLinux:
         names = "same again|resumed after step (6|12|18)|2 loader workers|--accumulate 2"
         worlds = re.findall(f"^(?:the )?(?:{names}|2 processes|sharded over 2) ", output, re.M)
         assert code == 0 and len(worlds) == 8, output
-        assert output.count("equal ") == 8 and "loop.md" not in output, output
+        assert output.count("equal ") == 8 and "see docs/" not in output, output
         assert "mine.py: 5 epochs of 4 steps (of 8)" in output
 
     @slow
@@ -205,12 +208,12 @@ class TestOnLinux:
     def test_what_breaks_a_promise_is_named(self, rehearsed, kind, only, sentence, row):
         code, output = rehearsed(kind, only)
         assert code == 1 and re.search(sentence, output), output
-        assert f"see docs/loop.md: {row}" in output
+        assert re.search(f"see docs/(loop|resume).md: {re.escape(row)}", output), output
 
     def test_a_teacher_that_is_in_no_checkpoint_is_named(self, rehearsed):
         code, output = rehearsed("teacher", "step 6")
         assert code == 1 and "`teacher` is not what it was" in output, output
-        assert f"see docs/loop.md: {rehearse.REGISTERED}" in output
+        assert f"see docs/resume.md: {rehearse.REGISTERED}" in output
 
     @slow
     def test_a_part_that_is_unfrozen_by_its_learning_rate_keeps_all_promises(self, rehearsed):
@@ -289,7 +292,8 @@ class TestOnLinux:
 def test_the_rows_that_are_named_are_in_the_docs():
     named = [value for name, value in vars(rehearse).items() if name.isupper()]
     for row in {row for row in named if isinstance(row, str)}:
-        assert any(found.startswith(row) for found in ROWS), row
+        page = "resume.md" if row in rehearse.RESUMED else "loop.md"
+        assert any(found.startswith(row) for found in ROWS[page]), (page, row)
 
 
 def outcome(folder: Path, rows: list[dict]) -> rehearse.Outcome:

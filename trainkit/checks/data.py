@@ -273,7 +273,7 @@ class WatchedSets:
                 lines.append(
                     f"note: the samples of the {name} have changed since run.begin(...): a resume "
                     "and loader workers have those of the start, so keep what the loop changes in "
-                    "buffers of a prepared module (docs/loop.md)"
+                    "buffers of a prepared module (docs/resume.md)"
                 )
         return lines
 

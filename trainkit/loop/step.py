@@ -172,7 +172,8 @@ class Step:
         on all processes. A padding sample, of a process that has none, counts nothing.
 
         Args:
-            values: (samples, ...), the losses of this process's batch, with reduction="none".
+            values: (samples, ...), the losses of this process's batch, with reduction="none";
+                without mask or weights the mean is over all dimensions.
             mask: bool, True for the values that count, such as the tokens of an answer.
             weights: float, the weight of each value: the mean is sum(weights * values) /
                 sum(weights) over the whole step. With mask or weights, `values` may have any shape,

@@ -372,13 +372,13 @@ def make_loaders(
     of at most MAX_DEVICE_BYTES and a `to(device)` of its own class is moved to a GPU once, as
     InMemory is; what that method returns is read, the set itself if it stays. collate_fn makes a
     batch from a list of samples, but not of InMemory. If the training set, or one within
-    it, has set_epoch, the loader calls it with the epoch in the process that makes samples. Batch
-    sizes are over all processes; --eval-batch-size is rounded up to a multiple of their number.
-    weights has one number per training sample: how often it is drawn, with replacement, relative to
-    the others. order(epoch, start, stop) returns the indices, int64, at start <= position < stop of
-    an epoch, which has as many positions as there are training samples. It must be a pure function,
-    so that a resume needs no saved state and any number of processes sees the same order. Raises
-    UsageError for weights that cannot be used.
+    it, has set_epoch, the loader calls it with the epoch in the process that makes samples; a set
+    that lies under both is told 0 before each batch to evaluate. Batch sizes are over all
+    processes; --eval-batch-size is rounded up to a multiple of their number. weights has one number
+    per training sample: how often it is drawn, with replacement, relative to the others.
+    order(epoch, start, stop) is a pure function, so nothing of it needs to be saved. It returns
+    the indices, int64, at start <= position < stop of an epoch, which has as many positions as
+    there are training samples. Raises UsageError for weights that cannot be used.
     """
     if weights is not None:
         order = weighted(weights, len(train_set), config.seed)

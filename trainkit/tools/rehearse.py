@@ -5,7 +5,7 @@ python -m trainkit.tools.rehearse SCRIPT [FLAGS ...]
 SCRIPT is any script that has a Run, in any folder, and FLAGS are those that it is trained with. It
 runs twice, resumed, with loader workers, with --accumulate 2, in two processes, sharded over two
 and, if there is one, on a card. A line says for each whether the numbers are the same, and a second
-one names the row of docs/loop.md that has the cure. Epochs are cut to 4 steps, so that several
+one names the row of a page in docs/ that has the cure. Epochs are cut to 4 steps, so that several
 of them are seen, with their evaluations. Nothing is written into --run-dir, and nothing is left.
 
 Before SCRIPT: --epochs N for what begins in a later epoch, --limit SECONDS for a slow script, and
@@ -73,7 +73,7 @@ TIMES_FOR_GRADIENTS = 10
 FLOOR_OF_WEIGHTS = 1e-3  # of the largest value of a tensor
 GRACE_SECONDS = 3.0  # for the other processes, once one has failed
 
-# Rows of docs/loop.md.
+# Rows of docs/loop.md, or of docs/resume.md.
 BATCH_NORM = BUFFERS = "BatchNorm"
 ORDER_OF_CHANCE = "random augmentation in a `Dataset`"
 OWN_STATE = "state of your own that a resume must restore"
@@ -87,6 +87,7 @@ MASKED = "a loss over tokens or pixels with a mask"
 SEVERAL = "several objectives with labels missing in places"
 NO_GRADIENT = "parameters that get no gradient in some steps"
 ON_DEVICE = "augmentation or noise on the device"
+RESUMED = {OWN_STATE, OWN_SCHEDULE, REGISTERED, CHANGED_SET, TEACHER}  # of docs/resume.md
 # What a refusal or an error says, and the row with its cure.
 SAID = {
     r"mixed torch.Tensor and DTensor|sharded weights, of which": TEACHER,
@@ -109,7 +110,7 @@ class World:
         resumed_after: the step of the checkpoint of the first run that it begins with; 0: none.
         still, nudge: see rehearsed.Plan.
         floor: relative differences up to this are rounding.
-        row: of docs/loop.md, if nothing tells more about a difference.
+        row: of a page, if nothing tells more about a difference.
         is_compared: its numbers must be those of the first run; else it must only come to its end.
     """
 
@@ -666,7 +667,8 @@ def rehearse(stage: Stage, only: str) -> int:
         is_kept &= verdict.is_kept
         print(f"{world.name:<22}{verdict.text}", flush=True)
         if verdict.row:
-            print(f"{'':<22}see docs/loop.md: {verdict.row}", flush=True)
+            page = "resume.md" if verdict.row in RESUMED else "loop.md"
+            print(f"{'':<22}see docs/{page}: {verdict.row}", flush=True)
     return 0 if is_kept else 1
 
 
