@@ -229,7 +229,7 @@ def get_ready(accelerator: Accelerator, model: nn.Module, is_whole: bool = True)
         if recompute_layers(plugin, model) == 0:
             raise UsageError(
                 "fsdp_activation_checkpointing: true finds no layer to compute twice: let "
-                "fsdp_auto_wrap_policy name the classes of the layers (docs/scaling.md)"
+                "fsdp_auto_wrap_policy name the classes of the layers (docs/sharding.md)"
             )
     # Otherwise each layer would compute everything in bf16.
     if accelerator.mixed_precision == "bf16":
