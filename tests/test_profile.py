@@ -8,7 +8,10 @@ import pytest
 import torch
 from accelerate.utils import DynamoBackend
 from conftest import ROOT
+from loops import changed
+from loss_scale import scaled_float32
 
+import trainkit.loop.session
 from trainkit.report import profile
 
 SMALL = ["--num-samples", 250, "--epochs", 4, "--batch-size", 10, "--no-pictures"]
@@ -90,6 +93,28 @@ def test_a_profile_of_steps_that_fp16_skipped_says_so(accelerator, tmp_path):
     profiled.close()
     assert ["--profile 1: fp16 skipped" in line for line in said] == [True]
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_step_that_fp16_skips_is_no_part_of_another(tmp_path, monkeypatch, capfd):
+    """Of eleven steps three warm up, one is timed, and the fifth is profiled."""
+    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
+    launches = []
+    for skipped, said in (
+        ((), "profile      of 1 step; "),
+        ((5,), "profile      of 2 steps, of which fp16 skipped 1; "),
+        (range(5, 12), "--profile 1: fp16 skipped the step that was to be profiled: "),
+    ):
+        train = changed(
+            (r"body\(run, next\(numbers\)\)", "number = next(numbers)"),
+            (r"step_mean\(loss\)", "step_mean(loss * (1e38 if number in skipped else 1))"),
+            skipped=skipped,
+        )
+        train("--profile 1 --epochs 1 --batch-size 4 --run-dir", tmp_path / str(len(skipped)))
+        output = capfd.readouterr().out
+        assert said in output
+        launches += re.findall(r"^launches +(\d+) ", output, re.MULTILINE)
+    assert int(launches[1]) <= int(launches[0])  # a step that is skipped has no optimizer
+    assert len(launches) == 2
 
 
 # Shares of a step, device, processes, precision, --accumulate, --num-workers; what helps.

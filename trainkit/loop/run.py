@@ -414,6 +414,7 @@ class Run:
         is_watched = self.step.mistakes.num_left > 0
         if not self.step.finish():  # fp16 overflowed
             progress.num_skipped += 1
+            self.profile.end_step(was_skipped=True)
             return False
         if is_watched:  # a mistake is told now, and not after an epoch
             self.checkpoints.contents.check()

@@ -65,6 +65,7 @@ class Profile:
         # Seconds of the timed steps, waiting for data, in this thread on a core, and with profiler.
         self.seconds = self.data_seconds = self.core_seconds = self.profiled_seconds = 0.0
         self.num_profiled = 0
+        self.num_skipped = 0  # of those that were profiled
         self.paused: tuple[float, float] | None = None  # what at and core_at had counted
         self._mark()
 
@@ -89,8 +90,12 @@ class Profile:
                 self.core_seconds -= time.thread_time() - on_core
             yield batch
 
-    def end_step(self) -> None:
-        """Count a step; after the last one say what the profiler saw."""
+    def end_step(self, was_skipped: bool = False) -> None:
+        """Count a step; after the last one say what the profiler saw.
+
+        A step that fp16 skips takes time and launches kernels too, so it is one of those that are
+        divided by. The profiler goes on until N other steps were made.
+        """
         if not self.is_on:
             return
         seconds = time.perf_counter() - self.at
@@ -101,8 +106,9 @@ class Profile:
         elif self.profiler:
             self.profiled_seconds += seconds
             self.num_profiled += 1
+            self.num_skipped += was_skipped
         self.num_done += 1
-        if self.num_profiled == self.num_timed:
+        if self.num_profiled - self.num_skipped == self.num_timed:
             self.end()
         self._mark()
 
@@ -116,7 +122,7 @@ class Profile:
         profiler = self.profiler
         self.profiler = None
         self.is_on = False
-        if self.num_profiled == 0:
+        if self.num_profiled == self.num_skipped:
             self.say(
                 f"--profile {self.config.profile}: fp16 skipped the step that was to be profiled: "
                 "start the run again, with a larger --profile"
@@ -200,10 +206,11 @@ class Profile:
             }
             launches = num_launches(profiler.events()) / num
         shares = {name: value / step for name, value in parts.items()}
+        skipped = f", of which fp16 skipped {self.num_skipped}" if self.num_skipped else ""
         together = " (host and device work at the same time)" if on_card else ""
         would = "" if on_card else " (operations that would launch one on a card)"
         lines = {
-            "profile": f"of {count(num, 'step')}; the times of a step are of "
+            "profile": f"of {count(num, 'step')}{skipped}; the times of a step are of "
             f"{count(self.num_timed, 'step')} before, without the profiler",
             "a step": f"{step:.4g} ms{together}: "
             + ", ".join(f"{name} {ms:.3g} ms ({shares[name]:.0%})" for name, ms in parts.items()),
