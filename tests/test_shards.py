@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import signal
 from collections import Counter
@@ -401,3 +402,51 @@ def test_a_teacher_that_is_prepared_follows_its_student_in_every_world(nursery, 
             assert torch.allclose(ours[key], value, rtol=0, atol=1e-6), (name, key)
             assert torch.allclose(single[key], value, rtol=0, atol=1e-6), (name, key)
     assert_close(tmp_path / "run", tmp_path / "two")
+
+
+# The same with BatchNorm and a teacher that is registered, not prepared. --how says what is done
+# about the running means, which its own forward pass changes.
+SAME_MEANS = """
+@torch.no_grad()
+def share(accelerator, teacher, student, how):
+    for mine, other in zip(teacher.buffers(), student.buffers(), strict=True):
+        if how == "student":
+            mine.copy_(other)
+        if how == "mean" and mine.is_floating_point():
+            mine.copy_(accelerator.reduce(mine, "mean"))
+
+
+def main("""
+NORMED_TEACHER = (
+    TEACHER.replace("nn.GELU()", "nn.BatchNorm1d(5)")
+    .replace(".eval()", "; accelerator.register_for_checkpointing(teacher)")
+    .replace("run.begin(both, {})", "run.begin(both[0], {})")
+    .replace("teacher(x)", "teacher.train(student.training)(x)")
+    .replace("assert not teacher.training", "share(accelerator, teacher, student, config.how)")
+    .replace("                follow(teacher, student)\n", "")
+    .replace("def main(", SAME_MEANS)
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "is_named"),
+    [
+        ("nothing", True),
+        ("mean", False),  # what the message says
+        ("student", False),  # sharded models have the buffers of the first process
+    ],
+)
+def test_a_registered_teacher_with_batchnorm_is_named_beside_a_sharded_model(
+    fork_main, tmp_path, how, is_named
+):
+    flags = f"--how {how} --batch-size 12 --epochs 1 --no-pictures"
+    outcome = fork_main(
+        NORMED_TEACHER, flags, "--run-dir", tmp_path / "run", world=2, env=env(KINDS[1])
+    )
+    assert "2 processes on cpu, float32, 1 thread each, sharded" in outcome.output
+    if not is_named:
+        assert outcome.codes == [0, 0], outcome.output
+        return
+    words = "the registered Sequential .number 0. differs between processes in 1.running_mean, "
+    words += "1.running_var, .* put BatchNorm into evaluation mode"
+    assert re.search(words, outcome.error(1))
