@@ -22,7 +22,7 @@ from trainkit.checks.data import check_data, random_collation, random_parts
 from trainkit.config import TrainingConfig
 from trainkit.launch.alike import hash_sources
 from trainkit.numbers import ahead, rng
-from trainkit.numbers.loaders import EpochBatches, InMemory, make_loaders
+from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
 from trainkit.rng import keyed_normal, keyed_uniform
 
 
@@ -166,6 +166,34 @@ def test_what_a_generator_of_its_own_draws_is_named_and_left_out_of_the_fingerpr
 def test_a_set_that_draws_for_several_samples_at_once_is_named(check):
     assert "__getitems__ draws for several samples" in check(AtOnce(seeded))[1]["random training"]
     assert not check(AtOnce(lambda: 0.0))[1]
+
+
+class NoisyRows(InMemory):
+    """Its batches have no collate_fn and are made in one piece, with a number for each row."""
+
+    def __getitems__(self, indices):
+        return super().__getitems__(indices)[0] + seeded() + torch.rand(len(indices)), indices
+
+
+class NoisyWhole(Pairs):
+    def make_batch(self, indices):
+        return {"x": torch.rand(len(indices)), "index": indices}
+
+
+def test_batches_of_a_subclass_of_rows_in_memory_are_seeded_and_named_if_they_draw(check):
+    rows = NoisyRows(torch.arange(20.0))
+    (line,) = check(rows, InMemory(torch.arange(100.0, 105.0)))[1].values()
+    assert "[0] of a sample of the training set differs" in line and "for several samples" in line
+    epochs = torch.tensor(1), torch.tensor(1), torch.tensor(2)
+    one, same, other = (
+        WholeBatches(rows, None, 3, epoch).make(torch.tensor([4, 2]))[0] for epoch in epochs
+    )
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+def test_a_set_that_makes_whole_batches_is_named_if_it_draws(check):
+    (line,) = check(NoisyWhole(lambda: 0.0))[1].values()
+    assert "['x'] of a sample of the training set" in line and "make_batch is not seeded" in line
 
 
 def test_a_transform_of_a_dataset_is_in_the_fingerprint_and_may_draw(check):

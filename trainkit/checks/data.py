@@ -53,6 +53,8 @@ REMEDIES = {
     "torch.initial_seed() (docs/loop.md)",
     "__getitems__": "made alone, so __getitems__ draws for several samples at once, and other "
     "processes and --accumulate give other numbers: draw for one sample, in __getitem__",
+    "make_batch": "made twice, and make_batch is not seeded, so a resume gives other numbers: draw "
+    "for one sample, in __getitem__, or in the loop by keyed_uniform (docs/loop.md)",
 }
 
 
@@ -92,11 +94,13 @@ def read_samples(dataset: Dataset, indices: torch.Tensor, seed: int = 0) -> Iter
 def random_parts(dataset: Dataset) -> set[str]:
     """The entries of a sample that differ when a few samples are made twice with the same seeds.
 
-    The second time each is made alone. Samples in memory, and whole batches, are not random.
+    The second time each is made alone. Samples in memory are not random.
     """
     is_held = held_in_memory(dataset) is not None and not has_transform(dataset)
-    if is_held or makes_batches(dataset, batch_method(dataset, True)):
+    if is_held or type(dataset) is InMemory:
         return set()
+    if makes_batches(dataset, batch_method(dataset, True)):
+        return random_parts_of_batch(dataset)
     # Samples of a set with a fingerprint may lie far away: the first ones are in one file.
     near = torch.arange(min(len(dataset), NUM_COLLATED))
     indices = near if hasattr(dataset, "fingerprint") else spread_indices(dataset, NUM_TWICE)
@@ -105,6 +109,23 @@ def random_parts(dataset: Dataset) -> set[str]:
         map(sample_parts, once), map(sample_parts, read_samples(dataset, indices)), strict=True
     )
     return set(chain.from_iterable(differing(*pair) for pair in pairs))
+
+
+def random_parts_of_batch(dataset: Dataset) -> set[str]:
+    """The entries of a batch that differ when a set that makes whole batches makes it again.
+
+    Such a set must not draw from the generators that are seeded for a sample: so seeds differ here.
+    A set with a fingerprint, whose samples may lie far away, is not asked.
+    """
+    if hasattr(dataset, "fingerprint"):
+        return set()
+    indices = torch.arange(min(len(dataset), NUM_COLLATED))
+    made = []
+    for seed in (0, 1):
+        seed_host(seed)  # for make_batch, before which nothing is seeded
+        batches = WholeBatches(dataset, None, seed, torch.zeros((), dtype=torch.int64))
+        made.append(sample_parts(batches.make(indices)))
+    return differing(*made)
 
 
 def augmented(eval_set: Dataset) -> dict[str, str]:

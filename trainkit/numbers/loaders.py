@@ -278,6 +278,8 @@ class WholeBatches(Dataset):
             return self.dataset.make_batch(indices)
         if self.method == "__getitems__":
             if isinstance(self.dataset, InMemory):
+                if makes_own_rows(self.dataset):
+                    self._seed(int(indices[0]), len(indices))
                 return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
             self._seed(int(indices[0]), len(indices))
             samples = self.dataset.__getitems__(indices.tolist())
@@ -294,6 +296,11 @@ class WholeBatches(Dataset):
 
     def _seed(self, *position: int) -> None:
         seed_host(key("sample", self.seed, int(self.epoch), *position))
+
+
+def makes_own_rows(dataset: InMemory) -> bool:
+    """Does a subclass make its batches itself? They may be random, as those of InMemory are not."""
+    return type(dataset).__getitems__ is not InMemory.__getitems__
 
 
 def sets_with_epoch(dataset: Any) -> list[Any]:
