@@ -206,11 +206,10 @@ class Profile:
             }
             launches = num_launches(profiler.events()) / num
         shares = {name: value / step for name, value in parts.items()}
-        skipped = f", of which fp16 skipped {self.num_skipped}" if self.num_skipped else ""
         together = " (host and device work at the same time)" if on_card else ""
         would = "" if on_card else " (operations that would launch one on a card)"
         lines = {
-            "profile": f"of {count(num, 'step')}{skipped}; the times of a step are of "
+            "profile": f"of {self._say_steps()}; the times of a step are of "
             f"{count(self.num_timed, 'step')} before, without the profiler",
             "a step": f"{step:.4g} ms{together}: "
             + ", ".join(f"{name} {ms:.3g} ms ({shares[name]:.0%})" for name, ms in parts.items()),
@@ -221,6 +220,10 @@ class Profile:
         table = most_expensive(profiler.key_averages(group_by_input_shape=True), num, on_card)
         limit = self._limit(shares, launches)
         return f"{text}\n{table}\nlimited by   {limit}\ntrace        {path}, for ui.perfetto.dev"
+
+    def _say_steps(self) -> str:
+        skipped = f", of which fp16 skipped {self.num_skipped}" if self.num_skipped else ""
+        return f"{count(self.num_profiled, 'step')}{skipped}"
 
     def _limit(self, shares: dict[str, float], launches: float) -> str:
         """One sentence: what limits the step, and what helps."""
