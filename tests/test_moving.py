@@ -197,6 +197,9 @@ def test_what_no_checkpoint_would_hold_is_refused_in_the_first_steps(tmp_path):
     after = changed((r"^( +)run.begin\(", line), later, tally=tally)
     with pytest.raises(RuntimeError, match=r"the registered Count was changed after run.save\(\)"):
         after(flags)
+    later = r"^( +)run.save\(\)", r"\g<0>\n\1optimizers[1].param_groups[0]['eps'] = 1e-7"
+    with pytest.raises(RuntimeError, match=r"eps of optimizer 1 was changed after run.save\(\)"):
+        changed(later)(flags)
 
 
 def test_what_is_done_at_the_start_of_an_epoch_is_undone_by_a_resume_in_its_middle(tmp_path):
@@ -212,6 +215,28 @@ def test_what_is_done_at_the_start_of_an_epoch_is_undone_by_a_resume_in_its_midd
         for_killed(flags + "killed", body=kill_at(9), first=WithTeacher)
     again = for_killed(flags + "killed --resume auto", first=WithTeacher)
     assert len(heads) == 3 and again == whole[8:]
+    assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_learning_rate_that_is_set_at_the_start_of_an_epoch_is_what_it_was_after_a_resume(
+    tmp_path,
+):
+    head = r"\1for epoch in run.epochs():\n\1    halve(optimizers, epoch)"
+    edits = (
+        (r"^( +)for _ in run.epochs\(\):", head),
+        (r"schedules = \[make_scheduler.*", "schedules = []"),
+    )
+
+    def halve(optimizers, epoch):
+        for group in optimizers[1].param_groups if epoch else ():
+            group["lr"] /= 2
+
+    flags = f"--save-every 1 --run-dir {tmp_path}/"
+    run = changed(*edits, halve=halve)
+    whole = run(flags + "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(flags + "killed", body=kill_at(9))
+    assert run(flags + "killed --resume auto") == whole[8:]
     assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
@@ -70,16 +71,22 @@ class Contents:
     def changed(self) -> set[str]:
         """The names of what this process no longer holds as it was noted."""
         states, tensors = self._held()
-        pairs = zip(self.registered.kinds, self.noted_states, states, strict=True)
-        others = {f"the registered {kind}" for kind, old, new in pairs if old != new}
+        pairs = zip(self.noted_states, states, strict=False)
+        others = {name for (_, old), (name, new) in pairs if old != new}
         return others | self.noted.changed_in(tensors)
 
-    def _held(self) -> tuple[list[Any], Tensors]:
-        states, registered = self.registered.states()
+    def _held(self) -> tuple[list[tuple[str, Any]], Tensors]:
+        """Each state that is not a tensor, with what messages call it, and the tensors by name."""
+        packed, registered = self.registered.states()
+        kinds = (f"the registered {kind}" for kind in self.registered.kinds)
+        states = [*zip(kinds, packed, strict=True)]
         tensors: Tensors = {}
         for file, part in self.parts(registered).items():
             if isinstance(part, dict):
                 tensors |= {f"{name} of {file}": value for name, value in part.items()}
+        for number, optimizer in enumerate(prepared_optimizers(self.accelerator)):
+            options = options_of(optimizer)
+            states += [(f"{name} of optimizer {number}", options[name]) for name in options]
         return states, tensors
 
     def check(self) -> None:
@@ -159,6 +166,16 @@ class Contents:
                     text = Marks({name: weight}).hash()
                     texts[f"the frozen weight {name} of model {number}"] = text
         return texts
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
+    """The options of its parameter groups by name, such as the learning rates, as texts."""
+    options: dict[str, list[str]] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name != "params":
+                options.setdefault(name, []).append(repr(value))
+    return options
 
 
 def tensors_of(module: nn.Module) -> Tensors:
