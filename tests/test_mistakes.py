@@ -463,6 +463,37 @@ def a_second_pass_at_other_weights(script):
     script.before_the_end_of_the_step = climb_and_pass
 
 
+@told("--accumulate 2: the weights were changed .* `if accelerator.sync_gradients:`")
+def decays_weights_in_each_micro_batch(script):
+    script.before_the_loss = lambda batch: script.one.weight.data.mul_(0.9)
+
+
+CHANGED_GRADIENTS = "the gradients of the earlier micro-batches .* were changed before .*zero_grad"
+
+
+@told(CHANGED_GRADIENTS)
+def drops_gradients_of_a_model_before_the_loss(script):
+    script.before_the_loss = lambda batch: script.one.zero_grad()
+
+
+@told(CHANGED_GRADIENTS)
+def clips_the_gradients_of_each_micro_batch(script):
+    def clip(batch):
+        nn.utils.clip_grad_value_(script.two.parameters(), 1e-3)
+
+    script.before_the_end_of_the_step = clip
+
+
+@told(CHANGED_GRADIENTS)
+def scales_the_gradients_of_each_micro_batch_past_torch(script):
+    def scale(batch):
+        for weight in script.one.parameters():
+            if weight.grad is not None:
+                weight.grad.data /= 2
+
+    script.before_the_end_of_the_step = scale
+
+
 @told(r"run.add\(loss=...\) got a single number for a batch of 4 samples")
 def adds_a_mean(script):
     script.before_the_loss = lambda batch: script.run.add(loss=torch.ones(8).mean())

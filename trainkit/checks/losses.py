@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
+from trainkit.checks.changes import Marks
 from trainkit.errors import UsageError
 
 MAX_NODES = 64  # of the graph of a loss are looked at, from its end
@@ -65,7 +66,9 @@ class Losses:
         passes: the backward passes of the micro-batch.
         in_backward: the last of them has not ended.
         is_quotient: the loss of the micro-batch ends with a division.
-        seen: some numbers of the weights, as they were in its first backward pass.
+        weights_then: some of their numbers, as they were in the last backward pass of the step.
+        gradients_then: what they were like after it.
+        is_open: no optimizer has been stepped in this micro-batch.
         shares: of the step.
         singles: what note_of_one_number said of the steps so far that had one number.
     """
@@ -84,6 +87,9 @@ class Losses:
         self.is_split = accelerator.num_processes * accumulate > 1
         self.shares: list[Share] = []
         self.singles: list[str] = []
+        self.weights_then: torch.Tensor | None = None
+        self.gradients_then: Marks | None = None
+        self.is_open = True
         self.start_micro_batch()
 
     def start_micro_batch(self) -> None:
@@ -92,7 +98,6 @@ class Losses:
         self.passes: list[Pass] = []
         self.in_backward = False
         self.is_quotient = False
-        self.seen: torch.Tensor | None = None
 
     def watch_mean(self, mean: torch.Tensor, values: torch.Tensor) -> None:
         """Remember a mean of run.step_mean, and the gradient that comes to it."""
@@ -108,14 +113,10 @@ class Losses:
             flows = self.passes[-1].flows
             flows[number] = gradient.detach() + flows.get(number, 0)
 
-    def end_backward(self) -> None:
-        """Note that accelerator.backward has returned."""
-        self.in_backward = False
-
     def note_backward(self, loss: Any) -> None:
-        """Raise UsageError if the weights were changed since the last backward of a micro-batch.
+        """Raise UsageError or RuntimeError if weights or gradients were changed within a step.
 
-        SAM does so: its second pass is at other weights, which then depend on --accumulate.
+        SAM does so with the weights: its second pass is at others, which depend on --accumulate.
         """
         self.passes.append(Pass(loss.detach() if isinstance(loss, torch.Tensor) else loss, {}))
         self.in_backward = True
@@ -123,16 +124,44 @@ class Losses:
             return
         if isinstance(loss, torch.Tensor):
             self.is_quotient = self.is_quotient or ends_with_division(loss)
-        if self.accelerator.sync_gradients:  # an optimizer may have been stepped
-            return
-        now = first_numbers(self.weights)
-        if self.seen is not None and not torch.equal(self.seen, now):
+        weights = first_numbers(self.weights)
+        if self.weights_then is not None and not torch.equal(self.weights_then, weights):
             raise UsageError(
                 f"--accumulate {self.accumulate}: the weights were changed between two backward "
-                "passes of a micro-batch, as SAM does. They would move by the gradient of a "
-                "micro-batch, not by that of the step: use --accumulate 1"
+                "passes of a step, as SAM does. They would move by the gradient of a micro-batch, "
+                "not by that of the step: use --accumulate 1, or, if it is to be done once in a "
+                "step, do it `if accelerator.sync_gradients:`"
             )
-        self.seen = now
+        if self._have_gradients_changed():
+            raise RuntimeError(
+                "the gradients of the earlier micro-batches of --accumulate were changed before "
+                "the last one was there, as model.zero_grad(), clipping and GradScaler.unscale_ "
+                "do: change gradients `if accelerator.sync_gradients:`, and call "
+                "optimizer.zero_grad() after optimizer.step()"
+            )
+        self.weights_then = weights if self.is_open else None
+
+    def end_backward(self) -> None:
+        """Note that accelerator.backward has returned."""
+        self.in_backward = False
+        if self.accumulate > 1 and self.is_open:
+            self.gradients_then = Marks(self._gradients())
+
+    def close_window(self) -> None:
+        """Let weights and gradients change: an optimizer is stepped."""
+        self.weights_then = self.gradients_then = None
+        self.is_open = False
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        gradients = ((str(number), weight.grad) for number, weight in enumerate(self.weights))
+        return {number: gradient for number, gradient in gradients if gradient is not None}
+
+    def _have_gradients_changed(self) -> bool:
+        then, now = self.gradients_then, self._gradients()
+        if then is None:
+            return False
+        are_same = all(now.get(number) is gradient for number, gradient in then.tensors.items())
+        return not are_same or bool(then.changed())
 
     def finish_micro_batch(self, num_micro_batches: int) -> None:
         """Raise RuntimeError if the loss has no mean, or one that was divided by --accumulate.
@@ -148,6 +177,7 @@ class Losses:
         self._check_divided(num_micro_batches)
         if self.is_split:
             self.shares.append(self._share(num_micro_batches))
+        self.is_open = True
         self.start_micro_batch()
 
     def _scale(self) -> float:

@@ -89,6 +89,7 @@ class Mistakes:
     def look_at_gradients(self, *optimizers: torch.optim.Optimizer) -> None:
         """Look for weights without a gradient, when those of a step are complete."""
         self.in_window = False
+        self.losses.close_window()
         if self.num_left:
             self.unused.look(*optimizers)
 
