@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainkit.errors import UsageError
 from trainkit.loop.run import Run
-from trainkit.numbers.loaders import make_loaders
+from trainkit.numbers.loaders import InMemory, make_loaders
 from trainkit.numbers.optim import make_optimizer, make_scheduler
 
 Batch = dict[str, torch.Tensor]
@@ -176,6 +176,26 @@ class CountedStream(Stream):
 
     def __len__(self) -> int:
         return NUM_SAMPLES
+
+
+@told("returned a InMemory: let it return the training set and the evaluation set, in this order")
+def one_set_where_two_are_needed(script):
+    script.make_sets = lambda: InMemory(torch.zeros(NUM_SAMPLES, 2))
+
+
+@told("returned a tuple of 1: let it")
+def a_tuple_of_one_set(script):
+    script.make_sets = lambda: (Numbers(),)
+
+
+@told("returned a NoneType: let it")
+def no_set_at_all(script):
+    script.make_sets = lambda: None
+
+
+@told("returned a dict: let it")
+def sets_by_name(script):
+    script.make_sets = lambda: {"train": Numbers(), "test": Numbers()}
 
 
 @told("there are 0 samples to train on and 1 to evaluate on")

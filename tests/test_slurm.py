@@ -68,14 +68,19 @@ def go_on(job: str):
     slurm("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
 
-@pytest.mark.slow
-def test_a_job_with_a_killed_and_a_stopped_process_ends_with_the_bytes_of_an_undisturbed_run(
-    undisturbed, tiny_mnist, tmp_path, monkeypatch
-):
+@pytest.fixture
+def two_nodes():
+    """Skip before anything is run for nothing."""
     try:
         assert slurm("sinfo", "-h", "-o", "%D %t") == "2 idle\n"
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("there is no Slurm here")
+
+
+@pytest.mark.slow
+def test_a_job_with_a_killed_and_a_stopped_process_ends_with_the_bytes_of_an_undisturbed_run(
+    two_nodes, undisturbed, tiny_mnist, tmp_path, monkeypatch
+):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("CONFIG", "accelerate_configs/2node_4cpu.yaml")

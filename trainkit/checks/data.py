@@ -320,9 +320,20 @@ def load_checked(
     """Return load_data(config), and what check_data says of the sets that it begins with.
 
     One process per file system calls load_data first, to fill caches. Every process must call this.
+
+    Raises UsageError if load_data does not return a tuple or a list that begins with two sets.
     """
     timeout = timedelta(seconds=config.timeout)
     data = alike.first_on_each_node(accelerator, lambda: load_data(config), timeout)
+    is_sequence = isinstance(data, tuple | list)
+    if not is_sequence or len(data) < 2:
+        # A set that can be sliced would pass for two sets that have a sample each.
+        held = f" of {len(data)}" if is_sequence else ""
+        raise UsageError(
+            f"the function of run.load(...) returned a {type(data).__name__}{held}: let it return "
+            "the training set and the evaluation set, in this order, and after them what else the "
+            "script needs"
+        )
     config.validate(accelerator.num_processes, is_loaded=True)  # it may have set some values
     return data, *check_data(accelerator, config, *data[:2])
 
