@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 
 from trainkit.checks.buffers import Buffers
 from trainkit.checks.data import check_indexable
-from trainkit.checks.losses import Losses, Share
+from trainkit.checks.losses import Losses, Share, uses
 from trainkit.checks.outer import check_outer
 from trainkit.checks.prepared import check_batch_norm
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, advise, explain
 from trainkit.launch.alike import check_same
 from trainkit.numbers.loaders import EpochBatches, InMemory
 
@@ -147,6 +147,14 @@ def test_several_backward_passes_and_gradients_of_the_script_are_no_factors(tmp_
     assert "note: " not in capfd.readouterr().out
 
 
+def test_a_loss_uses_the_weights_that_get_a_gradient_from_it():
+    one, two = nn.Linear(2, 3), nn.Linear(3, 1)
+    hidden = one(torch.ones(1, 2))
+    for loss, used in (two(hidden).sum(), {one, two}), (two(hidden.detach()).sum(), {two}):
+        assert {model for model in (one, two) if uses(loss, [*model.parameters()])} == used
+    assert not uses(torch.ones(()), [one.weight])
+
+
 def test_losses_of_several_processes_are_compared(monkeypatch):
     said = []
     two = SimpleNamespace(num_processes=2, scaler=None)
@@ -229,6 +237,12 @@ class Pooled(nn.Linear):
         return super().forward(torch.stack([row.sum(0) for row in rows.unbind()]))
 
 
+def test_batch_norm_of_a_single_sample_is_a_sentence():
+    with pytest.raises(ValueError) as raised:
+        nn.BatchNorm1d(2)(torch.ones(1, 2))
+    assert "use --drop-last or another --batch-size" in str(explain(raised.value))
+
+
 @pytest.mark.parametrize("layout", ["torch.jagged", "torch.strided"])
 def test_a_batch_may_hold_nested_tensors(tmp_path, layout):
     def collate(samples: list) -> dict[str, torch.Tensor]:
@@ -302,6 +316,8 @@ def test_synchronised_batch_norm_on_cpus_is_one_sentence(accelerator):
     with pytest.raises(UsageError, match=r"SyncBatchNorm computes on GPUs alone, and .* 2 proc"):
         check_batch_norm(two, models)
     check_batch_norm(two, [models[0].eval()])
+    error = ValueError("SyncBatchNorm layers only work with GPU modules")  # of DDP, before that
+    assert "SyncBatchNorm computes on GPUs alone" in str(advise(error))
 
 
 class Own(Dataset):

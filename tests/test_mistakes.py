@@ -488,6 +488,15 @@ def decays_weights_in_each_micro_batch(script):
     script.before_the_loss = lambda batch: script.one.weight.data.mul_(0.9)
 
 
+@told("--accumulate 2: an optimizer was stepped before .* all passes before the first optimizer")
+def steps_the_first_model_before_the_pass_of_the_second(script):
+    def pass_again(batch):
+        loss = script.run.step_mean(script.losses_of(batch))
+        script.run.accelerator.backward(loss, inputs=[*script.one.parameters()])
+
+    script.before_the_end_of_the_step = pass_again
+
+
 CHANGED_GRADIENTS = "the gradients of the earlier micro-batches .* were changed before .*zero_grad"
 
 
@@ -607,6 +616,14 @@ def replaces_a_weight(script):
 @told("call model.train.. before run")
 def leaves_a_model_in_evaluation_mode(script):
     script.before_the_evaluation = lambda: script.one.eval()
+
+
+@told(r"add_param_group\(...\) changed an optimizer .* factor of 0 until then")
+def adds_a_group_to_an_optimizer(script):
+    def add():
+        script.optimizers[0].add_param_group({"params": nn.Parameter(torch.ones(1))})
+
+    script.before_the_evaluation = add
 
 
 @told("requires_grad of a weight was changed .*--start-from")

@@ -54,10 +54,14 @@ FAILURES = {
     "unable to allocate shared memory": f"lacks room in {SHM}, {WHAT_SHM_IS_FOR}",
     "DataLoader worker|DataLoader timed out|shared memory": "got no batch from a loader worker "
     "(see its output): if batches take long, raise --timeout",
+    "Expected more than 1 value per channel": "gave BatchNorm a single sample, which has no "
+    "variance (its share of a short last batch, or a micro-batch of it): use --drop-last or "
+    "another --batch-size, or GroupNorm or LayerNorm",
     "No space left|File too large|quota exceeded|iostream error|fail at inline_container": "found "
     "the disk full",
     r"Dist\w*Error|RuntimeError: (\[[^\]]*gloo/|(?i:gloo |nccl ))": "lost contact with another "
-    "process of this run, or never reached it: read its output, or run trainkit.tools.doctor",
+    "process of this run, or never reached it: read its output, run trainkit.tools.doctor, or look "
+    "for a call that not all processes make alike, as under `if accelerator.is_main_process:`",
 }
 
 # Messages of torch about what a script does, which name neither the thing nor the way out. They are
@@ -70,6 +74,8 @@ ADVICE = {
     "nested_\\w+_backward|SymIntArrayRef expected to contain only concrete": "torch has no "
     "gradient for this operation on a nested tensor: call torch.nested.to_padded_tensor(x, 0.0) "
     "before it",
+    "SyncBatchNorm layers only work with GPU": "nn.SyncBatchNorm computes on GPUs alone, and these "
+    "are processes on CPUs: use GroupNorm or LayerNorm, or one process",
 }
 
 

@@ -44,8 +44,8 @@ def likely_reason(call: str, stage: str, stages: Sequence[str]) -> str:
     if stage == "counted" or (stage in IN_LOOP and not is_of_loop):
         return (
             ". Either this stands in the body of run.steps(...), or `break` has left that loop, "
-            "which must go to its end: to end the run early, call run.stop() before "
-            "run.end_step(); to evaluate sooner, give --eval-every"
+            "or zip(...) with something shorter, which must go to its end: to end the run early, "
+            "call run.stop() before run.end_step(); to evaluate sooner, give --eval-every"
         )
     return ""
 

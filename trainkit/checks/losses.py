@@ -14,8 +14,10 @@ from torch import nn
 
 from trainkit.checks.changes import Marks
 from trainkit.errors import UsageError
+from trainkit.numbers.optim import weights_of
 
 MAX_NODES = 64  # of the graph of a loss are looked at, from its end
+MAX_GRAPH = 10_000  # the same of a loss after the step of an optimizer
 SAME = 1e-5  # relative difference that rounding makes
 NUM_SINGLE = 3  # steps in which all samples of a share have one value: some alike do so by chance
 HOW_IT_IS_SPLIT = "so the numbers depend on how a batch is split over processes and micro-batches"
@@ -68,7 +70,8 @@ class Losses:
         is_quotient: the loss of the micro-batch ends with a division.
         weights_then: some of their numbers, as they were in the last backward pass of the step.
         gradients_then: what they were like after it.
-        is_open: no optimizer has been stepped in this micro-batch.
+        is_open: no gradients have been clipped in this micro-batch.
+        stepped: the weights of the optimizers that were stepped in it.
         shares: of the step.
         singles: what note_of_one_number said of the steps so far that had one number.
     """
@@ -89,7 +92,6 @@ class Losses:
         self.singles: list[str] = []
         self.weights_then: torch.Tensor | None = None
         self.gradients_then: Marks | None = None
-        self.is_open = True
         self.start_micro_batch()
 
     def start_micro_batch(self) -> None:
@@ -98,6 +100,8 @@ class Losses:
         self.passes: list[Pass] = []
         self.in_backward = False
         self.is_quotient = False
+        self.is_open = True
+        self.stepped: list[torch.Tensor] = []
 
     def watch_mean(self, mean: torch.Tensor, values: torch.Tensor) -> None:
         """Remember a mean of run.step_mean, and the gradient that comes to it."""
@@ -140,6 +144,13 @@ class Losses:
                 "optimizer.zero_grad() after optimizer.step()"
             )
         self.weights_then = weights if self.is_open else None
+        if isinstance(loss, torch.Tensor) and self.stepped and uses(loss, self.stepped):
+            raise UsageError(
+                f"--accumulate {self.accumulate}: an optimizer was stepped before the last "
+                "backward pass of a step, whose loss uses its weights. In the earlier "
+                "micro-batches they were not stepped: make all passes before the first "
+                "optimizer.step(), as examples/gan.py does, or use --accumulate 1"
+            )
 
     def end_backward(self) -> None:
         """Note that accelerator.backward has returned."""
@@ -148,9 +159,13 @@ class Losses:
             self.gradients_then = Marks(self._gradients())
 
     def close_window(self) -> None:
-        """Let weights and gradients change: an optimizer is stepped."""
+        """Let weights and gradients change: the optimizers are stepped now."""
         self.weights_then = self.gradients_then = None
         self.is_open = False
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the weights of an optimizer that is stepped now."""
+        self.stepped += weights_of(optimizer)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         gradients = ((str(number), weight.grad) for number, weight in enumerate(self.weights))
@@ -177,7 +192,6 @@ class Losses:
         self._check_divided(num_micro_batches)
         if self.is_split:
             self.shares.append(self._share(num_micro_batches))
-        self.is_open = True
         self.start_micro_batch()
 
     def _scale(self) -> float:
@@ -293,6 +307,21 @@ def ends_with_division(loss: torch.Tensor) -> bool:
             return True
         if node is not None:
             nodes.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def uses(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Do these weights get a gradient from a loss? False if its graph is too large to be told."""
+    wanted = {id(weight) for weight in weights}
+    nodes = [loss.grad_fn] if loss.grad_fn else []
+    seen = set(nodes)
+    while nodes and len(seen) < MAX_GRAPH:
+        node = nodes.pop()
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        nodes += following
     return False
 
 

@@ -121,6 +121,7 @@ class Mistakes:
                 "still in those of this one: call it after optimizer.step()"
             )
         self.gradients[optimizer] = gradient
+        self.losses.note_step(optimizer)
         self.zeroed.discard(optimizer)
 
     def finish_step(self, stepped: Set[torch.optim.Optimizer]) -> None:

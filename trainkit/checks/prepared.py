@@ -149,7 +149,14 @@ class Prepared:
 
     def check_unchanged(self, state: dict[str, Any]) -> None:
         """Raise RuntimeError if requires_grad, train mode, a schedule or run.state was changed."""
-        if self.requires_grad != self._requires_grad():
+        now = self._requires_grad()
+        if len(now) != len(self.requires_grad):
+            raise RuntimeError(
+                "add_param_group(...) changed an optimizer after accelerator.prepare(...), so that "
+                "no checkpoint would fit: give it all groups before, and the learning rate of a "
+                "later one a factor of 0 until then (docs/loop.md, unfreezing)"
+            )
+        if self.requires_grad != now:
             raise RuntimeError(
                 "requires_grad of a weight was changed after accelerator.prepare(...), which "
                 "DistributedDataParallel does not notice: to unfreeze weights start a new run with "
