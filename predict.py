@@ -15,6 +15,7 @@ an input and an output into text. See docs/results.md for a script of your own.
 
 import contextlib
 import importlib.util
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -307,8 +308,8 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
         pretrained = run_dir / "pretrained"
         if kind is None and (pretrained / "tokenizer_config.json").is_file():
             raise UsageError(
-                f"{run_dir} is a language model, which transformers loads: "
-                f'AutoModelForCausalLM.from_pretrained("{pretrained}"), and AutoTokenizer alike'
+                f"{run_dir} is a language model: ask it with `python -m trainkit.tools.ask "
+                f"{shlex.quote(str(run_dir))}`; transformers loads it from {pretrained}"
             )
         if kind is None or not hasattr(script, "make_model"):
             raise UsageError(

@@ -6,6 +6,7 @@ python examples/finetune.py --base runs/finetune/pretrained --lora 8 --run-dir r
 python examples/finetune.py --base HuggingFaceTB/SmolLM2-135M-Instruct --data pairs.parquet
 """
 
+import shlex
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
         dtype = None if config.save_float32 else pretrained.dtype_of(config.base)
         pretrained.write_pretrained(run, tokenizer, config.base, config.merge, dtype)
-        return run.finish()
+        return run.finish(f"python -m trainkit.tools.ask {shlex.quote(str(config.run_dir))}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ A row has `prompt`, `chosen` and `rejected`, or chosen and rejected are conversa
 alike. The loss is that of Direct Preference Optimization, Rafailov et al. 2023, arXiv 2305.18290.
 """
 
+import shlex
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             run.end_epoch(metrics)
         dtype = None if config.save_float32 else pretrained.dtype_of(config.base)
         pretrained.write_pretrained(run, tokenizer, config.base, config.merge, dtype)
-        return run.finish()
+        return run.finish(f"python -m trainkit.tools.ask {shlex.quote(str(config.run_dir))}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python examples/text.py --data reviews.csv --base sentence-transformers/all-Mini
 accelerate launch --config_file accelerate_configs/2cpu.yaml examples/text.py --resume auto
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     run.save()
             run.end_epoch(*validate(run, model, eval_loader, eval_set, metadata["classes"]))
         encoders.write_results(run, tokenizer)
-        return run.finish()
+        return run.finish(f"python app.py {shlex.quote(str(config.run_dir))}")
 
 
 if __name__ == "__main__":

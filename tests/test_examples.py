@@ -15,7 +15,8 @@ from conftest import ROOT, rows, run
 def test_an_example_starts_where_it_lies(tmp_path):
     """From any folder, without anything installed or exported."""
     flags = f"--num-lines 109 --stop-after-steps 1 --no-pictures --run-dir {tmp_path}/run"
-    run("examples/text.py", flags, cwd=tmp_path, env={"PYTHONPATH": ""})
+    ended = run("examples/text.py", flags, cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert f"\nnext: python app.py {tmp_path}/run\n" in ended.stdout
 
 
 def test_a_copy_in_another_folder_ends_with_the_error_that_the_docs_name(tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -39,6 +40,7 @@ from examples import finetune
 from trainkit.config import parse
 from trainkit.language import conversations, formats, pretrained
 from trainkit.sharding.shards import hash_frozen
+from trainkit.tools import ask
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
@@ -315,6 +317,11 @@ def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said
         assert all(re.search(words, plan[name]) for name, words in said.items())
 
 
+def test_only_a_finished_run_of_a_language_model_can_be_asked(tmp_path):
+    with refused("is not a finished run of a language model: it has no pretrained/tokenizer_conf"):
+        ask.main([str(tmp_path), "x"])
+
+
 def train_on(run_main, folder, tokenizer, model, prompt, *more) -> Path:
     """Learn to say yes; return the folder for from_pretrained."""
     for each in (model, tokenizer):
@@ -341,6 +348,11 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
     assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
     output = capfd.readouterr().out
     assert output.count("\nsay: ") == output.count("\nmore: ") == 5
+    (command,) = re.findall(r"^next: python -m trainkit.tools.ask (.*)", output, re.MULTILINE)
+    ask.main([*shlex.split(command), "say", "more", "--max-new-tokens", "50"])
+    first, _, second = output.rpartition("\nsay: ")[2].partition("\nmore: ")
+    answered = capfd.readouterr().out  # with the system turn of the run
+    assert answered.startswith(f"{first}\n") and second.startswith(answered[len(first) + 1 :])
     assert "first       <|im_start|>system\\nbe<|im_end|>\\n<|im_start|>user" in output
     with torch.no_grad():
         merged = open_model(tmp_path / "merged")

@@ -113,11 +113,12 @@ def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
 
 
 def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
-    run_main, flags, tmp_path, monkeypatch
+    run_main, flags, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     flags = [*flags, "--run-dir", f"{tmp_path}/run"]
     run_main("examples.preference", *flags, "--stop-after-steps", 2)
+    assert f"\nnext: python -m trainkit.tools.ask {tmp_path}/run\n" in capfd.readouterr().out
     (kept,) = (tmp_path / "cache/references").iterdir()
     before = kept.stat().st_mtime_ns
     run_main("examples.preference", *flags, "--stop-after-steps", 3, "--resume", "latest")

@@ -283,10 +283,13 @@ def _describe_end(chat: Chat, sets: Iterable[Sequence[Sample]]) -> str:
     return f"{name} after an answer, learned in {sum(ends)} of {len(ends)} samples"
 
 
-def answer(model: Any, tokenizer: Any, prompt: list[int]) -> str:
-    """Return the greedy answer to the tokens of a prompt. Every process must call this."""
+def answer(model: Any, tokenizer: Any, prompt: list[int], most: int = 50) -> str:
+    """Return the greedy answer to the tokens of a prompt, of at most so many new tokens.
+
+    Every process must call this.
+    """
     tokens = torch.tensor([prompt], device=model.device)
-    num_new = min(50, (num_positions(model.config) or math.inf) - len(prompt))
+    num_new = min(most, (num_positions(model.config) or math.inf) - len(prompt))
     options = {"max_new_tokens": num_new, "do_sample": False}
     model.eval()
     try:
