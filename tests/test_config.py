@@ -40,6 +40,7 @@ SLIPS = {
     "--epochs 2 --no-pictures=1": "--no-pictures 1: this flag takes no value, write --pictures or",
     "--min-learning-rate 1e-x": "--min-learning-rate 1e-x must be a number, such as 0.5 (see ",
     "--mirror my run --keep 2": "run after --mirror belongs to no flag: leave it out, give it",
+    "--mirror -x": "--mirror needs a value; one that begins with - is written --mirror=-x (see ",
     "7 --epochs 2": "7 belongs to no flag: leave it out, give it a flag, or put a value with blan",
     "@{}/gone": "gone cannot be read: ",
     "@{}/open": "open cannot be read: ValueError: No closing quotation",
@@ -94,6 +95,8 @@ def test_a_value_of_a_wrong_type_is_told_in_words_of_its_user(typed, sentence):
 
 
 def test_words_without_a_flag_are_right_where_a_program_has_them():
+    with refused("^yes belongs to no flag: leave it out, or put it before all flags"):
+        parse(predict.Config, ["run", "a.png", "--export", "yes"])
     with refused("^Unrecognized options: --indx, x"):
         parse(predict.Config, ["run", "a.png", "--indx", "x"])
     assert parse(predict.Config, ["run", "a.png", "b.png"]).files == [Path("a.png"), Path("b.png")]

@@ -9,7 +9,7 @@ import colours
 import numpy as np
 import pytest
 import torch
-from conftest import rows, saved
+from conftest import refused, rows, saved
 from PIL import Image
 
 from trainkit.tools import answers, curves, lettering, plots
@@ -34,6 +34,13 @@ def test_pictures_need_the_files_of_a_run_alone(run_dir, capsys):
     for path in drawn:
         with Image.open(path) as picture:
             assert min(picture.size) > 500, path
+
+
+def test_no_folder_and_one_that_is_no_run_are_a_sentence(tmp_path):
+    with refused("^name a run folder, several, or a folder that holds several"):
+        plots.main([])
+    with refused("is not a run folder: it has no metrics.jsonl"):
+        plots.main([str(tmp_path)])
 
 
 def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(run_dir):

@@ -22,19 +22,26 @@ def explain_slip(said: str, words: Sequence[str], kind: type) -> str:
     Of types that have no word for users, and of what is no matter of a type, it is what tyro said.
     """
     hints = get_type_hints(kind, include_extras=True)
-    if said.startswith("Unrecognized options: "):
+    unknown = "Unrecognized options: "
+    if said.startswith(unknown):
         if any(Positional in get_args(hint) for hint in hints.values()):
-            return said  # words without a flag are right there
+            # Words without a flag are right there, at the start.
+            stray = said.removeprefix(unknown)
+            if re.search("(^|, )-", stray):
+                return said
+            return f"{stray} belongs to no flag: leave it out, or put it before all flags"
         return _explain_stray_word(words, hints) or said
     named = re.match(r"(?:Error parsing|Missing value|invalid choice).*?(--[\w-]+)['.:]", said)
     name = _field_of(named[1]) if named else "no flag"
-    if name not in hints:
+    if name not in hints or name not in map(_field_of, words):
         return said
     shown = f"--{name.replace('_', '-')}"
     wanted = describe(hints[name])
     values = _values_of(name, words, hints[name])
     if not values:
         return f"{shown} needs a value{f': {wanted}' if wanted else ''}"
+    if not wanted and values[0].startswith("-"):
+        return f"{shown} needs a value; one that begins with - is written {shown}={values[0]}"
     return f"{shown} {shlex.join(values)} must be {wanted}" if wanted else said
 
 

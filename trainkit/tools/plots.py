@@ -238,6 +238,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for run_dir in run_dirs:
         if not (run_dir / "metrics.jsonl").exists():
             raise UsageError(f"{run_dir} is not a run folder: it has no metrics.jsonl")
+    if not run_dirs:
+        raise UsageError("name a run folder, several, or a folder that holds several")
     with as_usage_error(f"{' and '.join(map(str, run_dirs))} cannot be drawn"):
         if len(run_dirs) == 1:
             drawn = draw_run(run_dirs[0])
