@@ -85,6 +85,22 @@ def test_every_link_picture_and_requirements_file_is_there(path):
         assert (ROOT / name).is_file(), name
 
 
+def test_every_page_that_a_script_a_recipe_or_a_message_names_is_there():
+    kinds = (".py", ".yaml", ".sbatch", ".ipynb", "")  # a recipe has no ending
+    folders = ("trainkit", "examples", "benchmarks", "accelerate_configs", "docs")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    texts = [path for path in [*ROOT.glob("*.py"), *paths] if path.suffix in kinds]
+    named = {
+        (path, name)
+        for path in texts
+        if path.is_file()
+        for name in re.findall(r"\bdocs/[\w.-]+\.md\b", path.read_text())
+    }
+    assert len(named) > 10
+    for path, name in named:
+        assert (ROOT / name).is_file(), (path, name)
+
+
 def anchors(path: Path) -> set[str]:
     """What GitHub makes of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.MULTILINE)
