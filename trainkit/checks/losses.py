@@ -223,7 +223,7 @@ class Losses:
             factors = {number: flow.item() / scale for number, flow in each.flows.items()}
             terms = [factor * self.means[number].item() for number, factor in factors.items()]
             loss = each.loss.double().sum().item()
-            share.factors += factors.values()
+            share.factors.extend(factors.values())
             share.rests.append(loss - sum(terms))
             share.sizes.append(max(map(abs, (loss, *terms))))
         return share
