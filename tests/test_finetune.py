@@ -1,5 +1,6 @@
 """A Hugging Face model is fine-tuned, whole or by LoRA, as transformers itself would do it."""
 
+import codecs
 import itertools
 import json
 import re
@@ -417,9 +418,12 @@ def test_a_byte_order_mark_says_how_json_is_read_and_another_encoding_is_named(t
     for encoding in ("utf-8-sig", "utf-16", "utf-32"):
         path.write_bytes(content.encode(encoding))
         assert [row for _, row in formats.read_conversation_rows(str(path))] == [row] * 2
-    path.write_bytes(content.replace("\u4e2d", "b").encode("cp1252"))
-    with refused(rf"^(line 1 of )?{path} is not in UTF-8, as JSON must be"):
-        [*formats.read_conversation_rows(str(path))]
+    in_cp1252 = content.replace("\u4e2d", "b").encode("cp1252")
+    odd = content.encode("utf-16") + b"\n"  # UTF-16 has two bytes for each letter
+    for wrong in (in_cp1252, codecs.BOM_UTF8 + in_cp1252, odd, codecs.BOM_UTF32_LE + b"{}"):
+        path.write_bytes(wrong)
+        with refused(rf"^(line 1 of )?{path} is not in UTF-8, as JSON must be"):
+            [*formats.read_conversation_rows(str(path))]
 
 
 @pytest.mark.parametrize("indent, rows", [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])

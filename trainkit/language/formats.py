@@ -206,7 +206,9 @@ def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".parquet":
         yield from _number(pq.read_table(path).to_pylist(), str(path))
         return
-    content = to_utf8(path.read_bytes())
+    content = path.read_bytes()
+    with _refusing_other_encodings(str(path)):
+        content = to_utf8(content)
     rows = _read_json(content, path) if path.suffix == ".json" else None
     if rows is not None:
         yield from _number(rows, str(path))
@@ -219,12 +221,19 @@ def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, row
 
 
-def _parse_json(content: bytes, where: str) -> Any:
-    """Return json.loads of this. Raises a UsageError that begins with `where` if it is no UTF-8."""
+@contextlib.contextmanager
+def _refusing_other_encodings(where: str) -> Iterator[None]:
+    """Raise a UsageError that begins with `where` if bytes are not what they should be."""
     try:
-        return json.loads(content)
+        yield
     except UnicodeDecodeError:
         raise UsageError(f"{where} is not in UTF-8, as JSON must be: save the file in it") from None
+
+
+def _parse_json(content: bytes, where: str) -> Any:
+    """Return json.loads of this. Raises a UsageError that begins with `where` if it is no UTF-8."""
+    with _refusing_other_encodings(where):
+        return json.loads(content)
 
 
 def _read_json(content: bytes, path: Path) -> list[Any] | None:
