@@ -515,6 +515,9 @@ def test_what_is_held_out_by_name_is_not_trained_on(name):
     assert splits.find_splits(names) == {"train": names[:1], "test": names[1:]}
 
 
+# What an employee, a device or a customer may be in, as an ordinary feature.
+STATES = ["in_training", "is_training", "inTraining", "in_test", "is_testing", "in_validation"]
+STATES += ["in_evaluation", "in_dev", "in_holdout", "is_dev"]
 SIDES = ["train"] * 12 + ["test"] * 5 + ["train"] * 3
 FLAGS = [side == "test" for side in SIDES]
 
@@ -536,7 +539,8 @@ def told(cells, name="split"):
         ("split", [f"{side} set" for side in SIDES]),
         ("split", [{"train": None, "test": "test"}[side] for side in SIDES]),
         ("split", [{"train": float("nan"), "test": "test"}[side] for side in SIDES]),
-        ("is_train", [int(side == "train") for side in SIDES]),
+        *((name, [int(side == "train") for side in SIDES]) for name in ("is_train", "in_train")),
+        ("is_training_set", [side == "train" for side in SIDES]),
         ("is_train", [float(side == "train") for side in SIDES]),
         ("is_test", [{"train": "", "test": "yes"}[side] for side in SIDES]),
         ("split", pd.Series(SIDES, dtype="category")),
@@ -563,6 +567,13 @@ def test_flags_of_several_columns_tell_one_split_and_a_column_called_split_comes
     }
     rows = {"train": [0, 1], "validation": [2], "test": [3], "": [4]}
     assert splits.read_split_columns(flags).rows == rows
+    together = {"is_train": [1, 1, 0, 0], "is_valid": [0, 0, 1, 0], "in_test": [0, 0, 0, 1]}
+    found = splits.read_split_columns(together)
+    assert found.rows == {"train": [0, 1], "validation": [2], "test": [3]}
+    assert found.columns == [*together]
+    of_people = {"is_test": [0, 0, 0, 1, 1], "in_training": [1, 0, 0, 0, 0]}
+    found = splits.read_split_columns(of_people)
+    assert found.rows == {"train": [0, 1, 2], "test": [3, 4]} and found.columns == ["is_test"]
     fold = {"fold": ["test", "train", "train", "train", "train"]}
     found = splits.read_split_columns(fold | {"split": SIDES[10:15]})
     assert found.rows == {"train": [0, 1], "test": [2, 3, 4]}
@@ -583,6 +594,17 @@ def test_flags_of_several_columns_tell_one_split_and_a_column_called_split_comes
         ("split", [0, 1, 2, 0], "does column 'split' ('0', '1', '2') say which rows are evaluated"),
         ("is_test", [False, False], "column 'is_test' does not say"),
         ("is_valid", [True, False], "does column 'is_valid' ('False', 'True') say which rows"),
+        *(
+            (name, ["yes", "no"], f"does column '{name}' ('no', 'yes') say which rows")
+            for name in STATES
+        ),
+        (
+            "in_training",
+            [0, 1],
+            "does column 'in_training' ('0', '1') say which rows are evaluated",
+        ),
+        ("is_trained", ["yes", "no"], ""),
+        ("on_hold", ["yes", "no"], ""),
         ("train", ["T", "F"], "does column 'train' ('F', 'T') say which rows are evaluated? If so"),
         ("phase", SIDES, "does column 'phase' ('test', 'train') say which rows are evaluated"),
         ("train", [3.5, 1.0], ""),

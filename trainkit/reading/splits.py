@@ -28,8 +28,14 @@ FORMS = (r"({})([-_.]?\d+[-_]of[-_]\d+)?(\.\w+)*", r"(.*[\W\d_])?({})([\W\d_].*)
 NAMES_OF_COLUMNS = {"split", "splits", "partition", "subset", "set", "dataset", "fold", "usage"}
 NAMES_OF_COLUMNS |= {"ml_use"}  # as Vertex AI calls it
 FLAG = re.compile(rf"((is|in)_?)?({'|'.join(WORDS.values())})(_?set)?")
-# What may as well mean something else: which rows are valid, are of developers, are trains.
-UNSURE_FLAG = re.compile(r"is_?(valid|dev)|(?!is|in).*")
+# What may as well mean something else: which rows are valid, are of developers, are trains, and who
+# is in training, what is in test. With "set" behind it, as in in_test_set, it means a split alone.
+UNSURE_FLAG = re.compile(
+    r"(is|in)_?(valid|dev|training|testing)"
+    r"|in_?(test|validation|evaluation|hold[-_]?out|held[-_]?out)"
+    r"|(?!is|in).*"
+)
+STATE = re.compile(r"\s*i[sn]", re.IGNORECASE)  # how a flag begins that is more than a word
 UNSURE_NAMES = {"phase", "mode", "part", "stage", "group", "type", "role", "purpose", "sample"}
 YES, NO = {"true", "t", "yes", "y", "1"}, {"false", "f", "no", "n", "0", ""}
 NOTHING = {"", "nan", "none", "null", "na", "n/a", "<na>", "nat"}  # how files write a missing value
@@ -147,8 +153,8 @@ def read_split_columns(columns: Mapping[str, Iterable[Any]]) -> ColumnSplit:
 
     A column says so if some of its values are names of splits, to train on and to evaluate on, in
     any case; rows with another value are in none. Where only rows to evaluate on are marked, those
-    without a value are trained on. Flags such as is_val and is_test say it together. A column
-    called split comes first.
+    without a value are trained on. Flags such as is_val and is_test say it together, and is_valid
+    is one of them if just one of all is yes in each row. A column called split comes first.
     """
     cells = {name: _as_words(values) for name, values in columns.items()}
     kinds = {name: _kind_of_column(name) for name in cells}
@@ -156,6 +162,9 @@ def read_split_columns(columns: Mapping[str, Iterable[Any]]) -> ColumnSplit:
     names_of_words.sort(key=lambda name: name.strip().lower() != "split")
     said: dict[tuple[str, ...], list[str]] = {(name,): cells[name] for name in names_of_words}
     flags = [name for name in cells if kinds[name] == "flags" and _are_flags({*cells[name]})]
+    unsure = [name for name in cells if kinds[name] == "flags, perhaps" and STATE.match(name)]
+    if flags and unsure and _are_one_split([cells[name] for name in (*flags, *unsure)]):
+        flags += unsure
     if flags:
         said[tuple(flags)] = _join_flags({name: cells[name] for name in flags})
     usable = {names: words for names, words in said.items() if _is_split({*words})}
@@ -195,6 +204,14 @@ def _are_flags(words: set[str]) -> bool:
     return small <= YES | NO and bool(small & YES) and bool(small & NO)
 
 
+def _are_one_split(flags: Sequence[Sequence[str]]) -> bool:
+    """Return whether these columns hold flags of which just one is yes in each row."""
+    rows = zip(*flags, strict=True)
+    return all(_are_flags({*words}) for words in flags) and all(
+        sum(word.lower() in YES for word in words) == 1 for words in rows
+    )
+
+
 def _join_flags(flags: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the name of the split of each row by columns such as is_train, is_val and is_test."""
     meant = [next(s for s in WORDS if re.search(WORDS[s], name.lower())) for name in flags]
@@ -230,7 +247,7 @@ def _ask(name: str, kind: str, words: set[str]) -> str:
     is_asked = {
         "words": words <= {*"012"} and len(words) > 1 and re.search("(?i)split|partition", name),
         # train, 0 or 1, may be a training that people had, and test what came out.
-        "flags, perhaps": _are_flags(words) and (name.lower()[:2] == "is" or not words <= {*"01"}),
+        "flags, perhaps": _are_flags(words) and (STATE.match(name) or not words <= {*"01"}),
         "words, perhaps": "" not in words and _is_split(words),
     }
     if not is_asked.get(kind):
