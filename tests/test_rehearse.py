@@ -289,6 +289,16 @@ class TestOnLinux:
         assert code == 0 and output.count("equal ") >= 6, output
 
 
+@pytest.mark.parametrize(
+    "typed, words",
+    [("--epochs 2.5", "2.5 must be a whole number"), ("--limit 5m", "5m must be a number, such")],
+)
+def test_a_flag_of_a_wrong_type_is_told_as_those_of_a_run_are(typed, words, capsys):
+    with pytest.raises(SystemExit):
+        rehearse.main([*typed.split(), "mine.py"])
+    assert words in capsys.readouterr().err
+
+
 def test_the_rows_that_are_named_are_in_the_docs():
     named = [value for name, value in vars(rehearse).items() if name.isupper()]
     for row in {row for row in named if isinstance(row, str)}:

@@ -1,16 +1,19 @@
 """What is said of words of the command line that cannot be read, in the words of their user."""
 
+import argparse
 import inspect
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import Positional
 from tyro.constructors import PrimitiveConstructorSpec
+
+T = TypeVar("T", int, float)
 
 ONE = {int: "a whole number, such as 12", float: "a number, such as 0.5", Path: "a path"}
 SEVERAL = {int: "whole numbers", float: "numbers", Path: "paths"}
@@ -64,6 +67,18 @@ def describe(hint: Any) -> str:
         between = "commas" if by_commas else "blanks"
         return f"{several} with {between} between them" if several else ""
     return ONE.get(inner, "")
+
+
+def read_as(kind: type[T]) -> Callable[[str], T]:
+    """The type= of argparse that says in the same words what a value must be."""
+
+    def read(text: str) -> T:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text} must be {ONE[kind]}") from None
+
+    return read
 
 
 def _without_notes(hint: Any) -> tuple[Any, bool]:
