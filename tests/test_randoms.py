@@ -1,9 +1,9 @@
 """Numbers depend on nothing that a resume does not compare, and what draws otherwise is named."""
 
 import copy
+import itertools
 import random
 import sys
-from itertools import combinations
 from types import SimpleNamespace
 
 import datasets
@@ -36,7 +36,7 @@ def test_two_uses_with_another_seed_epoch_num_or_stream_share_no_numbers():
     normal = [numbers(draw=keyed_normal), numbers("view", draw=keyed_normal)]
     uses += [(1 + torch.erf(values / 2**0.5)) / 2 for values in normal]
     assert all(len(use.unique()) > len(use) - 15 for use in uses)
-    for one, other in combinations(uses, 2):
+    for one, other in itertools.combinations(uses, 2):
         assert len(np.intersect1d(one, other)) < 15  # 2 by chance, as 24 bits have 2**24 values
     assert torch.equal(numbers(np.int64(3)), numbers(3))
     with pytest.raises(TypeError):
@@ -85,6 +85,17 @@ def test_numbers_drawn_for_many_batches_at_once_are_those_of_each_batch(
     of_batches = [given for given in calls if len(given[1]) <= 40 // num_processes]
     assert len(calls) - len(of_batches) == 4  # two streams and two epochs, from the second batch on
     assert len(of_batches) == 100 + 4  # of the copies, and the first of each
+
+
+def test_an_order_that_returns_pieces_of_one_tensor_has_the_numbers_of_each_sample():
+    """Whichever part of it was computed, by a resume, after an evaluation or with many samples."""
+    whole = torch.randperm(1000)
+    batches = EpochBatches(1000, 40, seed=3, order=lambda epoch, start, stop: whole[start:stop])
+    for epoch, start, num in ((0, 600, 99), (1, 0, 3), (1, 120, 3), (1, 240, 99), (2, 0, 99)):
+        batches.set_position(epoch, start)
+        for batch in itertools.islice(batches, num):
+            drawn = keyed_uniform(0, epoch, batch.values, 3)
+            assert torch.equal(drawn, keyed_uniform(0, epoch, batch.values.clone(), 3))
 
 
 def test_indices_that_a_script_changes_or_reads_backwards_have_their_own_numbers():

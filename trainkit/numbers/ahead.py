@@ -39,7 +39,12 @@ class KnownOrder:
             and indices.dtype == self.indices.dtype
             and indices.stride() == (1,)
             and version_of(indices) == self.version
+            and 0 <= self.place_of(indices) <= len(self.indices) - len(indices)
         )
+
+    def place_of(self, indices: torch.Tensor) -> int:
+        """Where in this order they begin, if they share its memory."""
+        return indices.storage_offset() - self.indices.storage_offset()
 
     def note(self, use: Hashable, drawn: Drawn) -> None:
         self.drawn[use] = drawn
@@ -67,10 +72,10 @@ def draw(
     """
     if torch.compiler.is_compiling():
         return make(indices)
-    order = next((order for order in _known if order.holds(indices)), None)
+    order = next((order for order in reversed(_known) if order.holds(indices)), None)
     if order is None:
         return make(indices)
-    place = indices.storage_offset() - order.indices.storage_offset()
+    place = order.place_of(indices)
     last = order.drawn.get(use)
     if last is None or place < last.place:  # perhaps nothing follows
         order.note(use, Drawn(place))
