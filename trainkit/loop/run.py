@@ -317,6 +317,7 @@ class Run:
         length = self.length
         batches = self.profile.read(iter(loader))
         while length.num_in_step(progress):
+            before = progress.step
             self.step.start(progress)
             micro_batches: Iterable[Any] = islice(batches, self.step.num_micro_batches)
             if count and self.config.accumulate > 1:
@@ -327,7 +328,7 @@ class Run:
                 self.stage = "batch"
                 yield micro_batch
                 need(self, NEXT_BATCH, "counted")
-            if self.checkpoints.saved_step == progress.step:
+            if before < progress.step == self.checkpoints.saved_step:  # fp16 may have skipped it
                 self.prepared.check_unchanged(progress.state)
                 self.checkpoints.check_unchanged()
             if length.is_over(progress) or length.must_evaluate(progress):
