@@ -71,40 +71,39 @@ def test_what_takes_long_is_named_by_the_script_and_by_the_function(monkeypatch)
     assert ", in frame_of_main_thread (names.py, line" in said
 
 
-SLOW = '''"""A regression whose first process loads, and ends its epoch, longer than --timeout."""
+SLOW = '''"""A regression whose first process does longer than --timeout what it does alone."""
 
 import os
 import time
 
 import train_regression
+from accelerate import Accelerator
+from trainkit.checkpoints import durable
 from trainkit.loop.run import Run
 
-load_data, end_epoch = train_regression.load_data, Run.end_epoch
 
+def slow(call, seconds=3):
+    def slowly(*args, **options):
+        if os.environ["RANK"] == "0":
+            time.sleep(seconds)
+        return call(*args, **options)
 
-def wait():
-    if os.environ["RANK"] == "0":
-        time.sleep(4)
-
-
-def slowly_load(config):
-    wait()
-    return load_data(config)
-
-
-def slowly_end(run, *args, **options):
-    wait()
-    end_epoch(run, *args, **options)
+    return slowly
 
 
 def main(argv):
-    train_regression.load_data, Run.end_epoch = slowly_load, slowly_end
+    train_regression.load_data = slow(train_regression.load_data)
+    Run.end_epoch = slow(Run.end_epoch)
+    Accelerator.save_state = slow(Accelerator.save_state)
+    durable.make_durable = slow(durable.make_durable, 7)  # beside the evaluation
     train_regression.main(argv)
 '''
 
 
 @linux_only
-def test_data_and_pictures_may_take_the_first_process_longer_than_the_timeout(tmp_path, fork_main):
+def test_data_pictures_and_a_checkpoint_may_take_the_first_process_longer_than_the_timeout(
+    tmp_path, fork_main
+):
     flags = f"--num-samples 64 --epochs 1 --timeout 2 --no-pictures --run-dir {tmp_path}/run"
     done = fork_main(SLOW, flags, world=2)
     assert done.codes == [0, 0], done.output

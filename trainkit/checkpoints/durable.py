@@ -27,7 +27,7 @@ from trainkit.files.manifest import (
     write_part,
 )
 from trainkit.files.standard_json import to_exact_json
-from trainkit.launch.together import failing_together
+from trainkit.launch.together import failing_together, wait_together
 from trainkit.mirror.mirror import Mirror
 from trainkit.text import first_sentence
 
@@ -110,6 +110,7 @@ class Commits:
         """
         jobs = self.jobs
         self.jobs = []
+        wait_together(self.accelerator, jobs)  # a slow disk is no lost process
         try:
             for job in jobs:
                 with failing_together(self.accelerator, self.what, RunFailure):

@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ from trainkit.files.standard_json import to_json
 from trainkit.files.weights import read_weights
 from trainkit.hashes import digest_file
 from trainkit.launch.alike import hash_sources
+from trainkit.launch.patience import wait_for_all
 from trainkit.launch.together import failing_together, on_main
 from trainkit.mirror.mirror import Mirror, open_mirror
 from trainkit.numbers.means import RunningMeans
@@ -97,6 +99,7 @@ class Checkpoints:
         self.fingerprint = json.loads(to_json(fingerprint, default=str))
         self.defaults = {field.name: field.default for field in fields(config)}
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
+        self.timeout = timedelta(seconds=config.timeout)
         self.has_mirror = config.mirror is not None
         self.mirror = open_mirror(accelerator, config)  # on the main process
         self.commits = Commits(accelerator, tracker, config.keep, self.mirror)
@@ -145,7 +148,10 @@ class Checkpoints:
         # benchmarks/RECORDS.md). The manifest has a hash of each file instead.
         without_crc = serialization.patch({"save.compute_crc32": False})
         with failing_together(accelerator, what, RunFailure), without_crc:
-            save_state(temporary / "state")
+            try:
+                save_state(temporary / "state")
+            finally:
+                wait_for_all(accelerator, self.timeout)  # a slow disk is no lost process
         self.commits.start(temporary, final, trainer, what, started_at)
         self.saved_step = progress.step
         if self.num_watched:

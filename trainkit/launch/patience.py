@@ -63,7 +63,7 @@ def wait_for_all(accelerator: Accelerator, timeout: timedelta) -> None:
     wait = 0.001
     while store.add(here, 0) < accelerator.num_processes:
         time.sleep(wait)
-        wait = min(2 * wait, 0.2)
+        wait = min(1.1 * wait, 0.2)  # a tenth of the time waited at most, for a save as well
         if wait == 0.2:  # only then does anybody look: most arrive at once
             _check_beats(store, here, accelerator.num_processes, seen, timeout)
 
