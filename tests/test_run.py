@@ -409,6 +409,16 @@ def test_numbers_of_16_bits_are_added_up_in_float32():
     assert sum_and_count("", values, values > 0)[0] == 300_000
 
 
+def test_a_mean_over_many_batches_is_exact_also_after_a_resume(accelerator):
+    means, resumed = RunningMeans(accelerator), RunningMeans(accelerator)
+    for value in (2.0**24, 1.0, 1.0):  # 2**24 + 1 is none of float32
+        values = torch.tensor([value])
+        means.add_all([("loss", *sum_and_count("", values, dtype=means.dtype))])
+        assert means.sums["loss"].dtype == torch.float64
+    resumed.load(means.state())
+    assert means.compute("") == resumed.compute("") == {"_loss": (2**24 + 2) / 3}
+
+
 def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path):
     class Mine(torch.optim.AdamW):
         def step(self, closure=None):

@@ -99,7 +99,9 @@ def evaluate(
                 check_rows(call, value, len(indices))
                 if indices:
                     sizes.check(call, value)
-            total, count = sum_and_count(call, value, **selection, is_padding=not indices)
+            total, count = sum_and_count(
+                call, value, **selection, is_padding=not indices, dtype=means.dtype
+            )
             sums.append((name, total, count))
         means.add_all(sums)
         if stopping():

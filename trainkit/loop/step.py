@@ -22,7 +22,7 @@ from trainkit.launch.signals import Signals
 from trainkit.loop.compiling import Compiling
 from trainkit.numbers.counts import CountValues, Divisors
 from trainkit.numbers.loaders import share_of_batch
-from trainkit.numbers.means import Selection, select, sum_and_count
+from trainkit.numbers.means import Selection, exact_type, select, sum_and_count
 from trainkit.numbers.mixing import key
 from trainkit.numbers.optim import clip_gradients, learning_rates
 from trainkit.numbers.position import Length, Progress
@@ -207,6 +207,8 @@ class Step:
         self, values: dict[str, torch.Tensor], mask: Selection, weights: Selection
     ) -> Iterator[tuple[str, torch.Tensor, int | torch.Tensor]]:
         """Yield name, sum and number of each of these values of run.add: see means.select."""
+        is_padding = self.num_samples == 0
+        dtype = exact_type(self.accelerator.device)
         for name, value, selection in select("run.add(...)", values, mask, weights):
             call = f"run.add({name}=...)"
             check_tensor(call, value)
@@ -214,8 +216,10 @@ class Step:
                 check_outer(call, value)
             if not selection:
                 self._check(call, value)
-            is_padding = self.num_samples == 0
-            yield name, *sum_and_count(call, value.detach(), **selection, is_padding=is_padding)
+            total, count = sum_and_count(
+                call, value.detach(), **selection, is_padding=is_padding, dtype=dtype
+            )
+            yield name, total, count
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.

@@ -19,9 +19,9 @@ Selection: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
 class RunningMeans:
     """Means of the values of an epoch over all processes. Adding does not wait for the device.
 
-    `add_all` adds up the values of each name on the device. `start_flush` adds these sums up over
-    the processes, and `end_flush` adds them to the totals of the epoch, which are float64 on the
-    host; it waits for the device. Every process must add the same names, in any order.
+    `add_all` adds up the values of each name on the device, in float64. `start_flush` adds these
+    sums up over the processes, and `end_flush` adds them to the totals of the epoch on the host; it
+    waits for the device. Every process must add the same names, in any order.
 
     Args:
         gather: like gather_object, which waits for a GPU; Signals.gather does not.
@@ -34,11 +34,12 @@ class RunningMeans:
     def __init__(self, accelerator: Accelerator, gather: Callable[[list], list] = gather_object):
         self.accelerator = accelerator
         self.gather = gather
+        self.dtype = exact_type(accelerator.device)
         self.window: dict[str, np.ndarray] = {}
         self.flushing: tuple[list[str], HostCopy] | None = None
         # Since the last flush.
         self.sums: dict[str, torch.Tensor] = defaultdict(
-            lambda: torch.zeros((), device=accelerator.device)
+            lambda: torch.zeros((), dtype=self.dtype, device=accelerator.device)
         )
         self.counts: dict[str, int | torch.Tensor] = defaultdict(int)
         self.totals: dict[str, np.ndarray] = {}  # sum and count of the epoch, flushed
@@ -98,7 +99,7 @@ class RunningMeans:
         self.totals = {name: np.array(pair) for name, pair in state["totals"].items()}
         pairs = row.view(len(self.totals), 2)
         for name, (total, count) in zip(sorted(self.totals), pairs, strict=True):
-            self.sums[name] = total.float().to(accelerator.device)
+            self.sums[name] = total.to(accelerator.device, self.dtype, copy=True)
             self.counts[name] = int(count) if count.item().is_integer() else count.item()
 
     def _row(self) -> torch.Tensor:
@@ -116,7 +117,7 @@ class RunningMeans:
                     "must add the same names"
                 )
         device = self.accelerator.device
-        dtype = exact_type(self.accelerator.device)
+        dtype = self.dtype
         numbers = []
         for name in names:
             count = self.counts[name]
@@ -192,10 +193,12 @@ def sum_and_count(
     mask: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
     is_padding: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return the sum and the number of the values, or of those where `mask` is True.
 
     With weights, return the sum of weights * values and the sum of weights. The host does not wait.
+    dtype: of the sums, as in sum_of.
     Of a padding sample, in a process that has no other, nothing counts; the sum keeps its graph
     and its gradient is 0.
     """
@@ -218,15 +221,15 @@ def sum_and_count(
             )
     count: int | torch.Tensor = values.numel()
     if selection is not None:
-        count = sum_of(selection) if mask is None else selection.sum()
+        count = sum_of(selection, dtype) if mask is None else selection.sum()
     if is_padding:  # the counts of all processes are added up, so they have one dtype
         nothing = torch.zeros_like(values, dtype=torch.bool)
-        return sum_of(torch.where(nothing, values, 0)), count * 0
+        return sum_of(torch.where(nothing, values, 0), dtype), count * 0
     if mask is not None:
         values = torch.where(mask, values, 0)
     elif weights is not None:
         values = torch.where(weights != 0, values * weights, 0)
-    return sum_of(values), count
+    return sum_of(values, dtype), count
 
 
 def reduced_too_early(values: torch.Tensor, selection: torch.Tensor) -> str:
@@ -236,10 +239,11 @@ def reduced_too_early(values: torch.Tensor, selection: torch.Tensor) -> str:
     return '; losses with reduction="none" were not yet reduced' if is_reduced else ""
 
 
-def sum_of(values: torch.Tensor) -> torch.Tensor:
-    """The sum; for 16-bit values in float32, so that it neither overflows nor loses precision.
+def sum_of(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The sum in this dtype; by default in that of the values, and in float32 for 16-bit values.
 
-    For booleans too, so that all that run.add adds up in a step has one dtype.
+    A 16-bit sum would overflow or lose precision.
     """
-    in_float32 = values.dtype.itemsize == 2 or values.dtype == torch.bool
-    return values.sum(dtype=torch.float32 if in_float32 else None)
+    if dtype is None and values.dtype.itemsize == 2:
+        dtype = torch.float32
+    return values.sum(dtype=dtype)
