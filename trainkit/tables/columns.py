@@ -267,10 +267,8 @@ def learn_column(
         return column
     parsed = parse_cells(values, column)
     present = parsed.iloc[train]
-    if column.categories is None and parsed.notna().all():  # as in tables of thousands of columns
-        return _learn_whole(column, present.to_numpy(), missing)
-    if values.dtype.kind == "f" and parsed.count() == values.count() and not column.holds_texts:
-        return _learn_some(column, present, values.index[values.isna()], missing, words)
+    if column.categories is None and parsed.count() == values.count():
+        return _learn_numbers(column, present, values.index[values.isna()], missing, words)
     odd = values[parsed.isna()].astype(object).fillna("").astype(str)
     others = odd[~odd.isin(MISSING)]
     impute = missing == "impute" or (missing is None and len(odd) > 0)
@@ -323,39 +321,27 @@ def _learn_texts(
     return column
 
 
-def _learn_whole(column: Column, numbers: np.ndarray, missing: str | None) -> Column:
-    """Do what learn_column does for a column of numbers or dates that lacks none."""
-    if not len(numbers) or (numbers == numbers[0]).all():
-        column.problem = "left out: always the same"
-        return column
-    if missing == "impute":
-        column.fill = float(pd.Series(numbers).mean())
-        column.words = {}
-    if column.days:
-        column.cycles = find_cycles(numbers)
-    return column
-
-
-def _learn_some(
+def _learn_numbers(
     column: Column,
     present: pd.Series,
-    rows: pd.Index,
+    lacking: pd.Index,
     missing: str | None,
     words: pd.Series | None,
 ) -> Column:
-    """Do what learn_column does for a column of numbers or dates, read as such, that lacks these.
+    """Do what learn_column does for a column of numbers or dates of which each cell is read.
 
-    present: its training rows. words: what stood in some of the rows instead of a number.
+    present: its training rows. lacking: the rows without a number. words: what stood in some.
     """
-    impute = missing in (None, "impute")
+    impute = missing == "impute" or (missing is None and len(lacking) > 0)
     if impute:
         written = {} if words is None else dict(zip(words.index, words, strict=True))
-        column.words = dict(Counter(written.get(row, "") for row in rows).most_common())
-    if present.nunique() < 2:
+        column.words = dict(Counter(written.get(row, "") for row in lacking).most_common())
+    numbers = present.dropna().to_numpy()
+    if not len(numbers) or (numbers == numbers[0]).all():
         column.problem = "left out: always the same"
         return column
     if column.days:
-        column.cycles = find_cycles(present.dropna().to_numpy())
+        column.cycles = find_cycles(numbers)
     column.fill = float(present.mean()) if impute else None
     return column
 
