@@ -211,10 +211,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         run.begin(model, metadata, plan)  # locks the run folder, loads the checkpoint
 
         for _ in run.epochs():
-            for features, targets, *folds in run.steps(train_loader):
+            for features, targets, *others in run.steps(train_loader):
                 with accelerator.accumulate(model):
                     if config.model == "tabm":  # (rows, members, targets): each has its own loss
-                        outputs = model(features, folds[0])
+                        outputs = model(features, others[0])  # and the fold of each row
                         targets = targets[:, None].expand_as(outputs)
                     else:
                         outputs = model(features)

@@ -283,7 +283,7 @@ def test_a_registered_thing_that_differs_is_named_by_its_entry(
     )
     accelerator = SimpleNamespace(num_processes=2)
     contents = Contents(accelerator, Frozen([model]))
-    own = contents.registered.entries(0)
+    own = contents.registered.entries()[0]
     assert change in own and len(own) == {"teacher": 7, "kept": 9}[thing]
     theirs = [[([], "", dict.fromkeys(contents.registered.names(), "x"))]]
     theirs.append([own | {change: "other"}])

@@ -121,7 +121,7 @@ class Contents:
         place, remedy = "", "change it by the same numbers on all processes"
         if name in self.registered.names():
             number = self.registered.names().index(name)
-            everybody = gather_object([self.registered.entries(number)])
+            everybody = gather_object([self.registered.entries()[number]])
             first = everybody[0]
             differing = [
                 entry

@@ -64,13 +64,16 @@ class Registered:
         """What messages call them."""
         return [f"the registered {kind} (number {n})" for n, kind in enumerate(self.kinds)]
 
-    def entries(self, number: int) -> dict[str, str]:
-        """A text for each entry of the state of one of them, which differs if the entry does."""
+    def entries(self) -> list[dict[str, str]]:
+        """For each of them a text for each entry of its state, which differs if the entry does."""
         states, tensors = self.states()
-        texts = texts_of_entries(states[number])
-        for name, tensor in whole_tensors(number, tensors).items():
-            texts[name.partition(".")[2]] = Marks({name: tensor}).hash()
-        return texts
+        of_all = []
+        for number, state in enumerate(states):
+            texts = texts_of_entries(state)
+            for name, tensor in whole_tensors(number, tensors).items():
+                texts[name.partition(".")[2]] = Marks({name: tensor}).hash()
+            of_all.append(texts)
+        return of_all
 
     def names_of_buffers(self, number: int) -> list[str]:
         """The names of the float buffers of one of them, if it is a module."""

@@ -99,14 +99,18 @@ def check_scheduled(accelerator: Accelerator) -> None:
             )
 
 
-def check_loader(accelerator: Accelerator, loader: Any, call: str) -> EpochBatches:
-    """Return the batches of a loader; refuse any but the prepared one from make_loaders(...)."""
+def check_loader(
+    accelerator: Accelerator, loader: Any, call: str, to_train: bool = False
+) -> EpochBatches:
+    """Return the batches of a loader; refuse any but the prepared one from make_loaders(...).
+
+    call: begins the message. to_train: the loader must be that of the training set.
+    """
     batches = batches_of(loader)
-    kind = "training" if call == "run.steps(...)" else "evaluation"
-    trains = batches is not None and batches.seed is not None
-    is_right = trains == (kind == "training") and loader in prepared_loaders(accelerator)
-    if batches is not None and is_right:
+    is_prepared = loader in prepared_loaders(accelerator)
+    if batches is not None and is_prepared and to_train == (batches.seed is not None):
         return batches
+    kind = "training" if to_train else "evaluation"
     raise RuntimeError(
         f"{call} got a {type(loader).__name__}: give it the {kind} loader that "
         "make_loaders(...) made and accelerator.prepare returned: other loaders cannot be resumed, "

@@ -277,7 +277,7 @@ class Run:
         """
         progress = self.progress
         num_done = self.length.num_done(progress)
-        batches = check_loader(self.accelerator, loader, "run.steps(...)")
+        batches = check_loader(self.accelerator, loader, "run.steps(...)", to_train=True)
         self.prepared.check_unchanged(progress.state)
         self.checkpoints.contents.registered.check_late()
         batches.set_position(progress.epoch, num_done)

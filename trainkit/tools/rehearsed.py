@@ -175,8 +175,8 @@ def _averages(run: Run) -> dict[str, str]:
     registered = run.checkpoints.contents.registered
     return {
         f"{name}, {entry}": text
-        for number, name in enumerate(registered.names())
-        for entry, text in registered.entries(number).items()
+        for name, entries in zip(registered.names(), registered.entries(), strict=True)
+        for entry, text in entries.items()
         if entry.endswith(("running_mean", "running_var"))
     }
 
