@@ -493,6 +493,16 @@ def test_a_set_that_the_loop_changes_is_told_once(make):
     assert watched.notes() == []
 
 
+def test_noise_in_the_batches_of_a_subclass_of_rows_in_memory_is_no_change():
+    class Noisy(InMemory):
+        def __getitems__(self, indices):
+            return torch.rand(len(indices)), indices
+
+    watched = WatchedSets((Noisy(torch.zeros(9)), InMemory(torch.zeros(9))))
+    torch.rand(3)
+    assert watched.notes() == []
+
+
 @pytest.mark.parametrize("line, is_told", [(r"^( +)run.begin\(", 0), (r"^( +)for batch in run", 1)])
 def test_what_a_script_does_to_a_set_before_the_start_is_no_change(tmp_path, capfd, line, is_told):
     """A resume does it again: preference.py adds what its model says of each pair."""
