@@ -114,8 +114,9 @@ def predicted(model, path, **options) -> pd.DataFrame:
     """The table that is written beside that of `path`."""
     output = Path(model.predict_file(path).splitlines()[0].split("  (")[0])
     assert output.parent == path.parent and output.name.endswith("_predictions.csv")
-    form = frames.find_text_form(output, encoding=model.metadata["read_options"]["encoding"])
-    table = frames.read_table(str(output), "", encoding=form.encoding)
+    encoding = model.metadata["read_options"]["encoding"]
+    table = frames.read_table(str(output), "", encoding=encoding)
+    form = table.attrs["form"]
     has_comma = predictions.has_decimal_comma(table, form.separator)
     return pd.read_csv(
         output,
@@ -503,6 +504,17 @@ def test_a_file_in_another_encoding_than_the_given_one_is_read_as_what_it_is(enc
     assert metadata["features"] == ALL and test.tensors[0][:, 1:4].ne(0).any(0).all()
     line = metadata["plan"].get("encoding", "")
     assert line == (f"new.csv {READ_AS[encoding]}" if READ_AS[encoding] else "")
+
+
+def test_a_file_is_looked_at_once_for_its_encoding(monkeypatch):
+    paths = []
+    find = frames.find_encoding
+    monkeypatch.setattr(frames, "find_encoding", lambda *a: [paths.append(a[0]), find(*a)][1])
+    for name in ("t.csv", "new.csv"):
+        Path(name).write_bytes(text(";", encoding="cp1252"))
+    model = untrained(read("t.csv", "--encoding", "cp1252", "--eval-data", "new.csv")[2])
+    model.predict_file(Path("new.csv"))
+    assert paths == ["t.csv", "new.csv", "new.csv"]
 
 
 def test_utf_8_is_told_from_utf_16_and_from_text_that_is_ascii_alone():

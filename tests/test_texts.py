@@ -232,10 +232,11 @@ def test_a_file_to_evaluate_on_has_the_same_classes_and_encodings_are_named(tmp_
     path.write_bytes("na\u00efve".encode("cp1252"))
     with refused(r"not in UTF-8, .* --encoding cp1252"):
         texts.read_texts(path, None, None)
-    assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
+    assert texts.read_texts(path, None, "cp1252") == (["na\u00efve"], [])
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
         path.write_bytes("na\u00efve".encode(encoding))
-        assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
+        lines, notes = texts.read_texts(path, None, "cp1252")
+        assert lines == ["na\u00efve"] and notes[0].startswith("d.txt read as UTF-")
         frame.replace("y", "\u00fc").to_csv("a.csv", index=False, encoding="cp1252")
         frame.replace("y", "\u00fc").to_csv("b.csv", index=False, encoding=encoding)
         sets = read("--data a.csv --eval-data b.csv --encoding cp1252")

@@ -18,7 +18,7 @@ import pandas as pd
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
 from trainkit.reading.encodings import Encoding, find_encoding
-from trainkit.reading.paths import is_read, read_here_or_from_hub, refuse_pipe, select_read
+from trainkit.reading.paths import read_here_or_from_hub, refuse_pipe, select_read
 from trainkit.text import count, first_sentence, nfc, shorten
 
 KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx")
@@ -50,10 +50,11 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
 
     separator: None means the one that splits the first line most often. encoding: None means UTF-8;
     encodings.find_encoding says when it is not the one that is read. Other options come from older
-    runs.
+    runs. attrs["form"] is the TextForm of text files but JSON, the usual one if they differ, and
+    attrs["encodings"] has a note for each file that is in another encoding than the given one.
     """
     parts = [*_read_all(name, where, **options).values()]
-    return pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
+    return _join_tables(parts) if len(parts) > 1 else parts[0]
 
 
 def read_parts(
@@ -61,10 +62,11 @@ def read_parts(
 ) -> dict[str, pd.DataFrame]:
     """Return read_table of each split that the user made, as splits.find_splits names them.
 
-    There is only "train", with all rows, if none was made. attrs["files"] of a table names its
-    files, and attrs["part"] what it is called. attrs["unread"] of "train" names what is in no
-    split, and attrs["split"] is a sentence about columns that say which rows are evaluated. Such
-    columns are left out, and rows keep the index that they have in the whole table.
+    There is only "train", with all rows, if none was made. Beside the attrs of read_table,
+    attrs["files"] of a table names its files, and attrs["part"] what it is called. attrs["unread"]
+    of "train" names what is in no split, and attrs["split"] is a sentence about columns that say
+    which rows are evaluated. Such columns are left out, and rows keep the index that they have in
+    the whole table.
 
     meant_otherwise: columns that are not asked.
     """
@@ -156,12 +158,13 @@ def choose_evaluated_table(
         chosen = None
     note = parts["train"].attrs.get("split", "")
     if chosen is None:
-        return None, splits.describe_given("", unread, note)
+        return None, splits.describe_given("", unread, note) | describe_encodings(parts.values())
     chosen.attrs["where"] = name
     if len(parts) == 1:  # nobody needs a column that might have told what is evaluated
         note = ""
     line = f"{name}: {count(len(chosen), noun)}"
-    return chosen, splits.describe_given(line, unread, note)
+    encodings = describe_encodings([*parts.values(), chosen])
+    return chosen, splits.describe_given(line, unread, note) | encodings
 
 
 def _read_files(files: Sequence[Path], where: str, **options: Any) -> pd.DataFrame:
@@ -190,7 +193,20 @@ def _read_files(files: Sequence[Path], where: str, **options: Any) -> pd.DataFra
                 f"{where}: {file.name} has other columns than {files[0].name}: all "
                 "files of a folder must have the same"
             )
-    return pd.concat(tables, ignore_index=True)  # with attrs, if all have the same
+    return _join_tables(tables)
+
+
+def _join_tables(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Return the rows of all tables as one. Its attrs are those of read_table and the question."""
+    joined = pd.concat(tables, ignore_index=True)
+    joined.attrs = {"encodings": list_encodings(tables)}
+    forms = {table.attrs.get("form") for table in tables}
+    if None not in forms:
+        joined.attrs["form"] = forms.pop() if len(forms) == 1 else TextForm()
+    questions = {table.attrs.get("question") for table in tables}
+    if len(questions) == 1 and None not in questions:
+        joined.attrs["question"] = questions.pop()
+    return joined
 
 
 def _kind(path: Path) -> str:
@@ -210,13 +226,16 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
     if kind == ".xlsx":
         return _name_columns(pd.read_excel(path, header=None, dtype=object, keep_default_na=False))
     found = find_encoding(str(path), encoding)  # reads all of a file that may be in another one
+    notes = [f"{path.name} {found.note}"] if found.note else []
     source = fsspec.open(path, "rt", encoding=found.reader, compression="infer")
     if "json" in kind:
         with source as file:
             decode = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_read_whole).decode
             lines = filter(str.strip, file)
             rows = decode(file.read()) if kind == ".json" else [*map(decode, lines)]
-            return _without_halves(pd.DataFrame(rows, dtype=object))
+            table = _without_halves(pd.DataFrame(rows, dtype=object))
+        table.attrs["encodings"] = notes
+        return table
     form = _read_form(path, separator, found)
     with source as file:
         if form.first_line:
@@ -228,39 +247,21 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
         except pd.errors.ParserError as problem:
             rule = "the first line must name all columns, and quotation marks come in pairs"
             raise ValueError(f"{str(problem).strip()}: {rule}") from None
-    return _name_columns(rows)
+    table = _name_columns(rows)
+    table.attrs |= {"form": form, "encodings": notes}
+    return table
 
 
-def find_text_form(
-    path: Path, separator: Any = None, encoding: Any = None, **_: Any
-) -> TextForm | None:
-    """Return how a table that read_table has read is written, to write another one like it.
-
-    None is returned for one that is no text, or JSON; the usual form for a folder of files that are
-    written differently. The options are those of read_table.
-    """
-    files = [file for file in _text_files(path) if "json" not in _kind(file)]
-    forms = {_read_form(file, separator, find_encoding(str(file), encoding)) for file in files}
-    if not forms:
-        return None
-    return forms.pop() if len(forms) == 1 else TextForm()
+def list_encodings(tables: Iterable[pd.DataFrame]) -> list[str]:
+    """Return the notes of read_table about encodings, each once."""
+    notes = [note for table in tables for note in table.attrs.get("encodings", ())]
+    return [*dict.fromkeys(notes)]
 
 
-def describe_encodings(names: Iterable[str | None], encoding: str | None) -> dict[str, str]:
+def describe_encodings(tables: Iterable[pd.DataFrame]) -> dict[str, str]:
     """Return the line of the plan about files that are in another encoding than the given one."""
-    notes = []
-    for path in (Path(name) for name in names if name):
-        if encoding and path.exists() and not splits.is_saved(path):
-            read = ((file.name, find_encoding(str(file), encoding)) for file in _text_files(path))
-            notes += [f"{name} {found.note}" for name, found in read if found.note]
+    notes = list_encodings(tables)
     return {"encoding": shorten(notes)} if notes else {}
-
-
-def _text_files(path: Path) -> list[Path]:
-    """Return the text files of a table: the path itself, or those in the folder."""
-    inside = [file for file in sorted(path.rglob("*")) if is_read(str(file.relative_to(path)))]
-    kinds = {*KINDS} - {".parquet", ".xlsx"}
-    return [file for file in inside or [path] if _kind(file) in kinds and file.is_file()]
 
 
 def _read_form(path: Path, separator: str | None, found: Encoding) -> TextForm:

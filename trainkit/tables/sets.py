@@ -36,7 +36,6 @@ from trainkit.reading.frames import (
     MAX_SHOWN,
     choose_columns,
     choose_evaluated_table,
-    describe_encodings,
     describe_spelling,
     read_parts,
     typed,
@@ -241,7 +240,6 @@ def _read_rows(
     evaluated, lines = choose_evaluated_table(
         parts, config.eval_data, is_labelled, "row", named, **options
     )
-    lines |= describe_encodings([data, config.eval_data], config.encoding)
     lines |= describe_spelling(*tables)
     places: dict[str, Any] = {}
     if evaluated is not None:

@@ -129,7 +129,6 @@ def read_sets(config: TextConfig) -> TextSets:
     names = [name for _, name in rows]
     plan = {"data": f"{config.data}, {len(rows)} texts{dropped}"}
     plan["columns"] = f"text {text!r}, label {label!r}"
-    plan |= frames.describe_encodings([str(config.data), config.eval_data], encoding)
     plan |= frames.describe_spelling(frames.choose_columns(parts["train"], [text, label], where))
 
     def is_labelled(table: pd.DataFrame) -> bool:
@@ -346,24 +345,27 @@ def _clean(value: Any) -> str:
     return nfc(value.strip()).encode("utf-8", "replace").decode()
 
 
-def read_texts(path: Path, text: str | None, encoding: str | None) -> list[str]:
+def read_texts(path: Path, text: str | None, encoding: str | None) -> tuple[list[str], list[str]]:
     """Return the lines of a .txt file, or a column of a table; "" where there is no text.
 
-    text: the column; None: the only one that fits. encoding: as read_table has it. Raises
-    UsageError.
+    The second list has a note if the file is in another encoding than the given one. text: the
+    column; None: the only one that fits. encoding: as read_table has it. Raises UsageError.
     """
     where = str(path)
     if path.suffix.lower() == ".txt":
         with as_usage_error(f"{where} cannot be read"):
             try:
-                lines = path.read_text(find_encoding(str(path), encoding).reader).split("\n")
+                found = find_encoding(str(path), encoding)
+                lines = path.read_text(found.reader).split("\n")
             except UnicodeError:
                 raise UsageError(
                     f"{where} is not in UTF-8, or not in the given --encoding: try --encoding "
                     "cp1252 or utf-16"
                 ) from None
-        return [_clean(line) for line in lines[: len(lines) - (not lines[-1])]]
+        notes = [f"{path.name} {found.note}"] if found.note else []
+        return [_clean(line) for line in lines[: len(lines) - (not lines[-1])]], notes
     table = frames.read_table(where, where, encoding=encoding)
     if text is None:
         text = find_text(table, where)
-    return [_clean(cell) for cell in frames.choose_columns(table, [text], where)[text]]
+    cells = frames.choose_columns(table, [text], where)[text]
+    return [*map(_clean, cells)], [*frames.describe_encodings([table]).values()]

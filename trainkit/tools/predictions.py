@@ -52,7 +52,7 @@ def add_predictions(
     written = frames.read_table(where, where, **options)
     columns = [Column(**column) for column in metadata["columns"]]
     table = frames.choose_columns(written, [column.name for column in columns], where)
-    form = frames.find_text_form(path, **options)
+    form = written.attrs.get("form")
     if not len(table):
         raise UsageError(f"{where}: there is no row below the names of the columns")
     if options.get("missing_values"):
@@ -77,7 +77,7 @@ def add_predictions(
             texts = parse_cells(table[column.name], column).dropna()
             if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
-    for line in frames.describe_encodings([str(path)], options.get("encoding")).values():
+    for line in frames.describe_encodings([written]).values():
         notes += f"\n{line}"
     if outside:
         named = [f"row {row + 1} ({shorten(outside[row], 2)})" for row in sorted(outside)]
