@@ -1,6 +1,8 @@
 """What the loop changes beside the trained weights comes back on a resume, or is refused."""
 
+import copy
 import json
+import weakref
 from collections import Counter, OrderedDict, deque
 from enum import IntEnum
 from pathlib import Path
@@ -22,6 +24,7 @@ from trainkit.checkpoints.contents import Contents
 from trainkit.checkpoints.registered import pack_state, unpack_state
 from trainkit.checks.changes import Marks
 from trainkit.checks.data import WatchedSets
+from trainkit.checks.variables import Variables
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.numbers.loaders import InMemory, batches_of, make_loaders
@@ -526,3 +529,132 @@ def test_a_set_whose_samples_cannot_be_made_again_or_differ_anyway_is_no_note():
     failing.__class__ = type("Closed", (Filled,), {"__getitem__": lambda self, index: 1 / 0})
     assert [*watched.texts] == ["evaluation set"]
     assert watched.notes() == []
+
+
+def moved(model):
+    with torch.no_grad():
+        model.weight.add_(1)
+    return model
+
+
+def drawn(generator):
+    generator.random()
+    return generator
+
+
+# What a variable of a script holds before the first step, what the loop makes of it, is it named.
+VARIABLES = {
+    "a module": (lambda model: copy.deepcopy(model), moved, True),
+    "the model": (lambda model: model, moved, False),
+    "its weights": (
+        lambda model: [*model.parameters()],
+        lambda weights: [weight.data.add_(1) is None or weight for weight in weights],
+        False,
+    ),
+    "averages by name": (
+        lambda model: {"w": model.weight.detach().clone()},
+        lambda averages: {"w": 0.9 * averages["w"]},
+        True,
+    ),
+    "a queue": (
+        lambda model: torch.zeros(9, 2),
+        lambda queue: queue.index_fill_(0, IDS, 1.0),
+        True,
+    ),
+    "an array": (lambda model: np.zeros(9), lambda array: array + 1, True),
+    "what is as it was": (lambda model: torch.zeros(9), lambda queue: queue.clone(), False),
+    "batches": (lambda model: torch.zeros(9, 2), lambda x: torch.ones(4, 2), False),
+    "a state that comes later": (lambda model: None, lambda state: torch.ones(4, 2), True),
+    "a state that is gone": (lambda model: torch.ones(4, 2), lambda state: None, False),
+    "an output": (lambda model: None, lambda state: 2 * W, False),
+    "a sum": (lambda model: torch.zeros(()), lambda total: total + 1, False),
+    "a count": (lambda model: torch.zeros(3).int(), lambda counts: counts + 1, False),
+    "a temperature": (lambda model: nn.Parameter(torch.ones(())), lambda w: w.data.add_(1), True),
+    "a replay": (lambda model: deque(), lambda memory: deque([(torch.ones(2), 1)]), True),
+    "metrics": (lambda model: {}, lambda metrics: {"loss": 1.0}, False),
+    "a history": (lambda model: [], lambda history: [torch.ones(2)], False),
+    "a number": (lambda model: 0, lambda step: step + 1, False),
+    "a schedule": (
+        lambda model: torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([W], lr=1.0)),
+        lambda schedule: schedule.step(1.0) or schedule,
+        True,
+    ),
+    "a generator": (lambda model: np.random.default_rng(0), drawn, True),
+    "a data set": (lambda model: InMemory(torch.zeros(9)), lambda of: of.tensors[0].add_(1), False),
+}
+IDS, W = torch.arange(1), torch.ones(3, requires_grad=True)
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_that_the_loop_changes_and_no_checkpoint_holds_is_named_once(accelerator, name):
+    start, change, is_named = VARIABLES[name]
+    model = accelerator.prepare(nn.Linear(2, 3))
+    watched = Variables(accelerator, [])
+    thing = start(model)
+    watched.start()
+    assert watched.notes() == []
+    after = change(thing)
+    thing = thing if name == "a temperature" else after
+    notes = watched.notes()
+    assert [text.startswith("note: the loop has changed `thing`, wh") for text in notes] == [
+        True
+    ] * is_named, notes
+    assert watched.notes() == []
+
+
+def test_looking_at_variables_keeps_nothing_of_them(accelerator):
+    watched = Variables(accelerator, [])
+    watched.start()
+    batch = nn.Linear(2, 3)
+    gone = weakref.ref(batch)
+    assert watched.notes() == []
+    batch = None
+    assert gone() is None and batch is None
+
+
+def test_what_is_made_anew_between_the_steps_of_epochs_is_no_state(accelerator):
+    results, predictions, hidden = None, torch.zeros(3), None
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([W], lr=1.0))
+    watched = Variables(accelerator, [])
+    watched.start()
+    results, predictions = torch.ones(3), torch.ones(3)
+    watched.start()
+    assert watched.notes() == []
+    hidden = results + predictions
+    assert "changed `hidden`, which" in watched.notes()[0]
+    schedule.step(1.0)
+    watched.start()
+    assert "changed `schedule`, which" in watched.notes()[0]
+    assert len(hidden) == 3
+
+
+def test_a_tensor_of_a_layer_that_is_no_buffer_is_named(accelerator):
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 3)))
+    model[0].centre, model[0].last = torch.zeros(2), None
+    watched = Variables(accelerator, [])
+    watched.start()
+    model[0].last, model[0].centre = torch.ones(2), model[0].centre + 1
+    assert "`0.centre of the Sequential`, wh" in watched.notes()[0]
+
+
+def test_a_schedule_that_a_checkpoint_holds_is_not_named(accelerator):
+    make = torch.optim.lr_scheduler.ReduceLROnPlateau
+    registered, other = (make(torch.optim.SGD([W], lr=1.0)) for _ in range(2))
+    watched = Variables(accelerator, [registered])
+    watched.start()
+    registered.step(1.0)
+    assert watched.notes() == []
+    other.step(1.0)
+    assert "changed `other`, which" in watched.notes()[0]
+
+
+def test_what_is_registered_is_not_named(tmp_path, capfd):
+    """As nothing is of a loop without such a variable."""
+    teacher = nn.Linear(2, 4)
+    line = r"\1run.accelerator.register_for_checkpointing(teacher)\n\1run.begin("
+    moving = r"^( +)losses.append", r"\1moved(teacher)\n\g<0>"
+    names = {"teacher": teacher, "moved": moved}
+    changed((r"^( +)run.begin\(", line), moving, **names)(f"--epochs 1 --run-dir {tmp_path}/a")
+    assert "note: the loop" not in capfd.readouterr().out
+    changed(moving, **names)(f"--epochs 1 --run-dir {tmp_path}/b")
+    assert "note: the loop has changed `teacher`, which no" in capfd.readouterr().out

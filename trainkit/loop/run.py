@@ -36,6 +36,7 @@ from trainkit.checks.data import WatchedSets, load_checked, random_collation
 from trainkit.checks.evaluating import Evaluating
 from trainkit.checks.facts import Facts
 from trainkit.checks.prepared import Prepared, check_loader
+from trainkit.checks.variables import Variables
 from trainkit.config import TrainingConfig
 from trainkit.launch.patience import say_what_takes_long, start_beating, wait_for_all
 from trainkit.launch.run_folder import borrow_run_folder, open_run
@@ -77,6 +78,7 @@ class Run:
         print: prints on the main process.
         sets: the training set and the evaluation set.
         watched_sets: the same; it tells if the loop changes them.
+        variables: of the script; it tells if the loop changes what no checkpoint holds.
         data_fingerprint: the hash of both.
         data_plan: lines about random numbers that do not follow from the seed.
         length: how long the run is in steps, and when it evaluates.
@@ -211,6 +213,7 @@ class Run:
         if lock := open_run(self.accelerator, self.config):
             self.resources.callback(lock.release)
         self.resources.callback(self.checkpoints.commits.close)
+        self.variables = Variables(self.accelerator, contents.registered.things)
 
     def _resume(self) -> None:
         """Load the checkpoint of --resume, if there is one."""
@@ -281,6 +284,8 @@ class Run:
         self.prepared.check_unchanged(progress.state)
         self.checkpoints.contents.registered.check_late()
         batches.set_position(progress.epoch, num_done)
+        if self.accelerator.is_main_process:
+            self.variables.start()
         self.log.start(progress, num_done, self.length.last_step)
         self.step.mistakes.start_epoch(is_new=progress.step_in_epoch == 0)
         for note in self.watched_sets.note_epoch(progress.epoch):
@@ -302,7 +307,7 @@ class Run:
 
     def _say_what_changed(self) -> None:
         if self.accelerator.is_main_process:
-            for note in self.watched_sets.notes():
+            for note in (*self.watched_sets.notes(), *self.variables.notes()):
                 self.print(note)
 
     def _is_due(self) -> bool:

@@ -1,0 +1,251 @@
+"""Name what the loop changes in variables of the script, which no checkpoint holds.
+
+A queue of negatives, slow weights in a list, a schedule that was not prepared or a generator of
+one's own begin anew when a run is resumed, and the numbers differ from there without an error.
+"""
+
+import inspect
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainkit.checks.changes import Marks, is_dense, rows_here
+from trainkit.hashes import digest
+from trainkit.outside.names import prepared_models, prepared_optimizers, prepared_schedulers
+from trainkit.text import shorten
+
+NUM_SEEN, DEPTH = 100, 3  # of the entries of a list or dict, and of those within each other
+SMALL = 2**20  # numbers of a tensor that may be copied to look at it
+KIT = str(Path(__file__).parents[1])
+PACKAGES = "site-packages", "dist-packages", "<frozen"
+
+
+@dataclass
+class Seen:
+    """What a variable held.
+
+    Attributes:
+        text: it differs if what is held does; "" for nothing.
+        kind: of thing.
+        is_plain: it is a tensor, or a list or dict, which an evaluation may make anew.
+    """
+
+    text: str = ""
+    kind: Any = None
+    is_plain: bool = True
+
+
+EMPTY = Seen()
+
+
+class Variables:
+    """Looks at the variables of the functions of a script that are being called, and its globals.
+
+    Only what decides numbers is looked at: tensors and arrays of floats, more than a number; what
+    has a state_dict; generators. What a checkpoint holds is left out, and so are data sets and
+    lists that were empty at first, in which a script collects what it shows.
+
+    Args:
+        registered: what accelerator.register_for_checkpointing was given.
+
+    Attributes:
+        before: what they held before the first step; of plain things, before those of this epoch.
+    """
+
+    def __init__(self, accelerator: Accelerator, registered: Sequence[Any]):
+        self.accelerator = accelerator
+        self.registered = registered
+        self.before: dict[str, Seen] | None = None
+
+    def start(self) -> None:
+        """Remember what they hold before the steps; a function of the script calls the caller."""
+        now = self._look()
+        if self.before is None:
+            self.before = now
+        for name, seen in self.before.items():
+            if seen.is_plain:
+                self.before[name] = now.get(name, EMPTY)
+
+    def notes(self) -> list[str]:
+        """A line about those that have changed, once for each."""
+        before, now = self.before or {}, self._look()
+        names = [name for name in before if is_changed(before[name], now.get(name, EMPTY))]
+        for name in names:
+            del before[name]
+        if not names:
+            return []
+        return [
+            f"note: the loop has changed {shorten([f'`{name}`' for name in names])}, which no "
+            "checkpoint holds: a resume begins with what the script makes. Keep tensors in buffers "
+            "of a prepared module, give the rest to accelerator.register_for_checkpointing(...), "
+            "and draw from torch, numpy and random themselves (docs/resume.md, anything else that "
+            "the loop changes)"
+        ]
+
+    def _look(self) -> dict[str, Seen]:
+        held = self._held_memory()
+        found: dict[str, Seen] = {}
+        for name, value in (*variables_of_script(), *self._attributes()):
+            if not self._is_saved(value):
+                try:
+                    seen = look_at(value, held)
+                except Exception:  # whatever it is: a note never ends a run
+                    seen = None
+                if seen:
+                    found[name] = seen
+        return found
+
+    def _attributes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the models that are neither weights nor buffers."""
+        for model in prepared_models(self.accelerator):
+            for place, layer in model.named_modules():
+                for name, value in vars(layer).items():
+                    if isinstance(value, torch.Tensor):
+                        path = f"{place}.{name}".lstrip(".")
+                        yield f"{path} of the {type(model).__name__}", value
+
+    def _is_saved(self, value: Any) -> bool:
+        optimizers = prepared_optimizers(self.accelerator)
+        schedules = prepared_schedulers(self.accelerator)
+        saved = [*self.registered, *optimizers, *schedules]
+        saved += [wrapped.optimizer for wrapped in optimizers]
+        saved += [wrapped.scheduler for wrapped in schedules]
+        return any(value is thing for thing in saved)
+
+    def _held_memory(self) -> set[int]:
+        """The addresses of the memory of all tensors that are in a checkpoint."""
+        modules = [thing for thing in self.registered if isinstance(thing, nn.Module)]
+        modules += prepared_models(self.accelerator)
+        tensors = [tensor for module in modules for tensor in tensors_in(module)]
+        return {address_of(tensor) for tensor in tensors}
+
+
+def is_changed(before: Seen, now: Seen) -> bool:
+    """Does a variable hold another content of the same kind, or anything after nothing?"""
+    if now.text == "" or now.text == before.text:
+        return False
+    return before.text == "" or before.kind == now.kind
+
+
+def look_at(value: Any, held: set[int]) -> Seen | None:
+    """What a variable holds; None if that is nothing that decides numbers.
+
+    held: addresses of the memory of tensors that are in a checkpoint.
+    """
+    if value is None:
+        return EMPTY
+    if isinstance(value, Mapping | deque) and not value:
+        return EMPTY
+    if isinstance(value, type | Dataset | DataLoader):
+        return None
+    if state := state_of_generator(value):
+        return Seen(digest(state), type(value), is_plain=False)
+    leaves = [*leaves_of(value)]
+    has_state = hasattr(value, "load_state_dict")
+    numbers = [leaf for leaf in leaves if isinstance(leaf, int | float)] if has_state else []
+    tensors = [leaf for leaf in map(as_tensor, leaves) if leaf is not None]
+    tensors = [tensor for tensor in tensors if has_state or decides(tensor)]
+    tensors = [tensor for tensor in tensors if address_of(tensor) not in held]
+    if not tensors and not numbers:
+        return None
+    shapes = [[str(tensor.dtype), *tensor.shape] for tensor in tensors]
+    size = len(value) if isinstance(value, Mapping | list | tuple | deque) else 0
+    marks = Marks({str(number): tensor for number, tensor in enumerate(tensors)})
+    kind = shapes if isinstance(value, torch.Tensor | np.ndarray) else type(value)
+    text = digest(repr((size, shapes, numbers)) + marks.hash())
+    return Seen(text, kind, is_plain=not has_state)
+
+
+def leaves_of(value: Any, depth: int = DEPTH) -> Iterator[Any]:
+    """The tensors, numbers and others in a value, the first of each list or dict in it."""
+    if isinstance(value, nn.Module):
+        yield from tensors_in(value)
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        yield from leaves_of(value.state_dict())
+    elif isinstance(value, Mapping | list | tuple | deque):
+        parts = value.values() if isinstance(value, Mapping) else value
+        for part in islice(parts, NUM_SEEN if depth else 0):
+            yield from leaves_of(part, depth - 1)
+    else:
+        yield value
+
+
+def tensors_in(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def as_tensor(leaf: Any) -> torch.Tensor | None:
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f" and leaf.flags.writeable:
+        leaf = torch.from_numpy(leaf)
+    is_near = isinstance(leaf, torch.Tensor) and (
+        leaf.numel() <= SMALL or is_dense(rows_here(leaf))
+    )
+    return leaf if is_near else None
+
+
+def decides(tensor: torch.Tensor) -> bool:
+    """Is this more than a number to be shown, and no result of a forward pass?"""
+    is_state = tensor.is_floating_point() and tensor.numel() > 1
+    return (is_state or tensor.requires_grad) and tensor.grad_fn is None
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    return rows_here(tensor).untyped_storage().data_ptr()
+
+
+def state_of_generator(value: Any) -> str:
+    """The state of a generator of random numbers; "" of what is none."""
+    if isinstance(value, torch.Generator):
+        return str(value.get_state().tolist())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    return repr(value.getstate()) if isinstance(value, random.Random) else ""
+
+
+def variables_of_script() -> Iterator[tuple[str, Any]]:
+    """The names and values of the functions of the script that are being called, then its globals.
+
+    The script is the module of the nearest function outside of the kit and of installed packages.
+    """
+    frames = [*callers()]
+    script = frames[0].f_globals if frames else {}
+    names: set[str] = set()
+    for variables in [*(locals_of(frame) for frame in frames if frame.f_globals is script), script]:
+        for name, value in [*variables.items()]:
+            if name not in names and not name.startswith("__"):
+                yield name, value
+            names.add(name)
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of a function that is being called."""
+    variables = frame.f_locals
+    found = dict(variables)
+    is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_function and isinstance(variables, dict):
+        # Up to Python 3.12 it is a copy that the frame keeps, and so a batch, and its outputs.
+        variables.clear()
+    return found
+
+
+def callers() -> Iterator[FrameType]:
+    """The functions that are being called, from the nearest, without the kit and packages."""
+    frame = inspect.currentframe()
+    while frame:
+        file = frame.f_code.co_filename
+        if not file.startswith(KIT) and not any(place in file for place in PACKAGES):
+            yield frame
+        frame = frame.f_back
